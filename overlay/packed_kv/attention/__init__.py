@@ -1,0 +1,1 @@
+"""The vLLM attention backend of the packed KV-cache dtypes."""

@@ -1,0 +1,107 @@
+"""Decompress-active-blocks attention in PyTorch: causal attention that reads every key and value from packed pages.
+
+Only the blocks of the requests at hand are dequantised, `KV_TILE` tokens at a time, and combined by an online
+softmax. Tiles start at multiples of `KV_TILE` from the start of the request, whatever the scheduler's chunks are, so
+a query sees the same tiles however its request was cut, batched, cached or preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..codecs.pages import PagedCodec
+from ..layout import MICRO_BLOCK
+
+KV_TILE = 1024
+"""Tokens of a request dequantised at a time: at 8 KV heads of 128 channels, 8 MB of K and V in fp32."""
+MAX_SCORES = 1 << 24
+"""Scores held at a time (64 MB in fp32); query rows beyond that wait for their turn on the same tile."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer's attention needs besides its tensors: score scale, sliding window (tokens, the query's own
+    included, or None) and logits soft cap (or None)."""
+
+    scale: float
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+
+
+def attend(
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_len: int,
+    query: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Causal attention of one request's newest tokens over all of its cached tokens, the newest included.
+
+    Args:
+        codec: of this layer.
+        cache: uint8 [blocks, KV heads, block_size, slot_bytes].
+        block_table: int [at least ceil(seq_len / block_size)], the request's blocks.
+        seq_len: tokens of the request in the cache.
+        query: float [tokens, query heads, head_dim], at positions seq_len - tokens .. seq_len - 1.
+        options: see `AttentionOptions`.
+
+    Returns:
+        float32 [tokens, query heads, head_dim].
+    """
+    tokens, query_heads, head_dim = query.shape
+    kv_heads, block_size = cache.shape[1:3]
+    group = query_heads // kv_heads
+    rotated = codec.rotate_query(query.float().view(tokens, kv_heads, group, head_dim)) * options.scale
+    rows = rotated.permute(1, 0, 2, 3)  # [KV heads, tokens, group, head_dim]
+    state = _OnlineSoftmax(rows)
+    positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
+    window = options.sliding_window or seq_len
+    first_visible = max(0, seq_len - tokens - window + 1)
+    rows_at_once = max(1, MAX_SCORES // (query_heads * KV_TILE))
+
+    for tile in range(first_visible // KV_TILE * KV_TILE, seq_len, KV_TILE):
+        start, end = max(tile, first_visible // MICRO_BLOCK * MICRO_BLOCK), min(tile + KV_TILE, seq_len)
+        token_ids = torch.arange(start, end, MICRO_BLOCK, device=query.device)
+        micro_blocks = (block_table[token_ids // block_size] * block_size + token_ids % block_size) // MICRO_BLOCK
+        key, value = (x[:, : end - start] for x in codec.read(cache, micro_blocks))
+        kv_positions = torch.arange(start, end, device=query.device)
+        # The rows that see this tile: not before its start, not a window past its end.
+        first = max(0, start - (seq_len - tokens))
+        last = min(tokens, end - 1 + window - (seq_len - tokens))
+        for row in range(first, last, rows_at_once):
+            part = slice(row, min(row + rows_at_once, last))
+            scores = torch.matmul(rows[:, part].flatten(1, 2), key.transpose(1, 2)).unflatten(1, (-1, group))
+            if options.logits_soft_cap:
+                scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
+            distance = positions[part, None] - kv_positions
+            scores.masked_fill_(((distance < 0) | (distance >= window))[:, None], float("-inf"))
+            state.update(part, scores, value)
+    return codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
+
+
+class _OnlineSoftmax:
+    """Running maximum, sum and weighted values of rows [KV heads, tokens, group, head_dim]."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.maximum = rows.new_full(rows.shape[:-1], float("-inf"))
+        self.total = rows.new_zeros(rows.shape[:-1])
+        self.output = torch.zeros_like(rows)
+
+    def update(self, part: slice, scores: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the scores [KV heads, part, group, keys] of rows `part` for `value` [KV heads, keys, head_dim]."""
+        old = self.maximum[:, part]
+        new = torch.maximum(old, scores.amax(-1))
+        # A row that sees none of this tile's keys keeps its state: its maximum stays -inf until a key is seen.
+        base = torch.where(new.isinf(), 0.0, new)
+        weights = torch.exp(scores - base.unsqueeze(-1))
+        shrink = torch.exp(old - base)
+        self.maximum[:, part] = new
+        self.total[:, part] = self.total[:, part] * shrink + weights.sum(-1)
+        added = torch.matmul(weights.flatten(1, 2), value).unflatten(1, weights.shape[1:3])
+        self.output[:, part] = self.output[:, part] * shrink.unsqueeze(-1) + added
+
+    def result(self) -> torch.Tensor:
+        return self.output / self.total.unsqueeze(-1)

@@ -1,0 +1,97 @@
+"""One attention backend per KV-cache dtype: what it supports, and how large its pages are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+from ..formats import FORMATS, GROUP_SIZE, Format
+from ..layout import MICRO_BLOCK
+from .impl import PackedAttentionImpl
+from .metadata import PackedMetadataBuilder
+
+
+class PackedAttentionBackend(AttentionBackend):
+    """Base of the backends; `backend_of` makes one per format (vLLM asks the class, and gives it no dtype)."""
+
+    fmt: ClassVar[Format]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update = True
+
+    @classmethod
+    def get_name(cls) -> str:
+        return backend_name(cls.fmt)
+
+    @staticmethod
+    def get_impl_cls() -> type[PackedAttentionImpl]:
+        return PackedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PackedMetadataBuilder]:
+        return PackedMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(MICRO_BLOCK)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size > 0 and head_size % GROUP_SIZE == 0
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype == cls.fmt.name
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
+
+        Raises ValueError if K and V differ in head size: a slot holds two vectors of one size.
+        """
+        if spec.dtype != torch.uint8:
+            return spec
+        if spec.head_size_v != spec.head_size:
+            raise ValueError(f"--kv-cache-dtype {cls.fmt.name} needs K and V of one head size, "
+                             f"got {spec.head_size} and {spec.head_size_v}; use --kv-cache-dtype auto for this model")
+        return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)
+
+
+def backend_name(fmt: Format) -> str:
+    """The name under which vLLM's registry knows a format's backend."""
+    return f"PACKED_KV_{fmt.name.upper()}"
+
+
+def class_name(fmt: Format) -> str:
+    """Name of the class of a format's backend, an attribute of this module."""
+    return f"{fmt.name.capitalize()}Backend"
+
+
+def backend_of(name: str) -> type[PackedAttentionBackend]:
+    """The backend class of a dtype, made on first use."""
+    fmt = FORMATS[name]
+    if class_name(fmt) not in globals():
+        members = {"fmt": fmt, "__module__": __name__}
+        globals()[class_name(fmt)] = type(class_name(fmt), (PackedAttentionBackend,), members)
+    return globals()[class_name(fmt)]
+
+
+for _name in FORMATS:
+    backend_of(_name)

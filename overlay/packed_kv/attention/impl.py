@@ -1,0 +1,99 @@
+"""The attention of one layer. `forward` alone chooses the route; today there is one, `active_blocks`."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
+
+from ..codecs.pages import PagedCodec
+from ..formats import FORMATS
+from ..layout import MICRO_BLOCK
+from .active_blocks import AttentionOptions, attend
+from .metadata import PackedMetadata
+
+
+class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
+    """Stores the new tokens of a batch into packed pages and attends over what is stored.
+
+    Raises ValueError for what the packed pages do not support: ALiBi, attention sinks, attention other than causal
+    decoder attention, and any layer option that this class does not know.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **unknown: object,
+    ) -> None:
+        refused = [name for name, value in unknown.items() if value is not None]
+        if alibi_slopes is not None:
+            refused.append("ALiBi")
+        if attn_type != AttentionType.DECODER:
+            refused.append(f"{attn_type} attention")
+        if refused:
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype} does not support {', '.join(refused)}; "
+                             "use --kv-cache-dtype auto for this model")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None)
+        self.codec = PagedCodec(FORMATS[kv_cache_dtype], head_size, device=torch.get_default_device())
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PackedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a batch.
+
+        Args:
+            layer: unused; the formats carry their own scales.
+            query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
+            key, value: [tokens, KV heads, head_dim], same dtype; None in a layer that shares another layer's cache.
+            kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes].
+            attn_metadata: None in vLLM's profiling run.
+            output: [tokens, query heads, head_dim], filled; rows of padding are left as they are.
+            output_scale, output_block_scale: must be None.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{self.kv_cache_dtype}: fused output quantization is not supported")
+        if attn_metadata is None:
+            self._profile(query, key, value, output)
+            return output
+        if self.kv_sharing_target_layer_name is None:
+            tokens = attn_metadata.num_actual_tokens
+            self.codec.write(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
+        starts = attn_metadata.query_starts
+        for request, seq_len in enumerate(attn_metadata.seq_lens):
+            rows = slice(starts[request], starts[request + 1])
+            if rows.start < rows.stop:
+                table = attn_metadata.block_table[request]
+                output[rows] = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options).to(output.dtype)
+        return output
+
+    def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        """Do a step's work on a page of our own, so that vLLM's memory profile counts the workspace."""
+        output.zero_()
+        if query.device.type == "cpu" or key is None:
+            return
+        tokens = key.shape[0]
+        blocks = -(-tokens // MICRO_BLOCK)
+        page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
+        self.codec.write(page, torch.arange(tokens, device=key.device), key, value)
+        attend(self.codec, page, torch.arange(blocks, device=key.device), tokens, query, self.options)

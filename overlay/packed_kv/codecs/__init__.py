@@ -1,0 +1,23 @@
+"""PyTorch reference codecs: the ground truth that kernels must equal."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import FORMATS
+from .codec import Codec, Outliers
+
+__all__ = ["Codec", "get_codec"]
+
+
+def get_codec(
+    name: str,
+    head_dim: int,
+    role: str = "key",
+    outliers: Outliers | None = None,
+    device: torch.device | str = "cpu",
+) -> Codec:
+    """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
+    if name not in FORMATS:
+        raise ValueError(f"unknown KV-cache dtype {name!r}; known: {', '.join(FORMATS)}")
+    return Codec(FORMATS[name], head_dim, role, outliers, device)

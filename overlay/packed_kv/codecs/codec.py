@@ -1,0 +1,134 @@
+"""The fp32 reference codec: what a packed vector means. Kernels are judged against it.
+
+encode:  clean -> rotate -> quantise groups -> pack;  decode is the reverse. In a packed vector the codes of all
+groups come first, in group order (`bitpack`), then one scale byte a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..formats import GROUP_SIZE, Format
+from . import bitpack, scalar
+from .rotations import ROTATIONS
+
+INPUT_LIMIT = 65536.0
+"""Inputs are clamped to +-2^16 before the rotation, NaN and infinities become 0: neither reaches a neighbour."""
+
+Outliers = Sequence[int] | torch.Tensor
+
+
+class Codec:
+    """Encodes K or V vectors of one format and head_dim.
+
+    Args:
+        fmt: the format.
+        head_dim: channels of a head, a multiple of 32.
+        role: "key" or "value"; both are coded alike, the role only decides the order of codes in a page.
+        outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
+            inputs [..., heads, head_dim], with n = `fmt.outlier_channels(head_dim)`. None: the first n channels.
+            Must be None for a format without an outlier group.
+        device: where the constants live; inputs must be on it.
+
+    Raises:
+        ValueError: unsupported head_dim, role or outliers.
+    """
+
+    def __init__(
+        self,
+        fmt: Format,
+        head_dim: int,
+        role: str = "key",
+        outliers: Outliers | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if role not in ("key", "value"):
+            raise ValueError(f'role must be "key" or "value", got {role!r}')
+        device = torch.device(device)
+        self.fmt, self.head_dim, self.role = fmt, head_dim, role
+        self.group_bits = fmt.group_bits(head_dim)
+        self.vector_bytes = fmt.vector_bytes(head_dim)
+        self.outlier_count = fmt.outlier_channels(head_dim)
+        self.sections = [size for size in (self.outlier_count, head_dim - self.outlier_count) if size]
+        self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
+        self.order = None if outliers is None else self._channel_order(outliers).to(device)
+        self.inverse_order = None if self.order is None else self.order.argsort(-1)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape."""
+        return self.pack(*self.quantize(x))
+
+    def decode(self, packed: torch.Tensor) -> torch.Tensor:
+        """Unpack vectors: uint8 [..., vector_bytes] -> float32 [..., head_dim]. Raises ValueError on another shape."""
+        return self.unrotate(self.dequantize(*self.unpack(packed)))
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float [..., head_dim] -> codes uint8 [..., head_dim], scale bytes uint8 [..., head_dim / 32]."""
+        if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
+            raise ValueError(f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
+                             f"got {x.dtype} {tuple(x.shape)}")
+        x = x.to(torch.float32)
+        x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
+        parts = [scalar.quantize(group, bits) for bits, group in self._runs(self.rotate(x).unflatten(-1, (-1, GROUP_SIZE)))]
+        codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
+        return codes.flatten(-2), scales
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """codes and scales of `quantize` -> the rotated vectors, float32 [..., head_dim]."""
+        groups = self._runs(codes.unflatten(-1, (-1, GROUP_SIZE)))
+        group_scales = self._runs(scales.unsqueeze(-1))
+        parts = [scalar.dequantize(code, scale.squeeze(-1), bits)
+                 for (bits, code), (_, scale) in zip(groups, group_scales, strict=True)]
+        return torch.cat(parts, dim=-2).flatten(-2)
+
+    def pack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """codes and scales of `quantize` -> uint8 [..., vector_bytes]."""
+        groups = self._runs(codes.unflatten(-1, (-1, GROUP_SIZE)))
+        return torch.cat([*(bitpack.pack(group.flatten(-2), bits) for bits, group in groups), scales], dim=-1)
+
+    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inverse of `pack`."""
+        if packed.shape[-1:] != (self.vector_bytes,) or packed.dtype != torch.uint8:
+            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim}: expected uint8 [..., {self.vector_bytes}], "
+                             f"got {packed.dtype} {tuple(packed.shape)}; was it packed by another format?")
+        runs = list(self._run_lengths())
+        sizes = [4 * bits * count for bits, count in runs]
+        *codes, scales = packed.split([*sizes, len(self.group_bits)], dim=-1)
+        return torch.cat([bitpack.unpack(part, bits) for (bits, _), part in zip(runs, codes, strict=True)], dim=-1), scales
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Channels of `x` fp32 [..., head_dim] in packing order, each section rotated. Preserves dot products."""
+        if self.order is not None:
+            x = x.gather(-1, self.order.expand(x.shape))
+        return torch.cat([r.forward(part) for r, part in zip(self.rotations, x.split(self.sections, -1), strict=True)], -1)
+
+    def unrotate(self, y: torch.Tensor) -> torch.Tensor:
+        """Undo `rotate`."""
+        x = torch.cat([r.inverse(part) for r, part in zip(self.rotations, y.split(self.sections, -1), strict=True)], -1)
+        return x if self.inverse_order is None else x.gather(-1, self.inverse_order.expand(x.shape))
+
+    def _channel_order(self, outliers: Outliers) -> torch.Tensor:
+        """Outlier channels first, then the rest ascending: int64 [head_dim] or [heads, head_dim]."""
+        indices = torch.as_tensor(outliers, dtype=torch.int64, device="cpu")
+        count = self.outlier_count
+        if count == 0:
+            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has no outlier channels; pass outliers=None")
+        if indices.ndim not in (1, 2) or indices.shape[-1] != count:
+            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim}: expected outliers [{count}] or "
+                             f"[heads, {count}], got {tuple(indices.shape)}")
+        if (indices[..., 1:] <= indices[..., :-1]).any() or indices.min() < 0 or indices.max() >= self.head_dim:
+            raise ValueError(f"outliers must be strictly ascending and in [0, {self.head_dim}), got {indices.tolist()}")
+        regular = torch.ones(*indices.shape[:-1], self.head_dim, dtype=torch.bool).scatter_(-1, indices, False)
+        rest = regular.nonzero()[:, -1].view(*indices.shape[:-1], -1)
+        return torch.cat((indices, rest), dim=-1)
+
+    def _run_lengths(self) -> list[tuple[int, int]]:
+        """(bits, groups) of each run of groups of equal bits."""
+        return [(bits, self.group_bits.count(bits)) for bits in dict.fromkeys(self.group_bits)]
+
+    def _runs(self, groups: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Split [..., groups, x] into runs of groups of equal bits."""
+        runs = self._run_lengths()
+        return [(bits, part) for (bits, _), part in zip(runs, groups.split([n for _, n in runs], dim=-2), strict=True)]

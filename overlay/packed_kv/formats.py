@@ -1,0 +1,84 @@
+"""THE table of KV-cache dtypes: name -> rotation and bits per channel. Imports no torch.
+
+Everything that names a dtype takes the name from `FORMATS`; everything else in the package knows
+rotations, bits and offsets only. `docs/formats.md` says the same on one page.
+
+A vector is one head's K or V of one token: `head_dim` channels, rotated, then cut into groups of
+`GROUP_SIZE` channels. A group is `bits` bits a channel plus one scale byte:
+
+    group g:  | 32 codes of `bits` bits = 4 * bits bytes | and, behind all codes, 1 scale byte |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP_SIZE = 32
+"""Channels that share one scale byte."""
+
+MAGNITUDES: dict[int, tuple[float, ...]] = {
+    4: (9 / 128, 13 / 64, 11 / 32, 1 / 2, 11 / 16, 7 / 8, 9 / 8, 3 / 2),
+    3: (1 / 8, 13 / 32, 3 / 4, 5 / 4),
+    2: (9 / 32, 1.0),
+}
+"""bits -> magnitudes that a code selects, ascending. All are exact in fp8 e4m3. The code's top bit is the sign."""
+
+MAX_SCALE_BYTE = 0xF7
+"""The largest finite scale: fp16 bits `byte << 7` = 61440. Bytes above it are inf/NaN and are never written."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One KV-cache dtype.
+
+    `bits` is the width of a regular channel. Where `outlier_bits` is set, a quarter of the head (rounded half up
+    to a multiple of 32) are outlier channels of that width; they come first and are rotated among themselves.
+    """
+
+    name: str
+    rotation: str
+    bits: int
+    outlier_bits: int | None = None
+
+    def outlier_channels(self, head_dim: int) -> int:
+        """Number of outlier channels of a head; 0 for a format without an outlier group."""
+        if self.outlier_bits is None:
+            return 0
+        return (head_dim // 4 + GROUP_SIZE // 2) // GROUP_SIZE * GROUP_SIZE
+
+    def group_bits(self, head_dim: int) -> tuple[int, ...]:
+        """Bits a channel of each 32-channel group, in the order in which groups are packed (outliers first).
+
+        Raises ValueError if `head_dim` is not a positive multiple of 32.
+        """
+        if head_dim <= 0 or head_dim % GROUP_SIZE:
+            raise ValueError(f"{self.name}: head_dim must be a positive multiple of {GROUP_SIZE}, got {head_dim}")
+        outlier_groups = self.outlier_channels(head_dim) // GROUP_SIZE
+        regular_groups = head_dim // GROUP_SIZE - outlier_groups
+        return (self.outlier_bits or 0,) * outlier_groups + (self.bits,) * regular_groups
+
+    def vector_bytes(self, head_dim: int) -> int:
+        """Bytes of one packed vector: `4 * bits` bytes of codes and one scale byte a group."""
+        return sum(GROUP_SIZE * bits // 8 + 1 for bits in self.group_bits(head_dim))
+
+    def slot_bytes(self, head_dim: int) -> int:
+        """Bytes of K and V of one token and one KV head."""
+        return 2 * self.vector_bytes(head_dim)
+
+    def compression(self, head_dim: int) -> float:
+        """How many times smaller a slot is than in bf16."""
+        return 2 * head_dim * 2 / self.slot_bytes(head_dim)
+
+
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        Format("isoquant3", rotation="quaternion", bits=3),
+        Format("isoquant4", rotation="quaternion", bits=4),
+        Format("planarquant3", rotation="givens", bits=3),
+        Format("planarquant4", rotation="givens", bits=4),
+        Format("turboquant25", rotation="hadamard", bits=2, outlier_bits=3),
+        Format("turboquant35", rotation="hadamard", bits=3, outlier_bits=4),
+        Format("tq4", rotation="hadamard", bits=4),
+    )
+}

@@ -1,0 +1,130 @@
+"""Where the codes and scales of a token lie in a page. Imports no torch.
+
+vLLM sees a page as an opaque `[KV heads, block_size, slot_bytes]` of bytes, head-major, so the tokens of one head
+are one run of bytes. That run is cut into micro-blocks of `MICRO_BLOCK` = 16 tokens:
+
+    page of a block:   | head 0 ........................ | head 1 ... |
+    head's run:        | tokens 0-15 | tokens 16-31 | ...             block_size / 16 micro-blocks
+    micro-block:       | K codes | V codes | K scales | V scales |    16 * slot_bytes bytes
+    scales:            [16 tokens][groups] bytes
+
+Codes are stored in the order in which tensor-core fragments (`mma.m16n8k16`) want them: a warp's 32 lanes each load
+whole 32-bit words, and what a lane loads is what that lane feeds to the tensor core, with no exchange through shared
+memory. A lane holds 16 codes of every 32-channel group. With the bits of a token's index in the micro-block called
+n3..n0 and those of a channel's index in its group d4..d0:
+
+                 lane = g * 4 + t              code e of the lane, 0..15 (bits high to low)
+    K            g = n2 n1 n0,  t = d2 d1      n3 d4 d3 d0
+    V            g = d2 d1 d0,  t = n2 n1      d4 d3 n3 n0
+
+so codes e and e + 1 (e even) are a fragment's fp16 pair: neighbours along the dimension that the product sums over.
+A lane's 16 codes of a group, as `sign` (top bit of the code) and `magnitude` (the rest), lie in words so that four
+magnitudes turn into four bytes with one `prmt` and get their signs with one `lop3` after one shift:
+
+    4 bits   2 words; word e >> 3, k = e & 7:  magnitude at bits 4k .. 4k+2;  sign at bit 8(k & 3) + 7 (k < 4)
+             or 8(k & 3) + 3 (k >= 4)
+    3 bits   1 word:  magnitude at bits 4(e & 7) + 2(e >> 3) .. +1
+             signs of two groups share 1 word:  group parity p, bit 8(e & 3) + 7 - 4p - (e >> 2)
+             signs of an odd last group are a half word:  bit 8((e & 3) >> 1) + 7 - 4(e & 1) - (e >> 2)
+    2 bits   1 word:  sign at bit 8(e & 3) + 7 - 2(e >> 2),  magnitude at the bit below it
+
+A lane's words are: the code words of all groups in order, then the sign words. They are stored in chunks of 4, then
+2, then 1 words (the widest loads there are), each chunk as [32 lanes][words of the chunk]; last the half words,
+[32 lanes] of 16 bits. All little-endian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .formats import GROUP_SIZE, Format
+
+MICRO_BLOCK = 16
+"""Tokens of one micro-block."""
+LANES = 32
+CODES_PER_LANE = MICRO_BLOCK * GROUP_SIZE // LANES
+"""Codes of one group that one lane holds."""
+
+CODE_WORDS = {4: 2, 3: 1, 2: 1}
+"""bits -> 32-bit words of a lane and group, without the sign words of 3-bit groups."""
+
+_E = range(CODES_PER_LANE)
+MAGNITUDE_SHIFT = {
+    4: tuple(4 * (e & 7) for e in _E),
+    3: tuple(4 * (e & 7) + 2 * (e >> 3) for e in _E),
+    2: tuple(8 * (e & 3) + 6 - 2 * (e >> 2) for e in _E),
+}
+"""bits -> bit position of code e's magnitude in its word."""
+SIGN_SHIFT = {
+    4: tuple(8 * (e & 3) + (7 if e & 7 < 4 else 3) for e in _E),
+    2: tuple(8 * (e & 3) + 7 - 2 * (e >> 2) for e in _E),
+}
+"""bits -> bit position of code e's sign in its code word (3-bit groups have sign words)."""
+SIGN_WORD_SHIFT = tuple(tuple(8 * (e & 3) + 7 - 4 * parity - (e >> 2) for e in _E) for parity in (0, 1))
+"""group parity -> bit position of code e's sign in the sign word that two 3-bit groups share."""
+SIGN_HALF_SHIFT = tuple(8 * ((e & 3) >> 1) + 7 - 4 * (e & 1) - (e >> 2) for e in _E)
+"""Bit position of code e's sign in the half word of an odd last 3-bit group."""
+
+
+@dataclass(frozen=True)
+class VectorLayout:
+    """Words of one role (K or V) in a micro-block, from the bits of each of its groups."""
+
+    group_bits: tuple[int, ...]
+
+    @property
+    def code_words(self) -> int:
+        """Code words of a lane."""
+        return sum(CODE_WORDS[bits] for bits in self.group_bits)
+
+    @property
+    def sign_words(self) -> int:
+        """Sign words of a lane."""
+        return self.group_bits.count(3) // 2
+
+    @property
+    def half_words(self) -> int:
+        """16-bit sign words of a lane: 0 or 1."""
+        return self.group_bits.count(3) % 2
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Widths of the chunks that a lane's words are stored in: 4s, then 2, then 1."""
+        words = self.code_words + self.sign_words
+        return (4,) * (words // 4) + (2,) * (words % 4 // 2) + (1,) * (words % 2)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of 16 tokens."""
+        return LANES * (4 * (self.code_words + self.sign_words) + 2 * self.half_words)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of 16 tokens."""
+        return MICRO_BLOCK * len(self.group_bits)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Byte offsets in a micro-block of a format at a head_dim."""
+
+    vector: VectorLayout
+    micro_block_bytes: int
+    key_codes: int
+    value_codes: int
+    key_scales: int
+    value_scales: int
+
+
+def page_layout(fmt: Format, head_dim: int) -> PageLayout:
+    """Layout of `fmt` at `head_dim`. Raises ValueError if head_dim is not a multiple of 32."""
+    vector = VectorLayout(fmt.group_bits(head_dim))
+    key_scales = 2 * vector.code_bytes
+    return PageLayout(
+        vector=vector,
+        micro_block_bytes=key_scales + 2 * vector.scale_bytes,
+        key_codes=0,
+        value_codes=vector.code_bytes,
+        key_scales=key_scales,
+        value_scales=key_scales + vector.scale_bytes,
+    )
