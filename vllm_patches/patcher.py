@@ -1,0 +1,128 @@
+"""packed-kv-patch: patch an installed vLLM for packed-kv, and undo it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import pins, tree, wheels
+from .pins import PatchError
+from .tree import EXIT_CHANGED, State
+
+EXIT_CODES = """\
+exit codes:
+  0  status: patched; the other commands: done (also if there was nothing to do)
+  1  status: unpatched; the other commands: failed, and nothing was changed
+  2  wrong usage
+  3  partially patched, or a touched file is not the pinned one (each is named)
+  4  this version or distribution of vLLM is not supported (the supported ones are listed)
+  5  vLLM is not installed
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except PatchError as error:
+        message, code = str(error), error.exit_code
+    except OSError as error:
+        message, code = f"{error.strerror}: {error.filename}; nothing was changed", 1
+    except KeyboardInterrupt:
+        message, code = "interrupted; nothing was changed", 1
+    print(f"packed-kv-patch: {message}", file=sys.stderr)
+    return code
+
+
+def status(options: argparse.Namespace) -> int:
+    installed = tree.locate(options.target, pins.load())
+    found = tree.inspect(installed)
+    print(f"{_name(installed)}: {found.state.value}")
+    for fault in found.faults:
+        print(f"  {fault}")
+    if found.state is State.PATCHED:
+        return 0
+    print({State.CHANGED: f"remedy: {_reinstall(installed)}"}.get(found.state, "remedy: packed-kv-patch apply"))
+    return 1 if found.state is State.UNPATCHED else EXIT_CHANGED
+
+
+def apply(options: argparse.Namespace) -> int:
+    installed = tree.locate(options.target, pins.load())
+    found = tree.inspect(installed)
+    if found.state is State.PATCHED:
+        print(f"{_name(installed)}: already patched")
+        return 0
+    _refuse_changed(installed, found)
+    tree.apply(installed, found)
+    print(f"{_name(installed)}: applied {len(installed.pin.series())} patches to {len(installed.pin.files)} files")
+    return 0
+
+
+def revert(options: argparse.Namespace) -> int:
+    installed = tree.locate(options.target, pins.load())
+    found = tree.inspect(installed)
+    _refuse_changed(installed, found)
+    tree.revert(installed, found)
+    unpatched = found.state is State.UNPATCHED
+    print(f"{_name(installed)}: {'not patched, nothing to revert' if unpatched else 'reverted to the original files'}")
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    faults = pins.lint()
+    print(f"lint: {len(faults)} faults" if faults else "lint: ok")
+    table = pins.load()
+    unknown = sorted(set(options.version) - set(table))
+    if unknown:
+        raise PatchError(f"no series for vLLM {', '.join(unknown)}; there are: {', '.join(table)}")
+    if not faults and not options.lint:
+        for pin in table.values():
+            for wheel in pin.wheels if not options.version or pin.version in options.version else ():
+                found = wheels.check(pin, wheel, options.wheels)
+                print(f"{wheel.distribution} {pin.version}: {len(pin.series())} patches,"
+                      f" {'FAILED' if found else 'ok'}", flush=True)  # fmt: skip
+                faults += found
+    for fault in faults:
+        print(f"packed-kv-patch: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _refuse_changed(installed: tree.Installed, found: tree.Status) -> None:
+    if found.state is State.CHANGED:
+        raise PatchError(f"{'; '.join(found.faults)}; {_reinstall(installed)}", EXIT_CHANGED)
+
+
+def _name(installed: tree.Installed) -> str:
+    return f"{installed.distribution} {installed.pin.version} in {installed.root}"
+
+
+def _reinstall(installed: tree.Installed) -> str:
+    requirement = f"{installed.distribution}=={installed.pin.version}"
+    return f"pip install --force-reinstall --no-deps {requirement}, then packed-kv-patch apply"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "packed-kv-patch", description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="status|apply|revert|verify")
+    for run, text in (
+        (status, "say whether vLLM is patched"),
+        (apply, "patch vLLM: all files or none"),
+        (revert, "restore the original files"),
+    ):
+        command = commands.add_parser(run.__name__, help=text, description=text)
+        command.add_argument("--target", type=Path, metavar="DIR",
+                             help="a site-packages folder (default: where this Python finds vllm)")  # fmt: skip
+        command.set_defaults(run=run)
+    text = "check every series against its pinned wheel, without installing"
+    command = commands.add_parser("verify", help=text, description=text)
+    command.add_argument("version", nargs="*", help="vLLM versions to check (default: all)")
+    command.add_argument("--wheels", type=Path, metavar="DIR", help="take wheels from here instead of downloading")
+    command.add_argument("--lint", action="store_true", help="check the patch files only, no wheels")
+    command.set_defaults(run=verify)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
