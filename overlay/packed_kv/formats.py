@@ -27,6 +27,11 @@ MAX_SCALE_BYTE = 0xF7
 """The largest finite scale: fp16 bits `byte << 7` = 61440. Bytes above it are inf/NaN and are never written."""
 
 
+def runs(group_bits: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(bits, number of groups) of each run of equal bits; a format has at most two runs, of different bits."""
+    return [(bits, group_bits.count(bits)) for bits in dict.fromkeys(group_bits)]
+
+
 @dataclass(frozen=True)
 class Format:
     """One KV-cache dtype.
@@ -51,8 +56,8 @@ class Format:
 
         Raises ValueError if `head_dim` is not a positive multiple of 32.
         """
-        if head_dim <= 0 or head_dim % GROUP_SIZE:
-            raise ValueError(f"{self.name}: head_dim must be a positive multiple of {GROUP_SIZE}, got {head_dim}")
+        if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % GROUP_SIZE:
+            raise ValueError(f"{self.name}: head_dim must be a positive multiple of {GROUP_SIZE}, got {head_dim!r}")
         outlier_groups = self.outlier_channels(head_dim) // GROUP_SIZE
         regular_groups = head_dim // GROUP_SIZE - outlier_groups
         return (self.outlier_bits or 0,) * outlier_groups + (self.bits,) * regular_groups

@@ -42,7 +42,7 @@ def register_format(fmt: Format) -> None:
 
 def is_patched() -> bool:
     """Whether this vLLM lets a registered dtype bring its own backend (see vllm_patches/)."""
-    return hasattr(getattr(cache_config, "KVCacheDTypeHandler", None), "attn_backend")
+    return hasattr(cache_config, "KVCacheDTypeBackendHandler")
 
 
 class PackedDTypeHandler:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..formats import GROUP_SIZE, Format
+from ..formats import GROUP_SIZE, Format, runs
 from . import bitpack, scalar
 from .rotations import ROTATIONS
 
@@ -69,6 +69,7 @@ class Codec:
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
             raise ValueError(f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
                              f"got {x.dtype} {tuple(x.shape)}")
+        self._check_heads(x)
         x = x.to(torch.float32)
         x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         parts = [scalar.quantize(group, bits) for bits, group in self._runs(self.rotate(x).unflatten(-1, (-1, GROUP_SIZE)))]
@@ -93,10 +94,11 @@ class Codec:
         if packed.shape[-1:] != (self.vector_bytes,) or packed.dtype != torch.uint8:
             raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim}: expected uint8 [..., {self.vector_bytes}], "
                              f"got {packed.dtype} {tuple(packed.shape)}; was it packed by another format?")
-        runs = list(self._run_lengths())
-        sizes = [4 * bits * count for bits, count in runs]
+        self._check_heads(packed)
+        lengths = runs(self.group_bits)
+        sizes = [4 * bits * count for bits, count in lengths]
         *codes, scales = packed.split([*sizes, len(self.group_bits)], dim=-1)
-        return torch.cat([bitpack.unpack(part, bits) for (bits, _), part in zip(runs, codes, strict=True)], dim=-1), scales
+        return torch.cat([bitpack.unpack(part, bits) for (bits, _), part in zip(lengths, codes, strict=True)], dim=-1), scales
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Channels of `x` fp32 [..., head_dim] in packing order, each section rotated. Preserves dot products."""
@@ -111,24 +113,32 @@ class Codec:
 
     def _channel_order(self, outliers: Outliers) -> torch.Tensor:
         """Outlier channels first, then the rest ascending: int64 [head_dim] or [heads, head_dim]."""
-        indices = torch.as_tensor(outliers, dtype=torch.int64, device="cpu")
         count = self.outlier_count
         if count == 0:
             raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has no outlier channels; pass outliers=None")
-        if indices.ndim not in (1, 2) or indices.shape[-1] != count:
-            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim}: expected outliers [{count}] or "
-                             f"[heads, {count}], got {tuple(indices.shape)}")
+        expected = f"{self.fmt.name} at head_dim {self.head_dim}: expected integer outliers [{count}] or [heads, {count}]"
+        try:
+            given = torch.as_tensor(outliers, device="cpu")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{expected}, got {outliers!r}") from error
+        integers = given.dtype != torch.bool and not given.is_floating_point()
+        if not integers or given.ndim not in (1, 2) or given.shape[-1] != count or not given.numel():
+            raise ValueError(f"{expected}, got {given.dtype} {tuple(given.shape)}")
+        indices = given.to(torch.int64)
         if (indices[..., 1:] <= indices[..., :-1]).any() or indices.min() < 0 or indices.max() >= self.head_dim:
             raise ValueError(f"outliers must be strictly ascending and in [0, {self.head_dim}), got {indices.tolist()}")
         regular = torch.ones(*indices.shape[:-1], self.head_dim, dtype=torch.bool).scatter_(-1, indices, False)
         rest = regular.nonzero()[:, -1].view(*indices.shape[:-1], -1)
         return torch.cat((indices, rest), dim=-1)
 
-    def _run_lengths(self) -> list[tuple[int, int]]:
-        """(bits, groups) of each run of groups of equal bits."""
-        return [(bits, self.group_bits.count(bits)) for bits in dict.fromkeys(self.group_bits)]
+    def _check_heads(self, x: torch.Tensor) -> None:
+        """Raises ValueError if `x` [..., heads, any] has not the heads of per-head outliers."""
+        if self.order is not None and self.order.ndim == 2 and x.shape[-2:-1] != self.order.shape[:1]:
+            raise ValueError(f"{self.fmt.name}: outliers were given for {len(self.order)} heads; expected "
+                             f"[..., {len(self.order)}, {x.shape[-1]}], got {tuple(x.shape)}")
 
     def _runs(self, groups: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Split [..., groups, x] into runs of groups of equal bits."""
-        runs = self._run_lengths()
-        return [(bits, part) for (bits, _), part in zip(runs, groups.split([n for _, n in runs], dim=-2), strict=True)]
+        lengths = runs(self.group_bits)
+        parts = groups.split([count for _, count in lengths], dim=-2)
+        return [(bits, part) for (bits, _), part in zip(lengths, parts, strict=True)]

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .. import layout
-from ..formats import GROUP_SIZE, Format
+from ..formats import GROUP_SIZE, Format, runs
 from ..layout import CODES_PER_LANE, LANES, MICRO_BLOCK, VectorLayout, page_layout
 from .codec import Codec, Outliers
 
@@ -54,6 +56,8 @@ class PagedCodec:
         """
         stored = slots >= 0
         slots, key, value = slots[stored], key[stored], value[stored]
+        if not len(slots):
+            return
         # A word holds codes of several tokens, so whole micro-blocks are read, changed and written back.
         touched, where = torch.unique(slots // MICRO_BLOCK, return_inverse=True)
         token = slots % MICRO_BLOCK
@@ -65,7 +69,7 @@ class PagedCodec:
             codes, scales = self._unpack(codec, old)
             new_codes, new_scales = codec.quantize(vectors)
             codes[where, :, token], scales[where, :, token] = new_codes, new_scales
-            planes.append((_pack_codes(codes, codec.group_bits, codec.role), scales.flatten(-2)))
+            planes.append((_pack_codes(codes, self.layout.vector, codec.role), scales.flatten(-2)))
         (key_codes, key_scales), (value_codes, value_scales) = planes
         pages[block, :, inner] = torch.cat((key_codes, value_codes, key_scales, value_scales), dim=-1)
 
@@ -112,68 +116,64 @@ def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(blocks, heads, block_size // MICRO_BLOCK, MICRO_BLOCK * slot_bytes)
 
 
-def _pack_codes(codes: torch.Tensor, group_bits: tuple[int, ...], role: str) -> torch.Tensor:
+def _pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
     """codes uint8 [..., 16, head_dim] -> uint8 [..., code_bytes] in fragment order."""
-    vector = VectorLayout(group_bits)
-    groups = codes.unflatten(-1, (-1, GROUP_SIZE)).movedim(-2, 0).to(torch.int32)
-    lead = groups.shape[1:-2]
-    lanes = groups.reshape(len(group_bits), -1, *_AXES[role]).permute(0, 1, *(2 + axis for axis in _TO_LANES[role]))
-    lanes = lanes.reshape(len(group_bits), -1, LANES, CODES_PER_LANE)
+    lead, groups = codes.shape[:-2], len(vector.group_bits)
+    axes = codes.reshape(-1, MICRO_BLOCK, groups, GROUP_SIZE).transpose(1, 2).reshape(-1, groups, *_AXES[role])
+    lanes = axes.permute(0, 1, *(2 + axis for axis in _TO_LANES[role])).reshape(-1, groups, LANES, CODES_PER_LANE)
     words, sign_words, halves = [], [], []
-    for bits, code in zip(group_bits, lanes, strict=True):
+    for (bits, _), code in _runs(vector, lanes.to(torch.int32), dim=1):
         sign, magnitude = code >> (bits - 1), code & (1 << (bits - 1)) - 1
-        word = _shift_left(magnitude, layout.MAGNITUDE_SHIFT[bits])
-        if bits != 3:
-            word = word | _shift_left(sign, layout.SIGN_SHIFT[bits])
-        elif vector.half_words and len(sign_words) == 2 * vector.sign_words:
-            halves.append(_or(_shift_left(sign, layout.SIGN_HALF_SHIFT)))
+        word = magnitude << _shifts(layout.MAGNITUDE_SHIFT[bits], code.device)
+        if bits == 3:
+            paired = sign[:, : 2 * vector.sign_words].unflatten(1, (-1, 2))
+            sign_words.append((paired << _shifts(layout.SIGN_WORD_SHIFT, code.device)[:, None]).sum((2, 4), dtype=torch.int32))
+            halves.append((sign[:, 2 * vector.sign_words :] << _shifts(layout.SIGN_HALF_SHIFT, code.device)).sum(-1))
         else:
-            sign_words.append(_or(_shift_left(sign, layout.SIGN_WORD_SHIFT[len(sign_words) % 2])))
-        words += [_or(part) for part in word.chunk(layout.CODE_WORDS[bits], dim=-1)]
-    words += [even | odd for even, odd in zip(sign_words[::2], sign_words[1::2], strict=True)]
-    chunks = torch.stack(words, dim=-1).split(vector.chunks, dim=-1)
-    parts = [chunk.reshape(*lead, -1).contiguous().view(torch.uint8) for chunk in chunks]
-    parts += [half.to(torch.int16).reshape(*lead, -1).view(torch.uint8) for half in halves]
-    return torch.cat(parts, dim=-1)
+            word = word | sign << _shifts(layout.SIGN_SHIFT[bits], code.device)
+        words.append(word.unflatten(-1, (layout.CODE_WORDS[bits], -1)).sum(-1, dtype=torch.int32).transpose(1, 2).flatten(2))
+    words += [word.transpose(1, 2) for word in sign_words]
+    chunks = torch.cat(words, dim=-1).split(vector.chunks, dim=-1)
+    parts = [chunk.flatten(1).contiguous().view(torch.uint8) for chunk in chunks]
+    parts += [half.to(torch.int16).flatten(1).view(torch.uint8) for half in halves]
+    return torch.cat(parts, dim=-1).unflatten(0, lead)
 
 
 def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
     """Inverse of `_pack_codes`: uint8 [..., code_bytes] -> codes uint8 [..., 16, head_dim]."""
-    lead = packed.shape[:-1]
+    lead, groups = packed.shape[:-1], len(vector.group_bits)
+    packed = packed.reshape(-1, packed.shape[-1])
     word_bytes = 4 * LANES * sum(vector.chunks)
-    chunks = packed[..., :word_bytes].contiguous().view(torch.int32).split([LANES * n for n in vector.chunks], dim=-1)
+    chunks = packed[:, :word_bytes].contiguous().view(torch.int32).split([LANES * n for n in vector.chunks], dim=-1)
     words = torch.cat([chunk.unflatten(-1, (LANES, -1)) for chunk in chunks], dim=-1)
-    half = packed[..., word_bytes:].contiguous().view(torch.int16).to(torch.int32)
-    groups, at, threes = [], 0, 0
-    for bits in vector.group_bits:
-        count = layout.CODE_WORDS[bits]
-        word = words[..., at : at + count].repeat_interleave(CODES_PER_LANE // count, dim=-1)
-        at += count
-        if bits != 3:
-            sign = _bits(word, layout.SIGN_SHIFT[bits], 1)
+    code_words, sign_words = words.split([vector.code_words, vector.sign_words], dim=-1)
+    half = packed[:, word_bytes:].contiguous().view(torch.int16).to(torch.int32).unflatten(-1, (-1, LANES))
+    codes, at = [], 0
+    for bits, count in runs(vector.group_bits):
+        width = layout.CODE_WORDS[bits]
+        word = code_words[..., at : at + width * count].unflatten(-1, (count, width)).transpose(1, 2)
+        at += width * count
+        word = word.repeat_interleave(CODES_PER_LANE // width, dim=-1)  # [n, count, lanes, codes]
+        if bits == 3:
+            shifts = _shifts(layout.SIGN_WORD_SHIFT, word.device)[:, None]
+            paired = sign_words.transpose(1, 2)[:, :, None, :, None] >> shifts & 1
+            single = half.unsqueeze(-1) >> _shifts(layout.SIGN_HALF_SHIFT, word.device) & 1
+            sign = torch.cat((paired.flatten(1, 2), single), dim=1)
         else:
-            if threes < 2 * vector.sign_words:
-                sign_word = words[..., vector.code_words + threes // 2]
-                shifts = layout.SIGN_WORD_SHIFT[threes % 2]
-            else:
-                sign_word, shifts = half, layout.SIGN_HALF_SHIFT
-            sign = _bits(sign_word.unsqueeze(-1), shifts, 1)
-            threes += 1
-        groups.append(sign << (bits - 1) | _bits(word, layout.MAGNITUDE_SHIFT[bits], bits - 1))
-    lanes = torch.stack(groups, dim=-3).to(torch.uint8)
-    axes = [_AXES[role][axis] for axis in _TO_LANES[role]]
-    codes = lanes.reshape(-1, len(groups), *axes).permute(0, 1, *(2 + axis for axis in _FROM_LANES[role]))
-    return codes.reshape(*lead, len(groups), MICRO_BLOCK, GROUP_SIZE).transpose(-3, -2).flatten(-2)
+            sign = word >> _shifts(layout.SIGN_SHIFT[bits], word.device) & 1
+        magnitude = word >> _shifts(layout.MAGNITUDE_SHIFT[bits], word.device) & (1 << (bits - 1)) - 1
+        codes.append((sign << (bits - 1) | magnitude).to(torch.uint8))
+    axes = torch.cat(codes, dim=1).reshape(-1, groups, *(_AXES[role][axis] for axis in _TO_LANES[role]))
+    tokens = axes.permute(0, 1, *(2 + axis for axis in _FROM_LANES[role])).reshape(-1, groups, MICRO_BLOCK, GROUP_SIZE)
+    return tokens.transpose(1, 2).reshape(*lead, MICRO_BLOCK, groups * GROUP_SIZE)
 
 
-def _shift_left(x: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
-    return x << torch.tensor(shifts, dtype=torch.int32, device=x.device)
+def _runs(vector: VectorLayout, groups: torch.Tensor, dim: int) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """((bits, groups), part of `groups`) of each run of groups of equal bits."""
+    lengths = runs(vector.group_bits)
+    return list(zip(lengths, groups.split([count for _, count in lengths], dim=dim), strict=True))
 
 
-def _bits(x: torch.Tensor, shifts: tuple[int, ...], count: int) -> torch.Tensor:
-    return x >> torch.tensor(shifts, dtype=torch.int32, device=x.device) & (1 << count) - 1
-
-
-def _or(x: torch.Tensor) -> torch.Tensor:
-    """Combine disjoint bits of the last dimension (a sum, as no two share a bit)."""
-    return x.sum(-1, dtype=torch.int32)
+@functools.cache
+def _shifts(shifts: tuple, device: torch.device) -> torch.Tensor:
+    return torch.tensor(shifts, dtype=torch.int32, device=device)

@@ -1,0 +1,69 @@
+"""Codecs that are not real ones: null codecs, which keep every bit, and a codec of noise.
+
+They go through the same store, read and attend code as the real dtypes: a test registers a null format as an eighth
+dtype and puts its codec in the place of `PagedCodec`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from packed_kv.attention import backend, impl, registration
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS, Format
+from packed_kv.layout import MICRO_BLOCK
+
+NULL_DTYPES = {"null_bf16": torch.bfloat16, "null_fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class NullFormat(Format):
+    """Pages of plain numbers: K, then V, of each token."""
+
+    def slot_bytes(self, head_dim: int) -> int:
+        return 2 * head_dim * NULL_DTYPES[self.name].itemsize
+
+
+class NullCodec:
+    """The interface of `PagedCodec` without rotation or quantisation."""
+
+    def __init__(self, fmt: Format, head_dim: int, **_unused: object) -> None:
+        self.dtype, self.slot_bytes = NULL_DTYPES[fmt.name], fmt.slot_bytes(head_dim)
+
+    def write(self, cache, slots, key, value):
+        stored = slots >= 0
+        vectors = torch.cat((key, value), dim=-1)[stored].to(self.dtype).contiguous().view(torch.uint8)
+        block_size = cache.shape[2]
+        cache[slots[stored] // block_size, :, slots[stored] % block_size] = vectors
+
+    def read(self, cache, micro_blocks):
+        tokens = (micro_blocks[:, None] * MICRO_BLOCK + torch.arange(MICRO_BLOCK, device=micro_blocks.device)).flatten()
+        block_size = cache.shape[2]
+        vectors = cache[tokens // block_size, :, tokens % block_size].contiguous().view(self.dtype).float()
+        return vectors.transpose(0, 1).chunk(2, dim=-1)
+
+    def rotate_query(self, query):
+        return query
+
+    def unrotate_output(self, output):
+        return output
+
+
+class NoiseCodec(PagedCodec):
+    """Right sizes, right statistics, and nothing of the input."""
+
+    def read(self, cache, micro_blocks):
+        return tuple(torch.randn_like(x) * x.std() for x in super().read(cache, micro_blocks))
+
+
+def register_null_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make a name of `NULL_DTYPES` a KV-cache dtype of this process."""
+    fmt = NullFormat(name, rotation="none", bits=0)
+    monkeypatch.setitem(FORMATS, name, fmt)
+    monkeypatch.setattr(impl, "PagedCodec", NullCodec)
+    backend.backend_of(name)
+    if registration.cache_config.get_kv_cache_dtype_handler(name) is None:
+        registration.register_format(fmt)
