@@ -1,0 +1,132 @@
+"""The table of dtypes, and the one-way imports of the package."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packed_kv import FORMATS
+from packed_kv.formats import MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.layout import MICRO_BLOCK, page_layout
+
+PACKAGE = Path(__file__).parents[1] / "overlay" / "packed_kv"
+SLOT_BYTES = {
+    "isoquant3": 104, "isoquant4": 136, "planarquant3": 104, "planarquant4": 136,
+    "turboquant25": 80, "turboquant35": 112, "tq4": 136,
+}  # fmt: skip
+LAYERS = ("formats", "layout", "codecs", "kernels", "attention", "plugin")
+"""A module may import its own layer and those before it."""
+OUTSIDE_THE_ORDER = {"__init__", "outliers"}
+MAY_IMPORT_VLLM = {"attention", "plugin"}
+
+head_dims = pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{}".format)
+
+
+def test_slot_bytes_of_the_design():
+    assert {name: fmt.slot_bytes(128) for name, fmt in FORMATS.items()} == SLOT_BYTES
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_bits_per_channel(fmt):
+    named = {"3": 3.25, "4": 4.25, "25": 2.5, "35": 3.5}
+    digits = fmt.name.lstrip("abcdefghijklmnopqrstuvwxyz")
+    assert 8 * fmt.vector_bytes(128) / 128 == named[digits]
+    assert fmt.compression(128) == 16 / named[digits]
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@head_dims
+def test_groups_cover_the_head_and_fill_the_slot(fmt, head_dim):
+    bits = fmt.group_bits(head_dim)
+    assert len(bits) * 32 == head_dim
+    assert fmt.slot_bytes(head_dim) == 2 * sum(4 * b + 1 for b in bits)
+    assert set(bits) <= set(MAGNITUDES)
+    assert list(bits) == sorted(bits, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "outliers"), [(32, 0), (64, 32), (96, 32), (128, 32), (160, 32), (192, 64), (256, 64)]
+)
+def test_outlier_channels_are_a_quarter_rounded_half_up(head_dim, outliers):
+    assert FORMATS["turboquant25"].outlier_channels(head_dim) == outliers
+    assert FORMATS["tq4"].outlier_channels(head_dim) == 0
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("head_dim", [0, -32, 1, 31, 80, 130, 128.0, "128", None])
+def test_bad_head_dim_is_refused(fmt, head_dim):
+    with pytest.raises(ValueError, match="multiple of 32, got"):
+        fmt.slot_bytes(head_dim)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@head_dims
+def test_a_micro_block_is_sixteen_slots(fmt, head_dim):
+    layout = page_layout(fmt, head_dim)
+    assert layout.micro_block_bytes == MICRO_BLOCK * fmt.slot_bytes(head_dim)
+    ends = (layout.key_codes, layout.value_codes, layout.key_scales, layout.value_scales, layout.micro_block_bytes)
+    sizes = [high - low for low, high in itertools.pairwise(ends)]
+    assert sizes == [layout.vector.code_bytes] * 2 + [layout.vector.scale_bytes] * 2
+    assert all(start % 16 == 0 for start in ends)
+
+
+@pytest.mark.parametrize("bits", MAGNITUDES)
+def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
+    torch = pytest.importorskip("torch")
+    levels = torch.tensor(MAGNITUDES[bits])
+    assert len(levels) == 2 ** (bits - 1)
+    assert (levels.diff() > 0).all()
+    assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
+
+
+def test_largest_scale_byte_is_the_last_finite_one():
+    torch = pytest.importorskip("torch")
+    halves = (torch.arange(256, dtype=torch.int16) << 7).view(torch.float16)
+    assert halves.isfinite().nonzero().max() == MAX_SCALE_BYTE
+
+
+def test_the_table_imports_no_torch():
+    code = (
+        "import sys, packed_kv, packed_kv.formats, packed_kv.layout\n"
+        "packed_kv.FORMATS['tq4'].slot_bytes(128)\n"
+        "sys.exit(', '.join({'torch', 'vllm', 'triton'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def _imported_layers(path: Path) -> set[str]:
+    """First component, inside packed_kv, of every module that the file imports; "vllm" for vLLM."""
+    package = ("packed_kv", *path.relative_to(PACKAGE).parts[:-1])
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join((*parents, *filter(None, [node.module])))
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    layers = set()
+    for name in names:
+        first, *rest = name.split(".")
+        if first == "vllm":
+            layers.add("vllm")
+        elif first == "packed_kv" and rest:
+            layers.add(rest[0])
+    return layers
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    imported = _imported_layers(path)
+    assert layer in MAY_IMPORT_VLLM or "vllm" not in imported
+    if layer in OUTSIDE_THE_ORDER:
+        return
+    assert layer in LAYERS, f"new module {layer}: give it a place in the order"
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *OUTSIDE_THE_ORDER}
+    assert imported & {*LAYERS} <= allowed
