@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
 from packed_kv.attention import backend, impl, registration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS, Format
@@ -67,3 +66,16 @@ def register_null_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     backend.backend_of(name)
     if registration.cache_config.get_kv_cache_dtype_handler(name) is None:
         registration.register_format(fmt)
+
+
+class Float64Codec(PagedCodec):
+    """The same bytes; attention over them runs in float64, which hides how a matmul rounds at each shape."""
+
+    def read(self, cache, micro_blocks):
+        return tuple(x.double() for x in super().read(cache, micro_blocks))
+
+    def rotate_query(self, query):
+        return super().rotate_query(query).double()
+
+    def unrotate_output(self, output):
+        return super().unrotate_output(output.float())

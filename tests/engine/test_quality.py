@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_codecs import NoiseCodec, register_null_format
 from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
-
 from packed_kv.attention import impl
 from packed_kv.formats import FORMATS
 

@@ -1,14 +1,22 @@
-"""A result does not depend on how the scheduler cut, batched, cached or preempted the request."""
+"""A result does not depend on how the scheduler cut, batched, cached or preempted the request.
+
+Activations are fp32. Matrix products are done in float64 and rounded to fp32: a GEMM of 1 row and one of 88 rows round
+a row differently, by an ulp, now and then an ulp moves a value over a code's threshold, and a 2-bit code that flips
+in layer 1 has changed every later layer. That is vLLM's arithmetic, not our paging; without it results must be equal.
+"""
 
 from __future__ import annotations
 
 from pydoc_data.topics import topics
 
 import pytest
+import torch
+from fake_codecs import Float64Codec
 from harness import engine, scheduler
-from vllm import LLM, SamplingParams
-
+from packed_kv.attention import impl
 from packed_kv.formats import FORMATS
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers import utils as linear_layers
 
 TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
 SAMPLING = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -27,7 +35,8 @@ def prompts(llm: LLM) -> list[dict]:
 def test_batched_chunked_cached_preempted_equals_alone(
     name: str, demo_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 70 blocks of 32 tokens hold a third of what the seven requests need at once.
+    multiply_in_float64(monkeypatch)
+    # 70 blocks of 32 tokens hold two thirds of what the seven requests need at once.
     with engine(demo_model, name, dtype="float32", block_size=32, num_gpu_blocks_override=70) as llm:
         requests = prompts(llm)
         alone = []
@@ -44,6 +53,19 @@ def test_batched_chunked_cached_preempted_equals_alone(
         assert preempted, "nothing was preempted: the cache is too large for this test"
         assert sum(result.num_cached_tokens for result in together) >= 200, "no prefix was cached"
         assert [result.outputs[0].token_ids for result in together] == alone
+
+
+def multiply_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let linear layers and attention of engines built from now on multiply in float64 and round once."""
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight.detach().double()
+        layer.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(
+            x.double(), weight, None if bias is None else bias.double()
+        ).to(x.dtype)
+
+    monkeypatch.setattr(linear_layers, "dispatch_cpu_unquantized_gemm", dispatch)
+    monkeypatch.setattr(impl, "PagedCodec", Float64Codec)
 
 
 def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:

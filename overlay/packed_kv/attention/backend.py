@@ -13,6 +13,13 @@ from ..formats import FORMATS, GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK
 from .impl import PackedAttentionImpl
 from .metadata import PackedMetadataBuilder
+from .registration import class_name, registry_name
+
+UNSUPPORTED_SPECS = {
+    "SinkFullAttentionSpec": "static attention sinks",
+    "ChunkedLocalAttentionSpec": "chunked attention",
+}
+"""KV cache spec -> what its layers do, of which the backend selection is told nothing."""
 
 
 class PackedAttentionBackend(AttentionBackend):
@@ -24,7 +31,7 @@ class PackedAttentionBackend(AttentionBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        return backend_name(cls.fmt)
+        return registry_name(cls.fmt)
 
     @staticmethod
     def get_impl_cls() -> type[PackedAttentionImpl]:
@@ -58,30 +65,38 @@ class PackedAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 
-        Raises ValueError if K and V differ in head size: a slot holds two vectors of one size.
+        Raises ValueError for K and V of different head sizes (a slot holds two vectors of one size), and for layers
+        that say only here that they have static sinks or chunked-local masks.
         """
         if spec.dtype != torch.uint8:
             return spec
-        if spec.head_size_v != spec.head_size:
-            raise ValueError(f"--kv-cache-dtype {cls.fmt.name} needs K and V of one head size, "
-                             f"got {spec.head_size} and {spec.head_size_v}; use --kv-cache-dtype auto for this model")
+        reason = UNSUPPORTED_SPECS.get(type(spec).__name__)
+        head_size_v = getattr(spec, "head_size_v", spec.head_size)
+        if head_size_v != spec.head_size:
+            reason = f"K and V of different head sizes ({spec.head_size} and {head_size_v})"
+        if reason:
+            raise ValueError(
+                f"--kv-cache-dtype {cls.fmt.name} does not support {reason}; use --kv-cache-dtype auto for this model"
+            )
         return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Shape of a layer's pages for vLLM before 0.28 (later ones ask `customize_spec` alone)."""
+        return num_blocks, num_kv_heads, block_size, cls.fmt.slot_bytes(head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Order of the dimensions in memory for vLLM before 0.28: as in the shape, layers behind blocks."""
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
 
     @classmethod
     def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC,)
-
-
-def backend_name(fmt: Format) -> str:
-    """The name under which vLLM's registry knows a format's backend."""
-    return f"PACKED_KV_{fmt.name.upper()}"
-
-
-def class_name(fmt: Format) -> str:
-    """Name of the class of a format's backend, an attribute of this module."""
-    return f"{fmt.name.capitalize()}Backend"
 
 
 def backend_of(name: str) -> type[PackedAttentionBackend]:

@@ -36,6 +36,10 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     stored, dense = bytes_per_token(vllm_config)
     logger.info_once(
         "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16",
-        vllm_config.cache_config.cache_dtype, stored, dense, f"{blocks * block_size:,}", dense / stored,
+        vllm_config.cache_config.cache_dtype,
+        stored,
+        dense,
+        f"{blocks * block_size:,}",
+        dense / stored,
         scope="local",
     )

@@ -19,6 +19,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     decoder attention, and any layer option that this class does not know.
     """
 
+    supports_dcp = False
+    supports_pcp = False
+
     def __init__(
         self,
         num_heads: int,
@@ -39,8 +42,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if attn_type != AttentionType.DECODER:
             refused.append(f"{attn_type} attention")
         if refused:
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype} does not support {', '.join(refused)}; "
-                             "use --kv-cache-dtype auto for this model")
+            raise ValueError(
+                f"--kv-cache-dtype {kv_cache_dtype} does not support {', '.join(refused)}; "
+                "use --kv-cache-dtype auto for this model"
+            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype

@@ -8,25 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 import vllm.config.cache as cache_config
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..formats import FORMATS, Format
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = init_logger("vllm.packed_kv")
 
+HAS_OPEN_REGISTRY = hasattr(AttentionBackendEnum, "register")
+"""Whether the registry takes new names (0.31 and later). Before, all dtypes share its one free name, CUSTOM."""
+
 
 def register_formats() -> None:
     """Register all of `FORMATS`; without the selector patch, log the command that applies it and register nothing."""
     if not is_patched():
-        logger.error("packed-kv is installed, but this vLLM is not patched for it, so --kv-cache-dtype %s are unknown; "
-                     "run: packed-kv-patch apply", ", ".join(FORMATS))
+        logger.error(
+            "packed-kv is installed, but this vLLM (%s) is not patched for it, so that --kv-cache-dtype %s fail; "
+            "run: packed-kv-patch apply",
+            vllm.__version__,
+            ", ".join(FORMATS),
+        )
         return
     for fmt in FORMATS.values():
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
@@ -37,12 +48,25 @@ def register_format(fmt: Format) -> None:
     """Register one dtype and its backend."""
     handler = type(f"{fmt.name.capitalize()}Handler", (PackedDTypeHandler,), {"name": fmt.name})
     cache_config.register_kv_cache_dtype(fmt.name)(handler)
-    _register_backend(fmt)
+    register_backend(
+        registry_name(fmt) if HAS_OPEN_REGISTRY else AttentionBackendEnum.CUSTOM,
+        f"{__package__}.backend.{class_name(fmt)}",
+    )
 
 
 def is_patched() -> bool:
     """Whether this vLLM lets a registered dtype bring its own backend (see vllm_patches/)."""
     return hasattr(cache_config, "KVCacheDTypeBackendHandler")
+
+
+def registry_name(fmt: Format) -> str:
+    """The name under which vLLM's registry knows a format's backend."""
+    return f"PACKED_KV_{fmt.name.upper()}" if HAS_OPEN_REGISTRY else AttentionBackendEnum.CUSTOM.name
+
+
+def class_name(fmt: Format) -> str:
+    """Name of the class of a format's backend in `backend.py`."""
+    return f"{fmt.name.capitalize()}Backend"
 
 
 class PackedDTypeHandler:
@@ -63,25 +87,31 @@ class PackedDTypeHandler:
         from .backend import backend_of
 
         backend = backend_of(self.name)
-        reasons = _unsupported_by_platform()
+        reasons = [*_unsupported_here(), *_unsupported_in(get_current_vllm_config())]
         reasons += backend.validate_configuration(
             device_capability=current_platform.get_device_capability(), **config._asdict()
         )
         if reasons:
-            raise ValueError(f"--kv-cache-dtype {self.name} cannot serve this model here: {'; '.join(reasons)} "
-                             f"(head size {config.head_size}, attention type {config.attn_type}); "
-                             "use --kv-cache-dtype auto, or --kv-cache-dtype-skip-layers for single layers")
+            raise ValueError(
+                f"--kv-cache-dtype {self.name} cannot serve this model here: {'; '.join(reasons)} "
+                f"(head size {config.head_size}, {config.dtype}, {config.attn_type} attention); "
+                "use --kv-cache-dtype auto, or --kv-cache-dtype-skip-layers for single layers"
+            )
         return backend
 
 
-def _unsupported_by_platform() -> list[str]:
+def _unsupported_here() -> list[str]:
     if current_platform.is_cpu() or current_platform.is_cuda():
         return []
     return [f"platform {current_platform.device_name} not supported (CUDA and CPU are)"]
 
 
-def _register_backend(fmt: Format) -> None:
-    from vllm.v1.attention.backends.registry import register_backend
-
-    name = fmt.name.capitalize()
-    register_backend(f"PACKED_KV_{fmt.name.upper()}", f"{__package__}.backend.{name}Backend")
+def _unsupported_in(config: VllmConfig) -> list[str]:
+    """What would read or write the pages behind our back."""
+    reasons = []
+    connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None
+    if connector and "LMCache" in connector:
+        reasons.append(f"KV connector {connector} not supported (it assumes two numbers a channel)")
+    if config.speculative_config and config.speculative_config.method == "extract_hidden_states":
+        reasons.append("speculative method extract_hidden_states not supported (it stores hidden states as KV)")
+    return reasons
