@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -431,6 +433,17 @@ GOLDEN = {
     "tq4": "16f86a8f6b98206a36204c2697b9811c21ef35a90e29133496a0b868e7ec75d7",
 }
 """sha256 of the packed `fixed_vectors(128)`. A change here changes the format: caches written before are misread."""
+
+
+def test_worked_example_of_the_document():
+    document = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    lines = dict(re.findall(r"^    (packed|codes|decoded) +(.*?)(?:, \.\.\..*)?$", document, re.MULTILINE))
+    codec = get_codec("planarquant4", 32)
+    packed = codec.encode((torch.arange(32) % 7 - 3).float())
+    assert bytes(packed.tolist()).hex(" ") == lines["packed"]
+    assert codec.unpack(packed)[0][:8].tolist() == [int(code) for code in lines["codes"].split(", ")]
+    decoded = [float(value.replace("\N{MINUS SIGN}", "-")) for value in lines["decoded"].split(", ")]
+    assert codec.decode(packed)[:4].tolist() == pytest.approx(decoded, rel=1e-7)
 
 
 @every_dtype

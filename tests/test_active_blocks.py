@@ -1,0 +1,196 @@
+"""Decompress-active-blocks attention against plain attention over the decoded K and V.
+
+The yardstick is flash-attention's: the error against float64 may be at most twice that of the naive float32
+computation on the same decoded K and V. A millionth is added, since both errors are a few roundings.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from packed_kv import FORMATS
+from packed_kv.attention import active_blocks
+from packed_kv.attention.active_blocks import AttentionOptions, attend
+from packed_kv.codecs.pages import PagedCodec
+
+HEAD_DIM = 64
+OPTIONS = {
+    "plain": AttentionOptions(HEAD_DIM**-0.5),
+    "window 1": AttentionOptions(HEAD_DIM**-0.5, sliding_window=1),
+    "window 37": AttentionOptions(HEAD_DIM**-0.5, sliding_window=37),
+    "window beyond": AttentionOptions(HEAD_DIM**-0.5, sliding_window=4096),
+    "soft cap": AttentionOptions(1.0, logits_soft_cap=5.0),
+    "window and cap": AttentionOptions(0.5, sliding_window=50, logits_soft_cap=2.0),
+}
+every_dtype = pytest.mark.parametrize("name", FORMATS)
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Request:
+    """A request of `seq_len` tokens, stored in shuffled blocks of a cache that is 0xFF (NaN scales) elsewhere."""
+
+    def __init__(self, name: str, seq_len: int, heads: tuple[int, int] = (4, 2), block_size: int = 16, **codec) -> None:
+        query_heads, kv_heads = heads
+        self.codec = PagedCodec(FORMATS[name], HEAD_DIM, **codec)
+        blocks = -(-seq_len // block_size)
+        self.cache = torch.full((blocks + 3, kv_heads, block_size, self.codec.slot_bytes), 0xFF, dtype=torch.uint8)
+        self.table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(5))[:blocks].to(torch.int32)
+        positions = torch.arange(seq_len)
+        slots = self.table[positions // block_size].long() * block_size + positions % block_size
+        key, value = gaussian(seq_len, kv_heads, HEAD_DIM), gaussian(seq_len, kv_heads, HEAD_DIM, seed=1)
+        self.codec.write(self.cache, slots, key, value)
+        self.key, self.value = (c.decode(c.encode(x)) for c, x in ((self.codec.key, key), (self.codec.value, value)))
+        self.query = gaussian(seq_len, query_heads, HEAD_DIM, seed=2)
+        self.seq_len = seq_len
+
+    def attend(self, options: AttentionOptions, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Output of the tokens start .. end when `end` is the newest."""
+        end = self.seq_len if end is None else end
+        return attend(self.codec, self.cache, self.table, end, self.query[start:end], options)
+
+    def naive(self, options: AttentionOptions, dtype: torch.dtype) -> torch.Tensor:
+        """Textbook attention of all tokens over the decoded K and V."""
+        group = self.query.shape[1] // self.key.shape[1]
+        key, value = (x.to(dtype).repeat_interleave(group, dim=1) for x in (self.key, self.value))
+        scores = torch.einsum("qhd,khd->hqk", self.query.to(dtype), key) * options.scale
+        if options.logits_soft_cap:
+            scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
+        distance = torch.arange(self.seq_len)[:, None] - torch.arange(self.seq_len)
+        hidden = (distance < 0) | (distance >= (options.sliding_window or self.seq_len))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+    def assert_correct(self, options: AttentionOptions) -> None:
+        truth = self.naive(options, torch.float64)
+        allowed = 2 * relative_rms(self.naive(options, torch.float32), truth) + 1e-6
+        assert relative_rms(self.attend(options), truth) <= allowed
+
+
+def relative_rms(x: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((x - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+
+
+@pytest.fixture(params=[16, 64, 1024], ids="tile{}".format)
+def tile(request, monkeypatch) -> int:
+    monkeypatch.setattr(active_blocks, "KV_TILE", request.param)
+    return request.param
+
+
+@every_dtype
+@every_option
+@pytest.mark.usefixtures("tile")
+def test_equals_naive_attention(name, options):
+    Request(name, 200).assert_correct(options)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+@pytest.mark.parametrize("block_size", [16, 32, 128], ids="block{}".format)
+@pytest.mark.usefixtures("tile")
+def test_head_groups_and_block_sizes(heads, block_size):
+    Request("tq4", 150, heads, block_size).assert_correct(OPTIONS["window 37"])
+    Request("isoquant3", 150, heads, block_size).assert_correct(OPTIONS["plain"])
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 15, 16, 17, 63, 64, 65, 129, 1000])
+@every_option
+def test_ragged_lengths(seq_len, options, monkeypatch):
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
+    Request("turboquant25", seq_len).assert_correct(options)
+
+
+def test_several_tiles_of_the_real_size():
+    Request("tq4", 2 * active_blocks.KV_TILE + 5, heads=(2, 1)).assert_correct(OPTIONS["plain"])
+
+
+@every_option
+def test_rows_wait_for_their_turn_when_scores_are_many(options, monkeypatch):
+    monkeypatch.setattr(active_blocks, "KV_TILE", 32)
+    monkeypatch.setattr(active_blocks, "MAX_SCORES", 4 * 32 * 7)  # 7 query rows at a time
+    Request("isoquant4", 130).assert_correct(options)
+
+
+@every_option
+@pytest.mark.parametrize("cuts", [[1] * 5, [64, 64], [100], [3, 90, 1, 60]], ids=str)
+@pytest.mark.usefixtures("tile")
+def test_chunks_of_a_prompt_equal_the_whole(options, cuts):
+    request = Request("isoquant4", 170)
+    whole = request.attend(options)
+    bounds = [0, *torch.tensor(cuts).cumsum(0).tolist(), request.seq_len]
+    chunks = [request.attend(options, a, b) for a, b in itertools.pairwise(bounds)]
+    assert relative_rms(torch.cat(chunks), whole) < 1e-6
+
+
+def test_decoding_token_by_token_equals_the_prompt():
+    request = Request("planarquant3", 50)
+    steps = [request.attend(OPTIONS["plain"], i, i + 1) for i in range(request.seq_len)]
+    assert relative_rms(torch.cat(steps), request.attend(OPTIONS["plain"])) < 1e-6
+
+
+@every_dtype
+@pytest.mark.parametrize("start", [0, 77], ids="from{}".format)
+def test_tokens_after_the_newest_are_not_seen(name, start):
+    """A prefix that others share, or slots that speculation filled, may hold more than this request has."""
+    request = Request(name, 170)
+    before = request.attend(OPTIONS["plain"], start, 100)
+    later = request.table.long()[100 // 16 + 1 :]
+    request.cache[later] = 0xFF
+    assert torch.equal(request.attend(OPTIONS["plain"], start, 100), before)
+    assert before.isfinite().all()
+
+
+def test_blocks_before_the_window_may_be_gone(tile):
+    """vLLM frees them and points the table at a null block."""
+    request = Request("tq4", 170)
+    options = AttentionOptions(0.1, sliding_window=37)
+    before = request.attend(options, 160)
+    request.cache[request.table[: (160 - 36) // 16].long()] = 0xFF
+    request.table[: (160 - 36) // 16] = 0
+    assert torch.equal(request.attend(options, 160), before)
+
+
+def test_outliers_per_head():
+    outliers = torch.stack((torch.arange(32, 64), torch.arange(0, 64, 2)))
+    request = Request("turboquant35", 90, key_outliers=outliers, value_outliers=outliers.flip(0))
+    request.assert_correct(OPTIONS["plain"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_query_of_lower_precision_is_read_as_float32(dtype):
+    request = Request("tq4", 60)
+    request.query = request.query.to(dtype)
+    output = request.attend(OPTIONS["plain"])
+    assert output.dtype == torch.float32
+    request.query = request.query.float()
+    assert torch.equal(request.attend(OPTIONS["plain"]), output)
+
+
+def test_large_scores_do_not_overflow():
+    request = Request("tq4", 100)
+    request.query *= 1e4
+    request.assert_correct(OPTIONS["plain"])
+
+
+def test_workspace_is_bounded_by_the_tile(monkeypatch):
+    """Of a long request no more than one tile is dequantised at a time."""
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
+    request = Request("tq4", 500)
+    sizes: list[int] = []
+    read = request.codec.read
+
+    def spy(cache, micro_blocks):
+        sizes.append(len(micro_blocks))
+        return read(cache, micro_blocks)
+
+    monkeypatch.setattr(request.codec, "read", spy)
+    request.attend(OPTIONS["plain"], 499)
+    assert max(sizes) * 16 == 64
+    assert len(sizes) == 8
+    sizes.clear()
+    request.attend(AttentionOptions(0.1, sliding_window=20), 499)
+    assert sum(sizes) * 16 <= 64
