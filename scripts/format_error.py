@@ -161,7 +161,7 @@ def dtype_table(count: int) -> dict[str, DtypeErrors]:
     plain, large = vectors(count), vectors(count, large_channels=True)
     energy = large.square().sum(0)
     table = {}
-    for name, fmt in FORMATS.items():
+    for name in FORMATS:
         codec = get_codec(name, HEAD_DIM)
         decoded = codec.decode(codec.encode(plain))
         length = float((plain * decoded).sum() / plain.square().sum())

@@ -360,6 +360,41 @@ def test_every_code_is_the_nearest(bits, values):
         assert torch.equal(nearest.argmin(-1), codes.long() % len(levels))  # argmin: a tie takes the lower
 
 
+def test_the_search_is_that_of_the_document():
+    assert scalar.SEARCH == {4: (4, 2), 3: (2, 4), 2: (0, 10)}
+
+
+@pytest.mark.parametrize("bits", MAGNITUDES)
+def test_values_beyond_the_largest_scale_start_the_search_at_it(bits):
+    assert scalar.absmax_scale(torch.full((GROUP_SIZE,), 1e9), bits) == MAX_SCALE_BYTE
+
+
+def test_of_two_scales_of_equal_error_the_larger_is_kept():
+    """9/8 is magnitude 9/8 of scale 1 and magnitude 3/2 of scale 3/4."""
+    codes, scale = scalar.quantize(torch.full((GROUP_SIZE,), 9 / 8), 4)
+    assert scalar.decode_scale(scale) == 1
+    assert (codes == MAGNITUDES[4].index(9 / 8)).all()
+
+
+@pytest.mark.parametrize("bits", MAGNITUDES)
+def test_a_value_between_two_magnitudes_takes_the_lower(bits):
+    levels = torch.tensor(MAGNITUDES[bits])
+    for lower in range(len(levels) - 1):
+        x = levels.repeat(GROUP_SIZE // len(levels))
+        x[0] = (levels[lower] + levels[lower + 1]) / 2
+        codes, scale = scalar.quantize(-x, bits)
+        assert scalar.decode_scale(scale) == 1
+        assert codes[0] == len(levels) + lower
+
+
+def test_with_scale_zero_values_take_the_largest_magnitude():
+    x = torch.zeros(GROUP_SIZE)
+    x[:2] = torch.tensor([1e-20, -1e-20])
+    codes, scale = scalar.quantize(x, 3)
+    assert scale == 0
+    assert codes[:3].tolist() == [3, 7, 0]
+
+
 @pytest.mark.parametrize("bits", MAGNITUDES)
 def test_the_search_visits_exactly_the_candidates_of_the_document(bits):
     """All 248 scales by brute force, restricted to b0 - below .. b0 + above; the highest of equal error wins."""

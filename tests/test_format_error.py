@@ -68,7 +68,7 @@ def test_large_channels(script):
 
 def test_the_document_holds_these_tables(script, codes):
     """Within 3 % of a small sample: the document is of the code as it is."""
-    rows = {}
+    rows: dict[str, list[str]] = {}
     for line in DOCUMENT.read_text().splitlines():
         name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         rows.setdefault(name, cells)
