@@ -23,8 +23,9 @@ MAGNITUDES: dict[int, tuple[float, ...]] = {
 }
 """bits -> magnitudes that a code selects, ascending. All are exact in fp8 e4m3. The code's top bit is the sign."""
 
-MAX_SCALE_BYTE = 0xF7
-"""The largest finite scale: fp16 bits `byte << 7` = 61440. Bytes above it are inf/NaN and are never written."""
+MAX_SCALE_BYTE = 0xF2
+"""The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every
+decoded value is finite in fp16; bytes above it are never written."""
 
 
 def runs(group_bits: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -6,7 +6,6 @@ are one run of bytes. That run is cut into micro-blocks of `MICRO_BLOCK` = 16 to
     page of a block:   | head 0 ........................ | head 1 ... |
     head's run:        | tokens 0-15 | tokens 16-31 | ...             block_size / 16 micro-blocks
     micro-block:       | K codes | V codes | K scales | V scales |    16 * slot_bytes bytes
-    scales:            [16 tokens][groups] bytes
 
 Codes are stored in the order in which tensor-core fragments (`mma.m16n8k16`) want them: a warp's 32 lanes each load
 whole 32-bit words, and what a lane loads is what that lane feeds to the tensor core, with no exchange through shared
@@ -31,6 +30,12 @@ magnitudes turn into four bytes with one `prmt` and get their signs with one `lo
 A lane's words are: the code words of all groups in order, then the sign words. They are stored in chunks of 4, then
 2, then 1 words (the widest loads there are), each chunk as [32 lanes][words of the chunk]; last the half words,
 [32 lanes] of 16 bits. All little-endian.
+
+Scales lie in the order in which the lanes need them: a lane's K codes belong to 2 tokens (n3), so the scales of a
+row g are together; its V codes of a group belong to 4 tokens (n3, n0), whose scales are one 32-bit word:
+
+    K scales     [g = n2 n1 n0][group][n3]
+    V scales     [group][t = n2 n1][n3][n0]
 """
 
 from __future__ import annotations

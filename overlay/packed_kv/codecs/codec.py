@@ -14,8 +14,8 @@ from ..formats import GROUP_SIZE, Format, runs
 from . import bitpack, scalar
 from .rotations import ROTATIONS
 
-INPUT_LIMIT = 65536.0
-"""Inputs are clamped to +-2^16 before the rotation, NaN and infinities become 0: neither reaches a neighbour."""
+INPUT_LIMIT = 32768.0
+"""Inputs are clamped to +-2^15 before the rotation, NaN and infinities become 0: neither reaches a neighbour."""
 
 Outliers = Sequence[int] | torch.Tensor
 
@@ -72,7 +72,8 @@ class Codec:
         self._check_heads(x)
         x = x.to(torch.float32)
         x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
-        parts = [scalar.quantize(group, bits) for bits, group in self._runs(self.rotate(x).unflatten(-1, (-1, GROUP_SIZE)))]
+        groups = self.rotate(x).unflatten(-1, (-1, GROUP_SIZE))
+        parts = [scalar.quantize(group, bits) for bits, group in self._runs(groups)]
         codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
         return codes.flatten(-2), scales
 
@@ -98,13 +99,15 @@ class Codec:
         lengths = runs(self.group_bits)
         sizes = [4 * bits * count for bits, count in lengths]
         *codes, scales = packed.split([*sizes, len(self.group_bits)], dim=-1)
-        return torch.cat([bitpack.unpack(part, bits) for (bits, _), part in zip(lengths, codes, strict=True)], dim=-1), scales
+        unpacked = [bitpack.unpack(part, bits) for (bits, _), part in zip(lengths, codes, strict=True)]
+        return torch.cat(unpacked, dim=-1), scales
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Channels of `x` fp32 [..., head_dim] in packing order, each section rotated. Preserves dot products."""
         if self.order is not None:
             x = x.gather(-1, self.order.expand(x.shape))
-        return torch.cat([r.forward(part) for r, part in zip(self.rotations, x.split(self.sections, -1), strict=True)], -1)
+        parts = zip(self.rotations, x.split(self.sections, -1), strict=True)
+        return torch.cat([rotation.forward(part) for rotation, part in parts], -1)
 
     def unrotate(self, y: torch.Tensor) -> torch.Tensor:
         """Undo `rotate`."""
@@ -116,7 +119,8 @@ class Codec:
         count = self.outlier_count
         if count == 0:
             raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has no outlier channels; pass outliers=None")
-        expected = f"{self.fmt.name} at head_dim {self.head_dim}: expected integer outliers [{count}] or [heads, {count}]"
+        shapes = f"[{count}] or [heads, {count}]"
+        expected = f"{self.fmt.name} at head_dim {self.head_dim}: expected integer outliers {shapes}"
         try:
             given = torch.as_tensor(outliers, device="cpu")
         except (TypeError, ValueError) as error:

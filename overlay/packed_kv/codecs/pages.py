@@ -14,8 +14,8 @@ from ..formats import GROUP_SIZE, Format, runs
 from ..layout import CODES_PER_LANE, LANES, MICRO_BLOCK, VectorLayout, page_layout
 from .codec import Codec, Outliers
 
-# Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and [n3, n2 n1, n0, d4, d3, d2 d1 d0]
-# for V, and the order that makes them [lane, code] (see layout.py).
+# Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and
+# [n3, n2 n1, n0, d4, d3, d2 d1 d0] for V, and the order that makes them [lane, code] (see layout.py).
 _AXES = {"key": (2, 8, 2, 2, 4, 2), "value": (2, 4, 2, 2, 2, 8)}
 _TO_LANES = {"key": (1, 4, 0, 2, 3, 5), "value": (5, 1, 3, 4, 0, 2)}
 _FROM_LANES = {role: tuple(order.index(axis) for axis in range(6)) for role, order in _TO_LANES.items()}
@@ -69,7 +69,7 @@ class PagedCodec:
             codes, scales = self._unpack(codec, old)
             new_codes, new_scales = codec.quantize(vectors)
             codes[where, :, token], scales[where, :, token] = new_codes, new_scales
-            planes.append((_pack_codes(codes, self.layout.vector, codec.role), scales.flatten(-2)))
+            planes.append((_pack_codes(codes, self.layout.vector, codec.role), _pack_scales(scales, codec.role)))
         (key_codes, key_scales), (value_codes, value_scales) = planes
         pages[block, :, inner] = torch.cat((key_codes, value_codes, key_scales, value_scales), dim=-1)
 
@@ -99,14 +99,14 @@ class PagedCodec:
         return micro_blocks // a_block, micro_blocks % a_block
 
     def _unpack(self, codec: Codec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-blocks uint8 [n, heads, bytes] -> codes uint8 [n, heads, 16, head_dim], scales [n, heads, 16, groups]."""
+        """Micro-blocks uint8 [n, heads, bytes] -> codes [n, heads, 16, head_dim], scales [n, heads, 16, groups]."""
         page = self.layout
         codes_at, scales_at = (
             (page.key_codes, page.key_scales) if codec.role == "key" else (page.value_codes, page.value_scales)
         )
         codes = packed[..., codes_at : codes_at + page.vector.code_bytes]
         scales = packed[..., scales_at : scales_at + page.vector.scale_bytes]
-        return _unpack_codes(codes, page.vector, codec.role), scales.unflatten(-1, (MICRO_BLOCK, -1)).clone()
+        return _unpack_codes(codes, page.vector, codec.role), _unpack_scales(scales, codec.role)
 
 
 def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
@@ -127,11 +127,13 @@ def _pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.T
         word = magnitude << _shifts(layout.MAGNITUDE_SHIFT[bits], code.device)
         if bits == 3:
             paired = sign[:, : 2 * vector.sign_words].unflatten(1, (-1, 2))
-            sign_words.append((paired << _shifts(layout.SIGN_WORD_SHIFT, code.device)[:, None]).sum((2, 4), dtype=torch.int32))
+            shifts = _shifts(layout.SIGN_WORD_SHIFT, code.device)[:, None]
+            sign_words.append((paired << shifts).sum((2, 4), dtype=torch.int32))
             halves.append((sign[:, 2 * vector.sign_words :] << _shifts(layout.SIGN_HALF_SHIFT, code.device)).sum(-1))
         else:
             word = word | sign << _shifts(layout.SIGN_SHIFT[bits], code.device)
-        words.append(word.unflatten(-1, (layout.CODE_WORDS[bits], -1)).sum(-1, dtype=torch.int32).transpose(1, 2).flatten(2))
+        word = word.unflatten(-1, (layout.CODE_WORDS[bits], -1)).sum(-1, dtype=torch.int32)
+        words.append(word.transpose(1, 2).flatten(2))
     words += [word.transpose(1, 2) for word in sign_words]
     chunks = torch.cat(words, dim=-1).split(vector.chunks, dim=-1)
     parts = [chunk.flatten(1).contiguous().view(torch.uint8) for chunk in chunks]
@@ -166,6 +168,21 @@ def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torc
     axes = torch.cat(codes, dim=1).reshape(-1, groups, *(_AXES[role][axis] for axis in _TO_LANES[role]))
     tokens = axes.permute(0, 1, *(2 + axis for axis in _FROM_LANES[role])).reshape(-1, groups, MICRO_BLOCK, GROUP_SIZE)
     return tokens.transpose(1, 2).reshape(*lead, MICRO_BLOCK, groups * GROUP_SIZE)
+
+
+def _pack_scales(scales: torch.Tensor, role: str) -> torch.Tensor:
+    """uint8 [..., 16, groups] -> uint8 [..., 16 * groups] in the order of layout.py."""
+    if role == "key":
+        return scales.unflatten(-2, (2, 8)).movedim(-3, -1).flatten(-3)  # n3 g group -> g group n3
+    # n3 t n0 group -> group t n3 n0
+    return scales.unflatten(-2, (2, 4, 2)).movedim(-1, -4).transpose(-3, -2).flatten(-4)
+
+
+def _unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
+    """Inverse of `_pack_scales`: uint8 [..., 16 * groups] -> a new uint8 [..., 16, groups]."""
+    if role == "key":
+        return packed.unflatten(-1, (8, -1, 2)).movedim(-1, -3).flatten(-3, -2).contiguous()
+    return packed.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).movedim(-4, -1).flatten(-4, -2).contiguous()
 
 
 def _runs(vector: VectorLayout, groups: torch.Tensor, dim: int) -> list[tuple[tuple[int, int], torch.Tensor]]:
