@@ -4,8 +4,8 @@ A value is `sign * magnitude * scale`. The scale byte is an unsigned e5m3 number
 
 Which scale: with `b0` the byte of absmax * fp32(1 / largest magnitude) (rounded to fp32, then to fp16, then cut to
 3 mantissa bits), the bytes `b0 + above` down to `b0 - below` of `SEARCH`, kept in [0, 0xF2], are tried in that order,
-and the first of least squared error is kept. The error of a candidate is the sum over the group of `min_m (|x| - s m)^2`, each
-operation rounded to fp32, the 32 terms added as a tree (0+16, 1+17, ...; then 8, 4, 2, 1).
+and the first of least squared error is kept. The error of a candidate is the sum over the group of
+`min_m (|x| - s m)^2`, each operation rounded to fp32, the 32 terms added as a tree (0+16, 1+17, ...; then 8, 4, 2, 1).
 Which code: the number of thresholds `s * (m_j + m_{j+1}) / 2` below |x|; a tie takes the lower magnitude. Thresholds
 are exact in fp32, so no rounding decides a code. The sign bit is set for x < 0.
 """
