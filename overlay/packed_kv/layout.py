@@ -32,10 +32,10 @@ A lane's words are: the code words of all groups in order, then the sign words. 
 [32 lanes] of 16 bits. All little-endian.
 
 Scales lie in the order in which the lanes need them: a lane's K codes belong to 2 tokens (n3), so the scales of a
-row g are together; its V codes of a group belong to 4 tokens (n3, n0), whose scales are one 32-bit word:
+row g are together; its V codes belong to 4 tokens (n3, n0), so those of a row t are, a 32-bit word a group:
 
     K scales     [g = n2 n1 n0][group][n3]
-    V scales     [group][t = n2 n1][n3][n0]
+    V scales     [t = n2 n1][group][n3][n0]
 """
 
 from __future__ import annotations

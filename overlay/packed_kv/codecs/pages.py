@@ -182,7 +182,7 @@ def _unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
     """Inverse of `_pack_scales`: uint8 [..., 16 * groups] -> a new uint8 [..., 16, groups]."""
     if role == "key":
         return packed.unflatten(-1, (8, -1, 2)).movedim(-1, -3).flatten(-3, -2).contiguous()
-    return packed.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).movedim(-4, -1).flatten(-4, -2).contiguous()
+    return packed.unflatten(-1, (4, -1, 2, 2)).movedim((-4, -3), (-3, -1)).flatten(-4, -2).contiguous()
 
 
 def _runs(vector: VectorLayout, groups: torch.Tensor, dim: int) -> list[tuple[tuple[int, int], torch.Tensor]]:
