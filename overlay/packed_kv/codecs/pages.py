@@ -174,8 +174,7 @@ def _pack_scales(scales: torch.Tensor, role: str) -> torch.Tensor:
     """uint8 [..., 16, groups] -> uint8 [..., 16 * groups] in the order of layout.py."""
     if role == "key":
         return scales.unflatten(-2, (2, 8)).movedim(-3, -1).flatten(-3)  # n3 g group -> g group n3
-    # n3 t n0 group -> group t n3 n0
-    return scales.unflatten(-2, (2, 4, 2)).movedim(-1, -4).transpose(-3, -2).flatten(-4)
+    return scales.unflatten(-2, (2, 4, 2)).movedim((-3, -1), (-4, -3)).flatten(-4)  # n3 t n0 group -> t group n3 n0
 
 
 def _unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
