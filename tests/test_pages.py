@@ -241,8 +241,8 @@ def _places(name: str, head_dim: int, role: str) -> tuple[dict[tuple[int, int, i
     if role == "key":  # [token & 7][group][token >> 3]
         offsets = [[(n & 7) * 2 * groups + 2 * group + (n >> 3) for group in range(groups)] for n in range(16)]
     else:  # [bits 2, 1 of the token][group][bit 3][bit 0]
-        of_token = [4 * (n >> 1 & 3) + 2 * (n >> 3) + (n & 1) for n in range(16)]
-        offsets = [[16 * group + offset for group in range(groups)] for offset in of_token]
+        of_token = [4 * groups * (n >> 1 & 3) + 2 * (n >> 3) + (n & 1) for n in range(16)]
+        offsets = [[offset + 4 * group for group in range(groups)] for offset in of_token]
     return places, [[scales_at + offset for offset in row] for row in offsets]
 
 
