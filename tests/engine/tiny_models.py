@@ -1,0 +1,97 @@
+"""Small random models, one per thing that models do differently with their KV cache, and the truth about them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packed_kv import get_codec
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+VOCAB = 256
+WINDOW = 40
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+"""Weights are ten times larger than usual, so that attention is peaked and logits differ from token to token."""
+
+
+def llama(**options: object) -> PretrainedConfig:
+    return transformers.LlamaConfig(**{**SMALL, "tie_word_embeddings": False, **options})
+
+
+def mistral(**options: object) -> PretrainedConfig:
+    """A sliding window in all layers."""
+    return transformers.MistralConfig(**{**SMALL, "sliding_window": WINDOW, **options})
+
+
+def gemma2(**options: object) -> PretrainedConfig:
+    """Sliding and full layers in turn; a soft cap on the scores of attention, low enough to matter."""
+    special = {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
+    return transformers.Gemma2Config(**{**SMALL, **special, "num_hidden_layers": 4, **options})
+
+
+def gemma3(**options: object) -> PretrainedConfig:
+    """Two sliding layers, a full one; norms of q and k."""
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    special = {"sliding_window": WINDOW, "layer_types": layers, "num_hidden_layers": 6, "query_pre_attn_scalar": 16}
+    return transformers.Gemma3TextConfig(**{**SMALL, **special, **options})
+
+
+def gemma4(**options: object) -> PretrainedConfig:
+    """Sliding layers of head size 64 and full ones of 128; the last two read the pages of layers before them."""
+    special = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_hidden_layers": 6,
+        "global_head_dim": 128,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCAB,
+    }
+    return transformers.Gemma4TextConfig(**{**SMALL, **special, **options})
+
+
+def save(config: PretrainedConfig, folder: Path) -> str:
+    """Write the model of a configuration, random but the same every time, and return its folder."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def true_logits(
+    model: str, token_ids: list[int], kv_cache_dtype: str | None = None, skip_layers: Collection[int] = ()
+) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of transformers in float64, without paging, chunks or vLLM.
+
+    With a dtype, K and V of each layer but `skip_layers` go through its public codec before they are attended to.
+    """
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    modeling = importlib.import_module(type(reference).__module__)
+    attention = modeling.eager_attention_forward
+
+    def through_codec(layer, query, key, value, *args, **kwargs):
+        if kv_cache_dtype and layer.layer_idx not in skip_layers:
+            codec = get_codec(kv_cache_dtype, key.shape[-1])
+            key, value = (codec.decode(codec.encode(x.float())).double() for x in (key, value))
+        return attention(layer, query, key, value, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(modeling, "eager_attention_forward", through_codec)
+        return reference(torch.tensor([token_ids])).logits[0]
