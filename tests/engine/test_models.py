@@ -13,8 +13,8 @@ import pytest
 import tiny_models
 import torch
 from fake_codecs import register_null_format
-from harness import engine, mean_kl, model_of, scheduler, teacher_forced_logits
-from packed_kv.attention import active_blocks
+from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
+from packed_kv.attention import active_blocks, capacity
 from packed_kv.formats import FORMATS
 from tiny_models import true_logits
 from vllm import SamplingParams
@@ -133,3 +133,12 @@ def test_ngram_speculation_changes_no_token(folder_of, tiny_engine) -> None:
     assert outputs == [truth, truth]
     assert steps[0] == tokens
     assert steps[1] < tokens, "no draft token was accepted"
+
+
+def test_startup_line_counts_what_the_engine_counts(folder_of, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding and full layers share blocks, so that KV tokens are not blocks times block size."""
+    lines: list[str] = []
+    monkeypatch.setattr(capacity.logger, "info_once", lambda line, *args, **_kwargs: lines.append(line % args))
+    with tiny_engine(folder_of["interleaved"], "tq4") as llm:
+        line = f"tq4: 816 bytes per token (bf16: 3072), {kv_tokens(llm):,} KV tokens, 3.76 times the tokens of bf16"
+    assert {f"KV cache dtype {line}"} == set(lines)

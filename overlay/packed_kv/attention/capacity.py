@@ -1,4 +1,4 @@
-"""The start-up line that says how much the packed cache holds."""
+"""How much the packed cache holds: the start-up line that says it, and a refusal where it would not be more."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 
 logger = init_logger("vllm.packed_kv")
+
+MAX_PADDING = 1.5
+"""Times its content that a packed page may take beside skipped layers, whose bf16 pages are 3.8 times and more."""
 
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
@@ -29,17 +33,37 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
-    """Log dtype, bytes per token, KV tokens and ratio to bf16, once a process, when the cache has its real size."""
-    blocks = vllm_config.cache_config.num_gpu_blocks
-    if not blocks:
+    """Log dtype, bytes per token, KV tokens and ratio to bf16, once a process, when the cache has its real size.
+
+    KV tokens are those that the engine counts, which the workers of tensor parallelism are not told: they know the
+    blocks, which layers of several kinds share.
+    """
+    cache = vllm_config.cache_config
+    if not cache.num_gpu_blocks:
         return
     stored, dense = bytes_per_token(vllm_config)
+    tokens = cache.kv_cache_size_tokens
     logger.info_once(
         "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16",
-        vllm_config.cache_config.cache_dtype,
+        cache.cache_dtype,
         stored,
         dense,
-        f"{blocks * block_size:,}",
+        f"{tokens:,}" if tokens else f"up to {cache.num_gpu_blocks * block_size:,}",
         dense / stored,
         scope="local",
     )
+
+
+def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
+    """Raise ValueError if skipped layers make vLLM pad the packed pages to much more than they hold.
+
+    Layers of several kinds (sliding and full) take blocks from one pool, so their pages get the size of the largest.
+    """
+    cache = vllm_config.cache_config
+    content = spec.real_page_size_bytes
+    if cache.kv_cache_dtype_skip_layers and spec.page_size_bytes > MAX_PADDING * content:
+        raise ValueError(
+            f"--kv-cache-dtype {cache.cache_dtype} cannot skip layers {', '.join(cache.kv_cache_dtype_skip_layers)} "
+            "of this model: its sliding and full layers share pages of one size, so that a packed page of "
+            f"{content} bytes would take {spec.page_size_bytes}; leave out --kv-cache-dtype-skip-layers"
+        )

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from .capacity import log_capacity
+from .capacity import check_padding, log_capacity
 
 
 @dataclass
@@ -43,6 +43,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_padding(vllm_config, kv_cache_spec)
         log_capacity(vllm_config, kv_cache_spec.block_size)
 
     def build(
