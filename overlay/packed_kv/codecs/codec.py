@@ -47,7 +47,7 @@ class Codec:
         if role not in ("key", "value"):
             raise ValueError(f'role must be "key" or "value", got {role!r}')
         device = torch.device(device)
-        self.fmt, self.head_dim, self.role = fmt, head_dim, role
+        self.fmt, self.head_dim, self.role, self.device = fmt, head_dim, role, device
         self.group_bits = fmt.group_bits(head_dim)
         self.vector_bytes = fmt.vector_bytes(head_dim)
         self.outlier_count = fmt.outlier_channels(head_dim)
@@ -55,6 +55,10 @@ class Codec:
         self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
         self.order = None if outliers is None else self._channel_order(outliers).to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
+        # For kernels: the rotations' constants by packed channel, and the channels in packing order, [heads, head_dim]
+        # or [head_dim].
+        self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
+        self.channels = torch.arange(head_dim, device=device) if self.order is None else self.order
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape."""

@@ -1,0 +1,116 @@
+"""The decode kernel with rotation and merge against attention over the decoded pages, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.decode import decode
+from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
+from packed_kv.layout import page_layout
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUND = 2e-3
+"""Relative RMS error: fp16 rounding of query, weights and rotation matrices (2^-11 each) gives about 1e-3."""
+
+
+def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
+        window=None, soft_cap=None, dtype=torch.float16, outliers=None, shifting=False):  # fmt: skip
+    """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
+    generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
+    query_lens = query_lens or (1,) * len(seq_lens)
+    codec = PagedCodec(FORMATS[name], head_dim, outliers, outliers, device=DEVICE)
+    blocks_each = [-(-n // block_size) for n in seq_lens]
+    cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8)
+    order = torch.randperm(len(cache), generator=generator).to(torch.int32)
+    table = torch.full((len(seq_lens), max(blocks_each)), -1, dtype=torch.int32)
+    cache, start = cache.to(DEVICE), torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    query = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(DEVICE, dtype)
+    expected = torch.zeros(query.shape, dtype=torch.float64, device=DEVICE)
+    scale, used = head_dim**-0.5, 0
+    for i, (seq_len, count) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        table[i, : blocks_each[i]] = order[used : used + blocks_each[i]]
+        used += blocks_each[i]
+        key, value = torch.randn(2, seq_len, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
+        ids = torch.arange(seq_len)
+        slots = table[i, ids // block_size].long() * block_size + ids % block_size
+        codec.write(cache, slots.to(DEVICE), key, value)
+        key, value = codec.key.decode(codec.key.encode(key)), codec.value.decode(codec.value.encode(value))
+        rows = slice(int(start[i]), int(start[i]) + count)
+        expected[rows] = attention(query[rows].double(), key.double(), value.double(), scale, window, soft_cap)
+    rotated = torch.empty(len(query), kv_heads, group, head_dim, dtype=torch.float16, device=DEVICE)
+    rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale)
+    partial = torch.full((len(query), kv_heads * group, splits, head_dim), float("nan"), device=DEVICE)
+    stats = torch.full((len(query), kv_heads * group, splits, 2), float("nan"), device=DEVICE)
+    decode(
+        page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), partial, stats,
+        max_query_len=max(query_lens), sliding_window=window, logits_soft_cap=soft_cap, shifting=shifting,
+    )  # fmt: skip
+    output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    merge(partial, stats, rotation_matrix(codec.value, kv_heads, inverse=True),
+          output.view(len(query), kv_heads, group, head_dim))  # fmt: skip
+    return output.double(), expected
+
+
+def attention(query, key, value, scale, window, soft_cap):
+    """Causal attention of the last tokens, float64: [tokens, heads, d] over [keys, KV heads, d]."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    last = torch.arange(len(key) - len(query), len(key), device=key.device)[:, None]
+    distance = last - torch.arange(len(key), device=key.device)
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or len(key))), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+def relative_rms(output, expected):
+    return ((output - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name):
+    assert relative_rms(*run(name)) < BOUND
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
+@pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant25", "turboquant35"])
+def test_head_dims(name, head_dim):
+    assert relative_rms(*run(name, head_dim=head_dim, kv_heads=1, seq_lens=(1, 50))) < BOUND
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 1, "kv_heads": 3},
+        {"group": 8, "kv_heads": 1},
+        {"group": 16, "kv_heads": 1},
+        {"group": 7, "kv_heads": 1},
+        {"block_size": 32},
+        {"block_size": 48},
+        {"splits": 1},
+        {"splits": 9},
+        {"window": 20},
+        {"window": 64, "seq_lens": (200, 64, 65)},
+        {"soft_cap": 5.0},
+        {"query_lens": (1, 3, 2)},
+        {"query_lens": (1, 4, 0), "window": 30},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_options(options):
+    bound = 6e-3 if options.get("dtype") == torch.bfloat16 else BOUND  # bf16 rounds the output itself to 2^-9
+    output, expected = run("isoquant3", **options)
+    assert relative_rms(output, expected) < bound
+
+
+def test_outliers_of_each_head():
+    generator = torch.Generator().manual_seed(0)
+    outliers = torch.stack([torch.randperm(128, generator=generator)[:32].sort().values for _ in range(2)])
+    assert relative_rms(*run("turboquant25", outliers=outliers)) < BOUND
