@@ -5,6 +5,7 @@ Runs when plugins load, in the API server too: heavy modules are imported only w
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from ..formats import FORMATS, Format
+from ..formats import FORMATS, GROUP_SIZE, Format
+from ..layout import MICRO_BLOCK
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,19 +27,30 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.packed_kv")
 
+RULES = {
+    "head_size not supported": f"head size must be a multiple of {GROUP_SIZE}",
+    "block_size not supported": f"block size must be a multiple of {MICRO_BLOCK}",
+}
+"""What vLLM says of a refused configuration -> the rule behind it."""
+
 HAS_OPEN_REGISTRY = hasattr(AttentionBackendEnum, "register")
 """Whether the registry takes new names (0.31 and later). Before, all dtypes share its one free name, CUSTOM."""
 
 
 def register_formats() -> None:
-    """Register all of `FORMATS`; without the selector patch, log the command that applies it and register nothing."""
+    """Register all of `FORMATS`; without the patches, say which command applies them and register nothing.
+
+    Raises SystemExit where the command line asks for one of the dtypes: argparse would print 300 lines of usage after
+    the log.
+    """
     if not is_patched():
-        logger.error(
-            "packed-kv is installed, but this vLLM (%s) is not patched for it, so that --kv-cache-dtype %s fail; "
-            "run: packed-kv-patch apply",
-            vllm.__version__,
-            ", ".join(FORMATS),
+        message = (
+            f"packed-kv is installed, but this vLLM ({vllm.__version__}) is not patched for it, so that "
+            f"--kv-cache-dtype {', '.join(FORMATS)} fail; run: packed-kv-patch apply"
         )
+        if any(argument.removeprefix("--kv-cache-dtype=") in FORMATS for argument in sys.argv):
+            raise SystemExit(message)
+        logger.error(message)
         return
     for fmt in FORMATS.values():
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
@@ -87,14 +100,15 @@ class PackedDTypeHandler:
         from .backend import backend_of
 
         backend = backend_of(self.name)
-        reasons = [*_unsupported_here(), *_unsupported_in(get_current_vllm_config())]
-        reasons += backend.validate_configuration(
+        refused = backend.validate_configuration(
             device_capability=current_platform.get_device_capability(), **config._asdict()
         )
+        reasons = [*_unsupported_here(), *_unsupported_in(get_current_vllm_config())]
+        reasons += [RULES.get(reason, reason) for reason in refused]
         if reasons:
             raise ValueError(
                 f"--kv-cache-dtype {self.name} cannot serve this model here: {'; '.join(reasons)} "
-                f"(head size {config.head_size}, {config.dtype}, {config.attn_type} attention); "
+                f"(head size {config.head_size}, block size {config.block_size}, {config.dtype}); "
                 "use --kv-cache-dtype auto, or --kv-cache-dtype-skip-layers for single layers"
             )
         return backend

@@ -1,0 +1,175 @@
+"""What cannot be served is refused at start-up, by one line that says what, why and what to use instead."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import transformers
+from harness import engine
+from packed_kv.attention import registration
+from packed_kv.formats import FORMATS
+from tiny_models import SMALL
+from transformers import PretrainedConfig
+from vllm.platforms import Platform
+
+
+def small(config: type[PretrainedConfig], architecture: str, **options: object) -> PretrainedConfig:
+    return config(architectures=[architecture], **{**SMALL, "num_hidden_layers": 2, **options})
+
+
+def bert(architecture: str) -> PretrainedConfig:
+    return small(transformers.BertConfig, architecture, hidden_size=128, num_attention_heads=2)
+
+
+def deepseek_v2() -> PretrainedConfig:
+    """Latent attention, and no experts but in name."""
+    options = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 2,
+    }
+    return small(transformers.DeepseekV2Config, "DeepseekV2ForCausalLM", **options)
+
+
+def whisper() -> PretrainedConfig:
+    special = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "decoder_start")}
+    sizes = {"d_model": 128, "max_target_positions": 448}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+    architecture = "WhisperForConditionalGeneration"
+    return transformers.WhisperConfig(architectures=[architecture], vocab_size=512, **sizes, **special)
+
+
+def save_whisper_processor(folder: Path) -> None:
+    tokenizer = transformers.WhisperTokenizer(vocab={"<|endoftext|>": 0, "a": 1}, merges=[])
+    transformers.WhisperProcessor(transformers.WhisperFeatureExtractor(), tokenizer).save_pretrained(folder)
+
+
+MODELS = {
+    "latent_attention": (deepseek_v2, "MLA not supported"),
+    "encoder_decoder": (whisper, "ENCODER_DECODER not supported"),
+    "encoder_only": (lambda: bert("BertModel"), "ENCODER_ONLY not supported"),
+    "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "does not support ALiBi"),
+    "attention_sinks": (lambda: small(transformers.GptOssConfig, "GptOssForCausalLM"), "attention sinks not supported"),
+    "chunked_attention": (
+        lambda: small(transformers.Llama4TextConfig, "Llama4ForCausalLM", attention_chunk_size=128),
+        "does not support chunked attention",
+    ),
+    "head_dim": (
+        lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=80),
+        "head size must be a multiple of 32 (head size 80",
+    ),
+}
+"""What -> (configuration, words of the refusal)."""
+
+
+def start(model: str, kv_cache_dtype: str = "isoquant4", **options: object) -> None:
+    with engine(model, kv_cache_dtype, max_model_len=256, load_format="dummy", **options):
+        pass
+
+
+def refusal(*args: object, **options: object) -> str:
+    """The line with which vLLM refuses to start."""
+    with pytest.raises(ValueError, match="--kv-cache-dtype isoquant4") as error:
+        start(*args, **options)
+    line = str(error.value)
+    assert "\n" not in line and len(line) < 300
+    return line
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_model(what: str, demo_model: str, tmp_path: Path) -> None:
+    make_config, words = MODELS[what]
+    make_config().save_pretrained(tmp_path)
+    if what == "encoder_decoder":
+        save_whisper_processor(tmp_path)
+        line = refusal(str(tmp_path))
+    else:
+        line = refusal(str(tmp_path), tokenizer=demo_model)
+    assert words in line
+    assert "use --kv-cache-dtype auto" in line
+
+
+def test_block_size(demo_model: str) -> None:
+    assert "block size must be a multiple of 16 (head size 128, block size 24" in refusal(demo_model, block_size=24)
+
+
+@pytest.mark.parametrize("layers", [["0"], ["2"], ["sliding_window"]], ids=str)
+def test_skipped_layers_that_pad_the_packed_pages(layers: list[str], demo_model: str, tmp_path: Path) -> None:
+    """On the CPU; CUDA's platform aligns pages where the first layer is not skipped, and sliding layers only are."""
+    model = tiny_models.save(tiny_models.gemma3(), tmp_path)
+    line = refusal(model, tokenizer=demo_model, kv_cache_dtype_skip_layers=layers)
+    assert f"cannot skip layers {layers[0]} of this model" in line
+    assert "leave out --kv-cache-dtype-skip-layers" in line
+
+
+def test_lmcache(demo_model: str) -> None:
+    connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    assert "KV connector LMCacheConnectorV1 not supported" in refusal(demo_model, kv_transfer_config=connector)
+
+
+def test_extract_hidden_states(demo_model: str) -> None:
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+    }
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+    line = refusal(demo_model, speculative_config=speculation, kv_transfer_config=connector)
+    assert "speculative method extract_hidden_states not supported" in line
+
+
+def test_platform(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Abacus(Platform):
+        device_name = "abacus"
+
+        def is_cpu(self) -> bool:
+            return False
+
+        def is_cuda(self) -> bool:
+            return False
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> None:
+            return None
+
+    monkeypatch.setattr(registration, "current_platform", Abacus())
+    assert "platform abacus not supported (CUDA and CPU are)" in refusal(demo_model)
+
+
+def test_wrong_name_lists_ours(demo_model: str) -> None:
+    """vLLM's own error."""
+    with pytest.raises(ValueError, match="Invalid kv_cache_dtype: 'isoquant5'") as error:
+        start(demo_model, "isoquant5")
+    assert all(f"'{name}'" in str(error.value) for name in FORMATS)
+
+
+class TestUnpatched:
+    """A vLLM without the patches: the command to run, and nothing registered."""
+
+    @pytest.fixture(autouse=True)
+    def unpatched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(registration.cache_config, "KVCacheDTypeBackendHandler")
+        monkeypatch.setattr(registration, "register_format", lambda _fmt: pytest.fail("registered"))
+        monkeypatch.setattr(registration.cache_config, "KV_CACHE_DTYPES", ["auto"])
+
+    def test_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines: list[str] = []
+        monkeypatch.setattr(registration.logger, "error", lines.append)
+        registration.register_formats()
+        (line,) = lines
+        assert line.endswith("run: packed-kv-patch apply")
+        assert all(name in line for name in FORMATS)
+
+    @pytest.mark.parametrize("arguments", [["--kv-cache-dtype", "tq4"], ["--kv-cache-dtype=tq4"]], ids=str)
+    def test_command_line(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])
+        with pytest.raises(SystemExit, match="run: packed-kv-patch apply"):
+            registration.register_formats()
