@@ -1,7 +1,8 @@
 """Orthonormal rotations of a head's channels: fixed by the format, the same bits on every device.
 
 Every operation is one correctly rounded fp32 add or multiply in a fixed order (no matmul, no fused multiply-add), so
-CPU and GPU agree to the last bit. A kernel that reproduces them must keep the order and turn contraction off.
+CPU and GPU agree to the last bit. A kernel that reproduces them must keep the order and turn contraction off; it finds
+a rotation's numbers in `constants`, fp32 [size]: signs, (cos, sin) of each pair, or the 4 parts of each quaternion.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Hadamard:
     def __init__(self, size: int, device: torch.device) -> None:
         self.blocks = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
         self.signs = torch.tensor([_hash_sign(i) for i in range(size)], dtype=torch.float32, device=device)
+        self.constants = self.signs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` fp32 [..., size] -> rotated, fp32 [..., size]."""
@@ -47,6 +49,7 @@ class Givens:
         angles = [2 * math.pi * (i / GOLDEN_RATIO % 1.0) + math.pi / 4 for i in range(size // 2)]
         self.cos = torch.tensor([math.cos(a) for a in angles], dtype=torch.float32, device=device)
         self.sin = torch.tensor([math.sin(a) for a in angles], dtype=torch.float32, device=device)
+        self.constants = torch.stack((self.cos, self.sin), dim=-1).flatten()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` fp32 [..., size] -> rotated, fp32 [..., size]."""
@@ -75,7 +78,9 @@ class Quaternion:
             radius, turn = math.sqrt(1 - z * z), 2 * math.pi * (i / GOLDEN_RATIO % 1.0)
             axis = (radius * math.cos(turn), radius * math.sin(turn), z)
             quaternions.append((math.cos(angle), *(math.sin(angle) * part for part in axis)))
-        self.parts = torch.tensor(quaternions, dtype=torch.float32, device=device).unbind(-1)
+        parts = torch.tensor(quaternions, dtype=torch.float32, device=device)
+        self.parts = parts.unbind(-1)
+        self.constants = parts.flatten()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` fp32 [..., size] -> rotated, fp32 [..., size]."""
