@@ -1,0 +1,1 @@
+"""Triton kernels. They know bit widths and offsets, never dtype names."""
