@@ -12,11 +12,14 @@ import triton
 import triton.language as tl
 
 from ..layout import CODE_WORDS, PageLayout
-from .fragments import assemble_key, assemble_value, decode_half, load_words
+from .fragments import assemble_key, assemble_value, decode_half, load_words, scale_pair
 
 LOG2_E = 1.4426950408889634
-MAX_REGISTERS = 168
-"""More registers, or more programs a multiprocessor, both lost in the spike (32 x 8192, H200)."""
+MAX_REGISTERS = 128
+"""32 x 8192 on an H200, isoquant4, the better of 6 and 8 splits: 102 us at 168, 100 at 144, 100 at 128 registers;
+128 x 2048: 112, 112, 106 us. 128 leave no spills at head_dim 128."""
+PROGRAMS_A_MULTIPROCESSOR = 16
+"""Warps of `MAX_REGISTERS` registers that fit a multiprocessor."""
 _MASKED = tl.constexpr(-1.0e30)
 
 
@@ -45,35 +48,50 @@ def _spread_half_word(half):
 
 
 @triton.jit
-def _load_tile(
+def _load_key(
     base0, base1, lanes,
-    CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, GROUPS: tl.constexpr,
-    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, HAS_HALF: tl.constexpr,
+    CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr, GROUPS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Words of 2 micro-blocks at base0 and base1, pointers to int32 -> (K words, V words, K scales, V scales)."""
-    key = _load_vector_words(base0, base1, CHUNKS, lanes)
-    value = _load_vector_words(base0 + VALUE_CODES // 4, base1 + VALUE_CODES // 4, CHUNKS, lanes)
+    """Words and scales of K of 2 micro-blocks at base0 and base1, pointers to int32."""
+    words = _load_vector_words(base0, base1, CHUNKS, lanes)
     half0, half1 = base0.to(tl.pointer_type(tl.uint16)), base1.to(tl.pointer_type(tl.uint16))
     if HAS_HALF:
         offset = HALF_OFFSET // 2 + lanes
-        key = key + (_spread_half_word(_load_16_bits(half0 + offset, half1 + offset)),)
-        offset += VALUE_CODES // 2
-        value = value + (_spread_half_word(_load_16_bits(half0 + offset, half1 + offset)),)
-    key_scales = ()
-    value_scales = ()
-    row_g = KEY_SCALES // 2 + lanes // 4 * GROUPS
-    row_t = VALUE_SCALES // 4 + lanes % 4 * GROUPS
+        words = words + (_spread_half_word(_load_16_bits(half0 + offset, half1 + offset)),)
+    scales = ()
+    row = SCALES // 2 + lanes // 4 * GROUPS
     if GROUPS % 4 == 0:
         for i in tl.static_range(GROUPS // 4):
-            words = row_g // 2 + 2 * i
-            key_scales = key_scales + load_words(base0 + words, base1 + words, 2)
-            words = row_t + 4 * i
-            value_scales = value_scales + load_words(base0 + words, base1 + words, 4)
+            offset = row // 2 + 2 * i
+            scales = scales + load_words(base0 + offset, base1 + offset, 2)
     else:
         for i in tl.static_range(GROUPS):
-            key_scales = key_scales + (_load_16_bits(half0 + row_g + i, half1 + row_g + i),)
-            value_scales = value_scales + load_words(base0 + row_t + i, base1 + row_t + i, 1)
-    return key, value, key_scales, value_scales
+            scales = scales + (_load_16_bits(half0 + row + i, half1 + row + i),)
+    return words, scales
+
+
+@triton.jit
+def _load_value(
+    base0, base1, lanes,
+    CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr, GROUPS: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of V of 2 micro-blocks at base0 and base1, pointers to int32."""
+    words = _load_vector_words(base0 + CODES // 4, base1 + CODES // 4, CHUNKS, lanes)
+    if HAS_HALF:
+        half0, half1 = base0.to(tl.pointer_type(tl.uint16)), base1.to(tl.pointer_type(tl.uint16))
+        offset = (CODES + HALF_OFFSET) // 2 + lanes
+        words = words + (_spread_half_word(_load_16_bits(half0 + offset, half1 + offset)),)
+    scales = ()
+    row = SCALES // 4 + lanes % 4 * GROUPS
+    if GROUPS % 4 == 0:
+        for i in tl.static_range(GROUPS // 4):
+            scales = scales + load_words(base0 + row + 4 * i, base1 + row + 4 * i, 4)
+    else:
+        for i in tl.static_range(GROUPS):
+            scales = scales + load_words(base0 + row + i, base1 + row + i, 1)
+    return words, scales
 
 
 @triton.jit
@@ -91,19 +109,18 @@ def _decode_group(
     if is_key:
         # bytes [group][n3]: the scale of half h is that of token n3 = h
         if GROUPS % 4 == 0:
-            pair = scale_words[group // 2] >> (16 * (group % 2))
+            scale0 = scale_pair(scale_words[group // 2], group % 2 * 2, group % 2 * 2)
+            scale1 = scale_pair(scale_words[group // 2], group % 2 * 2 + 1, group % 2 * 2 + 1)
         else:
-            pair = scale_words[group]
-        scale0 = (pair & 0xFF) * 0x00800080
-        scale1 = (pair >> 8 & 0xFF) * 0x00800080
+            scale0 = scale_pair(scale_words[group], 0, 0)
+            scale1 = scale_pair(scale_words[group], 1, 1)
         half0 = decode_half(words[first], signs, scale0, scale0, 0, bits, parity, SHIFTING)
         half1 = decode_half(words[second], signs, scale1, scale1, 1, bits, parity, SHIFTING)
         result = assemble_key(half0, half1)
     else:
         # bytes [n3][n0]: pairs of codes have n0 = 0 and 1, even pairs n3 = 0
-        quad = scale_words[group]
-        scale_a = (quad & 0xFF) << 7 | (quad & 0xFF00) << 15
-        scale_b = (quad >> 16 & 0xFF) << 7 | (quad >> 16 & 0xFF00) << 15
+        scale_a = scale_pair(scale_words[group], 0, 1)
+        scale_b = scale_pair(scale_words[group], 2, 3)
         half0 = decode_half(words[first], signs, scale_a, scale_b, 0, bits, parity, SHIFTING)
         half1 = decode_half(words[second], signs, scale_a, scale_b, 1, bits, parity, SHIFTING)
         result = assemble_value(half0, half1)
@@ -161,29 +178,40 @@ def _decode_kernel(
     if low < high:
         base0, base1 = _tile_bases(cache_head, table, low, last_micro_block, block_stride,
                                    MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-        key_words, value_words, key_scales, value_scales = _load_tile(
-            base0, base1, lanes, CHUNKS, HALF_OFFSET, GROUPS, VALUE_CODES, KEY_SCALES, VALUE_SCALES, HAS_HALF)  # fmt: skip
+        key_words, key_scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+        value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
+                                                VALUE_CODES, VALUE_SCALES)  # fmt: skip
         for tile in range(low, high):
-            # The next tile's words are under way while this one's are used.
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-            next_key_words, next_value_words, next_key_scales, next_value_scales = _load_tile(
-                base0, base1, lanes, CHUNKS, HALF_OFFSET, GROUPS, VALUE_CODES, KEY_SCALES, VALUE_SCALES, HAS_HALF)  # fmt: skip
-
             scores = tl.zeros([32, COLUMNS], tl.float32)
             for g in tl.static_range(GROUPS):
                 key = _decode_group(key_words, key_scales, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY,
                                     GROUPS, SHIFTING)  # fmt: skip
                 scores = tl.dot(key, queries[g], scores)
+            # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
+            # registers are free again when its successor is asked for.
+            key_words, key_scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
             if SHIFTING:
                 scores *= 256.0
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
                 scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / soft_cap)) + 1))
-            tokens = tile * 32 + tl.arange(0, 32)
-            visible = tokens[:, None] < limit[None, :]
-            if WINDOW > 0:
-                visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
+
+            # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
+            # there a scale of 0 makes them 0, not NaN.
+            stored = tl.full([32, 2], -1, tl.int32)
+            if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
+                tokens = tile * 32 + tl.arange(0, 32)
+                visible = tokens[:, None] < limit[None, :]
+                if WINDOW > 0:
+                    visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + lanes % 4 * 2
+                stored = tl.zeros([32, 2], tl.int32)
+                for byte in tl.static_range(4):
+                    token = lane_tokens + (byte // 2 * 8 + byte % 2)
+                    known = (token < seq_len) & (token >= first_visible)
+                    stored = stored | tl.where(known, 0xFF << (8 * byte) if byte < 3 else -0x1000000, 0)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 0))
             weights = tl.exp2(scores - new_maximum[None, :])
@@ -192,13 +220,6 @@ def _decode_kernel(
             maximum = new_maximum
             weights = weights.to(tl.float16)
 
-            # Bytes behind the sequence or before the window may be anything; a scale of 0 makes them 0, not NaN.
-            lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + lanes % 4 * 2
-            stored = tl.zeros([32, 2], tl.int32)
-            for byte in tl.static_range(4):
-                token = lane_tokens + (byte // 2 * 8 + byte % 2)
-                known = (token < seq_len) & (token >= first_visible)
-                stored = stored | tl.where(known, 0xFF << (8 * byte) if byte < 3 else -0x1000000, 0)
             known_scales = ()
             new_outputs = ()
             for g in tl.static_range(GROUPS):
@@ -208,8 +229,8 @@ def _decode_kernel(
                                       GROUPS, SHIFTING)  # fmt: skip
                 new_outputs = new_outputs + (tl.dot(value, weights, outputs[g] * shrink[None, :]),)
             outputs = new_outputs
-            key_words, value_words = next_key_words, next_value_words
-            key_scales, value_scales = next_key_scales, next_value_scales
+            value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
+                                                    VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
     slot = row * SPLITS + split
     for g in tl.static_range(GROUPS):
@@ -233,6 +254,14 @@ def _tile_bases(
     base0 = cache_head + block0 * block_stride + first % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
     base1 = cache_head + block1 * block_stride + second % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
     return base0, base1
+
+
+def split_count(programs: int, multiprocessors: int) -> int:
+    """Splits of each request, from the (request, KV head) pairs of a batch: a wave of programs, at most 128.
+
+    It knows no sequence length, so that a CUDA graph can hold the launch.
+    """
+    return max(1, min(128, PROGRAMS_A_MULTIPROCESSOR * multiprocessors // programs))
 
 
 def kernel_layout(page: PageLayout) -> dict[str, object]:

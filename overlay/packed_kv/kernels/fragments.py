@@ -132,6 +132,20 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 
 @triton.jit
+def scale_pair(word, low: tl.constexpr, high: tl.constexpr):
+    """e5m3 bytes `low` and `high` (0 to 3) of `word`, int32, as two fp16 in an int32."""
+    if IS_INTERPRETED:
+        pair = (word >> (8 * low) & 0xFF) << 7 | (word >> (8 * high) & 0xFF) << 23
+    else:
+        selector: tl.constexpr = 0x4040 | high << 8 | low
+        pair = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shl.b32 $0, t, 7; }",
+            "=r,r,r", [word, selector], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return pair
+
+
+@triton.jit
 def decode_half(
     word, sign_word, scale_a, scale_b, half: tl.constexpr, bits: tl.constexpr, parity: tl.constexpr, shifting: tl.constexpr
 ):

@@ -93,11 +93,11 @@ def _merge_kernel(
         combined = tl.zeros([16, 32], tl.float32)
         for split in range(0, SPLITS, SPLITS_AT_ONCE):
             some = split + tl.arange(0, SPLITS_AT_ONCE)
-            known = valid[:, None] & (some < SPLITS)[None, :]
+            loaded = valid[:, None] & (some < SPLITS)[None, :]
             slot = first_slot[:, None] + some[None, :]
-            weight = tl.exp2(tl.load(partial_stats + slot * 2, mask=known, other=-1.0e30) - maximum[:, None])
+            weight = tl.exp2(tl.load(partial_stats + slot * 2, mask=loaded, other=-1.0e30) - maximum[:, None])
             values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + part[None, None, :],
-                             mask=known[:, :, None], other=0.0)  # fmt: skip
+                             mask=loaded[:, :, None], other=0.0)  # fmt: skip
             combined += tl.sum(values * weight[:, :, None], 1)
         m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip

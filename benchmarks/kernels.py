@@ -1,0 +1,98 @@
+"""Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
+
+    python benchmarks/kernels.py [--dtypes NAME ...] [--splits N ...] [--csv FILE]
+
+Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
+replays are timed with events. `bandwidth` is the packed bytes over the time, as a share of what a copy of 4 GB moves on
+the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS
+from packed_kv.kernels import decode as decode_module
+from packed_kv.kernels.decode import decode
+from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
+from packed_kv.layout import page_layout
+
+SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
+COLUMNS = ("dtype", "requests", "context", "splits", "p20_us", "p50_us", "p80_us", "bandwidth", "gpu", "torch", "triton",
+           "commit")  # fmt: skip
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a device-to-device copy, read and written."""
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.numel() / milliseconds * 1e3
+
+
+def time_layer(name: str, requests: int, context: int, splits: int) -> list[float]:
+    """p20, p50 and p80 of microseconds a layer."""
+    codec, page = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda"), page_layout(FORMATS[name], HEAD_DIM)
+    blocks = requests * context // BLOCK_SIZE
+    shape = (blocks, KV_HEADS, BLOCK_SIZE, codec.slot_bytes)
+    caches = [torch.randint(0, 0xF2, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
+    tables = [torch.randperm(blocks, device="cuda").to(torch.int32).view(requests, -1) for _ in range(LAYERS)]
+    query = torch.randn(requests, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    output = torch.empty_like(query)
+    grouped = (requests, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM)
+    rotated = torch.empty(grouped, dtype=torch.float16, device="cuda")
+    partial = torch.empty(requests, QUERY_HEADS, splits, HEAD_DIM, device="cuda")
+    stats = torch.empty(requests, QUERY_HEADS, splits, 2, device="cuda")
+    start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+    seq_lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+    forward = rotation_matrix(codec.key, KV_HEADS)
+    backward = rotation_matrix(codec.value, KV_HEADS, inverse=True)
+
+    def round_of_layers() -> None:
+        for cache, table in zip(caches, tables, strict=True):
+            rotate_query(query, forward, rotated, HEAD_DIM**-0.5)
+            decode(page, rotated, cache, table, start, seq_lens, partial, stats, max_query_len=1)
+            merge(partial, stats, backward, output.view(grouped))
+
+    torch.cuda.synchronize()  # the benchmark runs on a stream of its own
+    times = triton.testing.do_bench_cudagraph(round_of_layers, rep=100, quantiles=[0.2, 0.5, 0.8])
+    return [milliseconds * 1e3 / LAYERS for milliseconds in times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
+    parser.add_argument("--splits", nargs="+", type=int, help="split counts to try (default: what the backend takes)")
+    parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS)
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+    decode_module.MAX_REGISTERS = options.max_registers
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    bandwidth = copy_bandwidth()
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s")
+    rows = []
+    for name in options.dtypes:
+        for requests, context in SHAPES:
+            packed = requests * context * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
+            for splits in options.splits or [decode_module.split_count(requests * KV_HEADS, 132)]:
+                p20, p50, p80 = time_layer(name, requests, context, splits)
+                share = packed / (p50 * 1e-6) / bandwidth
+                print(f"{name:13} {requests:4} x {context:5}  {splits:3} splits  {p50:7.1f} us  {share:5.1%}", flush=True)
+                rows.append((name, requests, context, splits, f"{p20:.1f}", f"{p50:.1f}", f"{p80:.1f}", f"{share:.3f}",
+                             torch.cuda.get_device_name(), torch.__version__, triton.__version__, commit.strip()))  # fmt: skip
+    if options.csv:
+        with options.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([COLUMNS, *rows])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
