@@ -1,0 +1,111 @@
+"""Compile Triton kernels for GPUs that need not be there, and read what ptxas made of them.
+
+    resources = compile_kernels([Case(kernel="packed_kv.kernels.store:store_kernel", ...)])
+
+A process in which triton was imported for its interpreter cannot compile, so one child process does it all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One variant of a kernel.
+
+    `kernel` is "module:function"; `types` the triton types ("*u8", "i32") of its arguments that are not constexpr;
+    `constants` the constexpr ones. Arguments in `types` are taken to be multiples of 16 unless listed in `unaligned`.
+    """
+
+    kernel: str
+    arch: int
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    unaligned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
+    ptx: str
+    sass: str
+
+    @property
+    def spills(self) -> bool:
+        return self.stack_bytes > 0 or self.local_bytes > 0 or bool(re.search(r"\b(LDL|STL)\b", self.sass))
+
+    def count(self, instruction: str) -> int:
+        """Number of SASS instructions whose name begins so."""
+        return len(re.findall(rf"\s{re.escape(instruction)}", self.sass))
+
+
+def compile_kernels(cases: list[Case]) -> list[Resources]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    child = subprocess.run(
+        [sys.executable, __file__], input=pickle.dumps([vars(case) for case in cases]), stdout=subprocess.PIPE,
+        env=environment, check=True,
+    )  # fmt: skip
+    return [Resources(**result) for result in pickle.loads(child.stdout)]
+
+
+def _compile(case: Case) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = case.kernel.split(":")
+    kernel = getattr(importlib.import_module(module), name)
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in case.types and name not in case.unaligned and not signature[name].startswith("fp")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs=case.constants, attrs=attributes),
+        target=GPUTarget("cuda", case.arch, 32),
+        options=case.options,
+    )
+    cubin = Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
+    usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    registers, stack, local = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
+    return dict(
+        registers=registers,
+        stack_bytes=stack,
+        local_bytes=local,
+        shared_bytes=compiled.metadata.shared,
+        ptx=compiled.asm["ptx"],
+        sass=_tool("cuobjdump", "--dump-sass", cubin),
+    )
+
+
+def _tool(name: str, *arguments: object) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    if not os.access(path, os.X_OK):
+        path = name
+    return subprocess.run([str(path), *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    output = os.dup(1)
+    os.dup2(2, 1)  # whatever is printed on the way does not reach the pickle
+    results = [_compile(Case(**case)) for case in pickle.load(sys.stdin.buffer)]
+    with open(output, "wb") as file:
+        pickle.dump(results, file)

@@ -1,0 +1,25 @@
+"""Kernel tests run on a GPU where there is one, else under Triton's interpreter.
+
+The interpreter is chosen by the environment when triton is first imported, for the whole process; so these tests have
+their own (`pytest tests/kernels`), and are skipped where triton came first without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    skip = pytest.mark.skip(reason="triton was imported without its interpreter: run pytest tests/kernels by itself")
+    for item in items:
+        if item.path.is_relative_to(os.path.dirname(__file__)) and item.path.name != "test_compile.py":
+            item.add_marker(skip)

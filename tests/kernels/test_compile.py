@@ -1,0 +1,55 @@
+"""Kernels compile for every generation of GPUs from sm_80 on, with no GPU at hand, and ptxas spills nothing."""
+
+from __future__ import annotations
+
+import pytest
+from compiling import Case, Resources, compile_kernels
+from packed_kv import FORMATS
+from packed_kv.formats import Format
+
+store = pytest.importorskip("packed_kv.kernels.store")
+
+ARCHITECTURES = (80, 90, 100, 120)
+STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
+"""Name -> whether with calibrated outliers: every rotation, every width, with and without half words."""
+
+
+def store_case(fmt: Format, arch: int, ordered: bool) -> Case:
+    strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
+               "value_channels")  # fmt: skip
+    return Case(
+        kernel="packed_kv.kernels.store:store_kernel",
+        arch=arch,
+        types=dict(
+            cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
+            key_channels_ptr="*i64", value_channels_ptr="*i64", **{f"{name}_stride": "i32" for name in strides},
+        ),
+        constants=dict(HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=ordered, **store.store_constants(fmt, 128)),
+        options=dict(num_warps=1, enable_fp_fusion=False),
+        unaligned=("tokens",),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store_resources() -> dict[tuple[str, int], Resources]:
+    keys = [(name, arch) for name in STORED for arch in ARCHITECTURES]
+    cases = [store_case(FORMATS[name], arch, STORED[name]) for name, arch in keys]
+    return dict(zip(keys, compile_kernels(cases), strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+@pytest.mark.parametrize("name", STORED)
+def test_store_stays_in_registers(store_resources, name, arch):
+    resources = store_resources[name, arch]
+    assert not resources.spills
+    assert resources.shared_bytes == 0
+    assert resources.registers <= 64  # 32 warps of an SM fill 64 Ki registers at 64 each
+    assert resources.count("RED") > 0 and resources.count("ATOM") == 0  # nothing waits for an atomic
+
+
+def test_store_rounds_each_operation(store_resources):
+    """No fused multiply-add and no flushing of denormals, which would change bytes."""
+    for resources in store_resources.values():
+        assert "fma" not in resources.ptx
+        assert ".ftz" not in resources.ptx
+        assert resources.count("FFMA") == 0

@@ -1,0 +1,179 @@
+"""The store kernel writes the bytes of PagedCodec.write: on a GPU where there is one, else under the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_kv import FORMATS
+from packed_kv.codecs.pages import PagedCodec
+
+store = pytest.importorskip("packed_kv.kernels.store")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS = 3
+
+every_dtype = pytest.mark.parametrize("name", FORMATS)
+with_outliers = pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.outlier_bits])
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # fp32 -> fp16 of a large ratio
+
+
+@pytest.fixture(autouse=True)
+def large_programs(monkeypatch):
+    """The interpreter pays for operations, not for lanes."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(store, "ROWS", 4096)
+
+
+def vectors(tokens: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """[2, tokens, HEADS, head_dim] of many magnitudes, with ties and numbers that are none."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, tokens, HEADS, head_dim, generator=generator)
+    x *= torch.logspace(-9, 6, tokens)[torch.randperm(tokens, generator=generator), None, None]
+    x[:, 1::4] = x[:, 1::4].to(torch.float8_e5m2).float().nan_to_num(0, 0, 0)  # few bits: ties
+    x[:, 2::8] = torch.randint(-3, 4, x[:, 2::8].shape, generator=generator).float()
+    x[:, 3::16] = 0.0
+    x[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    x[1, 4, 1, 5::7] = float("nan")
+    x[1, 5, 0] = 1e-30
+    x[0, 6, 1, 3] = 3e38
+    return x.to(dtype)
+
+
+def check(codec: PagedCodec, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store on DEVICE; compare with the reference on the CPU, the bytes between pages too."""
+    expected = clone(cache)
+    codec.write(expected, slots, key, value)
+    on_device = PagedCodec(codec.key.fmt, codec.key.head_dim, outliers(codec.key), outliers(codec.value), DEVICE)
+    actual = to_device(cache)
+    store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value))
+    assert torch.equal(storage(actual).cpu(), storage(expected))
+
+
+def storage(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+
+
+def clone(x: torch.Tensor) -> torch.Tensor:
+    return storage(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def to_device(x: torch.Tensor) -> torch.Tensor:
+    return clone(x) if DEVICE == "cpu" else storage(x).to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def outliers(codec) -> torch.Tensor | None:
+    return None if codec.order is None else codec.order[..., : codec.outlier_count]
+
+
+def poisoned(codec: PagedCodec, blocks: int, block_size: int) -> torch.Tensor:
+    shape = (blocks, HEADS, block_size, codec.slot_bytes)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+
+
+def shuffled(tokens: int, blocks: int, block_size: int) -> torch.Tensor:
+    slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(3))[:tokens]
+    slots[5::9] = -1
+    return slots
+
+
+@every_dtype
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256, 320], ids="d{}".format)
+def test_bytes(name, head_dim):
+    codec = PagedCodec(FORMATS[name], head_dim)
+    check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim))
+
+
+@every_dtype
+def test_bytes_with_the_rows_of_a_launch(name, monkeypatch):
+    monkeypatch.setattr(store, "ROWS", 8)
+    codec = PagedCodec(FORMATS[name], 96)
+    check(codec, poisoned(codec, 1, 16), shuffled(7, 1, 16), *vectors(7, 96))
+
+
+@every_dtype
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_input_types(name, dtype):
+    codec = PagedCodec(FORMATS[name], 64)
+    check(codec, poisoned(codec, 6, 16), shuffled(80, 6, 16), *vectors(80, 64, dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("block_size", [16, 48, 128], ids="block{}".format)
+def test_block_sizes_and_whole_micro_blocks(name, block_size):
+    """All slots of the pages, in order, as int32."""
+    codec = PagedCodec(FORMATS[name], 64)
+    slots = torch.arange(2 * block_size, dtype=torch.int32)
+    check(codec, poisoned(codec, 2, block_size), slots, *vectors(len(slots), 64))
+
+
+@with_outliers
+@pytest.mark.parametrize("roles", ["key", "value", "both"])
+def test_outliers_of_each_head(name, roles):
+    count = FORMATS[name].outlier_channels(128)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.stack([torch.randperm(128, generator=generator)[:count].sort().values for _ in range(HEADS)])
+    given = {"key": (chosen, None), "value": (None, chosen[0]), "both": (chosen, chosen.flip(0))}
+    codec = PagedCodec(FORMATS[name], 128, *given[roles])
+    check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 128))
+
+
+@every_dtype
+def test_strided_inputs_and_padded_pages(name):
+    """K and V as slices of one QKV tensor, more rows than slots, pages of another layer between ours."""
+    head_dim, tokens, blocks, block_size = 128, 40, 3, 16
+    codec = PagedCodec(FORMATS[name], head_dim)
+    qkv = torch.full((tokens + 3, 2 * HEADS + 5, head_dim), float("nan"), dtype=torch.bfloat16)
+    key, value = qkv[:, 5 : 5 + HEADS], qkv[:, 5 + HEADS :]
+    key[:tokens], value[:tokens] = vectors(tokens, head_dim)
+    head_bytes = block_size * codec.slot_bytes + 4
+    buffer = torch.full((blocks * 2 * HEADS * head_bytes + 52,), 0xAB, dtype=torch.uint8)
+    strides = (2 * HEADS * head_bytes + 16, head_bytes, codec.slot_bytes, 1)
+    cache = buffer.as_strided((blocks, HEADS, block_size, codec.slot_bytes), strides, 4)
+    slots = shuffled(tokens, blocks, block_size)
+    expected = clone(cache)
+    codec.write(expected, slots, key[:tokens], value[:tokens])
+    actual = to_device(cache)
+    on_device = PagedCodec(FORMATS[name], head_dim, device=DEVICE)
+    store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value))
+    assert torch.equal(storage(actual).cpu(), storage(expected))
+
+
+def test_nothing_to_store():
+    codec = PagedCodec(FORMATS["turboquant35"], 64, device=DEVICE)
+    cache = poisoned(codec, 1, 16).to(DEVICE)
+    kept, key = cache.clone(), torch.full((9, HEADS, 64), float("nan"), device=DEVICE)
+    store.store_tokens(codec, cache, torch.full((9,), -1, device=DEVICE), key, key)
+    store.store_tokens(codec, cache, torch.zeros(0, dtype=torch.int64, device=DEVICE), key[:0], key[:0])
+    assert torch.equal(cache, kept)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs 3 GB of GPU memory")
+def test_offsets_beyond_2_gib():
+    codec = PagedCodec(FORMATS["tq4"], 128, device=DEVICE)
+    page = HEADS * 16 * codec.slot_bytes
+    blocks = (2**31 + 2**29) // page
+    cache = torch.full((blocks, HEADS, 16, codec.slot_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    key, value = vectors(16, 128).to(DEVICE)
+    slots = torch.arange(16, device=DEVICE) + 16 * (blocks - 1)
+    expected = cache[-1:].clone()
+    codec.write(expected, slots % 16, key, value)
+    store.store_tokens(codec, cache, slots, key, value)
+    assert torch.equal(cache[-1:], expected)
+    assert (cache[:-1] == 0xFF).all()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA graphs")
+def test_cuda_graph():
+    codec = PagedCodec(FORMATS["turboquant35"], 128, device=DEVICE)
+    cache, key, value = poisoned(codec, 4, 16).to(DEVICE), *vectors(32, 128).to(DEVICE)
+    slots = shuffled(32, 4, 16).to(DEVICE)
+    expected, padded = cache.clone(), torch.full_like(slots, -1)
+    codec.write(expected, slots, key, value)
+    store.store_tokens(codec, cache, padded, key, value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store.store_tokens(codec, cache, padded, key, value)
+    padded.copy_(slots)
+    graph.replay()
+    assert torch.equal(cache, expected)
