@@ -35,23 +35,30 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     """Log dtype, bytes per token, KV tokens and ratio to bf16, once a process, when the cache has its real size.
 
-    KV tokens are those that the engine counts, which the workers of tensor parallelism are not told: they know the
-    blocks, which layers of several kinds share.
+    KV tokens are those that the engine counts. A worker in a process of its own is not told: it knows the blocks, and
+    that is the same where all layers attend to everything; layers of several kinds share the blocks.
     """
     cache = vllm_config.cache_config
     if not cache.num_gpu_blocks:
         return
     stored, dense = bytes_per_token(vllm_config)
-    tokens = cache.kv_cache_size_tokens
+    tokens = f"{cache.kv_cache_size_tokens or cache.num_gpu_blocks * block_size:,}"
+    if not cache.kv_cache_size_tokens and not _all_layers_attend_to_everything(vllm_config):
+        tokens = f"up to {tokens}"
     logger.info_once(
         "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16",
         cache.cache_dtype,
         stored,
         dense,
-        f"{tokens:,}" if tokens else f"up to {cache.num_gpu_blocks * block_size:,}",
+        tokens,
         dense / stored,
         scope="local",
     )
+
+
+def _all_layers_attend_to_everything(vllm_config: VllmConfig) -> bool:
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    return all(getattr(layer, "sliding_window", 0) is None for layer in layers)
 
 
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
