@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import triton
-
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import decode as decode_module
@@ -27,8 +26,20 @@ from packed_kv.layout import page_layout
 
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
-COLUMNS = ("dtype", "requests", "context", "splits", "p20_us", "p50_us", "p80_us", "bandwidth", "gpu", "torch", "triton",
-           "commit")  # fmt: skip
+COLUMNS = [*"dtype requests context splits p20_us p50_us p80_us bandwidth gpu torch triton commit".split()]
+    "dtype",
+    "requests",
+    "context",
+    "splits",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "bandwidth",
+    "gpu",
+    "torch",
+    "triton",
+    "commit",
+]
 
 
 def copy_bandwidth() -> float:
@@ -86,9 +97,11 @@ def main() -> None:
             for splits in options.splits or [decode_module.split_count(requests * KV_HEADS, 132)]:
                 p20, p50, p80 = time_layer(name, requests, context, splits)
                 share = packed / (p50 * 1e-6) / bandwidth
-                print(f"{name:13} {requests:4} x {context:5}  {splits:3} splits  {p50:7.1f} us  {share:5.1%}", flush=True)
-                rows.append((name, requests, context, splits, f"{p20:.1f}", f"{p50:.1f}", f"{p80:.1f}", f"{share:.3f}",
-                             torch.cuda.get_device_name(), torch.__version__, triton.__version__, commit.strip()))  # fmt: skip
+                case = f"{name:13} {requests:4} x {context:5}  {splits:3} splits"
+                print(f"{case}  {p50:7.1f} us  {share:5.1%}", flush=True)
+                measured = (f"{p20:.1f}", f"{p50:.1f}", f"{p80:.1f}", f"{share:.3f}")
+                versions = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, commit.strip())
+                rows.append((name, requests, context, splits, *measured, *versions))
     if options.csv:
         with options.csv.open("w", newline="") as file:
             csv.writer(file).writerows([COLUMNS, *rows])

@@ -1,8 +1,9 @@
-"""The attention of one layer. `forward` alone chooses the route; today there is one, `active_blocks`."""
+"""The attention of one layer. `forward` alone chooses the route: `fused` for decodes on CUDA, else `active_blocks`."""
 
 from __future__ import annotations
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from ..codecs.pages import PagedCodec
@@ -51,7 +52,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None)
-        self.codec = PagedCodec(FORMATS[kv_cache_dtype], head_size, device=torch.get_default_device())
+        device = torch.get_default_device()
+        self.codec = PagedCodec(FORMATS[kv_cache_dtype], head_size, device=device)
+        self.fused = None
+        if device.type == "cuda":
+            from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
+
+            self.fused = FusedDecode(self.codec, self.num_heads, self.num_kv_heads, self.options)
+            self.max_num_seqs = get_current_vllm_config().scheduler_config.max_num_seqs
 
     def forward(
         self,
@@ -81,22 +89,34 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if attn_metadata is None:
             self._profile(query, key, value, output)
             return output
+        tokens = attn_metadata.num_actual_tokens
         if self.kv_sharing_target_layer_name is None:
-            tokens = attn_metadata.num_actual_tokens
-            self.codec.write(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
+            store = self.fused.store if self.fused else self.codec.write
+            store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
+        decodes = attn_metadata.decodes
+        if decodes and self.fused and self.fused.serves(attn_metadata.decode_query_len, query.dtype):
+            rows = attn_metadata.decode_tokens
+            self.fused.attend(
+                query[:rows], kv_cache, attn_metadata.block_table[:decodes],
+                attn_metadata.query_start_loc[: decodes + 1], attn_metadata.seq_lens[:decodes],
+                attn_metadata.decode_query_len, output[:rows],
+            )  # fmt: skip
+        else:
+            decodes = 0
         starts = attn_metadata.query_starts
-        for request, seq_len in enumerate(attn_metadata.seq_lens):
+        for request in range(decodes, len(attn_metadata.context)):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop:
-                table = attn_metadata.block_table[request]
+                table, seq_len = attn_metadata.block_table[request], attn_metadata.context[request]
                 output[rows] = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options).to(output.dtype)
         return output
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Do a step's work on a page of our own, so that vLLM's memory profile counts the workspace."""
         output.zero_()
-        if query.device.type == "cpu" or key is None:
+        if self.fused is None or key is None:
             return
+        self.fused.reserve_largest(self.max_num_seqs, self.head_size)
         tokens = key.shape[0]
         blocks = -(-tokens // MICRO_BLOCK)
         page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)

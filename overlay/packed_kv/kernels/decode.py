@@ -1,8 +1,8 @@
 """Split-KV decode attention over packed pages: the block table is walked, codes are decoded in registers.
 
 One warp serves one (request, KV head, split): all query heads of the KV head (and all of its few query tokens) are
-the columns of one tile of 8 (K and V are the left operands), so each packed byte is read once. Partial results of the splits are combined, and V's
-rotation undone, by `merge.py`. The reference is `attention/active_blocks.attend`.
+the columns of one tile of 8 (K and V are the left operands), so each packed byte is read once. Partial results of the
+splits are combined, and V's rotation undone, by `merge.py`. The reference is `attention/active_blocks.attend`.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ _SHIFT = "".join(
     for i in range(4)
 )
 _SCALE = "".join(
-    f"        mul.rn.f16x2 h{i}, h{i}, ${10 + i % 2};\n        mov.b32 {{${2 * i}, ${2 * i + 1}}}, h{i};\n" for i in range(4)
+    f"        mul.rn.f16x2 h{i}, h{i}, ${10 + i % 2};\n        mov.b32 {{${2 * i}, ${2 * i + 1}}}, h{i};\n"
+    for i in range(4)
 )
 
 
@@ -147,8 +148,9 @@ def scale_pair(word, low: tl.constexpr, high: tl.constexpr):
 
 @triton.jit
 def decode_half(
-    word, sign_word, scale_a, scale_b, half: tl.constexpr, bits: tl.constexpr, parity: tl.constexpr, shifting: tl.constexpr
-):
+    word, sign_word, scale_a, scale_b,
+    half: tl.constexpr, bits: tl.constexpr, parity: tl.constexpr, shifting: tl.constexpr,
+):  # fmt: skip
     """Decode codes 8 * half .. 8 * half + 7 of a lane and group.
 
     Args:

@@ -40,6 +40,7 @@ ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
@@ -307,11 +308,11 @@ def _load(x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
         value = tl.minimum(tl.maximum(value, -_INPUT_LIMIT), _INPUT_LIMIT)
         if ROTATION == "hadamard":
-            x += tl.split(value * tl.load(constants_ptr + channel, mask=mask, other=0.0))
+            x += tl.split(_product(value, tl.load(constants_ptr + channel, mask=mask, other=0.0)))
         elif ROTATION == "givens":
             x0, x1 = tl.split(value)
             cos, sin = tl.split(tl.load(constants_ptr + channel, mask=mask, other=0.0))
-            x += (cos * x0 - sin * x1, sin * x0 + cos * x1)
+            x += (_product(cos, x0) - _product(sin, x1), _product(sin, x0) + _product(cos, x1))
         else:
             tl.static_assert(ROTATION == "quaternion")
             # Parts w i of a quadruple are in even lanes, j k in the odd lanes beside them, where c and d change sign.
@@ -321,8 +322,23 @@ def _load(x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.
             a, b = tl.split(tl.load(parts, mask=mask, other=0.0))
             c, d = tl.split(tl.load(parts + 2, mask=mask, other=0.0))
             c, d = tl.where(lane % 2 == 1, -c, c), tl.where(lane % 2 == 1, -d, d)
-            x += (a * x0 - b * x1 - c * y0 - d * y1, a * x1 + b * x0 + c * y1 - d * y0)
+            x += (
+                _product(a, x0) - _product(b, x1) - _product(c, y0) - _product(d, y1),
+                _product(a, x1) + _product(b, x0) + _product(c, y1) - _product(d, y0),
+            )
     return x
+
+
+@triton.jit
+def _product(a, b):
+    """a * b in a form that no compiler fuses with an add: LLVM packs plain multiplies for Blackwell, and ptxas 12.9
+    (Triton 3.6) makes FFMA2 of those, though they say .rn and it is told --fmad=false."""
+    if _INTERPRETED:
+        return a * b
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -341,7 +357,7 @@ def _hadamard(x, group, index, GROUPS: tl.constexpr):
         normalisation = tl.where(mixed, _of(_NORMALISATIONS, stage + 1), normalisation)
     y = ()
     for k in tl.static_range(8):
-        y += (x[k] * normalisation,)
+        y += (_product(x[k], normalisation),)
     return y
 
 
@@ -361,7 +377,7 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
     sign = tl.where((index & BIT) != 0, -1.0, 1.0)
     y = ()
     for k in tl.static_range(8):
-        y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + x[k] * sign, x[k]),)
+        y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + _product(x[k], sign), x[k]),)
     return y
 
 
@@ -402,7 +418,7 @@ def _group_error(x, step, index, BITS: tl.constexpr):
         nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
         for level in tl.static_range(1, len(LEVELS)):
             nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step * LEVELS[level]))
-        terms += (nearest * nearest,)
+        terms += (_product(nearest, nearest),)
     even = (terms[0] + terms[4]) + (terms[2] + terms[6])
     odd = (terms[1] + terms[5]) + (terms[3] + terms[7])
     even += tl.gather(even, index ^ 2, 0)

@@ -1,0 +1,94 @@
+"""The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by three.
+
+No host sync, and no allocation once vLLM's profiling run has sized the workspace.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from ..codecs.pages import PagedCodec
+from ..kernels.decode import decode, split_count
+from ..kernels.merge import merge, rotate_query, rotation_matrix
+from ..kernels.store import store_tokens
+from .active_blocks import AttentionOptions
+
+MAX_COLUMNS = 16
+"""Query heads of a KV head times query tokens of a request that the decode kernel serves: two tiles of 8 columns. More
+query tokens than that are a prefill, for which reading K and V once a 16-column tile is the wrong shape."""
+
+
+class FusedDecode:
+    """Decode attention of one layer.
+
+    Args:
+        codec: of the layer, on a CUDA device.
+        query_heads, kv_heads: of this rank.
+        options: scale, window and soft cap.
+    """
+
+    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+        self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
+        self.group = query_heads // kv_heads
+        self.to_rotated = rotation_matrix(codec.key, kv_heads)
+        self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
+        properties = torch.cuda.get_device_properties(codec.key.device)
+        self.multiprocessors = properties.multi_processor_count
+        self.shifting = (properties.major, properties.minor) < (8, 9)
+
+    def store(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write new tokens; see `store_tokens`."""
+        store_tokens(self.codec, cache, slots, key, value)
+
+    def serves(self, query_len: int, dtype: torch.dtype) -> bool:
+        """Whether requests of up to `query_len` query tokens of a dtype can take this route."""
+        return dtype != torch.float32 and self.group * query_len <= MAX_COLUMNS
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_query_len: int,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of requests with few query tokens, over all of their cached tokens.
+
+        Args:
+            query: fp16 or bf16 [tokens, query heads, head_dim].
+            cache: uint8 [blocks, KV heads, block_size, slot_bytes].
+            block_table: int32 [requests, blocks].
+            query_start: int32 [requests + 1].
+            seq_lens: int32 [requests].
+            max_query_len: known on the host.
+            output: [tokens, query heads, head_dim], filled.
+        """
+        tokens, _, head_dim = query.shape
+        splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
+        rotated, partial, stats = self.reserve(tokens, head_dim, splits)
+        rotate_query(query, self.to_rotated, rotated, self.options.scale)
+        decode(
+            self.codec.layout, rotated, cache, block_table, query_start, seq_lens, partial, stats,
+            max_query_len=max_query_len, sliding_window=self.options.sliding_window,
+            logits_soft_cap=self.options.logits_soft_cap, shifting=self.shifting,
+        )  # fmt: skip
+        merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
+
+    def reserve_largest(self, max_requests: int, head_dim: int) -> None:
+        """Size the workspace for any batch of up to `max_requests` requests."""
+        longest = MAX_COLUMNS // self.group
+        counts = range(1, max_requests + 1)
+        rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
+        self.reserve(rows * longest, head_dim, 1)
+        self.reserve(max_requests * longest, head_dim, 1)
+
+    def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
+        """Workspace for rotated queries, partial outputs and their maxima and sums."""
+        return current_workspace_manager().get_simultaneous(
+            ((tokens, self.kv_heads, self.group, head_dim), torch.float16),
+            ((tokens, self.query_heads, splits, head_dim), torch.float32),
+            ((tokens, self.query_heads, splits, 2), torch.float32),
+        )
