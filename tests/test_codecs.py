@@ -314,8 +314,12 @@ def test_encode_refuses_other_tensors(name, x):
 @every_dtype
 def test_decode_refuses_other_tensors(name):
     codec = get_codec(name, 128)
-    for packed in (torch.zeros(2, codec.vector_bytes), torch.zeros(codec.vector_bytes, dtype=torch.int8),
-                   torch.zeros(3, codec.vector_bytes + 1, dtype=torch.uint8), torch.tensor(1, dtype=torch.uint8)):
+    for packed in (
+        torch.zeros(2, codec.vector_bytes),
+        torch.zeros(codec.vector_bytes, dtype=torch.int8),
+        torch.zeros(3, codec.vector_bytes + 1, dtype=torch.uint8),
+        torch.tensor(1, dtype=torch.uint8),
+    ):
         with pytest.raises(ValueError, match=rf"expected uint8 \[..., {codec.vector_bytes}\], got"):
             codec.decode(packed)
 

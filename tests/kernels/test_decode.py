@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.decode import decode

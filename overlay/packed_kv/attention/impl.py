@@ -93,16 +93,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.kv_sharing_target_layer_name is None:
             store = self.fused.store if self.fused else self.codec.write
             store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
-        decodes = attn_metadata.decodes
-        if decodes and self.fused and self.fused.serves(attn_metadata.decode_query_len, query.dtype):
-            rows = attn_metadata.decode_tokens
-            self.fused.attend(
-                query[:rows], kv_cache, attn_metadata.block_table[:decodes],
-                attn_metadata.query_start_loc[: decodes + 1], attn_metadata.seq_lens[:decodes],
-                attn_metadata.decode_query_len, output[:rows],
-            )  # fmt: skip
-        else:
-            decodes = 0
+        decodes = self._attend_decodes(query, kv_cache, attn_metadata, output)
         starts = attn_metadata.query_starts
         for request in range(decodes, len(attn_metadata.context)):
             rows = slice(starts[request], starts[request + 1])
@@ -110,6 +101,24 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 table, seq_len = attn_metadata.block_table[request], attn_metadata.context[request]
                 output[rows] = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options).to(output.dtype)
         return output
+
+    def _attend_decodes(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, output: torch.Tensor
+    ) -> int:
+        """Serve the batch's decodes by the fused route, if it can; returns the number of requests served."""
+        requests, rows = metadata.decodes, metadata.decode_tokens
+        if not requests or self.fused is None or not self.fused.serves(metadata.decode_query_len, query.dtype):
+            return 0
+        self.fused.attend(
+            query[:rows],
+            kv_cache,
+            metadata.block_table[:requests],
+            metadata.query_start_loc[: requests + 1],
+            metadata.seq_lens[:requests],
+            metadata.decode_query_len,
+            output[:rows],
+        )
+        return requests
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Do a step's work on a page of our own, so that vLLM's memory profile counts the workspace."""

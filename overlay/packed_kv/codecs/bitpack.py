@@ -26,5 +26,7 @@ def _shifts(count: int, step: int, device: torch.device) -> torch.Tensor:
 
 def _check(x: torch.Tensor, multiple: int, what: str) -> None:
     if x.dtype != torch.uint8 or x.shape[-1] % multiple:
-        raise ValueError(f"{what}: expected uint8 with a last dimension that is a multiple of {multiple}, "
-                         f"got {x.dtype} {tuple(x.shape)}")
+        raise ValueError(
+            f"{what}: expected uint8 with a last dimension that is a multiple of {multiple}, "
+            f"got {x.dtype} {tuple(x.shape)}"
+        )

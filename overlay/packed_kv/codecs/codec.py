@@ -71,8 +71,10 @@ class Codec:
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float [..., head_dim] -> codes uint8 [..., head_dim], scale bytes uint8 [..., head_dim / 32]."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
-            raise ValueError(f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
-                             f"got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(
+                f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
+                f"got {x.dtype} {tuple(x.shape)}"
+            )
         self._check_heads(x)
         x = x.to(torch.float32)
         x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
@@ -85,8 +87,10 @@ class Codec:
         """codes and scales of `quantize` -> the rotated vectors, float32 [..., head_dim]."""
         groups = self._runs(codes.unflatten(-1, (-1, GROUP_SIZE)))
         group_scales = self._runs(scales.unsqueeze(-1))
-        parts = [scalar.dequantize(code, scale.squeeze(-1), bits)
-                 for (bits, code), (_, scale) in zip(groups, group_scales, strict=True)]
+        parts = [
+            scalar.dequantize(code, scale.squeeze(-1), bits)
+            for (bits, code), (_, scale) in zip(groups, group_scales, strict=True)
+        ]
         return torch.cat(parts, dim=-2).flatten(-2)
 
     def pack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -97,8 +101,10 @@ class Codec:
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inverse of `pack`."""
         if packed.shape[-1:] != (self.vector_bytes,) or packed.dtype != torch.uint8:
-            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim}: expected uint8 [..., {self.vector_bytes}], "
-                             f"got {packed.dtype} {tuple(packed.shape)}; was it packed by another format?")
+            raise ValueError(
+                f"{self.fmt.name} at head_dim {self.head_dim}: expected uint8 [..., {self.vector_bytes}], "
+                f"got {packed.dtype} {tuple(packed.shape)}; was it packed by another format?"
+            )
         self._check_heads(packed)
         lengths = runs(self.group_bits)
         sizes = [4 * bits * count for bits, count in lengths]
@@ -142,8 +148,10 @@ class Codec:
     def _check_heads(self, x: torch.Tensor) -> None:
         """Raises ValueError if `x` [..., heads, any] has not the heads of per-head outliers."""
         if self.order is not None and self.order.ndim == 2 and x.shape[-2:-1] != self.order.shape[:1]:
-            raise ValueError(f"{self.fmt.name}: outliers were given for {len(self.order)} heads; expected "
-                             f"[..., {len(self.order)}, {x.shape[-1]}], got {tuple(x.shape)}")
+            raise ValueError(
+                f"{self.fmt.name}: outliers were given for {len(self.order)} heads; expected "
+                f"[..., {len(self.order)}, {x.shape[-1]}], got {tuple(x.shape)}"
+            )
 
     def _runs(self, groups: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Split [..., groups, x] into runs of groups of equal bits."""
