@@ -13,16 +13,11 @@ channel's index in its group, d4..d0, is split between lanes and registers:
 
 so that a lane holds all codes of one word of K (see layout.py), the error tree's levels 16, 8 and 1 stay inside a lane,
 and rotations exchange lanes only for strides 2, 4, 32, 64, ... (lane ^ 1, 2, 4, 8, ...).
-
-A word holds codes of several tokens, which other programs may be writing: a program compares its own bits with the
-old word and flips those that differ with one atomic. Words of 4-bit K belong to one token and are stored plainly.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,31 +25,14 @@ import triton
 import triton.language as tl
 
 from .. import layout
-from ..codecs.codec import INPUT_LIMIT
 from ..codecs.pages import PagedCodec
-from ..codecs.scalar import SEARCH
-from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, Format
+from ..formats import GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK, page_layout
+from .quantize import hadamard, load_rotated, quantize, search_scale
+from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
-
-# Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
-_MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
-_NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
-_LEVELS = tl.constexpr(MAGNITUDES)
-_INVERSE_TOP_LEVELS = tl.constexpr({bits: 1 / levels[-1] for bits, levels in MAGNITUDES.items()})
-_THRESHOLDS = tl.constexpr(
-    {bits: tuple((low + high) / 2 for low, high in pairwise(levels)) for bits, levels in MAGNITUDES.items()}
-)
-_SEARCH = tl.constexpr(SEARCH)
-_GROUP_WORDS = tl.constexpr(layout.CODE_WORDS)
-_MAGNITUDE_SHIFT = tl.constexpr(layout.MAGNITUDE_SHIFT)
-_SIGN_SHIFT = tl.constexpr(layout.SIGN_SHIFT)
-_SIGN_WORD_SHIFT = tl.constexpr(layout.SIGN_WORD_SHIFT[0])
-_SIGN_HALF_SHIFT = tl.constexpr(layout.SIGN_HALF_SHIFT)
 
 
 def store_tokens(
@@ -149,46 +127,6 @@ def padded_groups(groups):
     return 1 << (groups - 1).bit_length()
 
 
-@triton.constexpr_function
-def _of(table, key):
-    return table[key]
-
-
-@triton.constexpr_function
-def _stages(groups):
-    """Hadamard stages that mix groups."""
-    return groups.bit_length() - 1
-
-
-@triton.constexpr_function
-def _positions(bits, what):
-    """Bit position, by index of a code in its lane, of what is stored of it in a code word, sign word or half word."""
-    if what == "sign word":
-        return _SIGN_WORD_SHIFT.value
-    if what == "half word":
-        return _SIGN_HALF_SHIFT.value
-    return _MAGNITUDE_SHIFT.value[bits] if what == "magnitude" else _SIGN_SHIFT.value[bits]
-
-
-@triton.constexpr_function
-def _registers(is_key, words, d0, part):
-    """Registers k = d4 d3 d0 whose codes share a word: all for K; for V those of a d0 and, where a lane has 2 words of
-    a group, of a d4."""
-    return tuple(k for k in range(8) if is_key or (k & 1 == d0 and (words == 1 or k >> 2 == part)))
-
-
-@triton.constexpr_function
-def _position(positions, is_key, k):
-    """Bit position of register k's code, for token 0 of a micro-block."""
-    return positions[k if is_key else k >> 1 << 2]
-
-
-@triton.constexpr_function
-def _own_bits(positions, is_key, registers, field):
-    """Bits of the registers' codes, for token 0 of a micro-block; `field` are the bits of one code."""
-    return sum(field << positions[k if is_key else k >> 1 << 2] for k in registers)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
     cache_ptr,
@@ -271,286 +209,21 @@ def _store_section(
 
     x_row = x_ptr + token * token_stride + head * head_stride
     channels_row = channels_ptr + head * channels_stride
-    x = _load(x_row, channels_row, constants_ptr, FIRST + group, exists, index, ORDERED, ROTATION)
+    x = load_rotated(x_row, channels_row, constants_ptr, FIRST + group, exists, index, ORDERED, ROTATION)
     if ROTATION == "hadamard":
-        x = _hadamard(x, group, index, GROUPS)
-    scale = _search_scale(x, index, BITS)
-    magnitudes, signs = _quantize(x, scale, BITS)
+        x = hadamard(x, group, index, GROUPS)
+    scale = search_scale(x, index, BITS)
+    magnitudes, signs = quantize(x, scale, BITS)
     if is_key:
-        _store_codes(
+        store_codes(
             micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
             True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
         )  # fmt: skip
         scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST + group) + n // 8
     else:
-        _store_codes(
+        store_codes(
             micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
             False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
         )  # fmt: skip
         scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST + group) + n // 8 * 2 + n % 2
     tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))
-
-
-@triton.jit
-def _load(x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr):
-    """Channels of each row's group as a tuple of 8 fp32 [lanes], cleaned and multiplied by the rotation's constants:
-    for Givens and quaternions, rotated."""
-    lane = index % 4
-    d0 = tl.arange(0, 2)[None, :]
-    mask = exists[:, None]
-    x = ()
-    for d43 in tl.static_range(4):
-        channel = (group * 32 + d43 * 8 + lane * 2)[:, None] + d0
-        source = channel
-        if ORDERED:
-            source = tl.load(channels_row[:, None] + channel, mask=mask, other=0)
-        value = tl.load(x_row[:, None] + source, mask=mask, other=0.0).to(tl.float32)
-        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-        value = tl.minimum(tl.maximum(value, -_INPUT_LIMIT), _INPUT_LIMIT)
-        if ROTATION == "hadamard":
-            x += tl.split(_product(value, tl.load(constants_ptr + channel, mask=mask, other=0.0)))
-        elif ROTATION == "givens":
-            x0, x1 = tl.split(value)
-            cos, sin = tl.split(tl.load(constants_ptr + channel, mask=mask, other=0.0))
-            x += (_product(cos, x0) - _product(sin, x1), _product(sin, x0) + _product(cos, x1))
-        else:
-            tl.static_assert(ROTATION == "quaternion")
-            # Parts w i of a quadruple are in even lanes, j k in the odd lanes beside them, where c and d change sign.
-            x0, x1 = tl.split(value)
-            y0, y1 = tl.gather(x0, index ^ 1, 0), tl.gather(x1, index ^ 1, 0)
-            parts = constants_ptr + (group * 32 + d43 * 8 + lane // 2 * 4)[:, None] + d0
-            a, b = tl.split(tl.load(parts, mask=mask, other=0.0))
-            c, d = tl.split(tl.load(parts + 2, mask=mask, other=0.0))
-            c, d = tl.where(lane % 2 == 1, -c, c), tl.where(lane % 2 == 1, -d, d)
-            x += (
-                _product(a, x0) - _product(b, x1) - _product(c, y0) - _product(d, y1),
-                _product(a, x1) + _product(b, x0) + _product(c, y1) - _product(d, y0),
-            )
-    return x
-
-
-@triton.jit
-def _product(a, b):
-    """a * b in a form that no compiler fuses with an add: LLVM packs plain multiplies for Blackwell, and ptxas 12.9
-    (Triton 3.6) makes FFMA2 of those, though they say .rn and it is told --fmad=false."""
-    if _INTERPRETED:
-        return a * b
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def _hadamard(x, group, index, GROUPS: tl.constexpr):
-    """Butterflies over strides 1, 2, 4, ..., then the normalisation; see `rotations.Hadamard`."""
-    x = _register_butterflies(x, 1)
-    x = _lane_butterflies(x, index, 1, True)
-    x = _lane_butterflies(x, index, 2, True)
-    x = _register_butterflies(x, 2)
-    x = _register_butterflies(x, 4)
-    normalisation = tl.full(group.shape, _of(_NORMALISATIONS, 0), tl.float32)
-    for stage in tl.static_range(_stages(GROUPS)):
-        # A section is blocks of descending powers of two; those larger than this stage's stride take part.
-        mixed = group < (GROUPS >> (stage + 1) << (stage + 1))
-        x = _lane_butterflies(x, index, 4 << stage, mixed)
-        normalisation = tl.where(mixed, _of(_NORMALISATIONS, stage + 1), normalisation)
-    y = ()
-    for k in tl.static_range(8):
-        y += (_product(x[k], normalisation),)
-    return y
-
-
-@triton.jit
-def _register_butterflies(x, BIT: tl.constexpr):
-    y = ()
-    for k in tl.static_range(8):
-        if (k & BIT) == 0:
-            y += (x[k] + x[k ^ BIT],)
-        else:
-            y += (x[k ^ BIT] - x[k],)
-    return y
-
-
-@triton.jit
-def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
-    sign = tl.where((index & BIT) != 0, -1.0, 1.0)
-    y = ()
-    for k in tl.static_range(8):
-        y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + _product(x[k], sign), x[k]),)
-    return y
-
-
-@triton.jit
-def _search_scale(x, index, BITS: tl.constexpr):
-    """The scale byte of each row, int32 [lanes], the same in all of a row; see `scalar.search_scale`."""
-    ABOVE: tl.constexpr = _of(_SEARCH, BITS)[0]
-    BELOW: tl.constexpr = _of(_SEARCH, BITS)[1]
-    top = tl.abs(x[0])
-    for k in tl.static_range(1, 8):
-        top = tl.maximum(top, tl.abs(x[k]))
-    top = tl.maximum(top, tl.gather(top, index ^ 1, 0))
-    top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
-    ratio = (top * _of(_INVERSE_TOP_LEVELS, BITS)).to(tl.float16)
-    start = tl.minimum(ratio.to(tl.int16, bitcast=True).to(tl.int32) >> 7, _MAX_SCALE_BYTE)
-    best = start
-    least = tl.full(top.shape, float("inf"), tl.float32)
-    for i in range(ABOVE + BELOW + 1):
-        candidate = tl.minimum(tl.maximum(start + (ABOVE - i), 0), _MAX_SCALE_BYTE)
-        error = _group_error(x, _decode_scale(candidate), index, BITS)
-        better = error < least
-        best = tl.where(better, candidate, best)
-        least = tl.where(better, error, least)
-    return best
-
-
-@triton.jit
-def _decode_scale(scale):
-    return (scale << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _group_error(x, step, index, BITS: tl.constexpr):
-    """Squared error of coding each row with a step; the tree of `scalar.group_error`."""
-    LEVELS: tl.constexpr = _of(_LEVELS, BITS)
-    terms = ()
-    for k in tl.static_range(8):
-        nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
-        for level in tl.static_range(1, len(LEVELS)):
-            nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step * LEVELS[level]))
-        terms += (_product(nearest, nearest),)
-    even = (terms[0] + terms[4]) + (terms[2] + terms[6])
-    odd = (terms[1] + terms[5]) + (terms[3] + terms[7])
-    even += tl.gather(even, index ^ 2, 0)
-    odd += tl.gather(odd, index ^ 2, 0)
-    even += tl.gather(even, index ^ 1, 0)
-    odd += tl.gather(odd, index ^ 1, 0)
-    return even + odd
-
-
-@triton.jit
-def _quantize(x, scale, BITS: tl.constexpr):
-    """Magnitude indices and signs, two tuples of 8 uint32 [lanes]."""
-    THRESHOLDS: tl.constexpr = _of(_THRESHOLDS, BITS)
-    step = _decode_scale(scale)
-    magnitudes, signs = (), ()
-    for k in tl.static_range(8):
-        index = (tl.abs(x[k]) > step * THRESHOLDS[0]).to(tl.uint32)
-        for i in tl.static_range(1, len(THRESHOLDS)):
-            index += (tl.abs(x[k]) > step * THRESHOLDS[i]).to(tl.uint32)
-        magnitudes += (index,)
-        signs += ((x[k] < 0).to(tl.uint32),)
-    return magnitudes, signs
-
-
-@triton.jit
-def _store_codes(
-    codes, n, group, lane, stored, magnitudes, signs,
-    IS_KEY: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr,
-    CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Write the codes of token n of each row's micro-block, whose K or V codes begin at `codes`."""
-    GROUP_WORDS: tl.constexpr = _of(_GROUP_WORDS, BITS)
-    for d0 in tl.static_range(1 if IS_KEY else 2):
-        if IS_KEY:
-            word_lane = n % 8 * 4 + lane
-        else:
-            word_lane = (2 * lane + d0) * 4 + n % 8 // 2
-        for part in tl.static_range(1 if IS_KEY else GROUP_WORDS):
-            word = FIRST_WORD + group * GROUP_WORDS + part
-            _store_word(
-                codes, n, word, word_lane, stored, magnitudes, signs,
-                IS_KEY, BITS, GROUP_WORDS, _registers(IS_KEY, GROUP_WORDS, d0, part), CODE_WORDS + SIGN_WORDS,
-            )  # fmt: skip
-        if BITS == 3:
-            _store_sign_word(
-                codes, n, FIRST_SIGN + group, word_lane, stored, signs,
-                IS_KEY, BITS, _registers(IS_KEY, GROUP_WORDS, d0, 0), CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _store_word(
-    codes, n, word, word_lane, stored, magnitudes, signs,
-    IS_KEY: tl.constexpr, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr, REGISTERS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    new, own = _collect(magnitudes, n, BITS, "magnitude", IS_KEY, REGISTERS, (1 << (BITS - 1)) - 1)
-    if BITS != 3:
-        new_signs, own_signs = _collect(signs, n, BITS, "sign", IS_KEY, REGISTERS, 1)
-        new, own = new | new_signs, own | own_signs
-    if IS_KEY and GROUP_WORDS == 2:  # n3 selects the word, and all of it is this token's
-        pointer = codes + 4 * _word_index(word + n // 8, word_lane, WORDS)
-        tl.store(pointer.to(tl.pointer_type(tl.uint32)), new, mask=stored)
-    else:
-        _flip(codes, _word_index(word, word_lane, WORDS), new, own, stored)
-
-
-@triton.jit
-def _store_sign_word(
-    codes, n, number, word_lane, stored, signs,
-    IS_KEY: tl.constexpr, BITS: tl.constexpr, REGISTERS: tl.constexpr, CODE_WORDS: tl.constexpr,
-    SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Signs of 3-bit group `number`; groups 2i and 2i + 1 share a word, an odd last one has a half word."""
-    WORDS: tl.constexpr = CODE_WORDS + SIGN_WORDS
-    new, own = _collect(signs, n, BITS, "sign word", IS_KEY, REGISTERS, 1)
-    shift = (number % 2 * 4).to(tl.uint32)
-    new, own = new >> shift, own >> shift
-    index = _word_index(CODE_WORDS + number // 2, word_lane, WORDS)
-    if HALF_WORDS:
-        last = number == 2 * SIGN_WORDS
-        half, own_half = _collect(signs, n, BITS, "half word", IS_KEY, REGISTERS, 1)
-        shift = (word_lane % 2 * 16).to(tl.uint32)
-        new, own = tl.where(last, half << shift, new), tl.where(last, own_half << shift, own)
-        index = tl.where(last, WORDS * 32 + word_lane // 2, index)
-    _flip(codes, index, new, own, stored)
-
-
-@triton.jit
-def _collect(
-    values, n, BITS: tl.constexpr, WHAT: tl.constexpr, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr,
-    FIELD: tl.constexpr,
-):  # fmt: skip
-    """The registers' values and the bits that they own in their word, uint32, for token n of the micro-block."""
-    POSITIONS: tl.constexpr = _positions(BITS, WHAT)
-    new = values[REGISTERS[0]] << _position(POSITIONS, IS_KEY, REGISTERS[0])
-    for i in tl.static_range(1, len(REGISTERS)):
-        new |= values[REGISTERS[i]] << _position(POSITIONS, IS_KEY, REGISTERS[i])
-    own = tl.full(n.shape, _own_bits(POSITIONS, IS_KEY, REGISTERS, FIELD), tl.uint32)
-    # Positions are linear in the bits of a code's index, to which the token gives n3 (K) or n3 n0 (V).
-    n3, n0 = (n // 8).to(tl.uint32), (n % 2).to(tl.uint32)
-    if IS_KEY:
-        new, own = _shift(new, n3, POSITIONS[8] - POSITIONS[0]), _shift(own, n3, POSITIONS[8] - POSITIONS[0])
-    else:
-        new, own = _shift(new, n3, POSITIONS[2] - POSITIONS[0]), _shift(own, n3, POSITIONS[2] - POSITIONS[0])
-        new, own = _shift(new, n0, POSITIONS[1] - POSITIONS[0]), _shift(own, n0, POSITIONS[1] - POSITIONS[0])
-    return new, own
-
-
-@triton.jit
-def _shift(word, bit, BY: tl.constexpr):
-    """Shift left by BY (right if negative) where `bit` is 1."""
-    if BY >= 0:
-        return word << bit * BY
-    else:
-        return word >> bit * -BY
-
-
-@triton.jit
-def _word_index(word, lane, WORDS: tl.constexpr):
-    """Place of a lane's word among the codes of a micro-block, in words: chunks of 4, then 2, then 1 (layout.py)."""
-    FOURS: tl.constexpr = WORDS // 4 * 4
-    index = word // 4 * 128 + lane * 4 + word % 4
-    if WORDS % 4 >= 2:
-        index = tl.where(word >= FOURS, FOURS * 32 + lane * 2 + (word - FOURS), index)
-    if WORDS % 2 == 1:
-        index = tl.where(word == WORDS - 1, (WORDS - 1) * 32 + lane, index)
-    return index
-
-
-@triton.jit
-def _flip(codes, index, new, own, stored):
-    """Set the own bits of words which other programs write at the same time."""
-    pointer = (codes + 4 * index).to(tl.pointer_type(tl.uint32))
-    old = tl.load(pointer, mask=stored, other=0)
-    tl.atomic_xor(pointer, (old ^ new) & own, mask=stored, sem="relaxed")

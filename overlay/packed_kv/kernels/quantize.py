@@ -1,0 +1,193 @@
+"""Rotation, scale search and codes of the store kernel: the arithmetic that must equal the codec's to the bit.
+
+Values are tuples of 8 fp32 tensors [lanes]; see `store.py` for which channel lies where, and for the rounding rule.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import triton
+import triton.language as tl
+
+from ..codecs.codec import INPUT_LIMIT
+from ..codecs.scalar import SEARCH
+from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+
+# Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
+_MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
+_NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
+_LEVELS = tl.constexpr(MAGNITUDES)
+_INVERSE_TOP_LEVELS = tl.constexpr({bits: 1 / levels[-1] for bits, levels in MAGNITUDES.items()})
+_THRESHOLDS = tl.constexpr(
+    {bits: tuple((low + high) / 2 for low, high in pairwise(levels)) for bits, levels in MAGNITUDES.items()}
+)
+_SEARCH = tl.constexpr(SEARCH)
+
+
+@triton.constexpr_function
+def of(table, key):
+    return table[key]
+
+
+@triton.constexpr_function
+def _stages(groups):
+    """Hadamard stages that mix groups."""
+    return groups.bit_length() - 1
+
+
+@triton.jit
+def load_rotated(
+    x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr
+):
+    """Channels of each row's group as a tuple of 8 fp32 [lanes], cleaned and multiplied by the rotation's constants:
+    for Givens and quaternions, rotated."""
+    lane = index % 4
+    d0 = tl.arange(0, 2)[None, :]
+    mask = exists[:, None]
+    x = ()
+    for d43 in tl.static_range(4):
+        channel = (group * 32 + d43 * 8 + lane * 2)[:, None] + d0
+        source = channel
+        if ORDERED:
+            source = tl.load(channels_row[:, None] + channel, mask=mask, other=0)
+        value = tl.load(x_row[:, None] + source, mask=mask, other=0.0).to(tl.float32)
+        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        value = tl.minimum(tl.maximum(value, -_INPUT_LIMIT), _INPUT_LIMIT)
+        if ROTATION == "hadamard":
+            x += tl.split(_product(value, tl.load(constants_ptr + channel, mask=mask, other=0.0)))
+        elif ROTATION == "givens":
+            x0, x1 = tl.split(value)
+            cos, sin = tl.split(tl.load(constants_ptr + channel, mask=mask, other=0.0))
+            x += (_product(cos, x0) - _product(sin, x1), _product(sin, x0) + _product(cos, x1))
+        else:
+            tl.static_assert(ROTATION == "quaternion")
+            # Parts w i of a quadruple are in even lanes, j k in the odd lanes beside them, where c and d change sign.
+            x0, x1 = tl.split(value)
+            y0, y1 = tl.gather(x0, index ^ 1, 0), tl.gather(x1, index ^ 1, 0)
+            parts = constants_ptr + (group * 32 + d43 * 8 + lane // 2 * 4)[:, None] + d0
+            a, b = tl.split(tl.load(parts, mask=mask, other=0.0))
+            c, d = tl.split(tl.load(parts + 2, mask=mask, other=0.0))
+            c, d = tl.where(lane % 2 == 1, -c, c), tl.where(lane % 2 == 1, -d, d)
+            x += (
+                _product(a, x0) - _product(b, x1) - _product(c, y0) - _product(d, y1),
+                _product(a, x1) + _product(b, x0) + _product(c, y1) - _product(d, y0),
+            )
+    return x
+
+
+@triton.jit
+def _product(a, b):
+    """a * b in a form that no compiler fuses with an add: LLVM packs plain multiplies for Blackwell, and ptxas 12.9
+    (Triton 3.6) makes FFMA2 of those, though they say .rn and it is told --fmad=false."""
+    if _INTERPRETED:
+        return a * b
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def hadamard(x, group, index, GROUPS: tl.constexpr):
+    """Butterflies over strides 1, 2, 4, ..., then the normalisation; see `rotations.Hadamard`."""
+    x = _register_butterflies(x, 1)
+    x = _lane_butterflies(x, index, 1, True)
+    x = _lane_butterflies(x, index, 2, True)
+    x = _register_butterflies(x, 2)
+    x = _register_butterflies(x, 4)
+    normalisation = tl.full(group.shape, of(_NORMALISATIONS, 0), tl.float32)
+    for stage in tl.static_range(_stages(GROUPS)):
+        # A section is blocks of descending powers of two; those larger than this stage's stride take part.
+        mixed = group < (GROUPS >> (stage + 1) << (stage + 1))
+        x = _lane_butterflies(x, index, 4 << stage, mixed)
+        normalisation = tl.where(mixed, of(_NORMALISATIONS, stage + 1), normalisation)
+    y = ()
+    for k in tl.static_range(8):
+        y += (_product(x[k], normalisation),)
+    return y
+
+
+@triton.jit
+def _register_butterflies(x, BIT: tl.constexpr):
+    y = ()
+    for k in tl.static_range(8):
+        if (k & BIT) == 0:
+            y += (x[k] + x[k ^ BIT],)
+        else:
+            y += (x[k ^ BIT] - x[k],)
+    return y
+
+
+@triton.jit
+def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
+    sign = tl.where((index & BIT) != 0, -1.0, 1.0)
+    y = ()
+    for k in tl.static_range(8):
+        y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + _product(x[k], sign), x[k]),)
+    return y
+
+
+@triton.jit
+def search_scale(x, index, BITS: tl.constexpr):
+    """The scale byte of each row, int32 [lanes], the same in all of a row; see `scalar.search_scale`."""
+    ABOVE: tl.constexpr = of(_SEARCH, BITS)[0]
+    BELOW: tl.constexpr = of(_SEARCH, BITS)[1]
+    top = tl.abs(x[0])
+    for k in tl.static_range(1, 8):
+        top = tl.maximum(top, tl.abs(x[k]))
+    top = tl.maximum(top, tl.gather(top, index ^ 1, 0))
+    top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
+    ratio = (top * of(_INVERSE_TOP_LEVELS, BITS)).to(tl.float16)
+    start = tl.minimum(ratio.to(tl.int16, bitcast=True).to(tl.int32) >> 7, _MAX_SCALE_BYTE)
+    best = start
+    least = tl.full(top.shape, float("inf"), tl.float32)
+    for i in range(ABOVE + BELOW + 1):
+        candidate = tl.minimum(tl.maximum(start + (ABOVE - i), 0), _MAX_SCALE_BYTE)
+        error = _group_error(x, _decode_scale(candidate), index, BITS)
+        better = error < least
+        best = tl.where(better, candidate, best)
+        least = tl.where(better, error, least)
+    return best
+
+
+@triton.jit
+def _decode_scale(scale):
+    return (scale << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _group_error(x, step, index, BITS: tl.constexpr):
+    """Squared error of coding each row with a step; the tree of `scalar.group_error`."""
+    LEVELS: tl.constexpr = of(_LEVELS, BITS)
+    terms = ()
+    for k in tl.static_range(8):
+        nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
+        for level in tl.static_range(1, len(LEVELS)):
+            nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step * LEVELS[level]))
+        terms += (_product(nearest, nearest),)
+    even = (terms[0] + terms[4]) + (terms[2] + terms[6])
+    odd = (terms[1] + terms[5]) + (terms[3] + terms[7])
+    even += tl.gather(even, index ^ 2, 0)
+    odd += tl.gather(odd, index ^ 2, 0)
+    even += tl.gather(even, index ^ 1, 0)
+    odd += tl.gather(odd, index ^ 1, 0)
+    return even + odd
+
+
+@triton.jit
+def quantize(x, scale, BITS: tl.constexpr):
+    """Magnitude indices and signs, two tuples of 8 uint32 [lanes]."""
+    THRESHOLDS: tl.constexpr = of(_THRESHOLDS, BITS)
+    step = _decode_scale(scale)
+    magnitudes, signs = (), ()
+    for k in tl.static_range(8):
+        index = (tl.abs(x[k]) > step * THRESHOLDS[0]).to(tl.uint32)
+        for i in tl.static_range(1, len(THRESHOLDS)):
+            index += (tl.abs(x[k]) > step * THRESHOLDS[i]).to(tl.uint32)
+        magnitudes += (index,)
+        signs += ((x[k] < 0).to(tl.uint32),)
+    return magnitudes, signs
