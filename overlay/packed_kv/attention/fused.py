@@ -13,10 +13,7 @@ from ..kernels.decode import decode, split_count
 from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
-
-MAX_COLUMNS = 16
-"""Query heads of a KV head times query tokens of a request that the decode kernel serves: two tiles of 8 columns. More
-query tokens than that are a prefill, for which reading K and V once a 16-column tile is the wrong shape."""
+from .routes import MAX_COLUMNS
 
 
 class FusedDecode:
@@ -40,10 +37,6 @@ class FusedDecode:
     def store(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write new tokens; see `store_tokens`."""
         store_tokens(self.codec, cache, slots, key, value)
-
-    def serves(self, query_len: int, dtype: torch.dtype) -> bool:
-        """Whether requests of up to `query_len` query tokens of a dtype can take this route."""
-        return dtype != torch.float32 and self.group * query_len <= MAX_COLUMNS
 
     def attend(
         self,

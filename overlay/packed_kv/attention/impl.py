@@ -11,6 +11,7 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions, attend
 from .metadata import PackedMetadata
+from .routes import fused_serves
 
 
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
@@ -95,6 +96,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
         decodes = self._attend_decodes(query, kv_cache, attn_metadata, output)
         starts = attn_metadata.query_starts
+        if self.fused and decodes < len(attn_metadata.context) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{self.kv_cache_dtype}: the PyTorch route cannot be captured into a CUDA graph")
         for request in range(decodes, len(attn_metadata.context)):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop:
@@ -107,7 +110,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     ) -> int:
         """Serve the batch's decodes by the fused route, if it can; returns the number of requests served."""
         requests, rows = metadata.decodes, metadata.decode_tokens
-        if not requests or self.fused is None or not self.fused.serves(metadata.decode_query_len, query.dtype):
+        group = self.num_heads // self.num_kv_heads
+        if not requests or self.fused is None or not fused_serves(group, metadata.decode_query_len, query.dtype):
             return 0
         self.fused.attend(
             query[:rows],

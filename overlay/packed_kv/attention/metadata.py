@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from .capacity import check_padding, log_capacity
+from .routes import MAX_COLUMNS
 
 
 @dataclass
@@ -26,7 +27,7 @@ class PackedMetadata(AttentionMetadata):
     On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `query_start_loc` int32
     [requests + 1] and `seq_lens` int32 [requests], tokens in the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
-    batch; `context[i]` is `seq_lens[i]`, exact for all requests but decodes with drafts that are still in flight.
+    batch; `context[i]` is `seq_lens[i]`.
     The first `decodes` requests have `decode_query_len` query tokens or fewer, `decode_tokens` in all.
     """
 
@@ -56,8 +57,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches of one query token a request, where the fused route serves them: on CUDA, not in fp32."""
-        if not current_platform.is_cuda() or vllm_config.model_config.dtype == torch.float32:
+        """Batches of one query token a request, where the fused route serves them; the other plans on the host."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if not current_platform.is_cuda() or not isinstance(kv_cache_spec, AttentionSpec):
+            return AttentionCGSupport.NEVER
+        group = model.get_num_attention_heads(parallel) // kv_cache_spec.num_kv_heads
+        if model.dtype == torch.float32 or group > MAX_COLUMNS:
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -69,7 +74,10 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         lengths = [end - start for start, end in pairwise(starts)]
         longest = self.reorder_batch_threshold or 0
         decodes = next((i for i, length in enumerate(lengths) if length > longest), len(lengths)) if longest else 0
-        context = common.seq_lens if common.seq_lens.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+        # The host's copy is exact unless drafts are in flight; then only the device knows (and we wait for it).
+        context = common.seq_lens
+        if self.vllm_config.speculative_config is None and common.seq_lens_cpu_upper_bound is not None:
+            context = common.seq_lens_cpu_upper_bound
         return PackedMetadata(
             num_actual_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,

@@ -1,0 +1,14 @@
+"""Which route serves a request. Imports no Triton, as the CPU platform may lack it."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_COLUMNS = 16
+"""Query heads of a KV head times query tokens of a request that the decode kernel serves: two tiles of 8 columns. More
+query tokens than that are a prefill, for which one tile of columns a program is the wrong shape."""
+
+
+def fused_serves(group: int, query_len: int, dtype: torch.dtype) -> bool:
+    """Whether the fused route takes requests of up to `query_len` query tokens, `group` query heads a KV head."""
+    return dtype != torch.float32 and group * query_len <= MAX_COLUMNS
