@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py [--dtypes NAME ...] [--shapes 32x8192 ...] [--steps N] [--csv FILE]
 
-Each dtype gets an engine of its own. Prompts of a shape are computed once and then come from the prefix cache, so the
-time of a run of N + 1 tokens less that of a run of 1 token is N decode steps. Rows hold the median of several runs.
+Each dtype gets an engine of its own, in its process. When all prompts of a shape are computed, every request decodes
+in every step, and the engine's steps are timed one by one, from scheduling to sampled tokens. Rows hold the median.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -25,7 +29,7 @@ MODEL = {
     "vocab_size": 32000, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-RUNS = 3
+WARM_UP_STEPS = 5
 COLUMNS = [*["dtype", "requests", "context", "step_ms", "gpu", "vllm", "torch", "commit"]]
 
 
@@ -33,34 +37,50 @@ def measure(dtype: str, shapes: list[tuple[int, int]], steps: int) -> None:
     """In a process of its own: print a JSON row a shape."""
     import torch
     import vllm
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
         llm = LLM(
             folder, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
-            max_model_len=max(context for _, context in shapes) + steps + 64, max_num_batched_tokens=8192,
-            max_num_seqs=max(requests for requests, _ in shapes), gpu_memory_utilization=0.9,
+            max_model_len=max(context + 2 * requests for requests, context in shapes) + steps + 128,
+            max_num_batched_tokens=8192, max_num_seqs=max(requests for requests, _ in shapes), gpu_memory_utilization=0.9,
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         )  # fmt: skip
-
-    def seconds(prompts: list[dict], tokens: int) -> float:
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-        started = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - started
 
     for requests, context in shapes:
         llm.reset_prefix_cache()
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, MODEL["vocab_size"], (requests, context), generator=generator)
-        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
-        seconds(prompts, 1)
-        seconds(prompts, 8)
-        times = [(seconds(prompts, steps + 1) - seconds(prompts, 1)) / steps for _ in range(RUNS)]
+        ids = torch.randint(3, MODEL["vocab_size"], (requests, context), generator=generator).tolist()
+        times = decode_steps(llm.llm_engine, ids, steps)
         row = (dtype, requests, context, f"{statistics.median(times) * 1e3:.3f}", torch.cuda.get_device_name(),
                vllm.__version__, torch.__version__)  # fmt: skip
         print("ROW " + json.dumps(row), flush=True)
+
+
+def decode_steps(engine: LLMEngine, prompts: list[list[int]], steps: int) -> list[float]:
+    """Seconds of each of `steps` engine steps in which all prompts decode."""
+    from vllm import SamplingParams
+
+    # Prompts that are ready decode while the last ones are computed: hence the tokens to spare.
+    sampling = SamplingParams(
+        max_tokens=steps + 2 * len(prompts) + 64, temperature=0, ignore_eos=True, detokenize=False
+    )
+    for i, ids in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": ids}, sampling)
+    ready: set[str] = set()
+    while len(ready) < len(prompts):
+        ready.update(output.request_id for output in engine.step() if output.outputs[0].token_ids)
+    for _ in range(WARM_UP_STEPS):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        outputs = engine.step()
+        times.append(time.perf_counter() - started)
+        assert len(outputs) == len(prompts), len(outputs)
+    engine.abort_request([str(i) for i in range(len(prompts))])
+    return times
 
 
 def main() -> int:
