@@ -44,7 +44,8 @@ def measure(dtype: str, shapes: list[tuple[int, int]], steps: int) -> None:
         llm = LLM(
             folder, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
             max_model_len=max(context + 2 * requests for requests, context in shapes) + steps + 128,
-            max_num_batched_tokens=8192, max_num_seqs=max(requests for requests, _ in shapes), gpu_memory_utilization=0.9,
+            max_num_batched_tokens=8192, max_num_seqs=max(requests for requests, _ in shapes),
+            gpu_memory_utilization=0.9,
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         )  # fmt: skip
 
