@@ -30,7 +30,7 @@ MODEL = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WARM_UP_STEPS = 5
-COLUMNS = [*["dtype", "requests", "context", "step_ms", "gpu", "vllm", "torch", "commit"]]
+COLUMNS = ["dtype", "requests", "context", "step_ms", "gpu", "vllm", "torch", "commit"]
 
 
 def measure(dtype: str, shapes: list[tuple[int, int]], steps: int) -> None:

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch
 import triton
-
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.store import store_tokens
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 8, 128, 16, 16384
 DECODE_TOKENS, PREFILL_TOKENS = 128, 8192
-COLUMNS = [*"dtype tokens p20_us p50_us p80_us gpu torch triton".split()]
+COLUMNS = ["dtype", "tokens", "p20_us", "p50_us", "p80_us", "gpu", "torch", "triton"]
 
 
 def time_store(name: str, tokens: int) -> list[float]:
