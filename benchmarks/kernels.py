@@ -27,20 +27,18 @@ from packed_kv.layout import page_layout
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
 COLUMNS = [
-    *[
-        "dtype",
-        "requests",
-        "context",
-        "splits",
-        "p20_us",
-        "p50_us",
-        "p80_us",
-        "bandwidth",
-        "gpu",
-        "torch",
-        "triton",
-        "commit",
-    ]
+    "dtype",
+    "requests",
+    "context",
+    "splits",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "bandwidth",
+    "gpu",
+    "torch",
+    "triton",
+    "commit",
 ]
 
 
