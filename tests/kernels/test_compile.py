@@ -6,8 +6,10 @@ import pytest
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
+from packed_kv.layout import page_layout
 
 store = pytest.importorskip("packed_kv.kernels.store")
+decode = pytest.importorskip("packed_kv.kernels.decode")
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
@@ -53,3 +55,47 @@ def test_store_rounds_each_operation(store_resources):
         assert "fma" not in resources.ptx
         assert ".ftz" not in resources.ptx
         assert resources.count("FFMA") == 0
+
+
+DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
+
+
+def decode_case(fmt: Format, arch: int) -> Case:
+    return Case(
+        kernel="packed_kv.kernels.decode:_decode_kernel",
+        arch=arch,
+        types=dict(
+            query="*fp16", cache="*u8", block_table="*i32", query_start="*i32", seq_lens="*i32",
+            partial_output="*fp32", partial_stats="*fp32", table_stride="i32", block_stride="i32", head_stride="i32",
+            soft_cap="fp32",
+        ),
+        constants=dict(
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, COLUMNS=8, SPLITS=8, WINDOW=0, HAS_SOFT_CAP=False,
+            MICRO_BLOCKS_A_BLOCK=1, SHIFTING=arch < 89, **decode.kernel_layout(page_layout(fmt, 128)),
+        ),
+        options=dict(num_warps=1, num_stages=1, **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 else {})),
+        unaligned=("block_table", "query_start", "seq_lens", "table_stride", "soft_cap"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decode_resources() -> dict[tuple[str, int], Resources]:
+    keys = [(name, arch) for name in DECODED for arch in ARCHITECTURES]
+    return dict(zip(keys, compile_kernels([decode_case(FORMATS[name], arch) for name, arch in keys]), strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+@pytest.mark.parametrize("name", DECODED)
+def test_decode_stays_in_registers(decode_resources, name, arch):
+    resources = decode_resources[name, arch]
+    assert not resources.spills
+    assert arch != 90 or resources.registers <= decode.MAX_REGISTERS
+    assert resources.count("LDG.E.128") >= 8  # two micro-blocks, K and V, before the loop and in it
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decoded_fragments_need_no_shared_memory(decode_resources, name):
+    """Queries come from shared memory once a tile and results go through it at the end; K and V never do."""
+    resources = decode_resources[name, 90]
+    assert resources.count("LDSM") <= 4
+    assert resources.shared_bytes <= 4096

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
-from ..kernels.decode import decode, split_count
+from ..kernels.decode import MAX_REGISTERS, decode, split_count
 from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
@@ -33,6 +33,7 @@ class FusedDecode:
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
         self.shifting = (properties.major, properties.minor) < (8, 9)
+        self.max_registers = MAX_REGISTERS if properties.major == 9 else None
 
     def store(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write new tokens; see `store_tokens`."""
@@ -66,7 +67,7 @@ class FusedDecode:
         decode(
             self.codec.layout, rotated, cache, block_table, query_start, seq_lens, partial, stats,
             max_query_len=max_query_len, sliding_window=self.options.sliding_window,
-            logits_soft_cap=self.options.logits_soft_cap, shifting=self.shifting,
+            logits_soft_cap=self.options.logits_soft_cap, shifting=self.shifting, max_registers=self.max_registers,
         )  # fmt: skip
         merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
 

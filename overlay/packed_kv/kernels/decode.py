@@ -304,6 +304,7 @@ def decode(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     shifting: bool = False,
+    max_registers: int | None = None,
 ) -> None:
     """Launch the kernel on a batch of requests with at most `max_query_len` query tokens each.
 
@@ -321,6 +322,7 @@ def decode(
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
         shifting: the chip has no e4m3 conversion (before sm_89).
+        max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
     """
     _, kv_heads, group, head_dim = query.shape
     splits = partial_output.shape[2]
@@ -334,5 +336,5 @@ def decode(
         COLUMNS=max(8, triton.next_power_of_2(group * max_query_len)),
         SPLITS=splits, WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
         MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, SHIFTING=shifting, **kernel_layout(page),
-        num_warps=1, num_stages=1, **({} if head_dim > 128 else {"maxnreg": MAX_REGISTERS}),
+        num_warps=1, num_stages=1, **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
     )  # fmt: skip
