@@ -158,7 +158,7 @@ def replace_all(contents: Mapping[Path, bytes]) -> None:
             done.append(path)
             os.replace(temporary, path)
             _drop_bytecode(path)
-    except BaseException:
+    except BaseException:  # an interrupt too must leave nothing half done; raised again below
         for path in reversed(done):
             original = before[path]
             if original is None:
@@ -182,7 +182,7 @@ def _stage(path: Path, content: bytes) -> Path:
             shutil.copymode(path, name)
         else:
             os.chmod(name, 0o644)
-    except BaseException:
+    except BaseException:  # an interrupt too must leave nothing half done; raised again below
         os.unlink(name)
         raise
     return Path(name)

@@ -77,7 +77,6 @@ class FusedDecode:
         counts = range(1, max_requests + 1)
         rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
         self.reserve(rows * longest, head_dim, 1)
-        self.reserve(max_requests * longest, head_dim, 1)
 
     def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs and their maxima and sums."""

@@ -79,14 +79,14 @@ class Codec:
         x = x.to(torch.float32)
         x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         groups = self.rotate(x).unflatten(-1, (-1, GROUP_SIZE))
-        parts = [scalar.quantize(group, bits) for bits, group in self._runs(groups)]
+        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
         codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
         return codes.flatten(-2), scales
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """codes and scales of `quantize` -> the rotated vectors, float32 [..., head_dim]."""
-        groups = self._runs(codes.unflatten(-1, (-1, GROUP_SIZE)))
-        group_scales = self._runs(scales.unsqueeze(-1))
+        groups = split_runs(self.group_bits, codes.unflatten(-1, (-1, GROUP_SIZE)), -2)
+        group_scales = split_runs(self.group_bits, scales.unsqueeze(-1), -2)
         parts = [
             scalar.dequantize(code, scale.squeeze(-1), bits)
             for (bits, code), (_, scale) in zip(groups, group_scales, strict=True)
@@ -95,7 +95,7 @@ class Codec:
 
     def pack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """codes and scales of `quantize` -> uint8 [..., vector_bytes]."""
-        groups = self._runs(codes.unflatten(-1, (-1, GROUP_SIZE)))
+        groups = split_runs(self.group_bits, codes.unflatten(-1, (-1, GROUP_SIZE)), -2)
         return torch.cat([*(bitpack.pack(group.flatten(-2), bits) for bits, group in groups), scales], dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,8 +153,9 @@ class Codec:
                 f"[..., {len(self.order)}, {x.shape[-1]}], got {tuple(x.shape)}"
             )
 
-    def _runs(self, groups: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Split [..., groups, x] into runs of groups of equal bits."""
-        lengths = runs(self.group_bits)
-        parts = groups.split([count for _, count in lengths], dim=-2)
-        return [(bits, part) for (bits, _), part in zip(lengths, parts, strict=True)]
+
+def split_runs(group_bits: tuple[int, ...], groups: torch.Tensor, dim: int) -> list[tuple[int, torch.Tensor]]:
+    """Split a dimension of groups into runs of groups of equal bits: (bits, part) of each."""
+    lengths = runs(group_bits)
+    parts = groups.split([count for _, count in lengths], dim=dim)
+    return [(bits, part) for (bits, _), part in zip(lengths, parts, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from .. import layout
 from ..formats import GROUP_SIZE, Format, runs
 from ..layout import CODES_PER_LANE, LANES, MICRO_BLOCK, VectorLayout, page_layout
-from .codec import Codec, Outliers
+from .codec import Codec, Outliers, split_runs
 
 # Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and
 # [n3, n2 n1, n0, d4, d3, d2 d1 d0] for V, and the order that makes them [lane, code] (see layout.py).
@@ -122,7 +122,7 @@ def _pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.T
     axes = codes.reshape(-1, MICRO_BLOCK, groups, GROUP_SIZE).transpose(1, 2).reshape(-1, groups, *_AXES[role])
     lanes = axes.permute(0, 1, *(2 + axis for axis in _TO_LANES[role])).reshape(-1, groups, LANES, CODES_PER_LANE)
     words, sign_words, halves = [], [], []
-    for (bits, _), code in _runs(vector, lanes.to(torch.int32), dim=1):
+    for bits, code in split_runs(vector.group_bits, lanes.to(torch.int32), dim=1):
         sign, magnitude = code >> (bits - 1), code & (1 << (bits - 1)) - 1
         word = magnitude << _shifts(layout.MAGNITUDE_SHIFT[bits], code.device)
         if bits == 3:
@@ -182,12 +182,6 @@ def _unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
     if role == "key":
         return packed.unflatten(-1, (8, -1, 2)).movedim(-1, -3).flatten(-3, -2).contiguous()
     return packed.unflatten(-1, (4, -1, 2, 2)).movedim((-4, -3), (-3, -1)).flatten(-4, -2).contiguous()
-
-
-def _runs(vector: VectorLayout, groups: torch.Tensor, dim: int) -> list[tuple[tuple[int, int], torch.Tensor]]:
-    """((bits, groups), part of `groups`) of each run of groups of equal bits."""
-    lengths = runs(vector.group_bits)
-    return list(zip(lengths, groups.split([count for _, count in lengths], dim=dim), strict=True))
 
 
 @functools.cache
