@@ -10,6 +10,7 @@ from ..codecs.pages import PagedCodec
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions, attend
+from .calibration import find_calibration
 from .metadata import PackedMetadata
 from .routes import fused_serves
 
@@ -53,14 +54,21 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None)
-        device = torch.get_default_device()
-        self.codec = PagedCodec(FORMATS[kv_cache_dtype], head_size, device=device)
+        self.device = torch.get_default_device()
+        config = get_current_vllm_config()
+        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
+        if self.calibration is None:
+            self._build_codec({})
+
+    def _build_codec(self, channels: dict[str, list[list[int]]]) -> None:
+        """Make the codec, with its `channels` from the calibration file, and what depends on it."""
+        self.codec = PagedCodec(FORMATS[self.kv_cache_dtype], self.head_size, device=self.device, **channels)
         self.fused = None
-        if device.type == "cuda":
+        if self.device.type == "cuda":
             from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
 
             self.fused = FusedDecode(self.codec, self.num_heads, self.num_kv_heads, self.options)
-            self.max_num_seqs = get_current_vllm_config().scheduler_config.max_num_seqs
 
     def forward(
         self,
@@ -77,7 +85,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """Attention of a batch.
 
         Args:
-            layer: unused; the formats carry their own scales.
+            layer: its name says which channels are its outliers; the formats carry their own scales.
             query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
             key, value: [tokens, KV heads, head_dim], same dtype; None in a layer that shares another layer's cache.
             kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes].
@@ -87,6 +95,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{self.kv_cache_dtype}: fused output quantization is not supported")
+        if self.calibration is not None:  # in the profiling run: the constructor is not told the layer's name
+            name = self.kv_sharing_target_layer_name or layer.layer_name
+            self._build_codec(self.calibration.channels(name, self.num_kv_heads, self.head_size))
+            self.calibration = None
         if attn_metadata is None:
             self._profile(query, key, value, output)
             return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..formats import FORMATS
-from .codec import Codec, Outliers
+from .codec import Channels, Codec
 
 __all__ = ["Codec", "get_codec"]
 
@@ -14,10 +14,11 @@ def get_codec(
     name: str,
     head_dim: int,
     role: str = "key",
-    outliers: Outliers | None = None,
+    outliers: Channels | None = None,
     device: torch.device | str = "cpu",
+    channel_order: Channels | None = None,
 ) -> Codec:
     """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"unknown KV-cache dtype {name!r}; known: {', '.join(FORMATS)}")
-    return Codec(FORMATS[name], head_dim, role, outliers, device)
+    return Codec(FORMATS[name], head_dim, role, outliers, device, channel_order)

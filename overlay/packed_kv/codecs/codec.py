@@ -17,7 +17,7 @@ from .rotations import ROTATIONS
 INPUT_LIMIT = 32768.0
 """Inputs are clamped to +-2^15 before the rotation, NaN and infinities become 0: neither reaches a neighbour."""
 
-Outliers = Sequence[int] | torch.Tensor
+Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
 
 class Codec:
@@ -31,9 +31,11 @@ class Codec:
             inputs [..., heads, head_dim], with n = `fmt.outlier_channels(head_dim)`. None: the first n channels.
             Must be None for a format without an outlier group.
         device: where the constants live; inputs must be on it.
+        channel_order: for a format without an outlier group: the channels in packing order, a permutation [head_dim]
+            for all heads or [heads, head_dim]; 32 in a row share a scale. None: as they come.
 
     Raises:
-        ValueError: unsupported head_dim, role or outliers.
+        ValueError: unsupported head_dim, role, outliers or channel order.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class Codec:
         fmt: Format,
         head_dim: int,
         role: str = "key",
-        outliers: Outliers | None = None,
+        outliers: Channels | None = None,
         device: torch.device | str = "cpu",
+        channel_order: Channels | None = None,
     ) -> None:
         if role not in ("key", "value"):
             raise ValueError(f'role must be "key" or "value", got {role!r}')
@@ -53,7 +56,12 @@ class Codec:
         self.outlier_count = fmt.outlier_channels(head_dim)
         self.sections = [size for size in (self.outlier_count, head_dim - self.outlier_count) if size]
         self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
-        self.order = None if outliers is None else self._channel_order(outliers).to(device)
+        order = None
+        if outliers is not None:
+            order = self._outliers_first(outliers)
+        if channel_order is not None:
+            order = self._permutation(channel_order)
+        self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
         # For kernels: the rotations' constants by packed channel, and the channels in packing order, [heads, head_dim]
         # or [head_dim].
@@ -124,32 +132,45 @@ class Codec:
         x = torch.cat([r.inverse(part) for r, part in zip(self.rotations, y.split(self.sections, -1), strict=True)], -1)
         return x if self.inverse_order is None else x.gather(-1, self.inverse_order.expand(x.shape))
 
-    def _channel_order(self, outliers: Outliers) -> torch.Tensor:
+    def _outliers_first(self, outliers: Channels) -> torch.Tensor:
         """Outlier channels first, then the rest ascending: int64 [head_dim] or [heads, head_dim]."""
         count = self.outlier_count
         if count == 0:
             raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has no outlier channels; pass outliers=None")
-        shapes = f"[{count}] or [heads, {count}]"
-        expected = f"{self.fmt.name} at head_dim {self.head_dim}: expected integer outliers {shapes}"
-        try:
-            given = torch.as_tensor(outliers, device="cpu")
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{expected}, got {outliers!r}") from error
-        integers = given.dtype != torch.bool and not given.is_floating_point()
-        if not integers or given.ndim not in (1, 2) or given.shape[-1] != count or not given.numel():
-            raise ValueError(f"{expected}, got {given.dtype} {tuple(given.shape)}")
-        indices = given.to(torch.int64)
+        indices = self._indices(outliers, "outliers", count)
         if (indices[..., 1:] <= indices[..., :-1]).any() or indices.min() < 0 or indices.max() >= self.head_dim:
             raise ValueError(f"outliers must be strictly ascending and in [0, {self.head_dim}), got {indices.tolist()}")
         regular = torch.ones(*indices.shape[:-1], self.head_dim, dtype=torch.bool).scatter_(-1, indices, False)
         rest = regular.nonzero()[:, -1].view(*indices.shape[:-1], -1)
         return torch.cat((indices, rest), dim=-1)
 
+    def _permutation(self, channel_order: Channels) -> torch.Tensor:
+        """A channel order, checked: int64 [head_dim] or [heads, head_dim]."""
+        if self.outlier_count:
+            raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has outlier channels; pass them as outliers")
+        order = self._indices(channel_order, "channel_order", self.head_dim)
+        if (order.sort(-1).values != torch.arange(self.head_dim)).any():
+            raise ValueError(f"channel_order must have each of {self.head_dim} channels once, got {order.tolist()}")
+        return order.contiguous()
+
+    def _indices(self, channels: Channels, what: str, count: int) -> torch.Tensor:
+        """`channels` as int64 [count] or [heads, count]."""
+        shapes = f"[{count}] or [heads, {count}]"
+        expected = f"{self.fmt.name} at head_dim {self.head_dim}: expected integer {what} {shapes}"
+        try:
+            given = torch.as_tensor(channels, device="cpu")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{expected}, got {channels!r}") from error
+        integers = given.dtype != torch.bool and not given.is_floating_point()
+        if not integers or given.ndim not in (1, 2) or given.shape[-1] != count or not given.numel():
+            raise ValueError(f"{expected}, got {given.dtype} {tuple(given.shape)}")
+        return given.to(torch.int64)
+
     def _check_heads(self, x: torch.Tensor) -> None:
-        """Raises ValueError if `x` [..., heads, any] has not the heads of per-head outliers."""
+        """Raises ValueError if `x` [..., heads, any] has not the heads of per-head channels."""
         if self.order is not None and self.order.ndim == 2 and x.shape[-2:-1] != self.order.shape[:1]:
             raise ValueError(
-                f"{self.fmt.name}: outliers were given for {len(self.order)} heads; expected "
+                f"{self.fmt.name}: channels were given for {len(self.order)} heads; expected "
                 f"[..., {len(self.order)}, {x.shape[-1]}], got {tuple(x.shape)}"
             )
 

@@ -12,7 +12,7 @@ import torch
 from .. import layout
 from ..formats import GROUP_SIZE, Format, runs
 from ..layout import CODES_PER_LANE, LANES, MICRO_BLOCK, VectorLayout, page_layout
-from .codec import Codec, Outliers, split_runs
+from .codec import Channels, Codec, split_runs
 
 # Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and
 # [n3, n2 n1, n0, d4, d3, d2 d1 d0] for V, and the order that makes them [lane, code] (see layout.py).
@@ -31,18 +31,21 @@ class PagedCodec:
     Args:
         fmt, head_dim, device: as for `Codec`.
         key_outliers, value_outliers: `outliers` of the two codecs, [heads, n] or [n].
+        key_order, value_order: `channel_order` of the two codecs, [heads, head_dim] or [head_dim].
     """
 
     def __init__(
         self,
         fmt: Format,
         head_dim: int,
-        key_outliers: Outliers | None = None,
-        value_outliers: Outliers | None = None,
+        key_outliers: Channels | None = None,
+        value_outliers: Channels | None = None,
         device: torch.device | str = "cpu",
+        key_order: Channels | None = None,
+        value_order: Channels | None = None,
     ) -> None:
-        self.key = Codec(fmt, head_dim, "key", key_outliers, device)
-        self.value = Codec(fmt, head_dim, "value", value_outliers, device)
+        self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order)
+        self.value = Codec(fmt, head_dim, "value", value_outliers, device, value_order)
         self.layout = page_layout(fmt, head_dim)
         self.slot_bytes = fmt.slot_bytes(head_dim)
 

@@ -1,0 +1,222 @@
+"""Reads and checks a calibration file, `turboquant_kv.json`: which channels of a model's keys and values are large.
+
+`turboquant_kv.schema.json` beside this describes the file; the checks here are stricter (counts, order, duplicates) and
+say in one line what is wrong. Imports no torch and no vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from .formats import FORMATS
+
+FILE_NAME = "turboquant_kv.json"
+"""Name of the file in a model's folder."""
+VERSION = 1
+TRANSFORM_VERSION = "structured_hadamard_v1"
+CODEBOOK_VERSION = "lloyd_beta_v1"
+"""Names that files made for other TurboQuant caches carry. The file says which channels are large, whatever code stores
+them, so they are written and accepted as they are; other names mean a file that we do not know."""
+RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
+
+_LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.(\d+)\.self_attn(?:\.attn)?")
+
+
+class CalibrationError(ValueError):
+    """A calibration file that cannot be used; the message is one line that names file, fault and remedy."""
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """A layer's channels, by KV head of the whole model.
+
+    `key_outliers`, `value_outliers`: [KV heads][outlier channels], ascending. `key_order`, `value_order`: channels of
+    like size together, [KV heads][head_size], or None.
+    """
+
+    key_outliers: list[list[int]]
+    value_outliers: list[list[int]]
+    key_order: list[list[int]] | None = None
+    value_order: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A checked file; `layers` maps the number of a layer to its channels. All layers have `kv_heads` heads."""
+
+    path: str
+    recipe: str
+    head_size: int
+    layers: dict[int, LayerCalibration]
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of every layer."""
+        return len(next(iter(self.layers.values())).key_outliers)
+
+    def check_model(self, *, layers: int, kv_heads: int, head_size: int, every_layer: bool = True) -> None:
+        """Raise CalibrationError if the file was made for another model.
+
+        `layers` counts all of the model's layers, `kv_heads` those of the whole model. `every_layer`: whether each
+        layer has a KV cache of its own, so that the file must list it.
+        """
+        for what, ours, theirs in (
+            ("head_size", self.head_size, head_size),
+            ("KV heads", self.kv_heads, kv_heads),
+        ):
+            if ours != theirs:
+                self.refuse(f"made for another model: {what} {ours}, this model has {theirs}")
+        beyond = [layer for layer in self.layers if layer >= layers]
+        missing = [layer for layer in range(layers) if layer not in self.layers] if every_layer else []
+        if beyond or missing:
+            fault = f"lists layer {max(beyond)}" if beyond else f"layer {missing[0]} is missing"
+            self.refuse(f"made for another model: {fault}, this model has layers 0 to {layers - 1}")
+
+    def refuse(self, fault: str) -> NoReturn:
+        """Raise CalibrationError about this file."""
+        _refuse(self.path, fault)
+
+
+def heads_of_rank(heads: Sequence[list[int]], kv_heads: int, tp_size: int, tp_rank: int) -> list[list[int]]:
+    """Rows of the `kv_heads` heads that a tensor-parallel rank has: a run, or one head that several ranks share.
+
+    vLLM deals heads out so: rank r has heads r * kv_heads onwards; with more ranks than heads, ranks in a row have the
+    same one. A layer that is not split has all.
+    """
+    if kv_heads == len(heads):
+        return list(heads)
+    first = tp_rank // max(1, tp_size // len(heads)) * kv_heads
+    return list(heads[first : first + kv_heads])
+
+
+def load(path: str | os.PathLike[str]) -> Calibration:
+    """Read and check a file, once per state of the file. Raises CalibrationError."""
+    path = os.path.abspath(path)
+    try:
+        state = os.stat(path)
+    except OSError as error:
+        _refuse(path, f"cannot be read ({error.strerror})")
+    return _load(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        _refuse(path, f"cannot be read ({error.strerror})")
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"is not JSON ({_short(str(error))})")
+    try:
+        return _calibration(path, content)
+    except _FaultError as fault:
+        _refuse(path, str(fault))
+
+
+class _FaultError(Exception):
+    """What is wrong with a file's content."""
+
+
+def _refuse(path: str, fault: str) -> NoReturn:
+    raise CalibrationError(f"{path}: {fault}; make a new file with: tq-calibrate model MODEL")
+
+
+def _calibration(path: str, content: Any) -> Calibration:
+    if not isinstance(content, dict):
+        raise _FaultError(f"expected a JSON object, got {_short(content)}")
+    for field, expected in (
+        ("version", (VERSION,)),
+        ("recipe", RECIPES),
+        ("transform_version", (TRANSFORM_VERSION,)),
+        ("codebook_version", (CODEBOOK_VERSION,)),
+    ):
+        value = content.get(field)
+        if value is None and field.endswith("_version"):
+            continue
+        if isinstance(value, bool) or value not in expected:
+            known = " or ".join(map(json.dumps, expected))
+            raise _FaultError(f"{field} {_short(value)} is not supported ({known} is)")
+    recipe: str = content["recipe"]
+    head_size: Any = content.get("head_size")
+    try:
+        FORMATS[recipe].group_bits(head_size)
+    except ValueError:
+        raise _FaultError(f"head_size must be a positive multiple of 32, got {_short(head_size)}") from None
+    listed = content.get("layers")
+    if not isinstance(listed, dict) or not listed:
+        raise _FaultError(f"layers must be an object with an entry a layer, got {_short(listed)}")
+    layers: dict[int, LayerCalibration] = {}
+    for name, entry in listed.items():
+        number = _LAYER_NAME.fullmatch(name)
+        if number is None:
+            raise _FaultError(f"layer name {_short(name)} is not model.layers.NUMBER.self_attn")
+        layer = int(number[1])
+        if layer in layers:
+            raise _FaultError(f"layer {layer} is listed twice")
+        try:
+            layers[layer] = _layer(entry, recipe, head_size)
+        except _FaultError as fault:
+            raise _FaultError(f"layer {layer}: {fault}") from None
+        heads, expected_heads = len(layers[layer].key_outliers), len(next(iter(layers.values())).key_outliers)
+        if heads != expected_heads:
+            raise _FaultError(f"layer {layer} lists {heads} heads, the first one listed {expected_heads}")
+    return Calibration(path, recipe, head_size, layers)
+
+
+def _layer(entry: Any, recipe: str, head_size: int) -> LayerCalibration:
+    if not isinstance(entry, dict):
+        raise _FaultError(f"expected an object, got {_short(entry)}")
+    count = FORMATS[recipe].outlier_channels(head_size)
+    key_outliers, value_outliers = (
+        _outliers(entry, f"{role}_high_precision_indices", recipe, head_size, count) for role in ("key", "value")
+    )
+    if len(key_outliers) != len(value_outliers):
+        raise _FaultError(f"lists {len(key_outliers)} heads of keys and {len(value_outliers)} of values")
+    orders = [_order(entry, f"{role}_channel_order", head_size, len(key_outliers)) for role in ("key", "value")]
+    return LayerCalibration(key_outliers, value_outliers, *orders)
+
+
+def _outliers(entry: dict, field: str, recipe: str, head_size: int, count: int) -> list[list[int]]:
+    heads = _integers(entry.get(field), field)
+    for head, channels in enumerate(heads):
+        if len(channels) != count:
+            raise _FaultError(
+                f"{field}: head {head} lists {len(channels)} channels, {recipe} here takes {count} of {head_size}"
+            )
+        if list(channels) != sorted(set(channels)) or channels[0] < 0 or channels[-1] >= head_size:
+            raise _FaultError(f"{field}: head {head} must be strictly ascending within 0 to {head_size - 1}")
+    return heads
+
+
+def _order(entry: dict, field: str, head_size: int, head_count: int) -> list[list[int]] | None:
+    if entry.get(field) is None:
+        return None
+    heads = _integers(entry[field], field)
+    if len(heads) != head_count:
+        raise _FaultError(f"{field} lists {len(heads)} heads, key_high_precision_indices {head_count}")
+    for head, channels in enumerate(heads):
+        if sorted(channels) != list(range(head_size)):
+            raise _FaultError(f"{field}: head {head} must have each channel from 0 to {head_size - 1} once")
+    return heads
+
+
+def _integers(value: Any, field: str) -> list[list[int]]:
+    if not isinstance(value, list) or not value:
+        raise _FaultError(f"{field} must be a list with a list of channels a KV head, got {_short(value)}")
+    for head, channels in enumerate(value):
+        if not isinstance(channels, list) or not all(type(channel) is int for channel in channels):
+            raise _FaultError(f"{field}: head {head} must be a list of integers, got {_short(channels)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    """A value as JSON, in one line that is not long."""
+    text = value if isinstance(value, str) and "\n" not in value and len(value) > 60 else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
