@@ -25,7 +25,7 @@ CODEBOOK_VERSION = "lloyd_beta_v1"
 them, so they are written and accepted as they are; other names mean a file that we do not know."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 
-_LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.(\d+)\.self_attn(?:\.attn)?")
+_LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.([0-9]+)\.self_attn(?:\.attn)?")
 
 
 class CalibrationError(ValueError):
@@ -113,7 +113,7 @@ def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
     except OSError as error:
         _refuse(path, f"cannot be read ({error.strerror})")
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"is not JSON ({_short(str(error))})")
+        _refuse(path, f"is not JSON ({error})")
     try:
         return _calibration(path, content)
     except _FaultError as fault:
@@ -218,5 +218,5 @@ def _integers(value: Any, field: str) -> list[list[int]]:
 
 def _short(value: Any) -> str:
     """A value as JSON, in one line that is not long."""
-    text = value if isinstance(value, str) and "\n" not in value and len(value) > 60 else json.dumps(value)
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

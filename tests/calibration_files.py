@@ -1,0 +1,41 @@
+"""Calibration files for tests: random channels, or the ones that are taken without a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+OUTLIERS = ("key_high_precision_indices", "value_high_precision_indices")
+ORDERS = ("key_channel_order", "value_channel_order")
+
+
+def content(layers: int = 2, kv_heads: int = 2, head_size: int = 64, count: int = 32, *, first: bool = False) -> dict:
+    """A file of random channels, different for each layer, role and head; or of the first ones, in their order."""
+    source = random.Random(0)
+
+    def channels() -> list[int]:
+        return list(range(head_size)) if first else source.sample(range(head_size), head_size)
+
+    def layer() -> dict[str, list[list[int]]]:
+        outliers = {field: [sorted(channels()[:count]) for _ in range(kv_heads)] for field in OUTLIERS}
+        return outliers | {field: [channels() for _ in range(kv_heads)] for field in ORDERS}
+
+    return {
+        "version": 1,
+        "recipe": "turboquant35",
+        "head_size": head_size,
+        "model_name": "a model",
+        "transform_version": "structured_hadamard_v1",
+        "codebook_version": "lloyd_beta_v1",
+        "layers": {f"model.layers.{i}.self_attn": layer() for i in range(layers)},
+        "calibration": {"method": "activation_energy_v1", "num_prompts": 4},
+    }
+
+
+def write(folder: Path, file: Any) -> Path:
+    """Write `turboquant_kv.json` into a folder."""
+    path = folder / "turboquant_kv.json"
+    path.write_text(file if isinstance(file, str) else json.dumps(file))
+    return path

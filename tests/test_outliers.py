@@ -1,0 +1,249 @@
+"""Calibration files are read as they are, or refused in one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packed_kv
+import pytest
+from calibration_files import OUTLIERS, content, write
+from packed_kv import outliers
+from packed_kv.formats import FORMATS
+from packed_kv.outliers import CalibrationError, heads_of_rank, load
+
+LAYER = "model.layers.1.self_attn"
+KEYS, VALUES = OUTLIERS
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def set_field(**fields: Any) -> Change:
+    return lambda file: file.update(fields)
+
+
+def set_in_layer(**fields: Any) -> Change:
+    return lambda file: file["layers"][LAYER].update(fields)
+
+
+def set_head(field: str, channels: Any) -> Change:
+    def change(file: dict[str, Any]) -> None:
+        file["layers"][LAYER][field][1] = channels
+
+    return change
+
+
+def drop(field: str) -> Change:
+    return lambda file: file.pop(field)
+
+
+def rename(name: str) -> Change:
+    return lambda file: file["layers"].update({name: file["layers"].pop(LAYER)})
+
+
+FIRST = list(range(32))
+REFUSED: dict[str, tuple[Change, str]] = {
+    "version_2": (set_field(version=2), "version 2 is not supported (1 is)"),
+    "version_is_true": (set_field(version=True), "version true is not supported"),
+    "no_version": (drop("version"), "version null is not supported"),
+    "recipe": (set_field(recipe="tq4"), 'recipe "tq4" is not supported ("turboquant25" or "turboquant35" is)'),
+    "transform": (set_field(transform_version="hadamard_v2"), 'transform_version "hadamard_v2" is not supported'),
+    "codebook": (set_field(codebook_version="lloyd_beta_v2"), 'codebook_version "lloyd_beta_v2" is not supported'),
+    "no_head_size": (drop("head_size"), "head_size must be a positive multiple of 32, got null"),
+    "head_size_80": (set_field(head_size=80), "head_size must be a positive multiple of 32, got 80"),
+    "no_layers": (drop("layers"), "layers must be an object with an entry a layer, got null"),
+    "layers_are_empty": (set_field(layers={}), "layers must be an object with an entry a layer, got {}"),
+    "layer_name": (rename("model.layers.one\n.self_attn"), r'layer name "model.layers.one\n.self_attn" is not model'),
+    "layer_twice": (rename("model.layers.0.self_attn.attn"), "layer 0 is listed twice"),
+    "layer_is_a_list": (lambda file: file["layers"].update({LAYER: []}), "layer 1: expected an object, got []"),
+    "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels a KV head"),
+    "no_heads": (set_in_layer(**{VALUES: []}), f"layer 1: {VALUES} must be a list with a list of channels a KV head"),
+    "one_head_less": (set_in_layer(**{VALUES: [FIRST]}), "layer 1: lists 2 heads of keys and 1 of values"),
+    "other_heads": (
+        set_in_layer(**{KEYS: [FIRST], VALUES: [FIRST], "key_channel_order": None, "value_channel_order": None}),
+        "layer 1 lists 1 heads, the first one listed 2",
+    ),
+    "head_is_a_number": (set_head(KEYS, 3), f"layer 1: {KEYS}: head 1 must be a list of integers, got 3"),
+    "fraction": (set_head(KEYS, [0.5, *FIRST[1:]]), f"layer 1: {KEYS}: head 1 must be a list of integers"),
+    "bool": (set_head(KEYS, [False, *FIRST[1:]]), f"layer 1: {KEYS}: head 1 must be a list of integers"),
+    "too_few": (
+        set_head(VALUES, FIRST[1:]),
+        f"layer 1: {VALUES}: head 1 lists 31 channels, turboquant35 here",
+    ),
+    "unsorted": (set_head(KEYS, FIRST[::-1]), f"layer 1: {KEYS}: head 1 must be strictly ascending within 0 to 63"),
+    "repeated": (set_head(KEYS, [0, *FIRST[:-1]]), f"layer 1: {KEYS}: head 1 must be strictly ascending"),
+    "negative": (set_head(KEYS, [-1, *FIRST[1:]]), f"layer 1: {KEYS}: head 1 must be strictly ascending"),
+    "too_large": (set_head(KEYS, [*FIRST[:-1], 64]), f"layer 1: {KEYS}: head 1 must be strictly ascending"),
+    "order_of_heads": (
+        set_in_layer(key_channel_order=[list(range(64))]),
+        "layer 1: key_channel_order lists 1 heads, key_high_precision_indices 2",
+    ),
+    "order_repeats": (
+        set_head("value_channel_order", [0, *range(63)]),
+        "layer 1: value_channel_order: head 1 must have each channel from 0 to 63 once",
+    ),
+}
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CalibrationError) as error:
+        load(path)
+    line = str(error.value)
+    assert line.startswith(f"{path}: ")
+    assert line.endswith("; make a new file with: tq-calibrate model MODEL")
+    assert "\n" not in line and len(line) < 300 + len(str(path))
+    return line
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str, tmp_path: Path) -> None:
+    change, words = REFUSED[what]
+    file = content()
+    change(file)
+    assert words in refusal(write(tmp_path, file))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"version": 1,\n', "is not JSON (Expecting property name"),
+        ("", "is not JSON (Expecting value: line 1"),
+        ("[1]", "expected a JSON object, got [1]"),
+        ("[" * 100000, "is not JSON (maximum recursion depth"),
+    ],
+    ids=["cut", "empty", "list", "deep"],
+)
+def test_refused_text(text: str, words: str, tmp_path: Path) -> None:
+    assert words in refusal(write(tmp_path, text))
+
+
+def test_refused_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "turboquant_kv.json"
+    assert "cannot be read (No such file" in refusal(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not JSON ('utf-8' codec" in refusal(path)
+    assert "cannot be read (Is a directory)" in refusal(tmp_path)
+
+
+def test_a_group_of_another_size(tmp_path: Path) -> None:
+    """Other TurboQuant caches give turboquant35 half of the channels, where ours takes a quarter."""
+    line = refusal(write(tmp_path, content(head_size=128, count=64)))
+    assert "head 0 lists 64 channels, turboquant35 here takes 32 of 128" in line
+
+
+@pytest.mark.parametrize("recipe", outliers.RECIPES)
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
+    file = content(3, 2, head_size, FORMATS[recipe].outlier_channels(head_size)) | {"recipe": recipe}
+    calibration = load(write(tmp_path, file))
+    assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, 2)
+    for number, layer in calibration.layers.items():
+        entry = file["layers"][f"model.layers.{number}.self_attn"]
+        assert [*vars(layer).values()] == [*entry.values()]
+    assert [*calibration.layers] == [0, 1, 2]
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    """No orders, no versions of transform and codebook, fields that we do not know, other spellings of a layer."""
+    file = content(1)
+    entry = file["layers"].pop("model.layers.0.self_attn")
+    bare = {field: entry[field] for field in OUTLIERS}
+    names = ("model.layers.0.self_attn.attn", "language_model.model.layers.7.self_attn", "layers.12.self_attn")
+    file |= {"layers": {name: bare | {"codebook": None} for name in names}, "head_budgets": None}
+    for field in ("transform_version", "codebook_version", "model_name", "calibration"):
+        del file[field]
+    layers = load(write(tmp_path, file)).layers
+    assert [*layers] == [0, 7, 12]
+    assert layers[7].key_outliers == entry[KEYS]
+    assert layers[7].key_order is layers[7].value_order is None
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path, content())
+    first = load(path)
+    assert load(path) is first
+    write(tmp_path, content(3))
+    assert len(load(path).layers) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"layers": 3}, "layer 2 is missing, this model has layers 0 to 2"),
+        ({"layers": 1}, "lists layer 1, this model has layers 0 to 0"),
+        ({"kv_heads": 8}, "KV heads 2, this model has 8"),
+        ({"head_size": 128}, "head_size 64, this model has 128"),
+    ],
+    ids=["more_layers", "fewer_layers", "kv_heads", "head_size"],
+)
+def test_another_model(model: dict, words: str, tmp_path: Path) -> None:
+    calibration = load(write(tmp_path, content()))
+    right = {"layers": 2, "kv_heads": 2, "head_size": 64}
+    calibration.check_model(**right)
+    with pytest.raises(CalibrationError, match="made for another model: ") as error:
+        calibration.check_model(**right | model)
+    assert words in str(error.value)
+
+
+def test_layers_without_a_cache_of_their_own_need_no_entry(tmp_path: Path) -> None:
+    file = content()
+    del file["layers"]["model.layers.0.self_attn"]
+    calibration = load(write(tmp_path, file))
+    calibration.check_model(layers=4, kv_heads=2, head_size=64, every_layer=False)
+    with pytest.raises(CalibrationError, match="lists layer 1"):
+        calibration.check_model(layers=1, kv_heads=2, head_size=64, every_layer=False)
+
+
+@pytest.mark.parametrize(
+    ("total", "tp_size", "expected"),
+    [
+        (4, 1, [[0, 1, 2, 3]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (1, 2, [[0], [0]]),
+        (2, 8, [[0]] * 4 + [[1]] * 4),
+    ],
+)
+def test_heads_of_each_rank(total: int, tp_size: int, expected: list[list[int]]) -> None:
+    """As vLLM's QKVParallelLinear deals them out."""
+    heads = [[head] for head in range(total)]
+    ranks = [heads_of_rank(heads, max(1, total // tp_size), tp_size, rank) for rank in range(tp_size)]
+    assert ranks == [[[head] for head in rank] for rank in expected]
+
+
+def test_a_layer_that_is_not_split_has_all_heads() -> None:
+    assert heads_of_rank([[0], [1]], kv_heads=2, tp_size=2, tp_rank=1) == [[0], [1]]
+
+
+COUNTS = {"one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice"}
+"""Refusals that a schema cannot state."""
+
+
+@pytest.fixture(scope="module")
+def schema():
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((Path(packed_kv.__file__).parent / "turboquant_kv.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def test_schema_accepts(schema) -> None:
+    assert schema.is_valid(content())
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_schema_refuses(what: str, schema) -> None:
+    file = content()
+    REFUSED[what][0](file)
+    assert schema.is_valid(file) == (what in COUNTS)
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, packed_kv.outliers; sys.exit(', '.join({'torch', 'vllm'} & set(sys.modules)) or 0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
