@@ -13,7 +13,7 @@ from ..kernels.decode import MAX_REGISTERS, decode, split_count
 from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
-from .routes import MAX_COLUMNS
+from .routes import MAX_COLUMNS, needs_shifting
 
 
 class FusedDecode:
@@ -32,7 +32,7 @@ class FusedDecode:
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
-        self.shifting = (properties.major, properties.minor) < (8, 9)
+        self.shifting = needs_shifting(codec.key.device)
         self.max_registers = MAX_REGISTERS if properties.major == 9 else None
 
     def store(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

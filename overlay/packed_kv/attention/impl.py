@@ -1,9 +1,14 @@
-"""The attention of one layer. `forward` alone chooses the route: `fused` for decodes on CUDA, else `active_blocks`."""
+"""The attention of one layer. `forward` alone chooses the route.
+
+On CUDA: `fused` for the batch's decodes, `prefill` for the rest. On the CPU, and for what these two do not serve:
+`active_blocks`, in PyTorch.
+"""
 
 from __future__ import annotations
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from ..codecs.pages import PagedCodec
@@ -13,6 +18,8 @@ from .active_blocks import AttentionOptions, attend
 from .calibration import find_calibration
 from .metadata import PackedMetadata
 from .routes import fused_serves
+
+logger = init_logger("vllm.packed_kv")
 
 
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
@@ -56,7 +63,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None)
         self.device = torch.get_default_device()
         config = get_current_vllm_config()
-        self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.dtype = config.model_config.dtype
+        self.max_requests = config.scheduler_config.max_num_seqs
+        self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         if self.calibration is None:
             self._build_codec({})
@@ -64,11 +73,24 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def _build_codec(self, channels: dict[str, list[list[int]]]) -> None:
         """Make the codec, with its `channels` from the calibration file, and what depends on it."""
         self.codec = PagedCodec(FORMATS[self.kv_cache_dtype], self.head_size, device=self.device, **channels)
-        self.fused = None
+        self.fused = self.prefill = None
         if self.device.type == "cuda":
             from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
+            from .prefill import FlashPrefill, find_flash_attention
 
-            self.fused = FusedDecode(self.codec, self.num_heads, self.num_kv_heads, self.options)
+            shape = (self.codec, self.num_heads, self.num_kv_heads, self.options)
+            self.fused = FusedDecode(*shape)
+            flash_attention = find_flash_attention(self.head_size, self.dtype, self.options.logits_soft_cap)
+            if flash_attention is None:
+                logger.warning_once(
+                    "%s: no FlashAttention for head size %d in %s here; prefill runs in PyTorch, many times slower",
+                    self.kv_cache_dtype,
+                    self.head_size,
+                    self.dtype,
+                    scope="local",
+                )
+            else:
+                self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, flash_attention)
 
     def forward(
         self,
@@ -106,16 +128,27 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.kv_sharing_target_layer_name is None:
             store = self.fused.store if self.fused else self.codec.write
             store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
-        decodes = self._attend_decodes(query, kv_cache, attn_metadata, output)
-        starts = attn_metadata.query_starts
-        if self.fused and decodes < len(attn_metadata.context) and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{self.kv_cache_dtype}: the PyTorch route cannot be captured into a CUDA graph")
-        for request in range(decodes, len(attn_metadata.context)):
+        first = self._attend_decodes(query, kv_cache, attn_metadata, output)
+        if first == len(attn_metadata.context):
+            return output
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{self.kv_cache_dtype}: a prefill is planned on the host; no CUDA graph can hold it")
+        if self.prefill is not None:
+            self.prefill.attend(query, key, value, kv_cache, attn_metadata, first, output)
+        else:
+            self._attend_in_pytorch(query, kv_cache, attn_metadata, first, output)
+        return output
+
+    def _attend_in_pytorch(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, first: int, output: torch.Tensor
+    ) -> None:
+        """Serve the batch's requests from `first` on, one by one."""
+        starts = metadata.query_starts
+        for request in range(first, len(metadata.context)):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop:
-                table, seq_len = attn_metadata.block_table[request], attn_metadata.context[request]
+                table, seq_len = metadata.block_table[request], metadata.context[request]
                 output[rows] = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options).to(output.dtype)
-        return output
 
     def _attend_decodes(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, output: torch.Tensor
@@ -137,13 +170,20 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         return requests
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
-        """Do a step's work on a page of our own, so that vLLM's memory profile counts the workspace."""
+        """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
+        if self.fused is not None and key is not None:
+            self.fused.reserve_largest(self.max_requests, self.head_size)
+            if self.prefill is not None:
+                self.prefill.reserve(query.dtype)
+            # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
+            tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
+            new_tokens = tokens if self.prefill is None else -(-tokens // 2)
+            blocks = -(-tokens // MICRO_BLOCK)
+            page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
+            batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device)
+            self.fused.store(page, torch.arange(tokens, device=key.device), key[:tokens], value[:tokens])
+            if self.prefill is not None:
+                self.prefill.attend(query, key, value, page, batch, 0, output)
+            else:
+                self._attend_in_pytorch(query, page, batch, 0, output)
         output.zero_()
-        if self.fused is None or key is None:
-            return
-        self.fused.reserve_largest(self.max_num_seqs, self.head_size)
-        tokens = key.shape[0]
-        blocks = -(-tokens // MICRO_BLOCK)
-        page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
-        self.codec.write(page, torch.arange(tokens, device=key.device), key, value)
-        attend(self.codec, page, torch.arange(blocks, device=key.device), tokens, query, self.options)

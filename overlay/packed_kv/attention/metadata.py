@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
@@ -16,8 +17,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from ..layout import MICRO_BLOCK
 from .capacity import check_padding, log_capacity
-from .routes import MAX_COLUMNS
+from .routes import fused_serves
+
+if TYPE_CHECKING:
+    from .prefix import KeyPart
 
 
 @dataclass
@@ -27,8 +32,9 @@ class PackedMetadata(AttentionMetadata):
     On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `query_start_loc` int32
     [requests + 1] and `seq_lens` int32 [requests], tokens in the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
-    batch; `context[i]` is `seq_lens[i]`.
+    batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
     The first `decodes` requests have `decode_query_len` query tokens or fewer, `decode_tokens` in all.
+    `plans` keeps what the first layer of a kind worked out for the others (`FlashPrefill`).
     """
 
     num_actual_tokens: int
@@ -41,6 +47,24 @@ class PackedMetadata(AttentionMetadata):
     decodes: int
     decode_tokens: int
     decode_query_len: int
+    plans: dict[tuple, tuple[KeyPart, list[KeyPart]]] = field(default_factory=dict)
+
+    @classmethod
+    def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device) -> PackedMetadata:
+        """A request in blocks 0, 1, ... of 16 tokens each, the last `new_tokens` of its `tokens` in the batch."""
+        places = torch.arange(tokens, device=device)
+        return cls(
+            num_actual_tokens=new_tokens,
+            block_table=places[: -(-tokens // MICRO_BLOCK)].to(torch.int32).unsqueeze(0),
+            slot_mapping=places[tokens - new_tokens :],
+            query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+            query_starts=[0, new_tokens],
+            context=[tokens],
+            decodes=0,
+            decode_tokens=0,
+            decode_query_len=1,
+        )
 
 
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
@@ -52,19 +76,18 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if device.type == "cuda":
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         check_padding(vllm_config, kv_cache_spec)
         log_capacity(vllm_config, kv_cache_spec.block_size)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches of one query token a request, where the fused route serves them; the other plans on the host."""
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        if not current_platform.is_cuda() or not isinstance(kv_cache_spec, AttentionSpec):
-            return AttentionCGSupport.NEVER
-        group = model.get_num_attention_heads(parallel) // kv_cache_spec.num_kv_heads
-        if model.dtype == torch.float32 or group > MAX_COLUMNS:
-            return AttentionCGSupport.NEVER
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        """Batches of decodes, drafts included, where the fused route serves them; the others plan on the host."""
+        speculative = vllm_config.speculative_config
+        query_len = 1 + (speculative.num_speculative_tokens or 0 if speculative is not None else 0)
+        if _fused_serves(vllm_config, kv_cache_spec, query_len):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -74,9 +97,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         lengths = [end - start for start, end in pairwise(starts)]
         longest = self.reorder_batch_threshold or 0
         decodes = next((i for i, length in enumerate(lengths) if length > longest), len(lengths)) if longest else 0
-        # The host's copy is exact unless drafts are in flight; then only the device knows (and we wait for it).
+        # The host's copy is exact unless drafts are in flight. Then only the device knows; we wait for it unless these
+        # requests' attention runs there alone.
         context = common.seq_lens
-        if self.vllm_config.speculative_config is None and common.seq_lens_cpu_upper_bound is not None:
+        in_flight = self.vllm_config.speculative_config is not None
+        if common.seq_lens_cpu_upper_bound is not None and (self.decodes_fused or not in_flight):
             context = common.seq_lens_cpu_upper_bound
         return PackedMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -90,3 +115,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             decode_tokens=common.num_actual_tokens if decodes == len(lengths) else starts[decodes],
             decode_query_len=longest,
         )
+
+
+def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
+    """Whether the fused route decodes the layers of `spec`, with up to `query_len` query tokens a request."""
+    if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
+        return False
+    group = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config) // spec.num_kv_heads
+    return fused_serves(group, query_len, vllm_config.model_config.dtype)

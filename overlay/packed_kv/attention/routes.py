@@ -1,4 +1,4 @@
-"""Which route serves a request. Imports no Triton, as the CPU platform may lack it."""
+"""Which route serves a request, on which card. Imports no Triton, as the CPU platform may lack it."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ query tokens than that are a prefill, for which one tile of columns a program is
 def fused_serves(group: int, query_len: int, dtype: torch.dtype) -> bool:
     """Whether the fused route takes requests of up to `query_len` query tokens, `group` query heads a KV head."""
     return dtype != torch.float32 and group * query_len <= MAX_COLUMNS
+
+
+def needs_shifting(device: torch.device) -> bool:
+    """Whether the card has no e4m3 conversion, so that the kernels shift codes into fp16 instead."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)

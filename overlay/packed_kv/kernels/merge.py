@@ -41,7 +41,7 @@ def _rotate_query_kernel(
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         result = tl.dot(x.to(tl.float16), m, result)
     target = rotated + (token * KV_HEADS * QUERY_GROUP + head * QUERY_GROUP + member) * HEAD_DIM
-    tl.store(target[:, None] + channel[None, :], (result * scale).to(tl.float16),
+    tl.store(target[:, None] + channel[None, :], (result * scale).to(rotated.dtype.element_ty),
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 

@@ -1,0 +1,174 @@
+"""Prefill on CUDA: vLLM's FlashAttention over a chunk's raw K and V, and over its prefix, dequantised from the pages.
+
+The chunk attends over itself as it is, before quantisation: faster, and with less error than what later tokens read.
+The prefix is gathered into a workspace of bounded size, part by part if it is longer, and each part's attention is
+combined with what is there by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..codecs.pages import PagedCodec
+from ..kernels.combine import combine
+from ..kernels.gather import gather, unrotate
+from ..kernels.merge import rotation_matrix
+from ..layout import MICRO_BLOCK
+from .active_blocks import AttentionOptions
+from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
+from .routes import needs_shifting
+
+if TYPE_CHECKING:
+    from .metadata import PackedMetadata
+
+PREFIX_TOKENS = 32768
+"""Tokens of prefixes that the workspace holds at a time: 128 MB of K and V at 8 KV heads of 128 channels."""
+MAX_HEAD_DIM = {2: 256, 3: 256, 4: 512}
+"""FlashAttention version -> the largest head_dim that it serves."""
+
+FlashAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""vLLM's `flash_attn_varlen_func`, or one that takes the same arguments."""
+
+
+class FlashPrefill:
+    """Prefill attention of one layer.
+
+    Args:
+        codec: of the layer.
+        query_heads, kv_heads: of this rank.
+        options: scale, window and soft cap.
+        max_tokens, max_requests: of a batch.
+        flash_attention: see `find_flash_attention`.
+    """
+
+    def __init__(
+        self,
+        codec: PagedCodec,
+        query_heads: int,
+        kv_heads: int,
+        options: AttentionOptions,
+        max_tokens: int,
+        max_requests: int,
+        flash_attention: FlashAttention,
+    ) -> None:
+        self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
+        self.flash_attention, self.shifting = flash_attention, needs_shifting(codec.key.device)
+        self.max_tokens = max_tokens
+        own_tokens = max_tokens + max_requests * MICRO_BLOCK
+        self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
+        self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        metadata: PackedMetadata,
+        first: int,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of the batch's requests from `first` on.
+
+        Args:
+            query: fp16 or bf16 [tokens, query heads, head_dim], all of the batch.
+            key, value: [tokens, KV heads, head_dim] of the same dtype; None in a layer that shares another's cache.
+            cache: uint8 [blocks, KV heads, block_size, slot_bytes]; holds the batch's own tokens already.
+            metadata: of the batch.
+            first: index of a request.
+            output: [tokens, query heads, head_dim]; the rows of these requests are filled.
+        """
+        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
+        query, output = query[rows], output[rows]
+        own, parts = self._plan(metadata, first, cache.shape[2], shared=key is None)
+        if key is None or value is None:
+            key, value = self._read(cache, own, query.dtype)
+        else:
+            key, value = key[rows], value[rows]
+        window = self.options.sliding_window
+        left = -1 if window is None else window - 1
+        sums = self._flash(query, key, value, own, output, causal=True, window=(left, 0))
+        for part in parts:
+            seen = slice(part.first_row, part.end_row)
+            key, value = self._read(cache, part, query.dtype)
+            over_part = self.reserve(query.dtype)[2][: part.end_row - part.first_row]
+            # Keys follow one another without a mask: to the right of its place a row sees all there are.
+            part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
+            combine(output[seen], sums[:, seen], over_part, part_sums)
+
+    def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""
+        from vllm.v1.worker.workspace import current_workspace_manager
+
+        head_dim = self.codec.key.head_dim
+        return current_workspace_manager().get_simultaneous(
+            ((self.capacity, self.kv_heads, head_dim), torch.float16),
+            ((self.capacity, self.kv_heads, head_dim), torch.float16),
+            ((self.max_tokens, self.query_heads, head_dim), dtype),
+        )
+
+    def _plan(
+        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool
+    ) -> tuple[KeyPart, list[KeyPart]]:
+        """The requests' own part and their prefixes' parts, made for the first layer of a kind, kept for the rest."""
+        plan = (self.options.sliding_window, self.capacity, first, shared)
+        if plan not in metadata.plans:
+            starts = metadata.query_starts[first:]
+            query_lens = [end - start for start, end in pairwise(starts)]
+            prefixes = [n - count for n, count in zip(metadata.context[first:], query_lens, strict=True)]
+            query_starts = [start - starts[0] for start in starts]
+            table = metadata.block_table[first:]
+            spans = prefix_parts(query_lens, prefixes, self.options.sliding_window, self.capacity, shared)
+            raw = [Span(request, count, 0, count) for request, count in enumerate(query_lens)]
+            own = own_part(query_lens, prefixes) if shared else raw
+            metadata.plans[plan] = (
+                key_part(own, query_starts, table, block_size),
+                [key_part(part, query_starts, table, block_size) for part in spans],
+            )
+        return metadata.plans[plan]
+
+    def _read(self, cache: torch.Tensor, part: KeyPart, dtype: torch.dtype) -> list[torch.Tensor]:
+        """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
+        key, value = (x[: part.tokens] for x in self.reserve(dtype)[:2])
+        gather(self.codec.layout, cache, part.micro_blocks, part.rows, key, value, shifting=self.shifting)
+        return [unrotate(x, matrix, dtype) for x, matrix in zip((key, value), self.matrices, strict=True)]
+
+    def _flash(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        part: KeyPart,
+        output: torch.Tensor,
+        *,
+        causal: bool,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Attention over a part into `output`; returns its log-sum-exps, fp32 [query heads, rows]."""
+        _, sums = self.flash_attention(
+            query, key, value, cu_seqlens_q=part.query_starts, cu_seqlens_k=part.key_starts,
+            max_seqlen_q=part.longest_query, max_seqlen_k=part.longest_key, softmax_scale=self.options.scale,
+            causal=causal, window_size=list(window), softcap=self.options.logits_soft_cap or 0.0,
+            return_softmax_lse=True, out=output,
+        )  # fmt: skip
+        return sums
+
+
+def find_flash_attention(head_dim: int, dtype: torch.dtype, logits_soft_cap: float | None) -> FlashAttention | None:
+    """vLLM's FlashAttention in the version that vLLM would take on this card, or None where none serves."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    known = inspect.signature(get_flash_attn_version).parameters
+    wanted = {"head_size": head_dim, "requires_softcap": logits_soft_cap is not None}
+    version = get_flash_attn_version(**{name: value for name, value in wanted.items() if name in known})
+    if version is None or head_dim > MAX_HEAD_DIM.get(version, 0):
+        return None
+    return functools.partial(flash_attn_varlen_func, fa_version=version)

@@ -1,0 +1,156 @@
+"""Which cached tokens a prefill reads, cut into parts that fit the workspace. Planned on the host, once a step.
+
+A request's new tokens (its chunk) attend over themselves, causally, and over its prefix, which all of them follow: so
+a piece of the prefix needs no causal mask, and pieces combine by their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..layout import MICRO_BLOCK
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `start` (a multiple of 16) .. `end` of a request, for its first `queries` rows; the others see none.
+
+    `left` is the sliding window in FlashAttention's terms: how many keys before its own place a row sees, when the last
+    row's place is the last key's; -1: all.
+    """
+
+    request: int
+    queries: int
+    start: int
+    end: int
+    left: int = -1
+
+
+def prefix_parts(
+    query_lens: Sequence[int], prefixes: Sequence[int], window: int | None, capacity: int, whole_blocks: bool = False
+) -> list[list[Span]]:
+    """Spans that cover the prefixes of a batch, in parts of at most `capacity` tokens.
+
+    Args:
+        query_lens: new tokens of each request, at least 1.
+        prefixes: tokens of each request before them.
+        window: tokens that a query sees, its own included, or None.
+        capacity: tokens that the workspace holds, a positive multiple of 16.
+        whole_blocks: leave out what a prefix has beyond its last whole micro-block (see `own_part`).
+
+    Returns:
+        parts; the spans of one are of different requests, in order, share one `left`, and leave out no request
+        between them (those without a prefix have an empty span).
+    """
+    parts: list[list[Span]] = []
+    part: list[Span] = []
+    room = capacity
+    for request, (count, prefix) in enumerate(zip(query_lens, prefixes, strict=True)):
+        end = prefix // MICRO_BLOCK * MICRO_BLOCK if whole_blocks else prefix
+        if window is not None:
+            parts += [[span] for span in _window_spans(request, count, prefix, end, window, capacity)]
+            continue
+        start = 0
+        while end - start > room:
+            part.append(Span(request, count, start, start + room))
+            start += room
+            parts.append(part)
+            part, room = [], capacity
+        part.append(Span(request, count, start, end))
+        room -= -(-(end - start) // MICRO_BLOCK) * MICRO_BLOCK
+    parts.append(part)
+    return [trimmed for trimmed in map(_trim, parts) if trimmed]
+
+
+def own_part(query_lens: Sequence[int], prefixes: Sequence[int]) -> list[Span]:
+    """The new tokens, read back from the pages: for layers that have no K and V of their own. A micro-block is read
+    whole, so it begins with what `whole_blocks` left out; the causal mask, aligned to the end, lets every row see it.
+    """
+    return [
+        Span(request, count, prefix // MICRO_BLOCK * MICRO_BLOCK, prefix + count)
+        for request, (count, prefix) in enumerate(zip(query_lens, prefixes, strict=True))
+    ]
+
+
+def _window_spans(request: int, count: int, prefix: int, last: int, window: int, capacity: int) -> list[Span]:
+    """Spans of one request with a sliding window, up to token `last`: each is a part, as its `left` is its own."""
+    first = max(0, prefix - window + 1) // MICRO_BLOCK * MICRO_BLOCK
+    spans = []
+    for start in range(first, last, capacity):
+        end = min(start + capacity, last)
+        # Row i, at position prefix + i, sees keys from prefix + i - window + 1 on.
+        queries = min(count, end - prefix + window - 1)
+        if queries > 0:
+            spans.append(Span(request, queries, start, end, left=end - prefix - queries + window - 1))
+    return spans
+
+
+def _trim(part: list[Span]) -> list[Span]:
+    """Without the empty spans at the ends."""
+    filled = [i for i, span in enumerate(part) if span.end > span.start]
+    return part[filled[0] : filled[-1] + 1] if filled else []
+
+
+@dataclass(frozen=True)
+class KeyPart:
+    """A part as the kernels and FlashAttention want it.
+
+    `first_row` .. `end_row` are its rows of the prefill; `query_starts` and `key_starts`, int32 [requests + 1] on the
+    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`.
+    """
+
+    first_row: int
+    end_row: int
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    longest_query: int
+    longest_key: int
+    tokens: int
+    left: int
+    micro_blocks: torch.Tensor
+    rows: torch.Tensor
+
+
+def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: torch.Tensor, block_size: int) -> KeyPart:
+    """Put a part's indices on the device, without waiting for it.
+
+    Args:
+        spans: of one part.
+        query_starts: first row of each request of the prefill.
+        block_table: int32 [requests, blocks], of the same requests.
+        block_size: tokens of a block, a multiple of 16.
+    """
+    first_row = query_starts[spans[0].request]
+    queries, keys, rows = [0], [0], [0]
+    requests, places = [], []
+    for span in spans:
+        row = query_starts[span.request] - first_row
+        assert row == queries[-1], "rows of a part are neighbours"
+        queries.append(row + span.queries)
+        keys.append(keys[-1] + span.end - span.start)
+        starts = range(span.start, span.end, MICRO_BLOCK)
+        requests += [span.request] * len(starts)
+        places += [start // MICRO_BLOCK for start in starts]
+        rows += [keys[-2] + min(start + MICRO_BLOCK, span.end) - span.start for start in starts]
+    host = torch.tensor([*queries, *keys, *rows, *requests, *places], dtype=torch.int32)
+    if block_table.is_cuda:
+        host = host.pin_memory()
+    sizes = [len(queries), len(keys), len(rows), len(requests), len(places)]
+    queries_, keys_, rows_, requests_, places_ = host.to(block_table.device, non_blocking=True).split(sizes)
+    a_block = block_size // MICRO_BLOCK
+    micro_blocks = block_table[requests_, places_ // a_block] * a_block + places_ % a_block
+    return KeyPart(
+        first_row=first_row,
+        end_row=first_row + queries[-1],
+        query_starts=queries_,
+        key_starts=keys_,
+        longest_query=max(span.queries for span in spans),
+        longest_key=max(span.end - span.start for span in spans),
+        tokens=keys[-1],
+        left=spans[0].left,
+        micro_blocks=micro_blocks,
+        rows=rows_,
+    )

@@ -1,0 +1,49 @@
+"""Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["sums_stride", "part_sums_stride"])
+def _combine_kernel(
+    output, sums, part, part_sums, output_token_stride, output_head_stride, sums_stride, part_sums_stride,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
+    there = head < HEADS
+    a = tl.load(sums + head * sums_stride + token, mask=there, other=0.0)
+    b = tl.load(part_sums + head * part_sums_stride + token, mask=there, other=0.0)
+    b = tl.where(b == float("inf"), float("-inf"), b)  # FlashAttention 2 of no keys
+    top = tl.maximum(a, b)
+    weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
+    total = weight_a + weight_b
+    known = there[:, None] & (channel < HEAD_DIM)[None, :]
+    target = output + token * output_token_stride + head[:, None] * output_head_stride + channel[None, :]
+    x = tl.load(target, mask=known, other=0.0).to(tl.float32)
+    y = tl.load(part + (token * HEADS + head[:, None]) * HEAD_DIM + channel[None, :],
+                mask=known & (weight_b > 0)[:, None], other=0.0).to(tl.float32)  # fmt: skip
+    result = x * (weight_a / total)[:, None] + y * (weight_b / total)[:, None]
+    tl.store(target, result.to(output.dtype.element_ty), mask=known)
+    tl.store(sums + head * sums_stride + token, top + tl.log(total), mask=there)
+
+
+def combine(output: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, part_sums: torch.Tensor) -> None:
+    """Add the attention over further keys to that over some, in place, by their log-sum-exps.
+
+    Args:
+        output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
+        sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
+        part: [tokens, query heads, head_dim], contiguous, attention over the further keys.
+        part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
+    """
+    tokens, heads, head_dim = part.shape
+    assert output.stride(2) == sums.stride(1) == part_sums.stride(1) == 1 and part.is_contiguous(), part.stride()
+    _combine_kernel[(tokens,)](
+        output, sums, part, part_sums, output.stride(0), output.stride(1), sums.stride(0), part_sums.stride(0),
+        HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip

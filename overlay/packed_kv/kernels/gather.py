@@ -1,0 +1,111 @@
+"""Gather kernel: micro-blocks of packed pages, wherever they lie, as plain K and V side by side.
+
+What vLLM's FlashAttention reads when a prompt continues: a long prefix is dequantised once for all queries of a chunk
+(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `unrotate` turns
+the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import MICRO_BLOCK, PageLayout
+from .decode import _decode_group, _load_key, _load_value, kernel_layout
+from .merge import _rotate_query_kernel
+
+ROWS_A_PROGRAM = 64
+"""Vectors that `unrotate` turns with one load of the matrix."""
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
+def _gather_kernel(
+    cache, micro_blocks, rows, count, key, value, block_stride, head_stride,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
+    MICRO_BLOCK_WORDS: tl.constexpr, GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr,
+    PARITY: tl.constexpr, CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
+    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, SHIFTING: tl.constexpr,
+):  # fmt: skip
+    """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens."""
+    GROUPS: tl.constexpr = HEAD_DIM // 32
+    first, head = tl.program_id(0) * 2, tl.program_id(1)
+    second = tl.minimum(first + 1, count - 1)
+    cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
+    place0, place1 = tl.load(micro_blocks + first), tl.load(micro_blocks + second)
+    base0 = cache_head + (place0 // MICRO_BLOCKS_A_BLOCK).to(tl.int64) * block_stride
+    base1 = cache_head + (place1 // MICRO_BLOCKS_A_BLOCK).to(tl.int64) * block_stride
+    base0 += place0 % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
+    base1 += place1 % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
+
+    token = tl.arange(0, 32)
+    index = first + token // 16
+    row = tl.load(rows + index, mask=index < count, other=0) + token % 16
+    stored = row < tl.load(rows + index + 1, mask=index < count, other=0)
+    target = (row.to(tl.int64) * KV_HEADS + head) * HEAD_DIM
+    channel = tl.arange(0, 32)
+    lanes = tl.arange(0, 32)[:, None]
+    words, scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+    for g in tl.static_range(GROUPS):
+        x = _decode_group(words, scales, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, GROUPS, SHIFTING)
+        x = x * 256.0 if SHIFTING else x
+        tl.store(key + target[:, None] + g * 32 + channel[None, :], x.to(tl.float16), mask=stored[:, None])
+    words, scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
+    for g in tl.static_range(GROUPS):
+        x = _decode_group(words, scales, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, GROUPS, SHIFTING)
+        x = x * 256.0 if SHIFTING else x
+        tl.store(value + target[None, :] + g * 32 + channel[:, None], x.to(tl.float16), mask=stored[None, :])
+
+
+def gather(
+    page: PageLayout,
+    cache: torch.Tensor,
+    micro_blocks: torch.Tensor,
+    rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    shifting: bool = False,
+) -> None:
+    """Dequantise micro-blocks, still rotated: the values of `PagedCodec.read`, which fp16 holds exactly.
+
+    Args:
+        page: layout of the cache.
+        cache: uint8 [blocks, KV heads, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
+        micro_blocks: int32 [n], each (block * block_size + offset) / 16.
+        rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
+        key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
+        shifting: the chip has no e4m3 conversion (before sm_89); values below 2^-16 then lose bits.
+    """
+    _, kv_heads, head_dim = key.shape
+    count = len(micro_blocks)
+    assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
+    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+    _gather_kernel[(triton.cdiv(count, 2), kv_heads)](
+        cache, micro_blocks, rows, count, key, value, cache.stride(0) // 4, cache.stride(1) // 4,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK,
+        SHIFTING=shifting, **kernel_layout(page), num_warps=1, num_stages=1,
+    )  # fmt: skip
+
+
+def unrotate(vectors: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Turn what `gather` wrote back into the model's basis, in place.
+
+    Args:
+        vectors: fp16 [rows, KV heads, head_dim], contiguous; overwritten.
+        matrix: `rotation_matrix(..., inverse=True)` of the codec.
+        dtype: fp16 or bf16.
+
+    Returns:
+        the memory of `vectors` as `dtype`, [rows, KV heads, head_dim].
+    """
+    rows, kv_heads, head_dim = vectors.shape
+    result = vectors.view(dtype)
+    _rotate_query_kernel[(triton.cdiv(rows, ROWS_A_PROGRAM), kv_heads)](
+        vectors, matrix, result, rows, vectors.stride(0), vectors.stride(1),
+        0 if len(matrix) == 1 else matrix.stride(0), 1.0,
+        KV_HEADS=kv_heads, QUERY_GROUP=1, HEAD_DIM=head_dim, PADDED_DIM=triton.next_power_of_2(head_dim),
+        ROWS=ROWS_A_PROGRAM, num_warps=4,
+    )  # fmt: skip
+    return result

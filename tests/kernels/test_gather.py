@@ -1,0 +1,191 @@
+"""Prefill: gathered tokens equal the pages; raw chunks and gathered prefixes make up the attention over all tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.prefill import FlashPrefill
+from packed_kv.attention.prefix import key_part, prefix_parts
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.combine import combine
+from packed_kv.kernels.gather import gather, unrotate
+from packed_kv.kernels.merge import rotation_matrix
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pages(codec: PagedCodec, heads: int, seq_lens: tuple[int, ...], block_size: int, generator: torch.Generator):
+    """Poisoned cache with the requests' tokens in shuffled blocks: cache, block table, K and V of each request."""
+    blocks_each = [-(-n // block_size) for n in seq_lens]
+    shape = (sum(blocks_each) + 2, heads, block_size, codec.slot_bytes)
+    cache = torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
+    order = torch.randperm(len(cache), generator=generator).to(torch.int32)
+    table = torch.full((len(seq_lens), max(blocks_each)), len(cache) - 1, dtype=torch.int32)
+    vectors = []
+    for i, (seq_len, blocks) in enumerate(zip(seq_lens, blocks_each, strict=True)):
+        table[i, :blocks] = order[sum(blocks_each[:i]) :][:blocks]
+        ids = torch.arange(seq_len)
+        slots = table[i, ids // block_size].long() * block_size + ids % block_size
+        key, value = torch.randn(2, seq_len, heads, codec.key.head_dim, generator=generator).to(DEVICE)
+        codec.write(cache, slots.to(DEVICE), key, value)
+        vectors.append((key, value))
+    return cache, table.to(DEVICE), vectors
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [("isoquant4", 128), ("isoquant3", 96), ("isoquant3", 256), ("turboquant35", 192), ("turboquant35", 128),
+     ("turboquant25", 64), ("turboquant25", 128)],
+)  # fmt: skip
+def test_gathered_tokens_equal_the_pages(name: str, head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE)
+    cache, table, _ = pages(codec, 2, (37, 54), 32, generator)
+    (spans,) = prefix_parts([5, 5], [37, 54], None, 4096)
+    part = key_part(spans, [0, 5, 10], table, 32)
+    key, value = torch.full((2, 37 + 54, 2, head_dim), float("nan"), dtype=torch.float16, device=DEVICE)
+    gather(codec.layout, cache, part.micro_blocks, part.rows, key, value)
+    expected = codec.read(cache, part.micro_blocks)
+    kept = torch.cat((torch.arange(37), 48 + torch.arange(54))).to(DEVICE)  # 37 tokens take 3 micro-blocks
+    for ours, reference in zip((key, value), expected, strict=True):
+        torch.testing.assert_close(ours.float(), reference.transpose(0, 1)[kept], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["tq4", "planarquant3", "turboquant25"])
+def test_unrotated_vectors_are_the_decoded_ones(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outliers = None
+    if FORMATS[name].outlier_bits:
+        outliers = torch.stack([torch.randperm(128, generator=generator)[:32].sort().values for _ in range(2)])
+    codec = PagedCodec(FORMATS[name], 128, outliers, outliers, device=DEVICE).key
+    packed = codec.encode(torch.randn(50, 2, 128, generator=generator).to(DEVICE))
+    rotated = codec.dequantize(*codec.unpack(packed)).half()
+    result = unrotate(rotated, rotation_matrix(codec, 2, inverse=True), dtype)
+    assert result.dtype == dtype and result.data_ptr() == rotated.data_ptr()
+    rounding = torch.finfo(dtype).eps + 2**-10  # of the result; of the matrix and its products, in fp16
+    assert (result.float() - codec.decode(packed)).norm() < rounding * codec.decode(packed).norm()
+
+
+@pytest.mark.parametrize("infinity", [float("inf"), float("-inf")])
+def test_combine(infinity: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 9, 20, generator=generator).to(DEVICE)  # heads, tokens, keys
+    values = torch.randn(3, 20, 64, generator=generator).to(DEVICE)
+
+    def over(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        output = torch.einsum("htk,hkd->thd", scores[..., keys].softmax(-1), values[:, keys])
+        return output.contiguous(), scores[..., keys].logsumexp(-1)
+
+    output, sums = over(slice(0, 12))
+    part, part_sums = over(slice(12, 20))
+    part[4], part_sums[:, 4] = float("nan"), infinity
+    before = output[4].clone()
+    combine(output, sums, part, part_sums)
+    expected, expected_sums = over(slice(0, 20))
+    others = [i for i in range(9) if i != 4]
+    torch.testing.assert_close(output[others], expected[others], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums[:, others], expected_sums[:, others], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output[4], before, rtol=0, atol=0)
+
+
+def flash_attention(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap, out, **_unused
+):
+    """`flash_attn_varlen_func` by its documentation, in float64: masks aligned to the bottom right corner."""
+    sums = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    left, right = window_size[0], 0 if causal else window_size[1]
+    for q0, q1, k0, k1 in zip(*(x.tolist()[i : len(x) - 1 + i] for x in (cu_seqlens_q, cu_seqlens_k) for i in (0, 1)),
+                              strict=True):  # fmt: skip
+        group = q.shape[1] // k.shape[1]
+        key, value = (x[k0:k1].double().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1].double(), key) * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        place = torch.arange(k1 - k0 - (q1 - q0), k1 - k0, device=q.device)[:, None]
+        keys = torch.arange(k1 - k0, device=q.device)
+        masked = torch.zeros(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device)
+        if left >= 0:
+            masked |= keys < place - left
+        if right >= 0:
+            masked |= keys > place + right
+        scores = scores.masked_fill(masked, float("-inf"))
+        sums[:, q0:q1] = scores.logsumexp(-1)
+        out[q0:q1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), value).to(out.dtype)
+    return out, sums
+
+
+QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
+
+
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [
+        (False, {"logits_soft_cap": 3.0}),
+        (False, {"capacity": 48}),
+        (False, {"sliding_window": 24}),
+        (False, {"sliding_window": 60, "capacity": 48}),
+        (True, {"capacity": 48}),
+        (True, {"sliding_window": 60}),
+    ],
+    ids=str,
+)
+def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row sees its prefix as decoded, and its chunk raw (decoded where the layer has no K and V of its own)."""
+    generator = torch.Generator().manual_seed(1)
+    head_dim, heads, group, block_size, first = 64, 2, 2, 16, 1
+    options = dict(options)
+    capacity = options.pop("capacity", 4096)
+    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE)
+    seq_lens = tuple(a + b for a, b in zip(QUERY_LENS, PREFIXES, strict=True))
+    cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
+    attention = AttentionOptions(scale=0.2, **options)
+    prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash_attention)
+    prefill.capacity = capacity if not shared else max(capacity, sum(QUERY_LENS) + 16 * len(QUERY_LENS))
+    monkeypatch.setattr(
+        prefill, "reserve",
+        lambda dtype: [torch.empty(prefill.capacity, heads, head_dim, dtype=torch.float16, device=DEVICE),
+                       torch.empty(prefill.capacity, heads, head_dim, dtype=torch.float16, device=DEVICE),
+                       torch.empty(sum(QUERY_LENS), heads * group, head_dim, dtype=dtype, device=DEVICE)],
+    )  # fmt: skip
+    starts = torch.tensor([0, *QUERY_LENS]).cumsum(0).tolist()
+    metadata = SimpleNamespace(
+        query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table, plans={}
+    )
+    query = torch.randn(starts[-1] + 3, heads * group, head_dim, generator=generator).to(DEVICE, torch.float16)
+    key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, QUERY_LENS, strict=True)]).half() for i in (0, 1))
+    output = torch.full_like(query, float("nan"))
+    prefill.attend(query, *((None, None) if shared else (key, value)), cache, metadata, first, output)
+
+    assert output[: starts[first]].isnan().all() and output[starts[-1] :].isnan().all()
+    for i in range(first, len(seq_lens)):
+        rows = slice(starts[i], starts[i + 1])
+        whole = [part.decode(part.encode(x)) for part, x in zip((codec.key, codec.value), vectors[i], strict=True)]
+        if not shared:
+            whole = [
+                torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
+            ]
+        expected = torch.empty(QUERY_LENS[i], heads * group, head_dim, device=DEVICE)
+        flash_attention(
+            query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
+            cu_seqlens_k=torch.tensor([0, seq_lens[i]]), softmax_scale=0.2, causal=True,
+            window_size=((attention.sliding_window or 0) - 1, 0), softcap=attention.logits_soft_cap, out=expected,
+        )  # fmt: skip
+        assert (output[rows].float() - expected).norm() < 1.5e-3 * expected.norm()
+
+
+def test_a_part_holds_no_more_than_the_workspace() -> None:
+    for capacity in (16, 48, 112, 4096):
+        for window in (None, 33):
+            seen = [set() for _ in PREFIXES]
+            for part in prefix_parts(QUERY_LENS, PREFIXES, window, capacity):
+                assert sum(span.end - span.start for span in part) <= capacity
+                for span in part:
+                    assert span.start % 16 == 0 and not seen[span.request] & set(range(span.start, span.end))
+                    seen[span.request] |= set(range(span.start, span.end))
+            for tokens, prefix in zip(seen, PREFIXES, strict=True):
+                assert tokens >= set(range(max(0, prefix - (window or prefix) + 1), prefix))
