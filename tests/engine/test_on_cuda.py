@@ -1,0 +1,158 @@
+"""The CUDA routes in the engine: graphs, torch.compile, chunks, drafts and tensor parallelism change no result.
+
+CI has no GPU; `scripts/gpu_tests.sh` runs these with the kernel suite.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import tiny_models
+import torch
+from harness import engine, mean_kl, model_of, teacher_forced_logits
+from packed_kv.formats import FORMATS
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
+SAMPLING = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+LENGTHS = (3, 17, 64, 129, 333, 511, 730, 1100, 1500)
+
+
+def greedy(llm: LLM) -> list[list[int]]:
+    """Tokens that continue nine ragged prompts."""
+    ids = llm.get_tokenizer().encode(TEXT)
+    prompts = [{"prompt_token_ids": ids[13 * i : 13 * i + length]} for i, length in enumerate(LENGTHS)]
+    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, SAMPLING, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", ["isoquant4", "turboquant25"])
+def test_graphs_give_eager_tokens(name: str, demo_model: str) -> None:
+    with engine(demo_model, name) as llm:
+        eager = greedy(llm)
+    with engine(demo_model, name, enforce_eager=False, compilation_config=graphs(0, "FULL_DECODE_ONLY")) as llm:
+        assert greedy(llm) == eager
+
+
+def test_compiled_graphs_give_compiled_tokens(demo_model: str) -> None:
+    """torch.compile (which refuses graph breaks) rounds otherwise than eager mode, so graphs are compared with none."""
+    found = {}
+    for mode in ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE"):
+        with engine(demo_model, "isoquant4", enforce_eager=False, compilation_config=graphs(3, mode)) as llm:
+            found[mode] = greedy(llm)
+    assert found["PIECEWISE"] == found["NONE"]
+    assert found["FULL_AND_PIECEWISE"] == found["NONE"]
+
+
+def graphs(mode: int, cudagraph_mode: str) -> dict:
+    return {"mode": mode, "cudagraph_mode": cudagraph_mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prefill_routes_agree(name: str, demo_model: str) -> None:
+    """Chunks of 1 token are decodes, of 64 prefills: both read packed prefixes. A chunk's own tokens are raw, so larger
+    chunks are nearer to bf16, a whole prompt equals it but for rounding, and a small workspace changes nothing."""
+    with engine(demo_model, "auto") as llm:
+        token_ids = llm.get_tokenizer().encode(TEXT)[:600]
+        bf16 = teacher_forced_logits(llm, token_ids, 64)
+    with engine(demo_model, name) as llm:
+        decoded, chunked, whole = (teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 64, 600))
+        for implementation in implementations(llm):
+            implementation.prefill.capacity = 112
+        in_parts = teacher_forced_logits(llm, token_ids, 64)
+        for implementation in implementations(llm):
+            implementation.prefill = None
+        in_pytorch = teacher_forced_logits(llm, token_ids, 64)
+    costs = {k: mean_kl(bf16, x) for k, x in dict(chunked=chunked, decoded=decoded, in_pytorch=in_pytorch).items()}
+    rounding = mean_kl(bf16, whole)
+    print(f"{name}: KL {costs}, whole {rounding:.5f}, in parts {mean_kl(chunked, in_parts):.5f}")
+    assert rounding < costs["chunked"] / 20
+    assert mean_kl(chunked, in_parts) < costs["chunked"] / 20
+    assert costs["chunked"] < costs["decoded"]
+    assert costs["decoded"] == pytest.approx(costs["in_pytorch"], rel=0.25)
+
+
+@pytest.mark.parametrize("make", [tiny_models.mistral, tiny_models.gemma2, tiny_models.gemma3, tiny_models.gemma4])
+def test_windows_soft_caps_and_shared_layers(make, tmp_path: Path) -> None:
+    """No further from bf16 than the PyTorch route, which reads the chunk's own tokens back as well."""
+    model = tiny_models.save(make(), tmp_path)
+    token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(model, "auto", **options) as llm:
+        bf16 = teacher_forced_logits(llm, token_ids, 70)
+    with engine(model, "isoquant4", **options) as llm:
+        fused = teacher_forced_logits(llm, token_ids, 70)
+        for implementation in implementations(llm):
+            assert implementation.prefill is not None
+            implementation.prefill = None
+        in_pytorch = teacher_forced_logits(llm, token_ids, 70)
+    print(f"{make.__name__}: KL {mean_kl(bf16, fused):.4f}, in PyTorch {mean_kl(bf16, in_pytorch):.4f}")
+    assert mean_kl(bf16, fused) < 1.1 * mean_kl(bf16, in_pytorch)
+
+
+def implementations(llm: LLM) -> Iterator:
+    """The attention implementation of each layer."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return (layer.impl for layer in layers if hasattr(layer, "impl"))
+
+
+@pytest.mark.parametrize("drafts", [3, 12], ids="{}_drafts".format)
+def test_drafts_change_no_token(drafts: int, demo_model: str) -> None:
+    """In a process of its own: an n-gram engine leaves its process unfit for another."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        plain, drafted, steps = process.submit(generate_with_ngram, demo_model, drafts).result()
+    assert drafted == plain
+    assert steps < len(plain), "no draft token was accepted"
+
+
+def generate_with_ngram(model: str, drafts: int) -> tuple[list[int], list[int], int]:
+    ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    found: list = []
+    for speculation in (None, ngram):
+        options = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
+        with engine(model, "tq4", dtype="float16", speculative_config=speculation, **options) as llm:
+            passes: list[object] = []
+            model_of(llm).compute_logits = count_calls(model_of(llm).compute_logits, passes)
+            prompt = llm.get_tokenizer().encode("one two three four five six seven eight nine ten\n" * 12)
+            sampling = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+            (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        found += [list(result.outputs[0].token_ids), len(passes)]
+    plain, _, drafted, steps = found
+    return plain, drafted, steps
+
+
+def count_calls(function, calls: list[object]):
+    def counted(*args, **kwargs):
+        calls.append(None)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_gives_the_same_tokens(ranks: int, demo_model: str) -> None:
+    """2 KV heads: with 4 ranks each head is there twice. Sums of ranks round otherwise, so long runs may part late."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    with engine(demo_model, "isoquant4", dtype="float16") as llm:
+        alone = greedy(llm)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        together = process.submit(greedy_in_parallel, demo_model, ranks).result()
+    same = [len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=True))))
+            for a, b in zip(alone, together, strict=True)]  # fmt: skip
+    print(f"{ranks} ranks: tokens before the first difference {same} of {SAMPLING.max_tokens}")
+    assert sum(n == SAMPLING.max_tokens for n in same) >= 6
+    assert min(same) >= 4
+
+
+def greedy_in_parallel(model: str, ranks: int) -> list[list[int]]:
+    options = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp", "dtype": "float16"}
+    with engine(model, "isoquant4", **options) as llm:
+        return greedy(llm)
