@@ -273,6 +273,58 @@ def test_outliers_of_a_format_without_them_are_refused(name):
             get_codec(name, 128, outliers=list(range(32)))
 
 
+# --- channel orders ---
+
+WITHOUT_OUTLIERS = [name for name in FORMATS if name not in WITH_OUTLIERS]
+
+
+def shuffled_heads(heads: int, head_dim: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.stack([torch.randperm(head_dim, generator=generator) for _ in range(heads)])
+
+
+@pytest.mark.parametrize("name", WITHOUT_OUTLIERS)
+def test_channels_are_packed_in_the_given_order(name):
+    orders, x = shuffled_heads(3, 96), gaussian(7, 3, 96)
+    together, plain = get_codec(name, 96, channel_order=orders), get_codec(name, 96)
+    packed = together.encode(x)
+    assert torch.equal(packed, plain.encode(x.gather(-1, orders.expand(x.shape))))
+    assert torch.equal(together.decode(packed).gather(-1, orders.expand(x.shape)), plain.decode(packed))
+    for head, order in enumerate(orders.tolist()):
+        assert torch.equal(get_codec(name, 96, channel_order=order).encode(x[:, head]), packed[:, head])
+
+
+def test_an_order_by_size_gives_small_channels_scales_of_their_own():
+    large = torch.arange(128) % 4 == 0
+    x = gaussian(500, 128) * torch.where(large, 50.0, 1.0)
+    codecs = [get_codec("isoquant4", 128, channel_order=order) for order in (None, x.std(0).argsort())]
+    plain, ordered = ((codec.decode(codec.encode(x)) - x)[:, ~large].square().mean() for codec in codecs)
+    assert ordered < plain / 100
+
+
+BAD_ORDERS = {
+    "too few": list(range(127)),
+    "scalar": 5,
+    "fractions": torch.arange(128) + 0.5,
+    "repeated": [0, *range(127)],
+    "too large": list(range(1, 129)),
+    "one bad head": [list(range(128)), [0, *range(127)]],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_OUTLIERS)
+@pytest.mark.parametrize("order", BAD_ORDERS.values(), ids=BAD_ORDERS)
+def test_bad_channel_orders_are_refused(name, order):
+    with pytest.raises(ValueError, match=r"channel_order .*got"):
+        get_codec(name, 128, channel_order=order)
+
+
+@pytest.mark.parametrize("name", WITH_OUTLIERS)
+def test_an_order_for_a_format_with_outliers_is_refused(name):
+    with pytest.raises(ValueError, match="pass them as outliers"):
+        get_codec(name, 128, channel_order=list(range(128)))
+
+
 @pytest.mark.parametrize("name", WITH_OUTLIERS)
 @pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 1, 128)], ids=str)
 def test_vectors_must_have_the_heads_of_the_outliers(name, shape):

@@ -82,6 +82,13 @@ def test_outliers_per_head_reach_pages_queries_and_outputs(name):
     check_rotations_cancel(codec)
 
 
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.outlier_bits])
+def test_channel_orders_per_head_reach_pages_queries_and_outputs(name):
+    orders = torch.stack((torch.arange(127, -1, -1), torch.arange(128).view(32, 4).T.flatten()))
+    codec = PagedCodec(FORMATS[name], 128, key_order=orders, value_order=orders.flip(0))
+    check_rotations_cancel(codec)
+
+
 @every_dtype
 @pytest.mark.parametrize("poison", ["0xFF", "random"])
 def test_untouched_tokens_keep_every_bit(name, poison):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -76,20 +76,31 @@ def save(config: PretrainedConfig, folder: Path) -> str:
 
 
 def true_logits(
-    model: str, token_ids: list[int], kv_cache_dtype: str | None = None, skip_layers: Collection[int] = ()
+    model: str,
+    token_ids: list[int],
+    kv_cache_dtype: str | None = None,
+    skip_layers: Collection[int] = (),
+    channels: Callable[[int, str], dict] = lambda _layer, _role: {},
 ) -> torch.Tensor:
     """Logits [tokens, vocabulary] of transformers in float64, without paging, chunks or vLLM.
 
     With a dtype, K and V of each layer but `skip_layers` go through its public codec before they are attended to.
+    `channels` gives, for layer and role, more arguments of the codec.
     """
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
     modeling = importlib.import_module(type(reference).__module__)
     attention = modeling.eager_attention_forward
 
+    def through(codec, x):
+        heads_last = x.float().transpose(1, 2)  # [batch, tokens, KV heads, head_dim]
+        return codec.decode(codec.encode(heads_last)).transpose(1, 2).double()
+
     def through_codec(layer, query, key, value, *args, **kwargs):
         if kv_cache_dtype and layer.layer_idx not in skip_layers:
-            codec = get_codec(kv_cache_dtype, key.shape[-1])
-            key, value = (codec.decode(codec.encode(x.float())).double() for x in (key, value))
+            key, value = (
+                through(get_codec(kv_cache_dtype, x.shape[-1], role, **channels(layer.layer_idx, role)), x)
+                for role, x in (("key", key), ("value", value))
+            )
         return attention(layer, query, key, value, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():

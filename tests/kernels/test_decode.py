@@ -16,11 +16,11 @@ BOUND = 2e-3
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, dtype=torch.float16, outliers=None, shifting=False):  # fmt: skip
+        window=None, soft_cap=None, dtype=torch.float16, shifting=False, **channels):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
-    codec = PagedCodec(FORMATS[name], head_dim, outliers, outliers, device=DEVICE)
+    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **channels)
     blocks_each = [-(-n // block_size) for n in seq_lens]
     cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8)
     order = torch.randperm(len(cache), generator=generator).to(torch.int32)
@@ -112,4 +112,11 @@ def test_options(options):
 def test_outliers_of_each_head():
     generator = torch.Generator().manual_seed(0)
     outliers = torch.stack([torch.randperm(128, generator=generator)[:32].sort().values for _ in range(2)])
-    assert relative_rms(*run("turboquant25", outliers=outliers)) < BOUND
+    assert relative_rms(*run("turboquant25", key_outliers=outliers, value_outliers=outliers.flip(0))) < BOUND
+
+
+@pytest.mark.parametrize("name", ["isoquant4", "planarquant3"])
+def test_channel_order_of_each_head(name):
+    generator = torch.Generator().manual_seed(0)
+    orders = torch.stack([torch.randperm(128, generator=generator) for _ in range(2)])
+    assert relative_rms(*run(name, key_order=orders, value_order=orders.flip(0))) < BOUND

@@ -44,7 +44,8 @@ def check(codec: PagedCodec, cache: torch.Tensor, slots: torch.Tensor, key: torc
     """Store on DEVICE; compare with the reference on the CPU, the bytes between pages too."""
     expected = clone(cache)
     codec.write(expected, slots, key, value)
-    on_device = PagedCodec(codec.key.fmt, codec.key.head_dim, outliers(codec.key), outliers(codec.value), DEVICE)
+    channels = channels_of(codec.key, "key") | channels_of(codec.value, "value")
+    on_device = PagedCodec(codec.key.fmt, codec.key.head_dim, device=DEVICE, **channels)
     actual = to_device(cache)
     store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value))
     assert torch.equal(storage(actual).cpu(), storage(expected))
@@ -62,8 +63,12 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
     return clone(x) if DEVICE == "cpu" else storage(x).to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def outliers(codec) -> torch.Tensor | None:
-    return None if codec.order is None else codec.order[..., : codec.outlier_count]
+def channels_of(codec, role: str) -> dict[str, torch.Tensor]:
+    if codec.order is None:
+        return {}
+    if codec.outlier_count:
+        return {f"{role}_outliers": codec.order[..., : codec.outlier_count]}
+    return {f"{role}_order": codec.order}
 
 
 def poisoned(codec: PagedCodec, blocks: int, block_size: int) -> torch.Tensor:
@@ -116,6 +121,17 @@ def test_outliers_of_each_head(name, roles):
     given = {"key": (chosen, None), "value": (None, chosen[0]), "both": (chosen, chosen.flip(0))}
     codec = PagedCodec(FORMATS[name], 128, *given[roles])
     check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 128))
+
+
+@pytest.mark.parametrize("roles", ["key", "value", "both"])
+@pytest.mark.parametrize("name", ["isoquant3", "isoquant4", "planarquant3", "planarquant4"])
+def test_channel_order_of_each_head(name, roles):
+    generator = torch.Generator().manual_seed(1)
+    orders = torch.stack([torch.randperm(96, generator=generator) for _ in range(HEADS)])
+    given = {"key": (orders, None), "value": (None, orders[0]), "both": (orders, orders.flip(0))}
+    key_order, value_order = given[roles]
+    codec = PagedCodec(FORMATS[name], 96, key_order=key_order, value_order=value_order)
+    check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 96))
 
 
 @every_dtype

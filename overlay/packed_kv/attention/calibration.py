@@ -82,10 +82,10 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         if not path.is_file():
             if fmt.outlier_bits:
                 logger.warning_once(
-                    "KV cache dtype %s: no %s, so the first %d channels of each head are stored with more bits, "
+                    "KV cache calibration: no %s, so %s stores the first %d channels of each head with more bits, "
                     "whichever are large; to choose them run: tq-calibrate model %s",
-                    fmt.name,
                     path,
+                    fmt.name,
                     fmt.outlier_channels(model.get_head_size()),
                     model.model,
                     scope="local",
@@ -102,9 +102,9 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     ordered = any(layer.key_order or layer.value_order for layer in calibration.layers.values())
     use = "outlier channels" if fmt.outlier_bits else "channel order" if ordered else "no channel order"
     logger.info_once(
-        "KV cache dtype %s: %s from %s (made for %s)",
-        fmt.name,
+        "KV cache calibration: %s for %s from %s, made for %s",
         use,
+        fmt.name,
         calibration.path,
         calibration.recipe,
         scope="local",
@@ -121,9 +121,9 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
 def _named_file(additional_config: object) -> Path | None:
     """The file of `--additional-config '{"packed_kv": {"calibration": "PATH"}}'`, if one is named."""
     options = additional_config.get("packed_kv", {}) if isinstance(additional_config, dict) else {}
-    path = options.get("calibration") if isinstance(options, dict) and {*options} <= {"calibration"} else options
     if options == {}:
         return None
+    path = options.get("calibration") if isinstance(options, dict) and len(options) == 1 else None
     if not isinstance(path, str) or not path:
         raise CalibrationError(
             f'--additional-config: packed_kv is {options!r}; write {{"packed_kv": {{"calibration": "PATH"}}}}'

@@ -1,0 +1,209 @@
+"""The engine takes each layer's and head's channels from the calibration file, or does not start."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny_models
+import torch
+from calibration_files import ORDERS, OUTLIERS, content, write
+from harness import engine, mean_kl, teacher_forced_logits
+from packed_kv.attention import calibration
+from packed_kv.formats import FORMATS
+from tiny_models import true_logits
+from vllm import SamplingParams
+
+LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
+TOKEN_IDS = torch.randint(tiny_models.VOCAB, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 512}
+CALIBRATED = [name for name in FORMATS if name != "tq4"]
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny_models.save(tiny_models.llama(), tmp_path_factory.mktemp("plain")))
+
+
+@pytest.fixture
+def model(plain_model: Path, tmp_path: Path) -> Path:
+    """A copy that a test may put a file into."""
+    return Path(shutil.copytree(plain_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said about calibration, with its level."""
+    lines: list[str] = []
+
+    def logger(level: str):
+        return lambda line, *args, **_scope: lines.append(f"{level}: {line % args}")
+
+    monkeypatch.setattr(
+        calibration, "logger", SimpleNamespace(info_once=logger("info"), warning_once=logger("warning"))
+    )
+    return lines
+
+
+def start(model: Path, kv_cache_dtype: str, **options: object):
+    tokenizer = Path(__file__).parents[2] / "models" / "demo-7m"
+    return engine(str(model), kv_cache_dtype, **{**ENGINE, "tokenizer": str(tokenizer), **options})
+
+
+def logits(model: Path, kv_cache_dtype: str, **options: object) -> torch.Tensor:
+    with start(model, kv_cache_dtype, **options) as llm:
+        return teacher_forced_logits(llm, TOKEN_IDS, 37)
+
+
+def named(path: object) -> dict[str, object]:
+    return {"additional_config": {"packed_kv": {"calibration": path}}}
+
+
+def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
+    """Arguments of the codec that a file says."""
+    entry = file["layers"][f"model.layers.{layer}.self_attn"]
+    if FORMATS[kv_cache_dtype].outlier_bits:
+        return {"outliers": entry[f"{role}_high_precision_indices"]}
+    return {"channel_order": entry[f"{role}_channel_order"]}
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_logits_are_those_of_the_calibrated_codec(name: str, model: Path, log: list[str]) -> None:
+    file = content(LAYERS, KV_HEADS, HEAD_DIM)
+    path = write(model, file)
+    ours = logits(model, name)
+    expected = true_logits(str(model), TOKEN_IDS, name, channels=lambda *at: channels(file, name, *at))
+    uncalibrated = true_logits(str(model), TOKEN_IDS, name)
+    assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 100
+    use = "outlier channels" if FORMATS[name].outlier_bits else "channel order"
+    assert {*log} == {f"info: KV cache calibration: {use} for {name} from {path}, made for turboquant35"}
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_first_channels_in_their_order_are_what_is_taken_without_a_file(name: str, model: Path, log: list[str]) -> None:
+    without = logits(model, name)
+    warning = (
+        f"warning: KV cache calibration: no {model / 'turboquant_kv.json'}, so {name} stores the first 32 channels of "
+        f"each head with more bits, whichever are large; to choose them run: tq-calibrate model {model}"
+    )
+    assert {*log} == ({warning} if FORMATS[name].outlier_bits else set())
+    write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))
+    assert torch.equal(logits(model, name), without)
+
+
+def test_a_file_by_name_comes_first(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(model, "not JSON")
+    file = content(LAYERS, KV_HEADS, HEAD_DIM)
+    other = write(tmp_path, file).rename(tmp_path / "other.json")
+    monkeypatch.chdir(tmp_path)
+    ours = logits(model, "turboquant25", **named(other.name))
+    expected = true_logits(
+        str(model), TOKEN_IDS, "turboquant25", channels=lambda *at: channels(file, "turboquant25", *at)
+    )
+    assert mean_kl(expected, ours) < 1e-4
+
+
+def test_layers_that_share_a_cache_read_it_with_the_channels_of_its_layer(tmp_path: Path) -> None:
+    model = Path(tiny_models.save(tiny_models.gemma4(global_head_dim=64), tmp_path))
+    file = content(4, KV_HEADS, HEAD_DIM)
+    write(model, file)
+    ours = logits(model, "turboquant25")
+    expected = true_logits(
+        str(model),
+        TOKEN_IDS,
+        "turboquant25",
+        channels=lambda layer, role: channels(file, "turboquant25", {4: 2, 5: 3}.get(layer, layer), role),
+    )
+    assert mean_kl(expected, ours) < mean_kl(true_logits(str(model), TOKEN_IDS, "turboquant25"), ours) / 100
+
+
+def test_a_file_without_orders(model: Path, log: list[str]) -> None:
+    file = content(LAYERS, KV_HEADS, HEAD_DIM)
+    for entry in file["layers"].values():
+        for field in ORDERS:
+            del entry[field]
+    without = logits(model, "isoquant3")
+    write(model, file)
+    assert torch.equal(logits(model, "isoquant3"), without)
+    assert "info: KV cache calibration: no channel order for isoquant3" in log[0]
+
+
+def test_what_needs_no_calibration_reads_no_file(model: Path, log: list[str]) -> None:
+    write(model, "not JSON")
+    for name in ("tq4", "auto"):
+        with start(model, name):
+            pass
+    assert not log
+
+
+REFUSED = {
+    "layers": (lambda: content(2, 2, 64), "made for another model: layer 2 is missing, this model has layers 0 to 2"),
+    "kv_heads": (lambda: content(3, 4, 64), "made for another model: KV heads 4, this model has 2"),
+    "head_size": (lambda: content(3, 2, 128), "made for another model: head_size 128, this model has 64"),
+    "version": (lambda: content(3) | {"version": 2}, "version 2 is not supported (1 is)"),
+    "indices": (
+        lambda: content(3) | {"layers": {"model.layers.2.self_attn": dict.fromkeys(OUTLIERS, [[64] * 32] * 2)}},
+        "layer 2: key_high_precision_indices: head 0 must be strictly ascending within 0 to 63",
+    ),
+    "json": (lambda: "{", "is not JSON (Expecting property name"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_file_stops_the_start(what: str, model: Path) -> None:
+    make, words = REFUSED[what]
+    path = write(model, make())
+    line = refusal(model, "turboquant25")
+    assert line.startswith(f"{path}: {words}")
+    assert line.endswith("; make a new file with: tq-calibrate model MODEL")
+
+
+def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
+    model = Path(tiny_models.save(tiny_models.gemma4(), tmp_path))
+    write(model, content(6, KV_HEADS, 64))
+    assert "head_size" in refusal(model, "turboquant25")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (named("nowhere.json"), "nowhere.json: cannot be read (No such file or directory)"),
+        (named(""), 'packed_kv is {\'calibration\': \'\'}; write {"packed_kv": {"calibration": "PATH"}}'),
+        ({"additional_config": {"packed_kv": "a.json"}}, "packed_kv is 'a.json'; write"),
+        ({"additional_config": {"packed_kv": {"calibrations": "a.json"}}}, "packed_kv is {'calibrations': 'a.json'}; "),
+    ],
+    ids=["missing", "empty", "string", "misspelt"],
+)
+def test_a_wrong_name_stops_the_start(options: dict, words: str, model: Path) -> None:
+    assert words in refusal(model, "turboquant25", **options)
+
+
+def refusal(model: Path, kv_cache_dtype: str, **options: object) -> str:
+    with pytest.raises(calibration.CalibrationError) as error, start(model, kv_cache_dtype, **options):
+        pass
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:
+    """Four KV heads on two ranks."""
+    model = Path(tiny_models.save(tiny_models.llama(num_key_value_heads=4), tmp_path))
+    path = write(model, content(LAYERS, 4, HEAD_DIM))
+    one, two = (prompt_logprobs(model, size) for size in (1, 2))
+    assert (one - two).abs().max() < 1e-3
+    path.unlink()
+    assert (prompt_logprobs(model, 1) - two).abs().max() > 0.1
+
+
+def prompt_logprobs(model: Path, tensor_parallel_size: int) -> torch.Tensor:
+    """Log-probabilities of the tokens of the prompt."""
+    backend = "uni" if tensor_parallel_size == 1 else "mp"
+    options = {"tensor_parallel_size": tensor_parallel_size, "distributed_executor_backend": backend}
+    with start(model, "turboquant25", **options) as llm:
+        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        (result,) = llm.generate({"prompt_token_ids": TOKEN_IDS}, sampling, use_tqdm=False)
+    rows = zip(TOKEN_IDS[1:], result.prompt_logprobs[1:], strict=True)
+    return torch.tensor([row[token].logprob for token, row in rows])
