@@ -188,6 +188,44 @@ def refusal(model: Path, kv_cache_dtype: str, **options: object) -> str:
     return line
 
 
+DRAFTS = ("mtp.layers.0.self_attn.attn", "draft_model.model.layers.0.self_attn.attn", "model.layers.3.self_attn.attn")
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_layers_of_a_draft_take_first_channels(name: str, has_draft: bool, tmp_path: Path) -> None:
+    """Where no draft is asked for, a layer that the file does not list is an error."""
+    path = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM))
+    rank = calibration.RankCalibration(calibration.load(path), FORMATS["turboquant25"], 1, 0, has_draft)
+    if has_draft:
+        assert rank.channels(name, KV_HEADS, HEAD_DIM) == {}
+    else:
+        with pytest.raises(calibration.CalibrationError, match=f"has no entry for the model's layer {name}; make"):
+            rank.channels(name, KV_HEADS, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_size", "words"),
+    [(3, 64, "2 KV heads do not deal out to the 3 of"), (2, 96, "head_size 64, but model.layers.1.attn has 96")],
+)
+def test_layers_of_another_shape_are_refused(kv_heads: int, head_size: int, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM))
+    rank = calibration.RankCalibration(calibration.load(path), FORMATS["isoquant4"], 2, 1, False)
+    with pytest.raises(calibration.CalibrationError, match=words):
+        rank.channels("model.layers.1.attn", kv_heads, head_size)
+
+
+def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    assert calibration._model_folder("someone/model", "0123") == snapshot
+    assert calibration._model_folder("someone/other", None) == Path("someone/other")
+    assert calibration._model_folder(str(plain_model), None) == plain_model
+    assert calibration._model_folder(str(plain_model / "config.json"), None) == plain_model
+
+
 def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:
     """Four KV heads on two ranks."""
     model = Path(tiny_models.save(tiny_models.llama(num_key_value_heads=4), tmp_path))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
@@ -77,8 +78,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         return None
     path = _named_file(config.additional_config)
     if path is None:
-        folder = Path(model.model)
-        path = (folder.parent if folder.is_file() else folder) / FILE_NAME
+        path = _model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
             if fmt.outlier_bits:
                 logger.warning_once(
@@ -116,6 +116,15 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         get_tensor_model_parallel_rank(),
         has_draft=config.speculative_config is not None,
     )
+
+
+def _model_folder(model: str, revision: str | None) -> Path:
+    """Where a model's files are: its own folder, or the snapshot of a model of the Hugging Face Hub."""
+    path = Path(model)
+    if path.exists():
+        return path.parent if path.is_file() else path
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else path
 
 
 def _named_file(additional_config: object) -> Path | None:
