@@ -33,7 +33,7 @@ class PackedMetadata(AttentionMetadata):
     [requests + 1] and `seq_lens` int32 [requests], tokens in the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
     batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
-    The first `decodes` requests have `decode_query_len` query tokens or fewer, `decode_tokens` in all.
+    The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
     `plans` keeps what the first layer of a kind worked out for the others (`FlashPrefill`).
     """
 
@@ -113,7 +113,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             context=context.tolist(),
             decodes=decodes,
             decode_tokens=common.num_actual_tokens if decodes == len(lengths) else starts[decodes],
-            decode_query_len=longest,
+            decode_query_len=max(lengths[:decodes], default=0),
         )
 
 
