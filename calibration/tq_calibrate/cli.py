@@ -1,0 +1,107 @@
+"""Choose which channels of a model's keys and values are stored together, for turboquant, isoquant and planarquant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from packed_kv.outliers import FILE_NAME, RECIPES, CalibrationError, load
+
+from .errors import UserError
+from .text import LEAST_TOKENS
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    options = parse(arguments)
+    try:
+        options.run(options)
+    except (UserError, CalibrationError) as error:
+        print(f"tq-calibrate: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("tq-calibrate: interrupted, nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tq-calibrate", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    model = commands.add_parser("model", help="run a model over text and write its calibration file")
+    model.add_argument("model", metavar="MODEL", help="folder of a Hugging Face causal LM, or its id")
+    model.add_argument("--text", nargs="+", default=[], metavar="FILE",
+                       help="UTF-8 text (default: Python's help topics)")  # fmt: skip
+    model.add_argument("--tokens", type=_tokens, default=32768, metavar="N", help="tokens to run (default 32768)")
+    model.add_argument("--batch-size", type=_positive, default=4, metavar="N", help="sequences at once (default 4)")
+    model.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                       help="dtype to run in (default: float32 on a CPU, else that of the checkpoint)")  # fmt: skip
+    model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],
+                       help=f"dtype that the file names (default {RECIPES[-1]}; it serves all)")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="which places of the text (default 0)")
+    model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
+    model.add_argument("--weights-only", action="store_true",
+                       help="estimate from the projection weights; for models too large to run")  # fmt: skip
+    model.set_defaults(run=_model)
+
+    check = commands.add_parser("check", help="say whether a calibration file is sound")
+    check.add_argument("file", metavar="FILE")
+    check.add_argument("--model", metavar="MODEL", help="and whether it fits this model")
+    check.set_defaults(run=_check)
+
+    show = commands.add_parser("show", help="print a summary of a calibration file")
+    show.add_argument("file", metavar="FILE")
+    show.set_defaults(run=_show)
+    return parser.parse_args(arguments)
+
+
+# The commands import what they need: `check` and `--help` answer without loading torch.
+
+
+def _model(options: argparse.Namespace) -> None:
+    from .run import calibrate
+
+    calibrate(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    calibration = load(options.file)
+    fits = ""
+    if options.model:
+        from dataclasses import asdict
+
+        from .model import load_config, shape_of
+
+        calibration.check_model(**asdict(shape_of(load_config(options.model))))
+        fits = f", and fits {options.model}"
+    print(
+        f"{options.file} is sound{fits}: {len(calibration.layers)} layers, {calibration.kv_heads} KV heads of "
+        f"{calibration.head_size} channels, {calibration.recipe}"
+    )
+
+
+def _show(options: argparse.Namespace) -> None:
+    from .show import summary
+
+    print(summary(options.file))
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _tokens(text: str) -> int:
+    return _at_least(LEAST_TOKENS, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+    return int(text)

@@ -1,0 +1,14 @@
+"""The error of everything that a user can mend."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input; the message is one line that names the value and the remedy. `main` prints it and exits with 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error that says anything, shortened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

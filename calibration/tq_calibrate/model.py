@@ -1,0 +1,86 @@
+"""A Hugging Face model: its configuration, its shape, and the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import UserError, first_line
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
+"""What transformers raises about a folder that is no model, a damaged file, or a missing quantization library."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a configuration says: all layers, KV heads and channels of a head.
+
+    `every_layer`: whether each layer has a KV cache of its own.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    every_layer: bool
+
+
+def load_config(model: str) -> PretrainedConfig:
+    """The configuration of a model. Raises UserError, also for an architecture without per-head K and V."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except LOAD_ERRORS as error:
+        raise UserError(f"{model} is not a model that transformers can read ({first_line(error)})") from error
+    text = config.get_text_config()
+    if getattr(text, "is_encoder_decoder", False):
+        raise UserError(f"{model}: {config.model_type} is an encoder-decoder; only causal LMs can be calibrated")
+    if getattr(text, "kv_lora_rank", None):
+        raise UserError(
+            f"{model}: {config.model_type} has latent attention (MLA), so no K and V per head to calibrate; "
+            "serve it with --kv-cache-dtype auto"
+        )
+    return config
+
+
+def shape_of(config: PretrainedConfig) -> Shape:
+    """The shape of a model's KV cache, as its configuration tells it."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or []
+    return Shape(
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        every_layer=all("attention" in kind and "linear" not in kind for kind in kinds)
+        and not getattr(text, "num_kv_shared_layers", 0),
+    )
+
+
+def context_length(config: PretrainedConfig, limit: int) -> int:
+    """Tokens of a sequence: what the model was made for, at most `limit`."""
+    return min(getattr(config.get_text_config(), "max_position_embeddings", None) or limit, limit)
+
+
+def load_model(model: str, attention: str, dtype: str, device: torch.device) -> PreTrainedModel:
+    """A causal LM with a registered attention implementation, on a device. Raises UserError."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils import is_accelerate_available
+
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if is_accelerate_available():
+        options["device_map"] = {"": device}  # reads the weights straight to the device
+    try:
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(model, **options)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            loaded = AutoModelForImageTextToText.from_pretrained(model, **options)
+        return loaded.eval().to(device) if "device_map" not in options else loaded.eval()
+    except LOAD_ERRORS as error:
+        raise UserError(f"{model} cannot be loaded ({first_line(error)})") from error

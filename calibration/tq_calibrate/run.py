@@ -1,0 +1,112 @@
+"""`tq-calibrate model`: from a model and text to the file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import transformers
+from packed_kv.outliers import FILE_NAME
+from tqdm import tqdm
+
+from .choose import choose
+from .collect import ATTENTION, Collector
+from .errors import UserError
+from .model import context_length, load_config, load_model, shape_of
+from .statistics import Statistics, check_head_size
+from .text import load_tokenizer, read_text, sha256, token_sequences
+from .write import check_writable, file_content, write_file
+
+SEQUENCE_LENGTH = 2048
+"""Tokens of a sequence, if the model reads that many."""
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Run the command with the options of `cli.parse`. Raises UserError."""
+    start = time.perf_counter()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    out = _out(options)
+    check_writable(out)
+    if options.weights_only:
+        raise UserError("--weights-only is not there yet")
+    statistics = _observe(options)
+    recipe, name = options.recipe, Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
+    choices = {layer: choose(seen, recipe) for layer, seen in statistics.layers.items()}
+    write_file(out, file_content(statistics, choices, recipe, name))
+    heads, channels = statistics.shape
+    print(
+        f"{out}: {len(choices)} layers, {heads} KV heads of {channels} channels, {statistics.tokens:,} tokens, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+
+
+def batches(sequences: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+    """Batches of up to `size` sequences of equal length."""
+    for _, alike in groupby(sequences, key=len):
+        equal = list(alike)
+        yield from (equal[at : at + size] for at in range(0, len(equal), size))
+
+
+def _observe(options: argparse.Namespace) -> Statistics:
+    """Statistics of the model over the text."""
+    device = _device(options.device)
+    text = read_text(options.text)
+    config = load_config(options.model)
+    check_head_size(shape_of(config).head_size)
+    length = context_length(config, SEQUENCE_LENGTH)
+    tokenizer = load_tokenizer(options.model)
+    sequences = token_sequences(text, tokenizer, options.tokens, length, options.seed)
+    collector = Collector()
+    print(f"loading {options.model} ...", file=sys.stderr)
+    model = load_model(options.model, ATTENTION, _dtype(options.dtype, device), device)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    largest = max(map(max, sequences))
+    if largest >= vocabulary:
+        raise UserError(f"{options.model}: its tokenizer gives token {largest}, its vocabulary has {vocabulary}")
+    with tqdm(total=options.tokens, unit=" tokens", unit_scale=True, desc="calibrating") as bar:
+        collector.run(model, batches(sequences, options.batch_size), bar.update)
+    statistics = collector.statistics()
+    statistics.source = {
+        "method": "packed_kv_activations_v1",
+        "objective": "score_and_output_error",
+        "num_prompts": len(sequences),
+        "max_seq_len": length,
+        "batch_size": options.batch_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device.type,
+        "prompts_sha256": sha256(sequences),
+    }
+    return statistics
+
+
+def _out(options: argparse.Namespace) -> Path:
+    if options.out:
+        return Path(options.out).expanduser().resolve()
+    folder = Path(options.model)
+    if not folder.is_dir():
+        raise UserError(
+            f"{options.model} is not a folder; if it is the id of a model, say where to write: --out {FILE_NAME}"
+        )
+    return folder.resolve() / FILE_NAME
+
+
+def _dtype(name: str, device: torch.device) -> str:
+    """On CPUs bf16 takes several times as long as fp32, so it is not chosen there because the checkpoint has it."""
+    return "float32" if name == "auto" and device.type == "cpu" else name
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name} is not there; use cpu, cuda or cuda:N") from error
+    return device

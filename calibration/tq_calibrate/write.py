@@ -1,0 +1,101 @@
+"""The calibration file: assembled, and written so that it is whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from packed_kv.outliers import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, load
+
+from .choose import LayerChoice
+from .errors import UserError
+from .statistics import Statistics
+
+
+def file_content(
+    statistics: Statistics, choices: dict[int, LayerChoice], recipe: str, model_name: str
+) -> dict[str, Any]:
+    """The file as a JSON object; `packed_kv/turboquant_kv.schema.json` describes it.
+
+    `key_channel_rms` and `value_channel_rms` are ours, for `show` and `report`; the runtime does not read them.
+    """
+    layers = {
+        f"model.layers.{layer}.self_attn": {
+            "key_high_precision_indices": choice.key_outliers.tolist(),
+            "value_high_precision_indices": choice.value_outliers.tolist(),
+            "key_channel_order": choice.key_order.tolist(),
+            "value_channel_order": choice.value_order.tolist(),
+            "key_channel_rms": _rms(statistics.layers[layer].key_energy),
+            "value_channel_rms": _rms(statistics.layers[layer].value_energy),
+        }
+        for layer, choice in choices.items()
+    }
+    return {
+        "version": VERSION,
+        "recipe": recipe,
+        "head_size": statistics.shape[1],
+        "model_name": model_name,
+        "transform_version": TRANSFORM_VERSION,
+        "codebook_version": CODEBOOK_VERSION,
+        "calibration": {**statistics.source, "num_observed_tokens": statistics.tokens},
+        "layers": layers,
+    }
+
+
+def write_file(path: Path, content: dict[str, Any]) -> None:
+    """Write a file, replacing one that is there. Raises UserError; what was there is then untouched."""
+    try:
+        with _beside(path) as temporary:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(to_json(content))
+                file.flush()
+                os.fsync(file.fileno())
+            load(temporary)  # what we write, the runtime reads
+            os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); --out names another place") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise UserError if `write_file` would have no permission."""
+    if path.is_dir():
+        raise UserError(f"--out {path} is a folder; name a file in it")
+    try:
+        with _beside(path):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); --out names another place") from error
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """JSON with one line a field of a layer, so that a file of 10^5 numbers can still be looked at."""
+
+    def lines(value: Any, indent: str) -> str:
+        if not isinstance(value, dict) or not value:
+            return json.dumps(value)
+        inner = indent + "  "
+        entries = (f"{inner}{json.dumps(name)}: {lines(item, inner)}" for name, item in value.items())
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+
+    return lines(content, "") + "\n"
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """An empty new file in the same folder, removed at the end if it is still there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _rms(energy: torch.Tensor) -> list[list[float]]:
+    """Root mean squares with three digits."""
+    return [[float(f"{value:.3g}") for value in head] for head in energy.sqrt().tolist()]
