@@ -1,0 +1,207 @@
+"""A vLLM engine in this process, and what `decode.py` measures in it: decode steps, prefill, throughput.
+
+Contexts of the decode steps are not prefilled. One prompt runs through the model, its pages are copied over all others,
+and the requests' prompts are then marked as computed: every request reads pages of its own, which hold what the dtype's
+own store wrote. So a shape costs its steps only, and the bytes that a step moves are those after a real prefill.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+MODEL_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 32000, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CHUNK = 8192
+"""Tokens of a step, and so of a prefill chunk."""
+SOURCE_TOKENS = 2048
+"""Tokens whose pages are copied over the cache."""
+WARM_UP_STEPS, SPARE_TOKENS = 5, 8
+"""Steps before the timed ones; tokens that requests have left after them, so that none ends while others are timed."""
+
+
+def write_model(folder: str) -> str:
+    """Write the config of the 8B-shaped model into `folder`; returns the folder."""
+    Path(folder, "config.json").write_text(json.dumps(MODEL_8B))
+    return folder
+
+
+def graph_sizes(max_requests: int) -> list[int]:
+    """Batch sizes of the CUDA graphs: fewer than vLLM's own, to start sooner."""
+    return sorted({size for size in (1, 2, 4, 8, *range(16, max_requests, 16)) if size < max_requests} | {max_requests})
+
+
+def start(model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None) -> LLM:
+    """An engine with dummy weights; `kv_cache_memory` in bytes, None for what the device has left."""
+    from vllm import LLM
+
+    return LLM(
+        model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
+        enable_prefix_caching=False, max_model_len=max_model_len, max_num_batched_tokens=CHUNK,
+        max_num_seqs=max_requests, gpu_memory_utilization=0.9, kv_cache_memory_bytes=kv_cache_memory,
+        compilation_config={
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(max_requests)
+        },
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a wave of requests took: seconds in all, until all had a token, and of each step in which all decode."""
+
+    requests: int
+    seconds: float
+    prefill_seconds: float
+    decode_steps: list[float]
+
+
+class Engine:
+    """Measures in an engine that runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and is otherwise idle."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        self.vocabulary = self.engine.model_config.get_vocab_size()
+        self.block_size = self.engine.vllm_config.cache_config.block_size
+        self.blocks = self.scheduler.kv_cache_config.num_blocks
+        groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ValueError(f"the model has {groups} KV cache groups; the benchmark takes models with one")
+        self._added = 0
+
+    def attention(self) -> str:
+        """Names of the layers' attention backends, with the version where it is FlashAttention."""
+        names = set()
+        for layer in self.engine.vllm_config.compilation_config.static_forward_context.values():
+            version = getattr(layer.impl, "vllm_flash_attn_version", None) or getattr(layer.impl, "fa_version", None)
+            names.add(layer.attn_backend.get_name() + (f" (FlashAttention {version})" if version else ""))
+        return " + ".join(sorted(names))
+
+    def fill_pages(self) -> None:
+        """Prefill one prompt and copy its pages over all others."""
+        tokens = min(SOURCE_TOKENS, self.engine.model_config.max_model_len - SPARE_TOKENS)
+        self._add(tokens, SPARE_TOKENS)
+        while not self._step():
+            pass
+        (request,) = self.scheduler.running
+        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for cache in self.runner.kv_caches:
+            pages = cache.view(torch.uint8)
+            a_block = len(pages) // self.blocks  # vLLM may cut a block into several of the kernel
+            rows = torch.tensor(ids[: tokens // self.block_size], device=pages.device)[:, None] * a_block
+            source = pages[(rows + torch.arange(a_block, device=pages.device)).flatten()]
+            for first in range(0, len(pages), len(source)):
+                target = pages[first : first + len(source)]
+                target.copy_(source[: len(target)])
+        self._drain()
+
+    def fits(self, requests: int, context: int, steps: int) -> bool:
+        """Whether the cache holds what `decode_steps` needs."""
+        tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS
+        return requests * -(-tokens // self.block_size) < self.blocks
+
+    def decode_steps(self, requests: int, context: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps in which `requests` requests decode, with `context` tokens or a few more.
+
+        The pages must have been filled, and the shape must fit.
+        """
+        for _ in range(requests):
+            self._add(context, WARM_UP_STEPS + steps + SPARE_TOKENS)
+        for request in self.scheduler.waiting:
+            request.num_computed_tokens = context - 1  # as after a transfer from another engine's cache
+        while self._step() < requests:
+            pass
+        for _ in range(WARM_UP_STEPS):
+            self._step()
+        times = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            decoded = self._step()
+            times.append(time.perf_counter() - started)
+            if decoded != requests:
+                raise RuntimeError(f"{decoded} of {requests} requests decoded in a step")
+        self._drain()
+        return times
+
+    def prefill(self, tokens: int, repeats: int) -> list[float]:
+        """Seconds until the first token of prompts of `tokens` tokens, one at a time, in chunks; a warm-up before."""
+        times = []
+        for _ in range(1 + repeats):
+            self._add(tokens, 1)
+            started = time.perf_counter()
+            self._drain()
+            times.append(time.perf_counter() - started)
+        return times[1:]
+
+    def requests_that_fit(self, budget: int, tokens: int) -> int:
+        """How many requests of `tokens` tokens `budget` bytes of KV cache hold."""
+        return self._blocks_of(budget) // -(-tokens // self.block_size)
+
+    def throughput(self, requests: int, budget: int, prompt: int, output: int) -> Throughput:
+        """`requests` requests at once, of `prompt` tokens in and `output` out, with `budget` bytes of KV cache."""
+        with self._budget(self._blocks_of(budget)):
+            for _ in range(requests):
+                self._add(prompt, output)
+            steps: list[float] = []
+            begun: set[str] = set()
+            started = prefilled = time.perf_counter()
+            while self.engine.has_unfinished_requests():
+                step_started = time.perf_counter()
+                decoded = [result.request_id for result in self.engine.step()]
+                now = time.perf_counter()
+                if len(decoded) == requests:
+                    steps.append(now - step_started)
+                if len(begun) < requests:
+                    begun.update(decoded)
+                    prefilled = now
+        if not steps:
+            raise RuntimeError(f"{requests} requests never ran all at once")
+        return Throughput(requests, time.perf_counter() - started, prefilled - started, steps)
+
+    def _blocks_of(self, budget: int) -> int:
+        block_bytes = sum(cache.nbytes for cache in self.runner.kv_caches) // self.blocks
+        if budget // block_bytes >= self.blocks:
+            raise ValueError(f"a budget of {budget} bytes is more than the KV cache has: {self.blocks * block_bytes}")
+        return budget // block_bytes
+
+    @contextmanager
+    def _budget(self, blocks: int) -> Iterator[None]:
+        """Leave the scheduler `blocks` blocks."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+        try:
+            yield
+        finally:
+            pool.free_blocks(taken)
+
+    def _add(self, tokens: int, output: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
+        prompt: Any = {"prompt_token_ids": torch.randint(3, self.vocabulary, (tokens,)).tolist()}
+        self.engine.add_request(str(self._added), prompt, sampling)
+        self._added += 1
+
+    def _step(self) -> int:
+        """Run a step; returns the number of requests that got a token (with async scheduling, of the step before)."""
+        return len(self.engine.step())
+
+    def _drain(self) -> None:
+        """Run until all requests are done."""
+        while self.engine.has_unfinished_requests():
+            self.engine.step()

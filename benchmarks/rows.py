@@ -1,0 +1,58 @@
+"""Rows of the benchmarks' CSV files: the measured columns, then what they were measured with."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+MACHINE = ("gpu", "vllm", "torch", "triton", "commit")
+
+
+def machine() -> dict[str, str]:
+    """Device name and versions; the caller adds the commit."""
+    import torch
+    import vllm
+
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:  # the CPU platform may lack it
+        triton = ""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"gpu": gpu, "vllm": vllm.__version__, "torch": torch.__version__, "triton": triton}
+
+
+def commit_here() -> str:
+    """The checkout's commit, with `+` if it has changes; empty where there is no git history."""
+    root = Path(__file__).resolve().parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def percentiles(seconds: list[float]) -> dict[str, str]:
+    """p20, p50 and p80 in milliseconds."""
+    cuts = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    return {name: f"{cuts[i] * 1e3:.3f}" for name, i in (("p20_ms", 1), ("p50_ms", 4), ("p80_ms", 7))}
+
+
+def append(file: Path, row: dict[str, object]) -> None:
+    """Add a row to `file`, with a header if the file is new. Raises ValueError if the file has other columns."""
+    new = not file.exists()
+    if not new:
+        with file.open(newline="") as old:
+            header = next(csv.reader(old))
+        if header != list(row):
+            raise ValueError(f"{file} has the columns {header}, not {list(row)}; move it away")
+    with file.open("a", newline="") as target:
+        writer = csv.DictWriter(target, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    """The rows of `file`."""
+    with file.open(newline="") as source:
+        return list(csv.DictReader(source))

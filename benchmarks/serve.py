@@ -1,0 +1,164 @@
+"""Latency and throughput of a vLLM server under Poisson arrivals, by concurrency, for vLLM's dtypes and ours.
+
+    python benchmarks/serve.py [--dtypes NAME ...] [--concurrency N ...] [--request-rate R] [--kv-cache-memory BYTES]
+
+Each dtype gets a server of its own (`vllm serve`). The load is vLLM's: the function behind `vllm bench serve
+--dataset-name random --request-rate R --burstiness 1 --max-concurrency N --ignore-eos`, called in this process, so that
+it is imported once, while the first server starts. Requests arrive as a Poisson process of R a second; where N are
+under way, the next waits. A rate above what the server can do therefore measures N requests at a time. Rows: TTFT and
+TPOT in milliseconds, p50 and p99, and tokens a second over the whole run, appended to --csv as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_engine
+import rows
+
+REPO = Path(__file__).resolve().parents[1]
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+"""The `vllm` command, also where it has no script."""
+NAME = "model"
+GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
+METRICS = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s")
+    add("--concurrency", nargs="+", type=int, default=[1, 8, 32, 128], help="default: %(default)s")
+    add("--request-rate", type=float, default=32.0, help="arrivals a second (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
+    add("--input", type=int, default=2048, help="prompt tokens (default: %(default)s)")
+    add("--output", type=int, default=128, help="output tokens (default: %(default)s)")
+    add("--model", help="folder of a model with a tokenizer (default: 8B-shaped, dummy weights)")
+    add("--kv-cache-memory", type=float, help="bytes of KV cache (default: what the device has left)")
+    add("--server-options", default=GPU_OPTIONS, help="more options of vllm serve (default: %(default)s)")
+    add("--start-seconds", type=int, default=240, help="how long a server may start (default: %(default)s)")
+    add("--csv", type=Path, default=Path("serve.csv"), help="file of the rows (default: %(default)s)")
+    add("--commit", help="for the rows (default: what git says)")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def server(dtype: str, model: str, port: int, log: Path, options: argparse.Namespace) -> Iterator[subprocess.Popen]:
+    """`vllm serve` with one dtype; the caller waits until it answers. Ends it and whatever it started."""
+    arguments = [
+        "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1",
+        "--port", str(port), "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
+        "--max-num-batched-tokens", str(bench_engine.CHUNK), "--max-num-seqs", str(max(options.concurrency)),
+        "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False),
+    ]  # fmt: skip
+    if not options.model:
+        arguments += ["--tokenizer", str(REPO / "models" / "demo-7m")]
+    if options.kv_cache_memory:
+        arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_memory))]
+    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*VLLM, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: the server and its engine
+            process.wait()
+
+
+def wait_until_healthy(port: int, process: subprocess.Popen, log: Path, seconds: int) -> None:
+    """Raises RuntimeError with the end of the log if the server does not answer in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+            return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    raise RuntimeError(f"the server did not start in {seconds} s:\n{log.read_text()[-3000:]}")
+
+
+def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The result of `vllm bench serve`."""
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    requests = options.rounds * concurrency
+    arguments = parser.parse_args(
+        f"--backend vllm --base-url http://127.0.0.1:{port} --model {NAME} --tokenizer {tokenizer} --seed 0 "
+        f"--dataset-name random --random-input-len {options.input} --random-output-len {options.output} --ignore-eos "
+        f"--num-prompts {requests} --num-warmups 1 --request-rate {options.request_rate} --burstiness 1 "
+        f"--max-concurrency {concurrency} --temperature 0 --percentile-metrics ttft,tpot --metric-percentiles 50,99 "
+        "--disable-tqdm".split()
+    )
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        result = serve.main(arguments)
+    if result["completed"] != requests:
+        raise RuntimeError(f"{result['completed']} of {requests} requests completed")
+    return result
+
+
+def measure(dtype: str, model: str, options: argparse.Namespace, commit: str, log: Path) -> None:
+    """Start a server, load it at each concurrency, write and print the rows."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = time.monotonic()
+    with server(dtype, model, port, log, options) as process:
+        made_with = rows.machine()
+        wait_until_healthy(port, process, log, options.start_seconds)
+        print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
+        kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
+        for concurrency in options.concurrency:
+            result = load(port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
+            row: dict[str, object] = {
+                "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
+                "requests": result["completed"], "input": options.input, "output": options.output,
+                "kv_bytes": kv_bytes, **{name: f"{result[name]:.2f}" for name in METRICS},
+                "output_tokens_s": f"{result['output_throughput']:.1f}",
+                "total_tokens_s": f"{result['total_token_throughput']:.1f}",
+            }  # fmt: skip
+            rows.append(options.csv, {**row, **made_with, "commit": commit})
+            print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
+
+
+def main() -> int:
+    options = parse_arguments()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    commit = options.commit or rows.commit_here()
+    options.csv.parent.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or bench_engine.write_model(folder)
+        for dtype in options.dtypes:
+            try:
+                measure(dtype, model, options, commit, Path(folder, f"{dtype}.log"))
+            except RuntimeError as error:
+                failed.append(dtype)
+                print(f"{dtype} failed: {error}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

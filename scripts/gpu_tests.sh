@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The tests that a GPU is for. Parts, all by default: kernels (bytes equal to the CPU's, the kernel suite, offsets past
+# 2^31 bytes), engine (graphs and prefill in vLLM), memcheck (compute-sanitizer over one case of each kernel).
+#
+#   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
+#   gpu_tests.sh collect     only check that memcheck's cases exist; needs no GPU
+#
+# The kernel suite runs in 8 processes where pytest-xdist is there: most of its time is compilation.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+parts=("${@:-kernels engine memcheck}")
+memcheck_cases=(
+    "tests/kernels/test_store.py::test_bytes[d128-isoquant3]"
+    "tests/kernels/test_store.py::test_bytes[d128-turboquant35]"
+    "tests/kernels/test_decode.py::test_formats[isoquant3]" # rotates the query and merges, too
+    "tests/kernels/test_decode.py::test_formats[turboquant35]"
+    "tests/kernels/test_gather.py::test_gathered_tokens_equal_the_pages[isoquant3-96]"
+    "tests/kernels/test_gather.py::test_unrotated_vectors_are_the_decoded_ones[tq4-torch.float16]"
+    "tests/kernels/test_gather.py::test_combine[inf]"
+)
+
+run_pytest() { python3 -m pytest -q -p no:cacheprovider "$@"; }
+
+kernels() {
+    local jobs=()
+    if python3 -c 'import xdist' 2>/dev/null; then jobs=(-n 8); fi
+    # test_compile.py needs no GPU, and CI runs it.
+    run_pytest "${jobs[@]}" tests/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
+}
+
+engine() { run_pytest tests/engine/test_on_cuda.py; }
+
+memcheck() {
+    local sanitizer
+    sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
+    if [[ -z $sanitizer ]]; then
+        echo "gpu_tests.sh: memcheck skipped: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin"
+        return
+    fi
+    # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --error-exitcode 9 \
+        python3 -m pytest -q -p no:cacheprovider "${memcheck_cases[@]}"
+}
+
+collect() { run_pytest --collect-only "${memcheck_cases[@]}"; }
+
+if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu_tests.sh: PyTorch sees no CUDA device" >&2
+    exit 1
+fi
+failed=()
+for part in ${parts[*]}; do
+    case $part in
+    kernels | engine | memcheck | collect)
+        echo "== $part"
+        "$part" || failed+=("$part")
+        ;;
+    *)
+        echo "gpu_tests.sh: no part '$part': kernels, engine, memcheck or collect" >&2
+        exit 2
+        ;;
+    esac
+done
+if ((${#failed[@]})); then
+    echo "gpu_tests.sh: failed: ${failed[*]}" >&2
+    exit 1
+fi

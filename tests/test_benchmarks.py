@@ -1,0 +1,180 @@
+"""The benchmarks run on a CPU with the demo model's shape: what they write, not how fast anything is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packed_kv import FORMATS
+
+REPO = Path(__file__).parents[1]
+BENCHMARKS, DEMO_MODEL = REPO / "benchmarks", REPO / "models" / "demo-7m"
+DTYPE, BUDGET, INPUT, OUTPUT = "isoquant4", 24 << 20, 250, 6
+DECODE = f"""
+    --model {DEMO_MODEL} --dtypes {DTYPE} isoquant5 --shapes 1x256 2x128 900x256 --steps 3 --prefill 64 --prompts 2
+    --budget {BUDGET} --input {INPUT} --output {OUTPUT} --max-requests 3 --kv-cache-memory {48 << 20} --commit abc1234
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def run(script: str, *arguments: str, code: int = 0) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one run of decode.py wrote: the rows of a dtype, and none of one that vLLM does not know."""
+    target = tmp_path_factory.mktemp("rows")
+    output = run("decode.py", *DECODE.split(), "--out", str(target), code=1)
+    assert f"{DTYPE}: 900x256 does not fit the KV cache" in output
+    assert "Invalid kv_cache_dtype: 'isoquant5'" in output and output.endswith("failed: isoquant5\n")
+    return target
+
+
+def test_decode_rows(folder: Path) -> None:
+    from rows import read
+
+    rows = read(folder / "decode.csv")
+    assert [(row["dtype"], row["requests"], row["context"]) for row in rows] == [
+        (DTYPE, "1", "256"),
+        (DTYPE, "2", "128"),
+    ]
+    for row in rows:
+        assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
+        assert row["attention"] == f"PACKED_KV_{DTYPE.upper()}" and row["commit"] == "abc1234"
+
+
+def test_prefill_rows(folder: Path) -> None:
+    from rows import read
+
+    (row,) = read(folder / "prefill.csv")
+    assert row["tokens"] == "64" and row["prompts"] == "2"
+    assert float(row["tokens_s"]) == pytest.approx(64 / (float(row["p50_ms"]) * 1e-3), rel=0.02)
+
+
+def test_throughput_rows(folder: Path) -> None:
+    """The budget holds what its bytes hold: 2 blocks of 128 tokens a request, in 6 layers of 2 KV heads."""
+    from rows import read
+
+    (row,) = read(folder / "throughput.csv")
+    assert int(row["fit"]) == BUDGET // (6 * 2 * 128 * FORMATS[DTYPE].slot_bytes(128)) // 2
+    assert int(row["requests"]) == 3 and float(row["prefill_seconds"]) < float(row["seconds"])
+    assert float(row["output_tokens_s"]) == pytest.approx(3 * OUTPUT / float(row["seconds"]), rel=0.1, abs=1)
+
+
+def test_tables_show_ratios_of_the_last_rows(tmp_path: Path) -> None:
+    from rows import append
+
+    for dtype, tokens, rate in (("auto", 64, 10), ("auto", 64, 50), ("auto", 128, 40), (DTYPE, 64, 75)):
+        append(tmp_path / "prefill.csv", {"dtype": dtype, "tokens": tokens, "tokens_s": rate})
+    assert run("tables.py", str(tmp_path)).splitlines() == [
+        "| tokens/s, tokens: | 64 | 128 |",
+        "| --- | ---: | ---: |",
+        "| auto | 50 | 40 |",
+        f"| {DTYPE} | 75 (1.50) | not run |",
+    ]
+
+
+def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page holds what the model wrote, and every request reads pages of its own."""
+    import bench_engine
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = bench_engine.start(str(DEMO_MODEL), DTYPE, max_model_len=256, max_requests=4, kv_cache_memory=32 << 20)
+    try:
+        engine = bench_engine.Engine(llm)
+        for cache in engine.runner.kv_caches:
+            cache.fill_(0)
+        engine.fill_pages()
+        for cache in engine.runner.kv_caches:
+            assert cache.flatten(1).any(dim=1).all()
+        manager, tables = engine.scheduler.kv_cache_manager, {}
+        step = engine.engine.step
+
+        def recorded_step():
+            tables.update({r.request_id: manager.get_block_ids(r.request_id)[0] for r in engine.scheduler.running})
+            return step()
+
+        monkeypatch.setattr(engine.engine, "step", recorded_step)
+        assert len(engine.decode_steps(3, 130, 2)) == 2
+        blocks = [block for table in tables.values() for block in table]
+        assert len(tables) == 3 and len(blocks) == len(set(blocks)) == 3 * 2
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
+    from rows import append
+
+    append(tmp_path / "x.csv", {"a": 1, "b": 2})
+    append(tmp_path / "x.csv", {"a": 3, "b": 4})
+    assert (tmp_path / "x.csv").read_text().split() == ["a,b", "1,2", "3,4"]
+    with pytest.raises(ValueError, match="has the columns"):
+        append(tmp_path / "x.csv", {"a": 1, "c": 2})
+
+
+def test_percentiles() -> None:
+    from rows import percentiles
+
+    assert percentiles([i * 1e-3 for i in range(11)]) == {"p20_ms": "2.000", "p50_ms": "5.000", "p80_ms": "8.000"}
+    assert percentiles([0.007])["p80_ms"] == "7.000"
+
+
+def test_plots(tmp_path: Path) -> None:
+    from rows import append
+
+    made_with = {"gpu": "none", "vllm": "0", "torch": "0", "triton": "0", "commit": "abc1234"}
+    for dtype in ("auto", DTYPE):
+        for i in (1, 2):
+            times = {"p20_ms": i, "p50_ms": i + 0.1, "p80_ms": i + 0.2}
+            append(tmp_path / "decode.csv", {"dtype": dtype, "requests": 32, "context": 512 * i, **times, **made_with})
+            serve = {"concurrency": i, "input": 8, "output": 8, "output_tokens_s": 10 * i}
+            append(tmp_path / "serve.csv", {"dtype": dtype, **serve, **made_with})
+    assert run("plot.py", str(tmp_path)).split() == [
+        str(tmp_path / name) for name in ("step_time.png", "throughput.png")
+    ]
+    for name in ("step_time.png", "throughput.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_load_is_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own parser takes the arguments; a run in which requests fail is refused."""
+    import serve
+    from vllm.benchmarks import serve as vllm_serve
+
+    seen = []
+
+    def fake(arguments: argparse.Namespace) -> dict[str, int]:
+        seen.append(arguments)
+        return {"completed": 12 if len(seen) == 1 else 11}
+
+    monkeypatch.setattr(vllm_serve, "main", fake)
+    options = argparse.Namespace(rounds=3, request_rate=2.5, input=100, output=7)
+    assert serve.load(1234, "folder", 4, options) == {"completed": 12}
+    with pytest.raises(RuntimeError, match="11 of 12 requests completed"):
+        serve.load(1234, "folder", 4, options)
+    (arguments, _) = seen
+    assert (arguments.num_prompts, arguments.max_concurrency, arguments.request_rate) == (12, 4, 2.5)
+    assert (arguments.random_input_len, arguments.random_output_len, arguments.burstiness) == (100, 7, 1.0)
+
+
+def test_the_cases_of_the_memory_check_exist() -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(REPO / "scripts" / "gpu_tests.sh"), "collect"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
