@@ -36,8 +36,8 @@ class CalibrationError(ValueError):
 class LayerCalibration:
     """A layer's channels, by KV head of the whole model.
 
-    `key_outliers`, `value_outliers`: [KV heads][outlier channels], ascending. `key_order`, `value_order`: channels of
-    like size together, [KV heads][head_size], or None.
+    `key_outliers`, `value_outliers`: [KV heads][outlier channels], ascending. `key_order`, `value_order`: all channels
+    in packing order, [KV heads][head_size], or None.
     """
 
     key_outliers: list[list[int]]
