@@ -126,6 +126,8 @@ def measure(dtype: str, model: str, options: argparse.Namespace, commit: str, lo
         port = free.getsockname()[1]
     started = time.monotonic()
     with server(dtype, model, port, log, options) as process:
+        import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
+
         made_with = rows.machine()
         wait_until_healthy(port, process, log, options.start_seconds)
         print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
