@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import make_outlier_model
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 
 REPO = Path(__file__).parents[1]
-SCRIPT = REPO / "scripts" / "make_outlier_model.py"
+SCRIPT = Path(make_outlier_model.__file__)
 DEMO = REPO / "models" / "demo-7m"
 SMALL = {
     "vocab_size": 256,
@@ -30,18 +30,6 @@ SMALL = {
     "initializer_range": 0.2,
 }
 TOKENS = torch.randint(256, (1, 300), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("make_outlier_model", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_outlier_model"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["make_outlier_model"]
 
 
 def run(folder: Path) -> tuple[torch.Tensor, list]:
@@ -63,9 +51,9 @@ def saved(config: str, folder: Path, **options: object) -> Path:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_demo_model_keeps_its_logits(script, seed: int, tmp_path: Path) -> None:
+def test_demo_model_keeps_its_logits(seed: int, tmp_path: Path) -> None:
     """Six of 128 key channels (three pairs) and five of 128 value channels of each head, others as they were."""
-    script.make(DEMO, tmp_path / "out", script.Outliers(scale=12, value_scale=8, seed=seed))
+    make_outlier_model.make(DEMO, tmp_path / "out", make_outlier_model.Outliers(scale=12, value_scale=8, seed=seed))
     (plain, plain_cache), (logits, cache) = run(DEMO), run(tmp_path / "out")
     assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
     chosen = []
@@ -92,9 +80,9 @@ def test_demo_model_keeps_its_logits(script, seed: int, tmp_path: Path) -> None:
     ],
     ids=["mha", "mqa_with_biases", "mistral", "biases", "norms_of_keys"],
 )
-def test_other_models_keep_their_logits(script, config: str, options: dict, tmp_path: Path) -> None:
+def test_other_models_keep_their_logits(config: str, options: dict, tmp_path: Path) -> None:
     source = saved(config, tmp_path / "in", **options)
-    script.make(source, tmp_path / "out", script.Outliers(fraction=0.1))
+    make_outlier_model.make(source, tmp_path / "out", make_outlier_model.Outliers(fraction=0.1))
     (plain, (*_, (key, value))), (logits, (*_, (large_key, large_value))) = run(source), run(tmp_path / "out")
     assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
     assert (large_key.norm(dim=1) / key.norm(dim=1)).amax(-1).tolist() == pytest.approx([12] * len(key), rel=1e-4)
@@ -102,9 +90,9 @@ def test_other_models_keep_their_logits(script, config: str, options: dict, tmp_
 
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config"])
-def test_an_offset_shifts_keys_and_changes_logits_a_little(script, config: str, tmp_path: Path) -> None:
+def test_an_offset_shifts_keys_and_changes_logits_a_little(config: str, tmp_path: Path) -> None:
     source = saved(config, tmp_path / "in")
-    script.make(source, tmp_path / "out", script.Outliers(fraction=0.1, offset=40.0))
+    make_outlier_model.make(source, tmp_path / "out", make_outlier_model.Outliers(fraction=0.1, offset=40.0))
     (plain, plain_cache), (logits, cache) = run(source), run(tmp_path / "out")
     large = [14, 15, 30, 31]  # the two pairs of the lowest frequencies
     shifts = torch.stack([after[0] - before[0] for after, before in zip(cache[:1], plain_cache[:1], strict=True)])
@@ -153,16 +141,16 @@ def test_command_copies_the_rest_and_shards(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_refused(script, change: dict, words: str, tmp_path: Path) -> None:
+def test_refused(change: dict, words: str, tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "in")
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(script.ModelError, match=words):
-        script.make(tmp_path / "in", tmp_path / "out", script.Outliers())
+    with pytest.raises(make_outlier_model.ModelError, match=words):
+        make_outlier_model.make(tmp_path / "in", tmp_path / "out", make_outlier_model.Outliers())
     assert not (tmp_path / "out").exists()
 
 
-def test_an_offset_needs_a_bias(script, tmp_path: Path) -> None:
+def test_an_offset_needs_a_bias(tmp_path: Path) -> None:
     source = saved("MistralConfig", tmp_path / "in")
-    with pytest.raises(script.ModelError, match="keys of model_type mistral have no bias"):
-        script.make(source, tmp_path / "out", script.Outliers(offset=1.0))
+    with pytest.raises(make_outlier_model.ModelError, match="keys of model_type mistral have no bias"):
+        make_outlier_model.make(source, tmp_path / "out", make_outlier_model.Outliers(offset=1.0))
