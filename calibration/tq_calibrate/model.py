@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import UserError, first_line
@@ -45,6 +46,13 @@ def load_config(model: str) -> PretrainedConfig:
             "serve it with --kv-cache-dtype auto"
         )
     return config
+
+
+def model_folder(model: str) -> Path:
+    """Where the files of a model lie whose configuration is loaded: its folder, or a snapshot of the Hub."""
+    from transformers.utils import cached_file
+
+    return Path(cached_file(model, "config.json")).parent
 
 
 def shape_of(config: PretrainedConfig) -> Shape:

@@ -17,9 +17,10 @@ from tqdm import tqdm
 from .choose import choose
 from .collect import ATTENTION, Collector
 from .errors import UserError
-from .model import context_length, load_config, load_model, shape_of
+from .model import context_length, load_config, load_model, model_folder, shape_of
 from .statistics import Statistics, check_head_size
 from .text import load_tokenizer, read_text, sha256, token_sequences
+from .weights import estimate
 from .write import check_writable, file_content, write_file
 
 SEQUENCE_LENGTH = 2048
@@ -31,17 +32,18 @@ def calibrate(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    out = _out(options)
+    config = load_config(options.model)
+    check_head_size(shape_of(config).head_size)
+    out = options.out.expanduser().resolve() if options.out else model_folder(options.model) / FILE_NAME
     check_writable(out)
-    if options.weights_only:
-        raise UserError("--weights-only is not there yet")
-    statistics = _observe(options)
-    recipe, name = options.recipe, Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
-    choices = {layer: choose(seen, recipe) for layer, seen in statistics.layers.items()}
-    write_file(out, file_content(statistics, choices, recipe, name))
+    statistics = estimate(config, model_folder(options.model)) if options.weights_only else _observe(options, config)
+    choices = {layer: choose(found, options.recipe) for layer, found in statistics.layers.items()}
+    name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
+    write_file(out, file_content(statistics, choices, options.recipe, name))
     heads, channels = statistics.shape
+    seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone"
     print(
-        f"{out}: {len(choices)} layers, {heads} KV heads of {channels} channels, {statistics.tokens:,} tokens, "
+        f"{out}: {len(choices)} layers, {heads} KV heads of {channels} channels, from {seen}, "
         f"{time.perf_counter() - start:.0f} s"
     )
 
@@ -53,12 +55,10 @@ def batches(sequences: list[list[int]], size: int) -> Iterator[list[list[int]]]:
         yield from (equal[at : at + size] for at in range(0, len(equal), size))
 
 
-def _observe(options: argparse.Namespace) -> Statistics:
+def _observe(options: argparse.Namespace, config: transformers.PretrainedConfig) -> Statistics:
     """Statistics of the model over the text."""
     device = _device(options.device)
     text = read_text(options.text)
-    config = load_config(options.model)
-    check_head_size(shape_of(config).head_size)
     length = context_length(config, SEQUENCE_LENGTH)
     tokenizer = load_tokenizer(options.model)
     sequences = token_sequences(text, tokenizer, options.tokens, length, options.seed)
@@ -83,17 +83,6 @@ def _observe(options: argparse.Namespace) -> Statistics:
         "prompts_sha256": sha256(sequences),
     }
     return statistics
-
-
-def _out(options: argparse.Namespace) -> Path:
-    if options.out:
-        return Path(options.out).expanduser().resolve()
-    folder = Path(options.model)
-    if not folder.is_dir():
-        raise UserError(
-            f"{options.model} is not a folder; if it is the id of a model, say where to write: --out {FILE_NAME}"
-        )
-    return folder.resolve() / FILE_NAME
 
 
 def _dtype(name: str, device: torch.device) -> str:
