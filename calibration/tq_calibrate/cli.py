@@ -59,6 +59,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     show = commands.add_parser("show", help="print a summary of a calibration file")
     show.add_argument("file", metavar="FILE")
     show.set_defaults(run=_show)
+
+    report = commands.add_parser("report", help="draw the channels of a calibration file: PNG heat maps, an HTML page")
+    report.add_argument("file", metavar="FILE")
+    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
+    report.set_defaults(run=_report)
     return parser.parse_args(arguments)
 
 
@@ -91,6 +96,12 @@ def _show(options: argparse.Namespace) -> None:
     from .show import summary
 
     print(summary(options.file))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from .report import report
+
+    print(report(options.file, options.out))
 
 
 def _positive(text: str) -> int:

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from packed_kv.outliers import load
+from packed_kv.outliers import Calibration, load
 
 ROLES = ("key", "value")
 HEADER = (
@@ -16,10 +16,14 @@ HEADER = (
 )
 
 
+def read(path: str) -> tuple[Calibration, dict[str, Any]]:
+    """A file, checked, and all of its content. Raises CalibrationError."""
+    return load(path), json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def summary(path: str) -> str:
     """What a file holds, and how its layers' channels differ in size. Raises CalibrationError."""
-    calibration = load(path)
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    calibration, content = read(path)
     outliers = len(next(iter(calibration.layers.values())).key_outliers[0])
     orders = any(layer.key_order or layer.value_order for layer in calibration.layers.values())
     lines = [

@@ -1,0 +1,71 @@
+"""`tq-calibrate report`: heat maps of a file's channel energies, a PNG a layer, and a page that shows them."""
+
+from __future__ import annotations
+
+import html
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import UserError
+from .show import ROLES, read, summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLES = {"key": "K after norm and RoPE", "value": "V"}
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body{{font-family:sans-serif;max-width:80em;margin:2em auto;padding:0 1em}}img{{width:100%}}</style>
+<h1>{title}</h1>
+<p>Size of each channel: root mean square over the text, on a logarithmic scale. Dots mark the outlier channels, which
+turboquant stores with a bit more. They are not simply the largest: docs/calibration.md of packed-kv says how they are
+chosen.</p>
+<pre>{summary}</pre>
+{layers}
+</html>
+"""
+
+
+def report(path: str, folder: Path) -> Path:
+    """Write the report of a calibration file into a folder, made if need be; returns the page.
+
+    Raises CalibrationError for an unsound file, UserError for one without energies or if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("matplotlib is missing, which draws the report; pip install 'packed-kv[plots]'") from error
+    calibration, content = read(path)
+    entries = dict(sorted(zip(calibration.layers, content["layers"].values(), strict=True)))
+    if any(f"{role}_channel_rms" not in entry for entry in entries.values() for role in ROLES):
+        raise UserError(f"{path} has no energies of channels; make a new file with: tq-calibrate model MODEL")
+    digits = len(str(max(entries)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        images = []
+        for layer, entry in entries.items():
+            images.append(f"layer-{layer:0{digits}d}.png")
+            figure = Figure(figsize=(14, 1.6 + 0.3 * calibration.kv_heads), layout="constrained")
+            for axes, role in zip(figure.subplots(1, 2), ROLES, strict=True):
+                _heat_map(axes, role, entry)
+            figure.suptitle(f"layer {layer}")
+            figure.savefig(folder / images[-1], dpi=100)
+        page = folder / "index.html"
+        shown = "\n".join(f'<img src="{image}" alt="{image}">' for image in images)
+        title = html.escape(f"KV calibration of {content.get('model_name') or path}")
+        page.write_text(PAGE.format(title=title, summary=html.escape(summary(path)), layers=shown), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written ({error.strerror})") from error
+    return page
+
+
+def _heat_map(axes: Axes, role: str, entry: dict[str, Any]) -> None:
+    sizes = [[math.log10(max(rms, 1e-6)) for rms in head] for head in entry[f"{role}_channel_rms"]]
+    image = axes.imshow(sizes, aspect="auto", interpolation="nearest", cmap="viridis")
+    heads = entry[f"{role}_high_precision_indices"]
+    channels = [channel for head in heads for channel in head]
+    rows = [row for row, head in enumerate(heads) for _ in head]
+    axes.scatter(channels, rows, s=6, c="white", edgecolors="black", linewidths=0.4)
+    axes.set(title=TITLES[role], xlabel="channel", ylabel="KV head", yticks=range(0, len(heads), -(-len(heads) // 8)))
+    axes.figure.colorbar(image, ax=axes, label="log10 rms")
