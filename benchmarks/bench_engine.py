@@ -45,18 +45,47 @@ def graph_sizes(max_requests: int) -> list[int]:
     return sorted({size for size in (1, 2, 4, 8, *range(16, max_requests, 16)) if size < max_requests} | {max_requests})
 
 
-def start(model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None) -> LLM:
-    """An engine with dummy weights; `kv_cache_memory` in bytes, None for what the device has left."""
+def start(
+    model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1
+) -> LLM:
+    """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left."""
     from vllm import LLM
 
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=False, max_model_len=max_model_len, max_num_batched_tokens=CHUNK,
         max_num_seqs=max_requests, gpu_memory_utilization=0.9, kv_cache_memory_bytes=kv_cache_memory,
+        tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
         compilation_config={
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(max_requests)
         },
     )  # fmt: skip
+
+
+def copy_pages(worker: Any, ids: list[int], blocks: int) -> None:
+    """In a worker: copy the pages of the blocks `ids` over all `blocks`."""
+    for cache in worker.model_runner.kv_caches:
+        pages = cache.view(torch.uint8)
+        a_block = len(pages) // blocks  # vLLM may cut a block into several of the kernel
+        rows = torch.tensor(ids, device=pages.device)[:, None] * a_block
+        source = pages[(rows + torch.arange(a_block, device=pages.device)).flatten()]
+        for first in range(0, len(pages), len(source)):
+            target = pages[first : first + len(source)]
+            target.copy_(source[: len(target)])
+
+
+def cache_bytes(worker: Any) -> int:
+    """In a worker: bytes of its KV cache."""
+    return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
+
+
+def attention_backends(worker: Any) -> str:
+    """In a worker: see `Engine.attention`."""
+    names = set()
+    for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
+        version = getattr(layer.impl, "vllm_flash_attn_version", None) or getattr(layer.impl, "fa_version", None)
+        names.add(layer.attn_backend.get_name() + (f" (FlashAttention {version})" if version else ""))
+    return " + ".join(sorted(names))
 
 
 @dataclass(frozen=True)
@@ -70,12 +99,11 @@ class Throughput:
 
 
 class Engine:
-    """Measures in an engine that runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) and is otherwise idle."""
+    """Measures in an engine whose scheduler is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), otherwise idle."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.engine = llm, llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.vocabulary = self.engine.model_config.get_vocab_size()
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.blocks = self.scheduler.kv_cache_config.num_blocks
@@ -86,11 +114,7 @@ class Engine:
 
     def attention(self) -> str:
         """Names of the layers' attention backends, with the version where it is FlashAttention."""
-        names = set()
-        for layer in self.engine.vllm_config.compilation_config.static_forward_context.values():
-            version = getattr(layer.impl, "vllm_flash_attn_version", None) or getattr(layer.impl, "fa_version", None)
-            names.add(layer.attn_backend.get_name() + (f" (FlashAttention {version})" if version else ""))
-        return " + ".join(sorted(names))
+        return self.llm.collective_rpc(attention_backends)[0]
 
     def fill_pages(self) -> None:
         """Prefill one prompt and copy its pages over all others."""
@@ -100,14 +124,7 @@ class Engine:
             pass
         (request,) = self.scheduler.running
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        for cache in self.runner.kv_caches:
-            pages = cache.view(torch.uint8)
-            a_block = len(pages) // self.blocks  # vLLM may cut a block into several of the kernel
-            rows = torch.tensor(ids[: tokens // self.block_size], device=pages.device)[:, None] * a_block
-            source = pages[(rows + torch.arange(a_block, device=pages.device)).flatten()]
-            for first in range(0, len(pages), len(source)):
-                target = pages[first : first + len(source)]
-                target.copy_(source[: len(target)])
+        self.llm.collective_rpc(copy_pages, args=(ids[: tokens // self.block_size], self.blocks))
         self._drain()
 
     def fits(self, requests: int, context: int, steps: int) -> bool:
@@ -174,7 +191,7 @@ class Engine:
         return Throughput(requests, time.perf_counter() - started, prefilled - started, steps)
 
     def _blocks_of(self, budget: int) -> int:
-        block_bytes = sum(cache.nbytes for cache in self.runner.kv_caches) // self.blocks
+        block_bytes = sum(self.llm.collective_rpc(cache_bytes)) // self.blocks
         if budget // block_bytes >= self.blocks:
             raise ValueError(f"a budget of {budget} bytes is more than the KV cache has: {self.blocks * block_bytes}")
         return budget // block_bytes

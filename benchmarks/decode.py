@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is within reach
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
 }
 
@@ -57,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=int, default=256, help="output tokens of the throughput (default: %(default)s)")
     add("--max-requests", type=int, default=128, help="most requests at once (default: %(default)s)")
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
+    add("--tensor-parallel", type=int, default=1, help="devices that share the model (default: %(default)s)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
     add("--timeout", type=int, default=300, help="seconds a dtype may take (default: %(default)s)")
     add("--out", type=Path, default=Path("."), help="folder of the CSV files (default: here)")
@@ -77,11 +79,12 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     lengths = [context + options.steps for _, context in shapes] + options.prefill
     lengths += [options.input + options.output] if options.budget else []
     most = max([requests for requests, _ in shapes] + [options.max_requests if options.budget else 1])
+    ranks = options.tensor_parallel
     memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         model = folder if options.model else engine.write_model(folder)
-        device = engine.Engine(engine.start(model, dtype, max(lengths) + SPARE_TOKENS, most, memory))
-    made_with = {"attention": device.attention(), **rows.machine()}
+        device = engine.Engine(engine.start(model, dtype, max(lengths) + SPARE_TOKENS, most, memory, ranks))
+    made_with = {"ranks": ranks, "attention": device.attention(), **rows.machine()}
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
 
     def emit(file: str, **measured: object) -> None:
@@ -134,7 +137,7 @@ def collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argpa
         if line.startswith("ROW "):
             file, row = json.loads(line[4:])
             rows.append(options.out / file, {**row, "commit": commit})
-            shown = {key: value for key, value in row.items() if key not in ("attention", *rows.MACHINE)}
+            shown = {key: value for key, value in row.items() if key not in ("ranks", "attention", *rows.MACHINE)}
             print(f"{file:14}", *(f"{key} {value} " for key, value in shown.items()), flush=True)
         elif line.startswith(f"{dtype}: "):
             print(line, end="", flush=True)
