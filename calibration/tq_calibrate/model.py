@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
 """What transformers raises about a folder that is no model, a damaged file, or a missing quantization library."""
 
+SEQUENCE_LENGTH = 2048
+"""Tokens of a sequence, if the model reads that many."""
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -17,14 +17,11 @@ from tqdm import tqdm
 from .choose import choose
 from .collect import ATTENTION, Collector
 from .errors import UserError
-from .model import context_length, load_config, load_model, model_folder, shape_of
+from .model import SEQUENCE_LENGTH, context_length, load_config, load_model, model_folder, shape_of
 from .statistics import Statistics, check_head_size
 from .text import load_tokenizer, read_text, sha256, token_sequences
 from .weights import estimate
 from .write import check_writable, file_content, write_file
-
-SEQUENCE_LENGTH = 2048
-"""Tokens of a sequence, if the model reads that many."""
 
 
 def calibrate(options: argparse.Namespace) -> None:

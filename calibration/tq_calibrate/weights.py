@@ -1,9 +1,9 @@
 """Statistics estimated from weights alone, for models too large to run.
 
 Hidden states are taken to be white behind the norm before the attention: then a channel of K has the mean square of its
-row of the projection, times the norm's weights. A norm of K divides by the root mean square of the head; RoPE turns
-pairs of channels through all angles, so both get the mean of the two. Real hidden states are not white;
-`docs/calibration.md` says how much worse the choice measures.
+row of the projection, times the norm's weights. A norm of K divides by the root mean square of the head; RoPE mixes
+two channels as far as it turns them within a sequence. Real hidden states are not white; `docs/calibration.md` says how
+much worse the choice measures.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import UserError, first_line
+from .model import SEQUENCE_LENGTH, context_length
 from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
 
 TENSOR = re.compile(r"(.*\blayers\.(\d+))\.self_attn\.(?:k_proj|qkv_proj)\.(weight|qweight|weight_packed)")
@@ -61,7 +62,11 @@ def estimate(config: Any, folder: Path) -> Statistics:
     text, weights = config.get_text_config(), Weights(folder)
     own_caches = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
     prefixes = _layers(weights.files, own_caches, folder)
-    layers = {layer: _Layer(weights, prefix, text).statistics() for layer, prefix in sorted(prefixes.items())}
+    positions = context_length(config, SEQUENCE_LENGTH)
+    layers = {
+        layer: _Layer(weights, layer, prefix, text, positions).statistics()
+        for layer, prefix in sorted(prefixes.items())
+    }
     check_one_shape({layer: tuple(seen.key_energy.shape) for layer, seen in layers.items()})
     source: dict[str, str | int] = {"method": "packed_kv_weights_v1", "objective": "score_and_output_error"}
     statistics = Statistics(layers, 0, source)
@@ -72,22 +77,22 @@ def estimate(config: Any, folder: Path) -> Statistics:
 class _Layer:
     """The attention of one layer of a checkpoint: `prefix` is what its tensors' names begin with."""
 
-    def __init__(self, weights: Weights, prefix: str, text: Any) -> None:
-        self.weights, self.prefix, self.text = weights, prefix, text
+    def __init__(self, weights: Weights, layer: int, prefix: str, text: Any, positions: int) -> None:
+        self.weights, self.layer, self.prefix, self.text, self.positions = weights, layer, prefix, text, positions
         self.heads = text.num_attention_heads
         self.kv_heads = getattr(text, "num_key_value_heads", None) or self.heads
         self.head_size = getattr(text, "head_dim", None) or text.hidden_size // self.heads
         self.norm_offset = 1.0 if text.model_type in NORMS_FROM_ONE else 0.0
 
     def statistics(self) -> LayerStatistics:
-        queries = self._rope(self._normed("q", self._projected("q", self.heads)))
-        keys = self._rope(self._normed("k", self._projected("k", self.kv_heads)))
+        queries = self._after_rope(self._normed("q", self._projected("q", self.heads)))
+        keys = self._after_rope(self._normed("k", self._projected("k", self.kv_heads)))
         output = self._tensor("self_attn.o_proj.weight")
         columns = torch.ones(self.heads * self.head_size) if output is None else output.square().sum(0)
         zero = torch.zeros(self.kv_heads, self.head_size)
         return LayerStatistics(
             key_energy=keys.double(),
-            value_energy=self._projected("v", self.kv_heads).double(),
+            value_energy=self._projected("v", self.kv_heads).square().sum(-1).double(),
             key_weight=queries.view(self.kv_heads, -1, self.head_size).mean(1).double(),
             value_weight=columns.view(self.kv_heads, -1, self.head_size).sum(1).double(),
             key_max=zero,
@@ -95,7 +100,10 @@ class _Layer:
         )
 
     def _projected(self, role: str, heads: int) -> torch.Tensor:
-        """Mean squares of the projection's outputs, [heads, head_size]."""
+        """The projection of white hidden states, [heads, head_size, inputs + 1]: rows and, as last input, the bias.
+
+        The mean of the product of two channels is the product of their rows.
+        """
         norm = self._tensor("input_layernorm.weight")
         weight, bias = (self._rows(role, heads, kind) for kind in ("weight", "bias"))
         if weight is None or weight.shape[0] != heads * self.head_size:
@@ -106,8 +114,8 @@ class _Layer:
             )
         if norm is not None:
             weight = weight * (norm + self.norm_offset)
-        energy = weight.square().sum(1)
-        return (energy if bias is None else energy + bias.square()).view(heads, self.head_size)
+        constant = torch.zeros(len(weight)) if bias is None else bias
+        return torch.cat((weight, constant[:, None]), dim=-1).unflatten(0, (heads, self.head_size))
 
     def _rows(self, role: str, heads: int, kind: str) -> torch.Tensor | None:
         """The rows of q, k or v in their own projection, or in one for all three."""
@@ -120,31 +128,45 @@ class _Layer:
             return own.view(heads, 2, self.head_size, *own.shape[1:])[:, 0].flatten(0, 1)  # the rest is a gate
         return own
 
-    def _normed(self, role: str, energy: torch.Tensor) -> torch.Tensor:
-        """Mean squares behind the norm of q or k, if there is one: of each head, or of all heads together."""
+    def _normed(self, role: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows behind the norm of q or k, if there is one: of each head, or of all heads together."""
         weight = self._tensor(f"self_attn.{role}_norm.weight")
         if weight is None:
-            return energy
-        factor = (weight + self.norm_offset).square()
-        if factor.numel() == self.head_size:
-            return energy / energy.mean(-1, keepdim=True) * factor
-        return energy / energy.mean() * factor.view_as(energy)
+            return rows
+        of_a_head = weight.numel() == self.head_size
+        mean_square = rows.square().sum(-1, keepdim=True).mean(1 if of_a_head else (0, 1), keepdim=True)
+        factor = (weight + self.norm_offset).view(1 if of_a_head else len(rows), self.head_size, 1)
+        return rows * factor / mean_square.sqrt()
 
-    def _rope(self, energy: torch.Tensor) -> torch.Tensor:
-        """Mean squares behind RoPE."""
-        rope = getattr(self.text, "rope_parameters", None)
-        if not rope:
+    def _after_rope(self, rows: torch.Tensor) -> torch.Tensor:
+        """Mean squares behind RoPE, [heads, head_size]: of a pair turned by angles from 0 to frequency * positions."""
+        energy = rows.square().sum(-1)
+        theta, turned = self._rope()
+        if not turned:
             return energy
+        in_pairs = (2, -1) if self.text.model_type not in INTERLEAVED else (-1, 2)
+        at = in_pairs.index(2) - 2
+        first, second = energy[:, :turned].unflatten(-1, in_pairs).unbind(at)
+        product = rows[:, :turned].unflatten(1, in_pairs).prod(at - 1).sum(-1)
+        angle = 2 * self.positions * theta ** (-torch.arange(0, turned, 2) / turned)
+        cos_cos, cos_sin = 0.5 + angle.sin() / (2 * angle), (1 - angle.cos()) / (2 * angle)
+        pairs = (
+            cos_cos * first + (1 - cos_cos) * second - 2 * cos_sin * product,
+            (1 - cos_cos) * first + cos_cos * second + 2 * cos_sin * product,
+        )
+        return torch.cat((torch.stack(pairs, dim=at).flatten(1), energy[:, turned:]), dim=-1)
+
+    def _rope(self) -> tuple[float, int]:
+        """(base of the frequencies, channels that RoPE turns); (0, 0) without RoPE."""
+        rope = getattr(self.text, "rope_parameters", None) or {}
+        kinds = getattr(self.text, "layer_types", None)
+        if kinds and kinds[self.layer] in rope:  # sliding and full layers with RoPEs of their own
+            rope = rope[kinds[self.layer]] or {}
+        theta = rope.get("rope_theta") or getattr(self.text, "rope_theta", None)
+        if not theta:
+            return 0.0, 0
         part = rope.get("partial_rotary_factor") or getattr(self.text, "partial_rotary_factor", None) or 1.0
-        turned = int(self.head_size * part)
-        rest = energy[:, turned:]
-        if self.text.model_type in INTERLEAVED:
-            pairs = energy[:, :turned].unflatten(-1, (-1, 2))
-            means = pairs.mean(-1, keepdim=True).expand_as(pairs)
-        else:
-            pairs = energy[:, :turned].unflatten(-1, (2, -1))
-            means = pairs.mean(-2, keepdim=True).expand_as(pairs)
-        return torch.cat((means.flatten(1), rest), dim=-1)
+        return float(theta), int(self.head_size * part)
 
     def _tensor(self, name: str) -> torch.Tensor | None:
         return self.weights.get(f"{self.prefix}.{name}")

@@ -1,0 +1,129 @@
+"""What the collector sees is what the KV cache holds, in every architecture, and the model does not notice."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny_models
+import torch
+from small_models import MAKERS, build, config_of
+from tiny_models import VOCAB
+from torch.testing import assert_close
+from tq_calibrate.collect import ATTENTION, Collector, output_weight
+from tq_calibrate.errors import UserError
+from transformers import PretrainedConfig
+
+
+def sequences(count: int, length: int) -> list[list[int]]:
+    return torch.randint(VOCAB, (count, length), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def collect(config: PretrainedConfig, batches: list[list[list[int]]]) -> Collector:
+    collector = Collector()
+    collector.run(build(config, ATTENTION), batches, lambda _tokens: None)
+    return collector
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_statistics_are_those_of_the_kv_cache(name: str) -> None:
+    """Of sequences within the sliding windows, so that transformers' own cache still has all of them."""
+    batch = sequences(3, 32)
+    statistics = collect(MAKERS[name](), [batch[:2], batch[2:]]).statistics()
+    reference = build(MAKERS[name]())
+    with torch.no_grad():
+        cache = reference(torch.tensor(batch), use_cache=True).past_key_values
+    assert [*statistics.layers] == list(range(len(cache.layers))) and statistics.tokens == 96
+    for layer, seen in statistics.layers.items():
+        for role in ("key", "value"):
+            cached = getattr(cache.layers[layer], f"{role}s").double()
+            assert_close(getattr(seen, f"{role}_energy"), cached.square().mean((0, 2)), rtol=1e-4, atol=1e-6)
+            assert_close(getattr(seen, f"{role}_max"), cached.abs().amax((0, 2)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_model_computes_what_it_always_does(name: str) -> None:
+    """Beyond the sliding windows, against transformers' eager attention."""
+    ids = torch.tensor(sequences(2, 100))
+    Collector()
+    with torch.inference_mode():
+        ours, eager = (build(MAKERS[name](), attention)(ids).logits for attention in (ATTENTION, "eager"))
+    assert_close(ours, eager, rtol=1e-3, atol=1e-3 * eager.abs().max().item())
+
+
+def test_queries_are_averaged_over_the_heads_that_share_a_kv_head() -> None:
+    """In a model without RoPE's turns: of one token at position 0."""
+    config = tiny_models.llama(num_hidden_layers=1)
+    seen = collect(config, [sequences(5, 1)]).statistics().layers[0]
+    model = build(config)
+    with torch.no_grad():
+        layer = model.model.layers[0]
+        hidden = layer.input_layernorm(model.model.embed_tokens(torch.tensor(sequences(5, 1))))
+        queries = layer.self_attn.q_proj(hidden).view(5, 2, 2, 64).double()
+    assert_close(seen.key_weight, queries.square().mean((0, 2)), rtol=1e-4, atol=1e-6)
+
+
+def test_value_weight_is_the_norm_of_the_output_projections_columns() -> None:
+    config = tiny_models.llama(num_hidden_layers=1)
+    seen = collect(config, [sequences(1, 8)]).statistics().layers[0]
+    weight = build(config).model.layers[0].self_attn.o_proj.weight.detach().double()
+    assert_close(seen.value_weight, weight.view(64, 2, 2, 64).square().sum((0, 2)), rtol=1e-4, atol=1e-6)
+
+
+class PackedLinear(torch.nn.Module):
+    """A projection whose weight is not a matrix that we can read, as AWQ's and GPTQ's."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.qweight = torch.nn.Parameter(torch.zeros(1, dtype=torch.int32), requires_grad=False)
+        self.forward = linear.forward
+
+
+def test_a_packed_output_projection_is_asked_for_its_columns() -> None:
+    module = torch.nn.Module()
+    module.q_proj = torch.nn.Linear(4, 4)
+    module.o_proj = torch.nn.Linear(600, 40)
+    direct = output_weight(module, 600)
+    module.o_proj = PackedLinear(module.o_proj)
+    assert_close(output_weight(module, 600), direct, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_that_share_or_lack_a_cache_are_left_out() -> None:
+    shared = tiny_models.gemma4(global_head_dim=64)
+    assert [*collect(shared, [sequences(1, 8)]).statistics().layers] == [0, 1, 2, 3]
+    layers = ["conv", "full_attention", "conv", "full_attention"]
+    hybrid = config_of("Lfm2Config", num_hidden_layers=4, layer_types=layers)()
+    assert [*collect(hybrid, [sequences(1, 8)]).statistics().layers] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (tiny_models.gemma4, "layers differ in shape (layer 0: 2 KV heads of 64 channels, layer 1: 2 of 128)"),
+        (functools.partial(tiny_models.llama, head_dim=48), "heads of 48 channels"),
+        (functools.partial(tiny_models.llama, head_dim=32), "heads of 32 channels"),
+        (config_of("BloomConfig", hidden_size=256, n_head=4), "attention interface"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused(config, message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        collect(config(), [sequences(1, 8)]).statistics()
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_latent_attention_is_refused() -> None:
+    config = config_of(
+        "DeepseekV3Config", kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32,
+        head_dim=32, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"layer 0: K has 64 channels and V 32"):
+        collect(config(), [sequences(1, 8)])
+
+
+def test_an_overflow_is_refused() -> None:
+    collector = Collector()
+    model = build(tiny_models.llama(), ATTENTION)
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.inf
+    collector.run(model, [sequences(1, 8)], lambda _tokens: None)
+    with pytest.raises(UserError, match=r"layer 1: key_energy is not finite"):
+        collector.statistics()

@@ -1,0 +1,250 @@
+"""The command `tq-calibrate`, from its arguments to its files and exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import packed_kv
+import pytest
+import tiny_models
+import tq_calibrate
+from calibration_files import content, write
+from packed_kv.outliers import FILE_NAME, load
+from tq_calibrate import collect
+from tq_calibrate.cli import main
+
+DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo-7m"
+TOKENS = ("--tokens", "512")
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's file, from few tokens."""
+    path = tmp_path_factory.mktemp("calibrated") / "demo.json"
+    assert main(["model", str(DEMO_MODEL), *TOKENS, "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a context of 256 tokens."""
+    folder = tmp_path_factory.mktemp("short") / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    return folder
+
+
+def errors(capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line on stderr. Progress apart, there must be no other."""
+    lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line]
+    told = [line for line in lines if not line.startswith(("calibrating", "loading"))]
+    assert len(told) == 1 and told[0].startswith("tq-calibrate: "), lines
+    return told[0]
+
+
+def test_the_file_follows_the_schema_and_is_read_by_the_runtime(calibrated: Path) -> None:
+    file = json.loads(calibrated.read_text())
+    schema = json.loads((Path(packed_kv.__file__).parent / "turboquant_kv.schema.json").read_text())
+    jsonschema.validate(file, schema)
+    calibration = load(calibrated)
+    calibration.check_model(layers=6, kv_heads=2, head_size=128)
+    assert all(layer.key_order and layer.value_order for layer in calibration.layers.values())
+    assert file["model_name"] == "demo-7m" and file["recipe"] == "turboquant35"
+    assert file["calibration"]["num_observed_tokens"] == 512 and file["calibration"]["num_prompts"] == 1
+    rms = file["layers"]["model.layers.3.self_attn"]["key_channel_rms"]
+    assert [len(head) for head in rms] == [128, 128] and min(map(min, rms)) > 0
+    assert calibrated.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_the_file_lies_in_the_models_folder_and_the_seed_decides_its_text(short_model: Path) -> None:
+    hashes = []
+    for seed in ("1", "1", "2"):
+        assert main(["model", str(short_model), "--tokens", "256", "--seed", seed, "--recipe", "turboquant25"]) == 0
+        file = json.loads((short_model / FILE_NAME).read_text())
+        hashes.append(file["calibration"]["prompts_sha256"])
+        assert file["recipe"] == "turboquant25"
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert sorted(path.name for path in short_model.rglob("*turboquant*")) == [FILE_NAME]
+
+
+def test_batches_do_not_matter_and_texts_do(short_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    rows = []
+    for options in (["--batch-size", "1"], ["--batch-size", "3"], ["--text", str(text), str(text)]):
+        assert main(["model", str(short_model), "--tokens", "600", *options, "--out", str(out)]) == 0
+        file = json.loads(out.read_text())
+        assert (file["calibration"]["num_prompts"], file["calibration"]["max_seq_len"]) == (3, 256)
+        rows.append(file["layers"]["model.layers.0.self_attn"]["key_channel_rms"])
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_weights_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["model", str(DEMO_MODEL), "--weights-only", "--out", str(out)]) == 0
+    assert "from weights alone" in capsys.readouterr().out
+    load(out).check_model(layers=6, kv_heads=2, head_size=128)
+
+
+def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(calibrated), "--model", str(DEMO_MODEL)]) == 0
+    assert "is sound, and fits" in capsys.readouterr().out
+    assert main(["show", str(calibrated)]) == 0
+    shown = capsys.readouterr().out
+    assert "num_observed_tokens: 512" in shown and len(shown.split("\nlayer ")[1].splitlines()) == 7
+    tiny_models.llama().save_pretrained(tmp_path)
+    assert main(["check", str(calibrated), "--model", str(tmp_path)]) == 2
+    assert "made for another model: head_size 128, this model has 64" in errors(capsys)
+
+
+def test_a_file_of_another_tool_is_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, content())
+    assert main(["check", str(path)]) == main(["show", str(path)]) == 0
+    assert "2 layers, 2 KV heads of 64 channels" in capsys.readouterr().out
+    assert main(["report", str(path), "--out", str(tmp_path / "report")]) == 2
+    assert "no energies of channels" in errors(capsys)
+
+
+def test_report(calibrated: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "new" / "report"
+    assert main(["report", str(calibrated), "--out", str(folder)]) == 0
+    page = (folder / "index.html").read_text()
+    images = sorted(path.name for path in folder.glob("*.png"))
+    assert len(images) == 6 and all(f'src="{image}"' in page for image in images)
+    assert all((folder / image).read_bytes().startswith(b"\x89PNG") for image in images)
+
+
+def test_report_without_matplotlib(
+    calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(calibrated), "--out", str(tmp_path)]) == 2
+    assert "pip install 'packed-kv[plots]'" in errors(capsys)
+
+
+def bad_model(**changes: object) -> Callable[[Path], list[str]]:
+    """The demo model with other values in its configuration."""
+
+    def arguments(folder: Path) -> list[str]:
+        shutil.copytree(DEMO_MODEL, folder / "model")
+        config = json.loads((DEMO_MODEL / "config.json").read_text())
+        (folder / "model" / "config.json").write_text(json.dumps(config | changes))
+        return ["model", str(folder / "model")]
+
+    return arguments
+
+
+def without(name: str) -> Callable[[Path], list[str]]:
+    """The demo model without files of its own of that name."""
+
+    def arguments(folder: Path) -> list[str]:
+        shutil.copytree(DEMO_MODEL, folder / "model", ignore=shutil.ignore_patterns(name))
+        return ["model", str(folder / "model")]
+
+    return arguments
+
+
+def demo(*options: str) -> Callable[[Path], list[str]]:
+    return lambda folder: ["model", str(DEMO_MODEL), *(option.replace("FOLDER", str(folder)) for option in options)]
+
+
+BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "no model": (lambda folder: ["model", str(folder / "none")], "is not a model that transformers can read"),
+    "no config": (without("config.json"), "is not a model that transformers can read"),
+    "no tokenizer": (without("tokenizer*"), "has no tokenizer that can be loaded"),
+    "no weights": (without("*.safetensors"), "cannot be loaded"),
+    "latent attention": (bad_model(model_type="deepseek_v3", kv_lora_rank=64), "latent attention (MLA)"),
+    "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),
+    "vocabulary": (bad_model(vocab_size=100), "cannot be loaded"),
+    "no text": (demo("--text", os.devnull), f"--text {os.devnull} has no text in it"),
+    "text is missing": (demo("--text", "FOLDER/none"), "cannot be read (No such file or directory)"),
+    "text is not text": (demo("--text", str(DEMO_MODEL / "model.safetensors")), "is not UTF-8 text"),
+    "short text": (demo("--text", str(DEMO_MODEL / "README.md")), "fewer than --tokens 32,768"),
+    "device": (demo("--device", "cuda:99"), "--device cuda:99 is not there"),
+    "unknown device": (demo("--device", "abacus"), "--device abacus is not there"),
+    "no folder": (demo("--out", "FOLDER/none/file.json"), "cannot be written (No such file or directory)"),
+    "out is a folder": (demo("--out", "FOLDER"), "is a folder; name a file in it"),
+    "no permission": (demo("--out", "/proc/file.json"), "cannot be written"),
+    "unsound file": (lambda folder: ["check", str(write(folder, "{}"))], "version null is not supported"),
+    "missing file": (lambda folder: ["show", str(folder / "none.json")], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = BAD_INPUT[name]
+    assert main(arguments(tmp_path)) == 2
+    assert message in errors(capsys)
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"]
+
+
+@pytest.mark.parametrize("arguments", [["--tokens", "255"], ["--batch-size", "0"], ["--recipe", "tq4"]])
+def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(["model", str(DEMO_MODEL), *arguments])
+    assert exit_code.value.code == 2 and arguments[1] in capsys.readouterr().err
+
+
+def stop(*_arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def fill_disk(_file: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "code", "message"),
+    [
+        (collect.Collector, "run", stop, 130, "interrupted"),
+        (os, "fsync", stop, 130, "interrupted"),
+        (os, "fsync", fill_disk, 2, "cannot be written (No space left on device)"),
+    ],
+)
+def test_a_file_that_is_there_is_replaced_as_a_whole_or_left(
+    place: object,
+    name: str,
+    fault: Callable,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("what was there")
+    monkeypatch.setattr(place, name, fault)
+    assert main(["model", str(DEMO_MODEL), *TOKENS, "--out", str(path)]) == code
+    assert message in errors(capsys)
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "what was there"
+
+
+def test_it_imports_no_torch_before_it_needs_it() -> None:
+    code = "import sys, tq_calibrate.cli, tq_calibrate.show; assert not {'torch', 'transformers'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_never_imports_vllm_and_the_runtime_never_imports_it() -> None:
+    for package, foreign in ((tq_calibrate, "vllm"), (packed_kv, "tq_calibrate")):
+        sources = [*Path(package.__file__).parent.rglob("*.py")]
+        assert sources
+        for source in sources:
+            assert not re.search(rf"^\s*(from|import) {foreign}\b", source.read_text(), re.MULTILINE), source
