@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import packages_distributions, version
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engines import DEMO_MODEL, apart, bytes_per_token, kv_tokens, memory, prepare_environment
 from packed_kv import FORMATS
-from recall import recall_prompts
+from recall import ANSWER_TOKENS, recall_prompts
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "models" / "demo-7m"
 BASELINE = "auto"
 COMPLETION_PROMPT = "It was a fine morning, and the old man"
 COMPLETION_TOKENS = 12
-ANSWER_TOKENS = 7
-"""A space and five digits, and one token more to see that the number ends there."""
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ def measure(dtype: str, settings: Settings) -> Row:
     return Row(
         dtype=dtype,
         bytes_per_token=bytes_per_token(llm),
-        kv_tokens=llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        kv_tokens=kv_tokens(llm),
         completion=completion[0].outputs[0].text,
         recalled=sum(
             prompt.is_recalled(answer.outputs[0].text) for prompt, answer in zip(prompts, answers, strict=True)
@@ -91,16 +83,6 @@ def measure(dtype: str, settings: Settings) -> Row:
         facts=settings.facts,
         seconds=time.monotonic() - started,
     )
-
-
-def bytes_per_token(llm: LLM) -> float:
-    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by."""
-    groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-    total = 0.0
-    for group in groups:
-        layers = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
-        total += sum(spec.page_size_bytes / spec.block_size for spec in layers.values())
-    return total
 
 
 def run(dtypes: list[str], settings: Settings, jobs: int) -> tuple[list[Row], dict[str, str]]:
@@ -118,12 +100,11 @@ def run(dtypes: list[str], settings: Settings, jobs: int) -> tuple[list[Row], di
 def measure_apart(dtype: str, settings: Settings) -> Row | Exception:
     """`measure` in a process of its own; the error of a dtype that this model or machine refuses."""
     progress(f"{dtype} ...")
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        try:
-            row = pool.submit(measure, dtype, settings).result()
-        except (ValueError, RuntimeError, OSError) as error:
-            progress(f"{dtype} failed: {error}")
-            return error
+    try:
+        row = apart(measure, dtype, settings)
+    except (ValueError, RuntimeError, OSError) as error:
+        progress(f"{dtype} failed: {error}")
+        return error
     progress(f"{dtype}: recalled {row.recalled} of {row.facts}, {row.seconds:.0f} s")
     return row
 
@@ -154,12 +135,6 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def memory(text: str) -> int:
-    """Bytes of `96M`, `4G` or a plain number."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
-    return int(float(number) * UNITS.get(unit, 1))
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__)
@@ -188,16 +163,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's figures are read in its process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if options.model is None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        # The demo model gains nothing from a second CPU thread, and loses much if another program runs.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    prepare_environment(small_model=options.model is None)
     settings = Settings(
         model=options.model or str(DEMO_MODEL),
         kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),

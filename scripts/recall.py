@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 PROSE = Path(__file__).with_name("prose.txt")
 """The opening of Pride and Prejudice (Jane Austen, 1813; public domain)."""
+
+ANSWER_TOKENS = 7
+"""A space and five digits, and one token more to see that the number ends there."""
 
 NAMES = (
     "Victor", "Alice", "Henry", "Martha", "Edward", "Laura", "George", "Clara",
@@ -37,15 +40,20 @@ class RecallPrompt:
 
 
 def recall_prompts(
-    count_tokens: Callable[[str], int], facts: int = 20, tokens: int = 1800, seed: int = 0
+    count_tokens: Callable[[str], int],
+    facts: int = 20,
+    tokens: int = 1800,
+    seed: int = 0,
+    depths: Sequence[float] | None = None,
 ) -> list[RecallPrompt]:
-    """Make `facts` prompts of about `tokens` tokens (never more), their facts at evenly spread depths.
+    """Make `facts` prompts of about `tokens` tokens (never more).
 
     Args:
         count_tokens: counts the tokens of a text, special tokens included.
         facts: number of prompts.
         tokens: length of a prompt; at least a fact and a question, some 60 tokens.
         seed: of names and numbers.
+        depths: of the facts, one each, 0 to 1; None: evenly spread.
 
     Raises ValueError if a fact and its question alone are longer than `tokens`.
     """
@@ -54,7 +62,7 @@ def recall_prompts(
     numbers = [str(rng.randrange(10_000, 100_000)) for _ in range(facts)]
     longest = max((_join([], 0, name, number) for name, number in zip(names, numbers, strict=True)), key=count_tokens)
     prose = _prose(count_tokens, tokens - count_tokens(longest))
-    depths = [(index + 0.5) / facts for index in range(facts)]
+    depths = [(index + 0.5) / facts for index in range(facts)] if depths is None else depths
     return [
         RecallPrompt(_join(prose, round(depth * len(prose)), name, number), number, depth)
         for name, number, depth in zip(names, numbers, depths, strict=True)

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
+import format_error
 import pytest
 from packed_kv import FORMATS
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "format_error.py"
-DOCUMENT = SCRIPT.parents[1] / "docs" / "formats.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "formats.md"
 OURS = "this code"
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("format_error", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["format_error"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["format_error"]
-
-
-@pytest.fixture(scope="module")
-def codes(script):
-    return script.code_table(1000)
+def codes():
+    return format_error.code_table(1000)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2], ids="{}bit".format)
@@ -53,8 +40,8 @@ def test_nothing_is_left_in_the_search_or_in_the_codebook(codes, bits):
     assert codes["best codebook with such scales"][bits].error > 0.985 * ours
 
 
-def test_large_channels(script):
-    table = script.dtype_table(1000)
+def test_large_channels():
+    table = format_error.dtype_table(1000)
     assert table.keys() == FORMATS.keys()
     for name, fmt in FORMATS.items():
         row = table[name]
@@ -66,7 +53,7 @@ def test_large_channels(script):
             assert row.calibrated < 0.6 * row.large
 
 
-def test_the_document_holds_these_tables(script, codes):
+def test_the_document_holds_these_tables(codes):
     """Within 3 % of a small sample: the document is of the code as it is."""
     rows: dict[str, list[str]] = {}
     for line in DOCUMENT.read_text().splitlines():
@@ -80,8 +67,8 @@ def test_the_document_holds_these_tables(script, codes):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--markdown"]], ids=["text", "markdown"])
-def test_it_prints(script, arguments, monkeypatch, capsys):
+def test_it_prints(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["format_error.py", "--vectors", "100", *arguments])
-    script.main()
+    format_error.main()
     output = capsys.readouterr().out
-    assert all(name in output for name in (*FORMATS, *script.CODES))
+    assert all(name in output for name in (*FORMATS, *format_error.CODES))

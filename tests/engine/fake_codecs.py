@@ -60,11 +60,15 @@ class NoiseCodec(PagedCodec):
 
 def register_null_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make a name of `NULL_DTYPES` a KV-cache dtype of this process."""
-    fmt = NullFormat(name, rotation="none", bits=0)
-    monkeypatch.setitem(FORMATS, name, fmt)
+    register_format(monkeypatch, NullFormat(name, rotation="none", bits=0))
     monkeypatch.setattr(impl, "PagedCodec", NullCodec)
-    backend.backend_of(name)
-    if registration.cache_config.get_kv_cache_dtype_handler(name) is None:
+
+
+def register_format(monkeypatch: pytest.MonkeyPatch, fmt: Format) -> None:
+    """Make a format a KV-cache dtype of this process."""
+    monkeypatch.setitem(FORMATS, fmt.name, fmt)
+    backend.backend_of(fmt.name)
+    if registration.cache_config.get_kv_cache_dtype_handler(fmt.name) is None:
         registration.register_format(fmt)
 
 

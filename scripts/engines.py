@@ -1,0 +1,117 @@
+"""The real vLLM engine in this process, with its scheduler and model within reach of a measurement or a test."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+
+Result = TypeVar("Result")
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "models" / "demo-7m"
+KV_CACHE_BYTES = 64 << 20
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def prepare_environment(small_model: bool) -> None:
+    """Settings of an in-process, quiet vLLM, to be made before it is imported; those already made stay.
+
+    With `small_model`, one CPU thread and no network: the demo model gains nothing from a second thread, and loses
+    much if another program runs.
+    """
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if small_model:
+        defaults |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def apart(function: Callable[..., Result], *arguments: object) -> Result:
+    """Call `function` in a process of its own, which takes an engine's memory with it; its errors are raised here."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@contextlib.contextmanager
+def engine(model: str, kv_cache_dtype: str, **options: Any) -> Iterator[LLM]:
+    """An in-process, eager engine with a small cache; `options` override any argument of `LLM`."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults: dict[str, Any] = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    gc.freeze()  # until vLLM's shutdown: a start collects three times, 0.4 s each over all that is imported
+    llm = LLM(model, kv_cache_dtype=kv_cache_dtype, **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def scheduler(llm: LLM) -> Any:
+    """The scheduler of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def model_of(llm: LLM) -> torch.nn.Module:
+    """The model of an in-process engine."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def attention_layers(llm: LLM) -> list[Any]:
+    """The attention modules of an in-process engine, each with its `impl` and its `kv_cache`."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if hasattr(layer, "impl")]
+
+
+@contextlib.contextmanager
+def chunked(llm: LLM, tokens: int) -> Iterator[None]:
+    """Let every step of the engine process at most `tokens` tokens, so that prompts are prefilled in such chunks."""
+    limit = scheduler(llm).max_num_scheduled_tokens
+    scheduler(llm).max_num_scheduled_tokens = tokens
+    try:
+        yield
+    finally:
+        scheduler(llm).max_num_scheduled_tokens = limit
+
+
+def kv_tokens(llm: LLM) -> int:
+    """KV tokens that the engine says it holds."""
+    return llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+
+
+def bytes_per_token(llm: LLM) -> float:
+    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by."""
+    total = 0.0
+    for group in scheduler(llm).kv_cache_config.kv_cache_groups:
+        layers = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
+        total += sum(spec.page_size_bytes / spec.block_size for spec in layers.values())
+    return total
+
+
+def memory(text: str) -> int:
+    """Bytes of `96M`, `4G` or a plain number."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
+    return int(float(number) * UNITS.get(unit, 1))
