@@ -1,0 +1,192 @@
+"""The predictions of the baseline, kept in a safetensors file, and the comparison of others with them.
+
+A tensor holds `ROWS` positions, so that a reader has to hold no more than that:
+
+    log_probs.00000   fp16 [rows, vocabulary]    all of them; or, with `top_k`,
+    ids.00000         int32 [rows, top_k]        the likeliest tokens,
+    log_probs.00000   fp16 [rows, top_k]         their log-probabilities, and
+    remainder.00000   fp32 [rows]                the log-probability of all other tokens together
+    top5.00000        int32 [rows, 5]            the five likeliest tokens, likeliest first
+    losses            fp32 [positions]           minus the log-probability of the true next token
+
+Half precision moves a mean KL divergence by about 1e-6. With `top_k`, all other tokens count as one: that can only
+make the divergence smaller. The metadata holds what the file was made from, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from teacher_forced import token_kl
+
+FORMAT = "packed-kv baseline 1"
+TOP = 5
+
+
+class BaselineError(ValueError):
+    """A file that is no baseline, or one of something else."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well the true tokens were predicted, and how like the baseline: KL divergence from it in nats, shares of
+    positions with the same likeliest token, and of the five likeliest tokens that are the same."""
+
+    positions: int
+    perplexity: float
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    top1: float
+    top5: float
+
+
+class BaselineWriter:
+    """Collects slices of predictions, and saves them."""
+
+    def __init__(self, top_k: int | None = None) -> None:
+        self.top_k = top_k
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.losses: list[torch.Tensor] = []
+        self.entropy = 0.0
+        self.probabilities: torch.Tensor | None = None
+
+    def append(self, log_probs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add log-probabilities fp32 [rows, vocabulary] and the true next tokens int64 [rows]."""
+        index, vocabulary = f"{len(self.losses):05d}", log_probs.shape[-1]
+        probabilities = log_probs.exp()
+        self.entropy -= torch.where(probabilities > 0, probabilities * log_probs, 0.0).sum().item()
+        total = probabilities.sum(0, dtype=torch.float64)
+        self.probabilities = total if self.probabilities is None else self.probabilities + total
+        self.losses.append(losses(log_probs, targets))
+        self._keep(f"top5.{index}", log_probs.topk(min(TOP, vocabulary)).indices.int())
+        if self.top_k is not None and self.top_k < vocabulary:
+            ids = log_probs.topk(self.top_k).indices
+            self._keep(f"ids.{index}", ids.int())
+            likeliest, remainder = split_off(log_probs, ids)
+            self._keep(f"remainder.{index}", remainder)
+            log_probs = likeliest
+        self._keep(f"log_probs.{index}", log_probs.half())
+
+    def context_information(self) -> float:
+        """Nats that the context tells about the next token, on average: the mean KL divergence of the model's mean
+        prediction from its predictions. A model that cannot read its context is at least that far from them."""
+        assert self.probabilities is not None, "nothing was appended"
+        positions = sum(map(len, self.losses))
+        mean = self.probabilities / positions
+        return torch.special.entr(mean).sum().item() - self.entropy / positions
+
+    def own_scores(self) -> tuple[Scores, list[float]]:
+        """The scores of the baseline, which is like itself, and the losses of all positions."""
+        loss = torch.cat(self.losses)
+        return Scores(len(loss), loss.double().mean().exp().item(), 0.0, 0.0, 0.0, 1.0, 1.0), loss.tolist()
+
+    def save(self, path: Path, identity: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Write the file: `identity` must be the same in a run that is compared, `facts` need not."""
+        self._keep("losses", torch.cat(self.losses))
+        contents = {"identity": identity, "facts": facts, "top_k": self.top_k}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors, path, metadata={"format": FORMAT, "contents": json.dumps(contents)})
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor.cpu().contiguous()
+
+
+class Baseline:
+    """Reads a baseline file. Raises BaselineError, in one line, if it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.file = safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise BaselineError(f"baseline {path} cannot be read: {error}") from error
+        metadata = self.file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise BaselineError(f"{path} is no baseline ({FORMAT}); make one with --emit {path}")
+        contents = json.loads(metadata["contents"])
+        self.identity, self.facts, self.top_k = contents["identity"], contents["facts"], contents["top_k"]
+
+    def check(self, identity: dict[str, Any]) -> None:
+        """Raises BaselineError if the file was made from another model, text or cut of the text."""
+        for name, expected in identity.items():
+            if self.identity.get(name) != expected:
+                raise BaselineError(
+                    f"baseline {self.path} was made with {name} {self.identity.get(name)}, this run has {expected}; "
+                    "use the same options, or make another with --emit"
+                )
+
+    def losses(self) -> torch.Tensor:
+        """fp32 [positions], see above."""
+        return self.file.get_tensor("losses")
+
+    def compare(self, index: int, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slice `index` of the baseline against log-probabilities fp32 [rows, vocabulary] of the same positions.
+
+        Returns fp32 [rows] each: KL divergence, 1 where the likeliest token is the same, share of the five likeliest
+        that are the same.
+        """
+        expected = self._tensor("log_probs", index, log_probs).float()
+        if f"ids.{index:05d}" in self.file.keys():  # noqa: SIM118 - the file is no mapping
+            ids = self._tensor("ids", index, log_probs).long()
+            remainder = self._tensor("remainder", index, log_probs)
+            expected = torch.cat((expected, remainder[:, None]), -1)
+            likeliest, rest = split_off(log_probs, ids)
+            outcomes = torch.cat((likeliest, rest[:, None]), -1)
+        else:
+            outcomes = log_probs
+        # Rounded to half precision, probabilities do not add up to 1 exactly.
+        kl = token_kl(expected.log_softmax(-1), outcomes)
+        top = self._tensor("top5", index, log_probs)
+        ours = log_probs.topk(top.shape[-1]).indices
+        same = (ours[:, :, None] == top[:, None, :]).any(-1).float().mean(-1)
+        return kl, (ours[:, 0] == top[:, 0]).float(), same
+
+    def _tensor(self, name: str, index: int, like: torch.Tensor) -> torch.Tensor:
+        tensor = self.file.get_tensor(f"{name}.{index:05d}").to(like.device)
+        assert len(tensor) == len(like), (name, index, tensor.shape, like.shape)
+        return tensor
+
+
+class Comparison:
+    """Adds up the scores of one dtype, slice by slice."""
+
+    def __init__(self, baseline: Baseline) -> None:
+        self.baseline = baseline
+        self.parts: list[tuple[torch.Tensor, ...]] = []
+
+    def append(self, log_probs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add the next slice: log-probabilities fp32 [rows, vocabulary], true next tokens int64 [rows]."""
+        found = (losses(log_probs, targets), *self.baseline.compare(len(self.parts), log_probs))
+        self.parts.append(tuple(tensor.cpu() for tensor in found))
+
+    def result(self) -> tuple[Scores, list[float]]:
+        """The scores, and the losses of all positions."""
+        loss, kl, top1, top5 = (torch.cat(tensors) for tensors in zip(*self.parts, strict=True))
+        scores = Scores(
+            positions=len(loss),
+            perplexity=loss.double().mean().exp().item(),
+            kl_mean=kl.double().mean().item(),
+            kl_p99=kl.quantile(0.99).item(),
+            kl_max=kl.max().item(),
+            top1=top1.mean().item(),
+            top5=top5.mean().item(),
+        )
+        return scores, loss.tolist()
+
+
+def losses(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Minus the log-probability of each row's target: fp32 [rows]."""
+    return -log_probs.gather(-1, targets[:, None])[:, 0]
+
+
+def split_off(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [rows, vocabulary] -> those of `ids` [rows, k], and of all other tokens together [rows]."""
+    rest = log_probs.scatter(-1, ids, -torch.inf)
+    return log_probs.gather(-1, ids), rest.logsumexp(-1)

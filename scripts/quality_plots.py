@@ -1,0 +1,71 @@
+"""The plots of the quality harness. Imports matplotlib, which only they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from measurement import Measurement
+from packed_kv import FORMATS
+
+OURS, OTHERS, GREY = "#1f5fa8", "#c25b12", "#666666"
+
+
+def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:
+    """KL divergence against KV bytes per token, a point a dtype; `rows` begins with the baseline."""
+    baseline, *others = rows
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for names, color, label in ((True, OURS, "packed-kv"), (False, OTHERS, "vLLM")):
+        points = [row for row in others if (row.dtype in FORMATS) is names]
+        if points:
+            x, y = [row.bytes_per_token for row in points], [row.scores.kl_mean for row in points]
+            axes.scatter(x, y, color=color, label=label, zorder=3)
+    for row in others:
+        axes.annotate(row.dtype, (row.bytes_per_token, row.scores.kl_mean), (5, 4), textcoords="offset points", size=8)
+    axes.axhline(rounding, color=GREY, linestyle="--", linewidth=1)
+    axes.annotate("rounding alone", (1, rounding), (-4, 3), xycoords=("axes fraction", "data"),
+                  textcoords="offset points", ha="right", size=8, color=GREY)  # fmt: skip
+    axes.axvline(baseline.bytes_per_token, color=GREY, linewidth=1)
+    axes.annotate(baseline.dtype, (baseline.bytes_per_token, 1), (-4, -12), xycoords=("data", "axes fraction"),
+                  textcoords="offset points", ha="right", size=8, color=GREY)  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    axes.set(xlabel="KV bytes per token", ylabel=f"mean KL divergence to {baseline.dtype} (nats)", title=title)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
+    """A heat map of recall a dtype: depth of the fact downwards, length of the prompt to the right."""
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(2.6 * columns + 0.8, 2.4 * lines + 0.6), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(rows) :]:
+        axes.axis("off")
+    for axes, row in zip(grid.flat, rows, strict=False):
+        lengths = sorted({cell.length for cell in row.recall})
+        depths = sorted({cell.depth for cell in row.recall})
+        shares = {(cell.depth, cell.length): cell.recalled / cell.facts for cell in row.recall}
+        values = [[shares[depth, length] for length in lengths] for depth in depths]
+        image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", size=7)
+        axes.set_title(row.dtype, size=9)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], size=7)
+        axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], size=7)
+    figure.colorbar(image, ax=grid, label="facts recalled", shrink=0.8)
+    figure.suptitle(title)
+    figure.supxlabel("tokens of the prompt", size=9)
+    figure.supylabel("depth of the fact", size=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,230 @@
+"""The quality harness without engines: scores against a baseline file, verdicts, and refused arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from baseline import Baseline, BaselineError, BaselineWriter, Comparison, Scores
+from engines import DEMO_MODEL
+from measurement import Measurement
+from placebo_sweep import DEMO_KL, DEMO_MARGIN, Limits, gaussian_error, judge, passes
+from quality import main
+
+VOCABULARY, ROWS, SLICES = 500, 20, 3
+LIMITS = Limits(rounding=0.001, context_information=4.0)
+
+
+def predictions(noise: float) -> list[torch.Tensor]:
+    """Slices of log-probabilities, fp64: the same ones with more or less noise."""
+    logits = 3 * torch.randn(SLICES, ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits += noise * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return list(logits.log_softmax(-1))
+
+
+TARGETS = list(torch.randint(VOCABULARY, (SLICES, ROWS), generator=torch.Generator().manual_seed(2)))
+
+
+def written(path: Path, top_k: int | None = None) -> Path:
+    writer = BaselineWriter(top_k)
+    for log_probs, targets in zip(predictions(0), TARGETS, strict=True):
+        writer.append(log_probs.float(), targets)
+    writer.save(path, {"model": "a", "chunk": 64}, {"fact": 1})
+    return path
+
+
+def compared(path: Path, noise: float) -> Scores:
+    comparison = Comparison(Baseline(path))
+    for log_probs, targets in zip(predictions(noise), TARGETS, strict=True):
+        comparison.append(log_probs.float(), targets)
+    return comparison.result()[0]
+
+
+def true_kl(noise: float) -> torch.Tensor:
+    p, q = torch.cat(predictions(0)), torch.cat(predictions(noise))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+class TestBaseline:
+    def test_full_vocabulary(self, tmp_path: Path) -> None:
+        scores, kl = compared(written(tmp_path / "file"), 0.3), true_kl(0.3)
+        p, q = torch.cat(predictions(0)), torch.cat(predictions(0.3))
+        loss = -q.gather(-1, torch.cat(TARGETS)[:, None])
+        top = (x.topk(5).indices.tolist() for x in (p, q))
+        both = [len(set(a) & set(b)) for a, b in zip(*top, strict=True)]
+        assert scores.positions == SLICES * ROWS
+        assert scores.perplexity == pytest.approx(loss.mean().exp().item(), rel=1e-5)
+        assert scores.kl_mean == pytest.approx(kl.mean().item(), abs=1e-5)
+        assert scores.kl_max == pytest.approx(kl.max().item(), abs=1e-4)
+        assert scores.kl_p99 == pytest.approx(kl.quantile(0.99).item(), abs=1e-4)
+        assert scores.top1 == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+        assert scores.top5 == pytest.approx(sum(both) / 5 / len(both))
+
+    def test_itself(self, tmp_path: Path) -> None:
+        scores = compared(written(tmp_path / "file"), 0)
+        assert (scores.top1, scores.top5) == (1, 1)
+        assert scores.kl_mean == pytest.approx(0, abs=2e-6), "half precision costs more than the docstring says"
+
+    def test_top_k_is_a_bound_from_below_and_much_smaller(self, tmp_path: Path) -> None:
+        full, most, few = (written(tmp_path / str(k), k) for k in (None, 100, 5))
+        kl = [compared(path, 0.3).kl_mean for path in (few, most)]
+        assert 0 < kl[0] < kl[1] < true_kl(0.3).mean()
+        assert kl[1] == pytest.approx(true_kl(0.3).mean().item(), rel=0.2)
+        assert most.stat().st_size < 0.75 * full.stat().st_size
+
+    def test_context_information(self, tmp_path: Path) -> None:
+        """The mean KL divergence of the mean prediction from the predictions."""
+        writer = BaselineWriter()
+        for log_probs, targets in zip(predictions(0), TARGETS, strict=True):
+            writer.append(log_probs.float(), targets)
+        p = torch.cat(predictions(0))
+        expected = (p.exp() * (p - p.exp().mean(0).log())).sum(-1).mean().item()
+        assert writer.context_information() == pytest.approx(expected, rel=1e-4)
+
+    def test_ruled_out_tokens(self, tmp_path: Path) -> None:
+        """A model that gives some tokens no probability at all."""
+        log_probs = predictions(0)[0].float()
+        log_probs[:, 7] = -torch.inf
+        targets = torch.zeros(ROWS, dtype=torch.int64)
+        writer = BaselineWriter()
+        writer.append(log_probs, targets)
+        writer.save(tmp_path / "file", {}, {})
+        comparison = Comparison(Baseline(tmp_path / "file"))
+        comparison.append(log_probs, targets)
+        assert comparison.result()[0].kl_mean < 0.002
+        assert writer.context_information() > 0
+
+    def test_of_something_else(self, tmp_path: Path) -> None:
+        baseline = Baseline(written(tmp_path / "file"))
+        baseline.check({"model": "a", "chunk": 64})
+        with pytest.raises(BaselineError, match="was made with chunk 64, this run has 1;"):
+            baseline.check({"model": "a", "chunk": 1})
+
+
+def measurement(dtype: str, kl: float, seed: int = 0, share: float = 0.0) -> Measurement:
+    """A dtype whose losses are apart from the baseline's as far as its KL divergence tells; `share` of that is one
+    direction for all seeds."""
+    noise, common = (torch.randn(1000, generator=torch.Generator().manual_seed(s)) for s in (seed + 1, 0))
+    losses = (2 * kl) ** 0.5 * ((1 - share) * noise + share * common)
+    return Measurement(dtype, 100.0, 1000, Scores(1000, 10.0, kl, kl, kl, 0.9, 0.9), [], losses.tolist())
+
+
+def verdicts(*found: Measurement, limits: Limits = LIMITS) -> dict[str, str]:
+    return {dtype: v.text.split(" ")[0] for dtype, v in judge(measurement("auto", 0.0), found, limits).items()}
+
+
+class TestVerdicts:
+    """By the general rules, but where a test says `demo`."""
+
+    def in_line(self) -> list[Measurement]:
+        return [measurement(name, 5 * gaussian_error(name), seed) for seed, name in enumerate(DEMO_KL)]
+
+    def test_errors_in_line_pass(self) -> None:
+        assert set(verdicts(*self.in_line()).values()) == {"ok"}
+
+    def test_placebo(self) -> None:
+        assert verdicts(measurement("tq4", 0.0), measurement("fp8", 0.0029)) == dict.fromkeys(
+            ("tq4", "fp8"), "IDENTICAL"
+        )
+
+    def test_placebo_beside_others_does_not_tighten_their_bounds(self) -> None:
+        *rows, _ = self.in_line()
+        found = verdicts(*rows, measurement("tq4", 0.0))
+        assert found.pop("tq4") == "IDENTICAL"
+        assert set(found.values()) == {"ok"}
+
+    def test_equal_dtypes(self) -> None:
+        found = verdicts(measurement("fp8", 0.1, 1), measurement("other", 0.1, 1), measurement("third", 0.1, 2))
+        assert found == {"fp8": "EQUAL", "other": "EQUAL", "third": "ok"}
+        almost = verdicts(measurement("fp8", 0.1, 1, share=0.9), measurement("other", 0.1, 2, share=0.9))
+        assert set(almost.values()) == {"EQUAL"}
+        related = verdicts(measurement("fp8", 0.1, 1, share=0.5), measurement("other", 0.1, 2, share=0.5))
+        assert set(related.values()) == {"ok"}
+
+    def test_one_dtype_out_of_line(self) -> None:
+        rows = [row for row in self.in_line() if row.dtype != "isoquant3"]
+        found = verdicts(*rows, measurement("isoquant3", 25 * gaussian_error("isoquant3"), 9))
+        assert found.pop("isoquant3") == "TOO"
+        assert set(found.values()) == {"ok"}
+
+    @pytest.mark.parametrize("kl", [1.1, float("nan"), float("inf")])
+    def test_lost_context(self, kl: float) -> None:
+        assert verdicts(measurement("fp8", kl)) == {"fp8": "TOO"}
+
+    def test_users_bound(self) -> None:
+        limits = Limits(0.001, 4.0, max_kl=0.05)
+        assert verdicts(measurement("fp8", 0.06), limits=limits) == {"fp8": "TOO"}
+        assert verdicts(measurement("fp8", 0.04), limits=limits) == {"fp8": "ok"}
+
+    @pytest.mark.parametrize("name", DEMO_KL)
+    def test_demo_bounds(self, name: str) -> None:
+        limits = Limits(0.0001, 4.0, demo=True)
+        factors = {0.9: "ok", DEMO_MARGIN + 0.01: "TOO", 0.19: "IDENTICAL"}
+        for factor, expected in factors.items():
+            assert verdicts(measurement(name, factor * DEMO_KL[name]), limits=limits) == {name: expected}
+
+    def test_exit_code(self) -> None:
+        good = judge(measurement("auto", 0.0), self.in_line(), LIMITS)
+        bad = judge(measurement("auto", 0.0), [measurement("tq4", 0.0)], LIMITS)
+        assert passes(good, {"fp8": "not here"}, {})
+        assert not passes(good, {"tq4": "not here"}, {}), "a sweep that refuses our dtypes has tested nothing"
+        assert not passes(good, {}, {"fp8": "crashed"})
+        assert not passes(bad, {}, {})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name -> path of what arguments name."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "short.txt").write_text("A few words.")
+    (folder / "no.safetensors").write_text("no")
+    written(folder / "other.safetensors")
+    return {path.stem: str(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtypes", "isoquant5", "fp8"], "unknown dtype isoquant5; vLLM knows auto, "),
+        (["--dtypes", "auto"], "auto is the baseline"),
+        (["--model", "nobody/nothing-here"], "model nobody/nothing-here cannot be loaded"),
+        (["--text", "{short}"], "tokens, but 1 x 1,920 are to be scored"),
+        (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--baseline", "{no}"], "cannot be read"),
+        (["--baseline", "{other}"], "was made with model a, this run has demo-7m"),
+        (["--baseline", "nowhere"], "nowhere does not exist"),
+        (["--baseline", "{other}", "--emit", "x"], "exclude each other"),
+        (["--calibration", "nowhere.json"], "nowhere.json does not exist"),
+        (["--context", "4096"], "--context needs 4,097 tokens with the answer"),
+        (["--lengths", "100", "2048"], "--lengths needs 2,055 tokens with the answer"),
+        (["--lengths", "20"], "longer than the tokens asked for"),
+        (["--chunk", "1919"], "--chunk must be 1 to 1918, got 1919"),
+        (["--chunk", "0"], "--chunk must be 1 to 1918, got 0"),
+        (["--windows", "0"], "--windows must be 1 or more, got 0"),
+        (["--depths", "0", "101"], "--depths must be 0 to 100"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(
+    arguments: list[str], message: str, files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([argument.format(**files) for argument in arguments]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quality:")]
+    assert message in line
+
+
+def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the long run, not after it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert main([]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "quality: matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots"
+    )
+
+
+def test_demo_bounds_name_every_dtype_of_the_table() -> None:
+    from packed_kv import FORMATS
+
+    assert set(DEMO_KL) == set(FORMATS)
+    assert DEMO_MODEL.is_dir()
