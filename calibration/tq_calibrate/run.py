@@ -34,7 +34,8 @@ def calibrate(options: argparse.Namespace) -> None:
     out = options.out.expanduser().resolve() if options.out else model_folder(options.model) / FILE_NAME
     check_writable(out)
     statistics = estimate(config, model_folder(options.model)) if options.weights_only else _observe(options, config)
-    choices = {layer: choose(found, options.recipe) for layer, found in statistics.layers.items()}
+    choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
+    choices = {layer: choose(found, options.recipe) for layer, found in choosing}
     name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
     write_file(out, file_content(statistics, choices, options.recipe, name))
     heads, channels = statistics.shape

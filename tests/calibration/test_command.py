@@ -47,7 +47,7 @@ def short_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def errors(capsys: pytest.CaptureFixture[str]) -> str:
     """The last line on stderr. Progress apart, there must be no other."""
     lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if line]
-    told = [line for line in lines if not line.startswith(("calibrating", "loading"))]
+    told = [line for line in lines if not line.startswith(("calibrating", "choosing", "loading"))]
     assert len(told) == 1 and told[0].startswith("tq-calibrate: "), lines
     return told[0]
 
