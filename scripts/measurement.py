@@ -74,13 +74,14 @@ def measure_baseline(settings: Settings, path: Path, identity: dict[str, Any], t
     Its facts are its measurement, `rounding` (the mean KL divergence of the same model with `rounded_hidden_states`),
     `context_information` (see `BaselineWriter`), and what it ran on.
     """
-    with _engine(BASELINE, settings) as llm, _progress(BASELINE, settings, passes=2) as done:
-        writer, rounding = BaselineWriter(top_k), []
-        exact = scored_log_probs(llm, settings.windows, settings.chunk, done)
-        rounded = scored_log_probs(llm, settings.windows, settings.chunk, done, rounded_hidden_states)
-        for (log_probs, targets), (once_more, _) in zip(exact, rounded, strict=True):
-            writer.append(log_probs, targets)
-            rounding += token_kl(log_probs, once_more).tolist()
+    writer, rounding = BaselineWriter(top_k), []
+    with _engine(BASELINE, settings) as llm:
+        with _progress(BASELINE, settings, passes=2) as done:
+            exact = scored_log_probs(llm, settings.windows, settings.chunk, done)
+            rounded = scored_log_probs(llm, settings.windows, settings.chunk, done, rounded_hidden_states)
+            for (log_probs, targets), (once_more, _) in zip(exact, rounded, strict=True):
+                writer.append(log_probs, targets)
+                rounding += token_kl(log_probs, once_more).tolist()
         found = _measurement(BASELINE, llm, settings, *writer.own_scores())
     facts = {
         "measurement": asdict(found),
@@ -96,11 +97,11 @@ def measure(dtype: str, settings: Settings, path: Path) -> Measurement:
 
     Raises Refused if the engine does not start.
     """
-    baseline = Baseline(path)
-    with _engine(dtype, settings) as llm, _progress(dtype, settings) as done:
-        comparison = Comparison(baseline)
-        for log_probs, targets in scored_log_probs(llm, settings.windows, settings.chunk, done):
-            comparison.append(log_probs, targets)
+    comparison = Comparison(Baseline(path))
+    with _engine(dtype, settings) as llm:
+        with _progress(dtype, settings) as done:
+            for log_probs, targets in scored_log_probs(llm, settings.windows, settings.chunk, done):
+                comparison.append(log_probs, targets)
         return _measurement(dtype, llm, settings, *comparison.result())
 
 

@@ -18,7 +18,7 @@ from teacher_forced import scored_tokens, text_windows
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEXTS = (PROSE, REPOSITORY / "LICENSE")
 """The default text: prose and a licence."""
-CHUNK, FACTS = 64, 4
+CHUNK, FACTS = 64, 2
 DEPTHS = (0, 25, 50, 75, 100)
 MAX_CONTEXT = 2048
 MAX_BASELINE_BYTES = 8 << 30

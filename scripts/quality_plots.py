@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from measurement import Measurement
 from packed_kv import FORMATS
 
@@ -19,27 +21,47 @@ OURS, OTHERS, GREY = "#1f5fa8", "#c25b12", "#666666"
 def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:
     """KL divergence against KV bytes per token, a point a dtype; `rows` begins with the baseline."""
     baseline, *others = rows
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 5), dpi=120, layout="constrained")
     for names, color, label in ((True, OURS, "packed-kv"), (False, OTHERS, "vLLM")):
         points = [row for row in others if (row.dtype in FORMATS) is names]
         if points:
             x, y = [row.bytes_per_token for row in points], [row.scores.kl_mean for row in points]
             axes.scatter(x, y, color=color, label=label, zorder=3)
-    for row in others:
-        axes.annotate(row.dtype, (row.bytes_per_token, row.scores.kl_mean), (5, 4), textcoords="offset points", size=8)
     axes.axhline(rounding, color=GREY, linestyle="--", linewidth=1)
-    axes.annotate("rounding alone", (1, rounding), (-4, 3), xycoords=("axes fraction", "data"),
-                  textcoords="offset points", ha="right", size=8, color=GREY)  # fmt: skip
+    axes.annotate("rounding alone", (0, rounding), (4, 3), xycoords=("axes fraction", "data"),
+                  textcoords="offset points", size=8, color=GREY)  # fmt: skip
     axes.axvline(baseline.bytes_per_token, color=GREY, linewidth=1)
     axes.annotate(baseline.dtype, (baseline.bytes_per_token, 1), (-4, -12), xycoords=("data", "axes fraction"),
                   textcoords="offset points", ha="right", size=8, color=GREY)  # fmt: skip
     axes.set_yscale("log")
     axes.set_xlim(left=0)
+    front = [row for row in others if not any(_better(other, row) for other in others)]
+    front.sort(key=lambda row: row.bytes_per_token)
+    axes.plot([row.bytes_per_token for row in front], [row.scores.kl_mean for row in front], color=GREY, linestyle=":")
     axes.set(xlabel="KV bytes per token", ylabel=f"mean KL divergence to {baseline.dtype} (nats)", title=title)
     axes.grid(alpha=0.3, which="both")
     axes.legend(loc="best")
-    figure.savefig(path, dpi=120)
+    _label(axes, others)
+    figure.savefig(path, dpi=figure.dpi)
     plt.close(figure)
+
+
+def _better(one: Measurement, other: Measurement) -> bool:
+    """Whether `one` is as small and as near as `other` at least, and not both the same."""
+    a, b = ((row.bytes_per_token, row.scores.kl_mean) for row in (one, other))
+    return a[0] <= b[0] and a[1] <= b[1] and a != b
+
+
+def _label(axes: Axes, rows: Sequence[Measurement]) -> None:
+    """Names beside the points, one above the other where points of one size would write over each other."""
+    axes.figure.canvas.draw()  # until then the axes have no place
+    taken: dict[float, float] = {}
+    for row in sorted(rows, key=lambda row: row.scores.kl_mean):
+        point = (row.bytes_per_token, row.scores.kl_mean)
+        height = axes.transData.transform(point)[1] * 72 / axes.figure.dpi
+        lift = max(-3.0, taken.get(row.bytes_per_token, -math.inf) + 9 - height)
+        taken[row.bytes_per_token] = height + lift
+        axes.annotate(row.dtype, point, (6, lift), textcoords="offset points", size=8)
 
 
 def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
@@ -59,7 +81,8 @@ def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
         image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
-                axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", size=7)
+                color = "black" if 0.15 < value < 0.85 else "white"
+                axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", size=7, color=color)
         axes.set_title(row.dtype, size=9)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], size=7)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], size=7)
