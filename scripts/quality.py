@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
     write(report, options.output)
     if not options.no_plots:
-        draw(report, options.output)
+        from quality_plots import draw  # needs matplotlib
+
+        draw(options.output)
     say(f"results are in {options.output}")
     return 0 if passes(report.verdicts, report.refused, report.failed) else 1
 
@@ -124,20 +126,6 @@ def describe(settings: Settings, identity: dict[str, Any], baseline: Baseline) -
         "identity": identity,
         "settings": {key: value for key, value in asdict(settings).items() if key != "windows"},
     }
-
-
-def draw(report: Report, folder: Path) -> None:
-    """pareto.png, and recall.png if recall was measured."""
-    from quality_plots import pareto, recall_maps
-
-    name = Path(report.run["settings"]["model"]).name
-    if len(report.rows) > 1:
-        pareto(
-            report.rows, report.limits.rounding, f"{name}: quality and size of KV-cache dtypes", folder / "pareto.png"
-        )
-    with_recall = [row for row in report.rows if row.recall]
-    if with_recall:
-        recall_maps(with_recall, f"{name}: planted facts recalled, %", folder / "recall.png")
 
 
 def say(text: str) -> None:

@@ -1,8 +1,13 @@
-"""The plots of the quality harness. Imports matplotlib, which only they need."""
+"""The plots of the quality harness, from its quality.json: python scripts/quality_plots.py DIR
+
+Imports matplotlib, which only they need.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +21,19 @@ from measurement import Measurement
 from packed_kv import FORMATS
 
 OURS, OTHERS, GREY = "#1f5fa8", "#c25b12", "#666666"
+
+
+def draw(folder: Path) -> None:
+    """pareto.png of the dtypes beside quality.json, and recall.png if recall was measured."""
+    found = json.loads((folder / "quality.json").read_text())
+    rows = [Measurement.from_dict({**row, "losses": []}) for row in found["rows"]]
+    name = Path(found["run"]["settings"]["model"]).name
+    if len(rows) > 1:
+        title = f"{name}: quality and size of KV-cache dtypes"
+        pareto(rows, found["limits"]["rounding"], title, folder / "pareto.png")
+    with_recall = [row for row in rows if row.recall]
+    if with_recall:
+        recall_maps(with_recall, f"{name}: planted facts recalled, %", folder / "recall.png")
 
 
 def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:
@@ -92,3 +110,7 @@ def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
     figure.supylabel("depth of the fact", size=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))

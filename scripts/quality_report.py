@@ -30,12 +30,11 @@ def markdown(report: Report) -> str:
     """The table for people, with a line for each dtype that did not run."""
     head = ("dtype", "KV bytes/token", "KV tokens", "perplexity", "KL mean", "KL p99", "KL max", "top-1", "top-5",
             "recall", f"differs from {report.rows[0].dtype}", "unique", "verdict")  # fmt: skip
-    lines = [head, tuple("-" * len(name) for name in head)]
-    for values in map(_values, [report] * len(report.rows), report.rows):
-        lines.append(tuple(values))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [list(head), *(_values(report, row) for row in report.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
     text = "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
     )
     for word, errors in (("refused", report.refused), ("FAILED", report.failed)):
         text += "".join(f"\n{dtype} {word}: {reason}" for dtype, reason in errors.items())
