@@ -71,12 +71,11 @@ class FusedDecode:
         )  # fmt: skip
         merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
 
-    def reserve_largest(self, max_requests: int, head_dim: int) -> None:
-        """Size the workspace for any batch of up to `max_requests` requests."""
-        longest = MAX_COLUMNS // self.group
+    def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
+        """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
         rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
-        self.reserve(rows * longest, head_dim, 1)
+        self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.group), head_dim, 1)
 
     def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs and their maxima and sums."""

@@ -16,7 +16,7 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions, attend
 from .calibration import find_calibration
-from .metadata import PackedMetadata
+from .metadata import PackedMetadata, longest_decode
 from .routes import fused_serves
 
 logger = init_logger("vllm.packed_kv")
@@ -64,6 +64,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.device = torch.get_default_device()
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
+        self.longest_decode = longest_decode(config)
         self.max_requests = config.scheduler_config.max_num_seqs
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
@@ -172,7 +173,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
         if self.fused is not None and key is not None:
-            self.fused.reserve_largest(self.max_requests, self.head_size)
+            self.fused.reserve_largest(self.max_requests, self.longest_decode, self.head_size)
             if self.prefill is not None:
                 self.prefill.reserve(query.dtype)
             # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.

@@ -83,9 +83,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         """Batches of decodes, drafts included, where the fused route serves them; the others plan on the host."""
-        speculative = vllm_config.speculative_config
-        query_len = 1 + (speculative.num_speculative_tokens or 0 if speculative is not None else 0)
-        if _fused_serves(vllm_config, kv_cache_spec, query_len):
+        if _fused_serves(vllm_config, kv_cache_spec, longest_decode(vllm_config)):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
 
@@ -115,6 +113,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             decode_tokens=common.num_actual_tokens if decodes == len(lengths) else starts[decodes],
             decode_query_len=max(lengths[:decodes], default=0),
         )
+
+
+def longest_decode(vllm_config: VllmConfig) -> int:
+    """Query tokens of a decode with its drafts."""
+    speculative = vllm_config.speculative_config
+    return 1 if speculative is None else 1 + (speculative.num_speculative_tokens or 0)
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:

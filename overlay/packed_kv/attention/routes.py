@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-MAX_COLUMNS = 16
-"""Query heads of a KV head times query tokens of a request that the decode kernel serves: two tiles of 8 columns. More
-query tokens than that are a prefill, for which one tile of columns a program is the wrong shape."""
+MAX_COLUMNS = 64
+"""Query heads of a KV head times query tokens of a request that the decode kernel serves, 8 columns a program. It
+decodes a request's pages anew for every 8 columns; the prefill route does it once, but through memory. They meet at
+about 16 tokens of 4 heads (benchmarks/routes.py; docs/attention.md has the table)."""
 
 
 def fused_serves(group: int, query_len: int, dtype: torch.dtype) -> bool:
