@@ -23,6 +23,7 @@ import transformers
 from format_error import print_table
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import Codec
+from packed_kv.formats import GROUP_SIZE
 from tq_calibrate.choose import LayerChoice, choose
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_config, load_model, model_folder
@@ -60,6 +61,9 @@ RANKINGS: dict[str, Callable[[LayerStatistics], tuple[torch.Tensor, torch.Tensor
 """Channels ranked by a figure of their own: the first are outliers, and scale groups are cut from the ranking."""
 
 
+SORTED = "the same groups, sorted"
+
+
 def ranked(layer: LayerStatistics, figures: tuple[torch.Tensor, torch.Tensor]) -> LayerChoice:
     orders = [figure.argsort(dim=-1, descending=True, stable=True) for figure in figures]
     count = FORMATS[RECIPE].outlier_channels(layer.key_energy.shape[-1])
@@ -74,7 +78,18 @@ def choices_of(seen: Statistics, weights: Statistics) -> dict[str, dict[int, Lay
         choices[name] = {number: ranked(layer, figures(layer)) for number, layer in seen.layers.items()}
     choices["tq-calibrate --weights-only"] = {n: choose(layer, RECIPE) for n, layer in weights.layers.items()}
     choices["tq-calibrate"] = {n: choose(layer, RECIPE) for n, layer in seen.layers.items()}
+    choices[SORTED] = {n: sorted_groups(layer, choose(layer, RECIPE)) for n, layer in seen.layers.items()}
     return choices
+
+
+def sorted_groups(layer: LayerStatistics, choice: LayerChoice) -> LayerChoice:
+    """The same scale groups, with channels of like size beside each other in them."""
+    orders = []
+    for energy, order in ((layer.key_energy, choice.key_order), (layer.value_energy, choice.value_order)):
+        groups = order.unflatten(-1, (-1, GROUP_SIZE))
+        by_size = energy.gather(-1, order).view_as(groups).argsort(dim=-1, descending=True)
+        orders.append(groups.gather(-1, by_size).flatten(1))
+    return LayerChoice(choice.key_outliers, choice.value_outliers, orders[0], orders[1])
 
 
 def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Codec, Codec]:
@@ -175,10 +190,10 @@ def main() -> None:
 
     figures: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, layers in choices.items():
-        figures[name] = {
+        figures[name] = {  # tq4 has nothing to choose, and turboquant no groups to sort
             dtype: run.measure({n: codecs(dtype, seen.shape[1], layers[n] if layers else None) for n in seen.layers})
             for dtype in options.dtypes
-            if dtype != "tq4" or layers is None
+            if layers is None or (dtype != "tq4" and not (name == SORTED and FORMATS[dtype].outlier_bits))
         }
     print(f"{Path(options.model).name}, PyTorch {torch.__version__}, {platform.machine()}\n")
     for at, what in enumerate(("error of scores", "error of outputs", "KL divergence")):

@@ -48,6 +48,8 @@ def load_config(model: str) -> PretrainedConfig:
             f"{model}: {config.model_type} has latent attention (MLA), so no K and V per head to calibrate; "
             "serve it with --kv-cache-dtype auto"
         )
+    if not getattr(text, "num_attention_heads", None):
+        raise UserError(f"{model}: {config.model_type} has no attention, so no K and V to calibrate")
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -12,7 +13,8 @@ from tiny_models import VOCAB
 from torch.testing import assert_close
 from tq_calibrate.collect import ATTENTION, Collector, output_weight
 from tq_calibrate.errors import UserError
-from transformers import PretrainedConfig
+from tq_calibrate.model import Shape, load_config, load_model, shape_of
+from transformers import AutoModelForImageTextToText, Gemma3Config, PretrainedConfig
 
 
 def sequences(count: int, length: int) -> list[list[int]]:
@@ -86,6 +88,20 @@ def test_a_packed_output_projection_is_asked_for_its_columns() -> None:
     direct = output_weight(module, 600)
     module.o_proj = PackedLinear(module.o_proj)
     assert_close(output_weight(module, 600), direct, rtol=1e-4, atol=1e-6)
+
+
+def test_the_text_model_of_a_multimodal_one_is_seen(tmp_path: Path) -> None:
+    eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = Gemma3Config(tiny_models.gemma3().to_dict(), eyes, mm_tokens_per_image=4)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    loaded = load_config(str(tmp_path))
+    assert shape_of(loaded) == Shape(layers=6, kv_heads=2, head_size=64, every_layer=True)
+    collector = Collector()
+    model = load_model(str(tmp_path), ATTENTION, "float32", torch.device("cpu"))
+    collector.run(model, [sequences(1, 8)], lambda _tokens: None)
+    statistics = collector.statistics()
+    assert statistics.shape == (2, 64) and [*statistics.layers] == list(range(6))
 
 
 def test_layers_that_share_or_lack_a_cache_are_left_out() -> None:

@@ -172,6 +172,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no tokenizer": (without("tokenizer*"), "has no tokenizer that can be loaded"),
     "no weights": (without("*.safetensors"), "cannot be loaded"),
     "latent attention": (bad_model(model_type="deepseek_v3", kv_lora_rank=64), "latent attention (MLA)"),
+    "no attention": (bad_model(model_type="mamba", num_attention_heads=None), "mamba has no attention"),
     "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),
     "vocabulary": (bad_model(vocab_size=100), "cannot be loaded"),
     "no text": (demo("--text", os.devnull), f"--text {os.devnull} has no text in it"),
