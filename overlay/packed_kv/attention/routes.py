@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+MAX_GROUP = 16
+"""Query heads of a KV head that the decode and merge kernels serve."""
 MAX_COLUMNS = 64
 """Query heads of a KV head times query tokens of a request that the decode kernel serves, 8 columns a program. It
 decodes a request's pages anew for every 8 columns; the prefill route does it once, but through memory. They meet at
@@ -12,7 +14,7 @@ about 16 tokens of 4 heads (benchmarks/routes.py; docs/attention.md has the tabl
 
 def fused_serves(group: int, query_len: int, dtype: torch.dtype) -> bool:
     """Whether the fused route takes requests of up to `query_len` query tokens, `group` query heads a KV head."""
-    return dtype != torch.float32 and group * query_len <= MAX_COLUMNS
+    return dtype != torch.float32 and group <= MAX_GROUP and group * query_len <= MAX_COLUMNS
 
 
 def needs_shifting(device: torch.device) -> bool:
