@@ -93,7 +93,7 @@ def test_a_packed_output_projection_is_asked_for_its_columns() -> None:
 def test_the_text_model_of_a_multimodal_one_is_seen(tmp_path: Path) -> None:
     eyes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
             "image_size": 28, "patch_size": 14}  # fmt: skip
-    config = Gemma3Config(tiny_models.gemma3().to_dict(), eyes, mm_tokens_per_image=4)
+    config = Gemma3Config(text_config=tiny_models.gemma3().to_dict(), vision_config=eyes, mm_tokens_per_image=4)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     loaded = load_config(str(tmp_path))
     assert shape_of(loaded) == Shape(layers=6, kv_heads=2, head_size=64, every_layer=True)
