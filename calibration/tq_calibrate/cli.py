@@ -24,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, CalibrationError) as error:
         print(f"tq-calibrate: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        print(f"tq-calibrate: {error.name} is missing; pip install torch transformers tqdm", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("tq-calibrate: interrupted, nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED

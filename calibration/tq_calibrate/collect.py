@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .errors import UserError
+from .errors import UserError, first_line
 from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
 
 ATTENTION = "packed_kv_calibrate"
@@ -51,6 +51,11 @@ class Collector:
             raise UserError(
                 f"out of memory on {model.device} with {len(batch)} sequences of {len(batch[0])} tokens; "
                 "lower --batch-size, or use --device cpu or --weights-only"
+            ) from error
+        except (RuntimeError, ImportError, ValueError) as error:  # kernels of quantized layers, as a rule
+            raise UserError(
+                f"the model does not run on {model.device} in {model.dtype} ({first_line(error)}); "
+                "try another --device or --dtype"
             ) from error
 
     def statistics(self) -> Statistics:

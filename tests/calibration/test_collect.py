@@ -136,6 +136,13 @@ def test_latent_attention_is_refused() -> None:
         collect(config(), [sequences(1, 8)])
 
 
+def test_a_model_that_does_not_run_is_refused() -> None:
+    model = build(tiny_models.llama(), ATTENTION)
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(3, 3)
+    with pytest.raises(UserError, match=r"does not run on cpu in torch.float32 \(mat1 and mat2"):
+        Collector().run(model, [sequences(1, 8)], lambda _tokens: None)
+
+
 def test_an_overflow_is_refused() -> None:
     collector = Collector()
     model = build(tiny_models.llama(), ATTENTION)

@@ -140,6 +140,15 @@ def test_report_without_matplotlib(
     assert "pip install 'packed-kv[plots]'" in errors(capsys)
 
 
+def test_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "tq_calibrate.run", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["model", str(DEMO_MODEL), "--out", str(tmp_path / "out.json")]) == 2
+    assert "transformers is missing" in errors(capsys)
+
+
 def bad_model(**changes: object) -> Callable[[Path], list[str]]:
     """The demo model with other values in its configuration."""
 
