@@ -55,6 +55,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "codebook": (set_field(codebook_version="lloyd_beta_v2"), 'codebook_version "lloyd_beta_v2" is not supported'),
     "no_head_size": (drop("head_size"), "head_size must be a positive multiple of 32, got null"),
     "head_size_80": (set_field(head_size=80), "head_size must be a positive multiple of 32, got 80"),
+    "head_size_32": (set_field(head_size=32), "heads of 32 channels have no outlier channels"),
     "no_layers": (drop("layers"), "layers must be an object with an entry a layer, got null"),
     "layers_are_empty": (set_field(layers={}), "layers must be an object with an entry a layer, got {}"),
     "layer_name": (rename("model.layers.one\n.self_attn"), r'layer name "model.layers.one\n.self_attn" is not model'),

@@ -149,6 +149,8 @@ def _calibration(path: str, content: Any) -> Calibration:
         FORMATS[recipe].group_bits(head_size)
     except ValueError:
         raise _FaultError(f"head_size must be a positive multiple of 32, got {_short(head_size)}") from None
+    if not FORMATS[recipe].outlier_channels(head_size):
+        raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:
         raise _FaultError(f"layers must be an object with an entry a layer, got {_short(listed)}")
