@@ -70,7 +70,7 @@ def decode_case(fmt: Format, arch: int) -> Case:
             soft_cap="fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, COLUMNS=8, SPLITS=8, WINDOW=0, HAS_SOFT_CAP=False,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, WINDOW=0, HAS_SOFT_CAP=False,
             MICRO_BLOCKS_A_BLOCK=1, SHIFTING=arch < 89, **decode.kernel_layout(page_layout(fmt, 128)),
         ),
         options=dict(num_warps=1, num_stages=1, **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 else {})),

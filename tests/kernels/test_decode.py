@@ -16,7 +16,7 @@ BOUND = 2e-3
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, dtype=torch.float16, shifting=False, **channels):  # fmt: skip
+        window=None, soft_cap=None, dtype=torch.float16, size=1.0, shifting=False, **channels):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
@@ -33,6 +33,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         table[i, : blocks_each[i]] = order[used : used + blocks_each[i]]
         used += blocks_each[i]
         key, value = torch.randn(2, seq_len, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
+        value *= size
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
         codec.write(cache, slots.to(DEVICE), key, value)
@@ -98,6 +99,10 @@ def test_head_dims(name, head_dim):
         {"soft_cap": 5.0},
         {"query_lens": (1, 3, 2)},
         {"query_lens": (1, 4, 0), "window": 30},
+        {"query_lens": (1, 9, 0), "window": 30, "seq_lens": (1, 40, 70), "group": 7, "kv_heads": 1},
+        {"splits": 40, "query_lens": (0, 2, 1)},
+        {"size": 1e-5, "dtype": torch.float32},
+        {"size": 1e4, "dtype": torch.float32},
         {"dtype": torch.bfloat16},
         {"dtype": torch.float32},
     ],

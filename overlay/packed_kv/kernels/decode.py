@@ -1,8 +1,8 @@
 """Split-KV decode attention over packed pages: the block table is walked, codes are decoded in registers.
 
-One warp serves one (request, KV head, split): all query heads of the KV head (and all of its few query tokens) are
-the columns of one tile of 8 (K and V are the left operands), so each packed byte is read once. Partial results of the
-splits are combined, and V's rotation undone, by `merge.py`. The reference is `attention/active_blocks.attend`.
+One warp serves one (request, KV head, split) for 8 columns: the query heads of the KV head, and of its few query
+tokens, with K and V as the left operands. Up to 8 columns, each packed byte is read once. Partial results of the splits
+are combined, and V's rotation undone, by `merge.py`. The reference is `attention/active_blocks.attend`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 
 from ..layout import CODE_WORDS, PageLayout
-from .fragments import assemble_key, assemble_value, decode_half, load_words, scale_pair
+from .fragments import assemble_key, assemble_value, decode_half, in_register, load_words, program_id_1_again
+from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
 MAX_REGISTERS = 128
-"""32 x 8192 on an H200, isoquant4, the better of 6 and 8 splits: 102 us at 168, 100 at 144, 100 at 128 registers;
-128 x 2048: 112, 112, 106 us. 128 leave no spills at head_dim 128."""
+"""On an H200, isoquant4, this kernel alone takes 88.7 us for 32 x 8192 at 128 registers, 93.5 at 112 (fewer loads
+under way), 96.3 at 144 and 97.1 at 168 (fewer programs on a multiprocessor). 128 leave no spills at head_dim 128."""
+COLUMNS = 8
+"""Of a tile: the right operand of `mma.m16n8k16`."""
 PROGRAMS_A_MULTIPROCESSOR = 16
 """Warps of `MAX_REGISTERS` registers that fit a multiprocessor."""
 _MASKED = tl.constexpr(-1.0e30)
@@ -96,54 +99,47 @@ def _load_value(
 
 @triton.jit
 def _decode_group(
-    words, scale_words, group: tl.constexpr, is_key: tl.constexpr,
+    words, zero, group: tl.constexpr, is_key: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
-    GROUPS: tl.constexpr, SHIFTING: tl.constexpr,
+    SHIFTING: tl.constexpr,
 ):  # fmt: skip
-    """One group in fp16: K as [32 tokens, 32 channels], V as [32 channels, 32 tokens]."""
+    """One group in fp16, without its scales: K as [32 tokens, 32 channels], V as [32 channels, 32 tokens]."""
     bits: tl.constexpr = GROUP_BITS[group]
     first: tl.constexpr = FIRST_WORD[group]
     second: tl.constexpr = first + (1 if bits == 4 else 0)
     signs = words[SIGN_WORD[group]]
     parity: tl.constexpr = PARITY[group]
+    table = in_register(zero, bits)
+    half0 = decode_half(words[first], signs, table, 0, bits, parity, SHIFTING)
+    half1 = decode_half(words[second], signs, table, 1, bits, parity, SHIFTING)
     if is_key:
-        # bytes [group][n3]: the scale of half h is that of token n3 = h
-        if GROUPS % 4 == 0:
-            scale0 = scale_pair(scale_words[group // 2], group % 2 * 2, group % 2 * 2)
-            scale1 = scale_pair(scale_words[group // 2], group % 2 * 2 + 1, group % 2 * 2 + 1)
-        else:
-            scale0 = scale_pair(scale_words[group], 0, 0)
-            scale1 = scale_pair(scale_words[group], 1, 1)
-        half0 = decode_half(words[first], signs, scale0, scale0, 0, bits, parity, SHIFTING)
-        half1 = decode_half(words[second], signs, scale1, scale1, 1, bits, parity, SHIFTING)
         result = assemble_key(half0, half1)
     else:
-        # bytes [n3][n0]: pairs of codes have n0 = 0 and 1, even pairs n3 = 0
-        scale_a = scale_pair(scale_words[group], 0, 1)
-        scale_b = scale_pair(scale_words[group], 2, 3)
-        half0 = decode_half(words[first], signs, scale_a, scale_b, 0, bits, parity, SHIFTING)
-        half1 = decode_half(words[second], signs, scale_a, scale_b, 1, bits, parity, SHIFTING)
         result = assemble_value(half0, half1)
     return result
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"]
+)
 def _decode_kernel(
     query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
     table_stride, block_stride, head_stride, soft_cap,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
     CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
     VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, SHIFTING: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (splits, KV heads times tiles of columns, requests)."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
-    split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(0)
+    split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    if count <= 0:
+    columns, rows = _columns_and_rows(tl.program_id(1) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    if tl.program_id(1) // KV_HEADS * 8 >= count * QUERY_GROUP:
         return
 
     first_visible = 0
@@ -151,26 +147,20 @@ def _decode_kernel(
         first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
     first_tile = first_visible // 32
     tiles = tl.cdiv(seq_len, 32) - first_tile
-    tiles_a_split = tl.cdiv(tiles, SPLITS)
+    tiles_a_split = tl.cdiv(tiles, splits)
     low = first_tile + split * tiles_a_split
     high = tl.minimum(low + tiles_a_split, first_tile + tiles)
 
-    columns = tl.arange(0, COLUMNS)
-    position = columns // QUERY_GROUP
-    limit = seq_len - count + position + 1  # a query sees tokens limit - WINDOW .. limit - 1
     channels = tl.arange(0, 32)
-    row = ((start + position) * KV_HEADS + head).to(tl.int64) * QUERY_GROUP + columns % QUERY_GROUP
-    valid = position < count
-    queries = ()
+    first_row = (start * KV_HEADS + head).to(tl.int64) * QUERY_GROUP
     outputs = ()
-    for g in tl.static_range(GROUPS):
-        pointers = query + row[None, :] * HEAD_DIM + g * 32 + channels[:, None]
-        queries = queries + (tl.load(pointers, mask=valid[None, :], other=0.0),)
-        outputs = outputs + (tl.zeros([32, COLUMNS], tl.float32),)
-    maximum = tl.full([COLUMNS], _MASKED, tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
+    for _ in tl.static_range(GROUPS):
+        outputs = outputs + (tl.zeros([32, 8], tl.float32),)
+    maximum = tl.full([8], _MASKED, tl.float32)
+    total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
+    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_register`
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
@@ -178,20 +168,24 @@ def _decode_kernel(
     if low < high:
         base0, base1 = _tile_bases(cache_head, table, low, last_micro_block, block_stride,
                                    MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-        key_words, key_scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+        key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
         value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                 VALUE_CODES, VALUE_SCALES)  # fmt: skip
+        queries = ()
+        for g in tl.static_range(GROUPS):
+            pointers = query + first_row * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32 + channels[:, None]
+            queries = queries + (tl.load(pointers, mask=(columns < count * QUERY_GROUP)[None, :], other=0.0),)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-            scores = tl.zeros([32, COLUMNS], tl.float32)
+            scores = tl.zeros([32, 8], tl.float32)
             for g in tl.static_range(GROUPS):
-                key = _decode_group(key_words, key_scales, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY,
-                                    GROUPS, SHIFTING)  # fmt: skip
-                scores = tl.dot(key, queries[g], scores)
+                key = _decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
+                scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
-            key_words, key_scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+            key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
+                                                   KEY_SCALES)  # fmt: skip
             if SHIFTING:
                 scores *= 256.0
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
@@ -199,9 +193,9 @@ def _decode_kernel(
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN.
-            stored = tl.full([32, 2], -1, tl.int32)
             if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
                 tokens = tile * 32 + tl.arange(0, 32)
+                limit = seq_len - count + columns // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < limit[None, :]
                 if WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
@@ -212,33 +206,44 @@ def _decode_kernel(
                     token = lane_tokens + (byte // 2 * 8 + byte % 2)
                     known = (token < seq_len) & (token >= first_visible)
                     stored = stored | tl.where(known, 0xFF << (8 * byte) if byte < 3 else -0x1000000, 0)
+                known_scales = ()
+                for g in tl.static_range(GROUPS):
+                    known_scales = known_scales + (value_scales[g] & stored,)
+                value_scales = known_scales
 
-            new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+            new_maximum = tl.maximum(maximum, tl.max(scores - headroom(value_scales), 0))
             weights = tl.exp2(scores - new_maximum[None, :])
             shrink = tl.exp2(maximum - new_maximum)
-            total = total * shrink + tl.sum(weights, 0)
+            total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
             maximum = new_maximum
-            weights = weights.to(tl.float16)
+            pair0, pair1 = transpose_weights(weights)
 
-            known_scales = ()
             new_outputs = ()
             for g in tl.static_range(GROUPS):
-                known_scales = known_scales + (value_scales[g] & stored,)
-            for g in tl.static_range(GROUPS):
-                value = _decode_group(value_words, known_scales, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY,
-                                      GROUPS, SHIFTING)  # fmt: skip
-                new_outputs = new_outputs + (tl.dot(value, weights, outputs[g] * shrink[None, :]),)
+                value = _decode_group(value_words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
+                scaled = scale_weights(pair0, pair1, value_scales[g])
+                new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
             outputs = new_outputs
             value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
-    slot = row * SPLITS + split
+    columns, rows = _columns_and_rows(program_id_1_again() // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    valid = columns < count * QUERY_GROUP
+    partial_output += (first_row * splits + split) * HEAD_DIM
+    partial_stats += (first_row * splits + split) * 2
     for g in tl.static_range(GROUPS):
         result = outputs[g] * 256.0 if SHIFTING else outputs[g]
-        pointers = partial_output + slot[None, :] * HEAD_DIM + g * 32 + channels[:, None]
+        pointers = partial_output + rows[None, :] * splits * HEAD_DIM + g * 32 + channels[:, None]
         tl.store(pointers, result, mask=valid[None, :])
-    tl.store(partial_stats + slot * 2, maximum, mask=valid)
-    tl.store(partial_stats + slot * 2 + 1, total, mask=valid)
+    tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
+    tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
+
+
+@triton.jit
+def _columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+    """The columns of a tile, and each one's row in queries and outputs, from that of column 0."""
+    columns = column_tile * 8 + tl.arange(0, 8)
+    return columns, columns // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + columns % QUERY_GROUP
 
 
 @triton.jit
@@ -317,7 +322,8 @@ def decode(
         query_start: int32 [requests + 1]; a request without query tokens is skipped.
         seq_lens: int32 [requests], the query tokens included.
         partial_output: fp32 [tokens, query heads, splits, head_dim], not normalised.
-        partial_stats: fp32 [tokens, query heads, splits, 2], maximum score and sum of weights, in powers of 2.
+        partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, at least 15 less than their
+            maximum, and the sum of weights, in powers of 2.
         max_query_len: known on the host, so that a CUDA graph can hold the launch.
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
@@ -329,12 +335,12 @@ def decode(
     assert query.is_contiguous(), query.stride()
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    _decode_kernel[(splits, kv_heads, seq_lens.shape[0])](
+    tiles = triton.cdiv(group * max_query_len, COLUMNS)
+    _decode_kernel[(splits, kv_heads * tiles, seq_lens.shape[0])](
         query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
         block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, (logits_soft_cap or 0.0) * LOG2_E,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim,
-        COLUMNS=max(8, triton.next_power_of_2(group * max_query_len)),
-        SPLITS=splits, WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
+        WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
         MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, SHIFTING=shifting, **kernel_layout(page),
         num_warps=1, num_stages=1, **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
     )  # fmt: skip

@@ -11,20 +11,18 @@ Eight codes of a lane are decoded at a time (half `h` of its 16 codes of a group
     2 bits   word << 4h     the magnitude bit, replicated over its byte, selects one of 2 bytes
 
 The look-up gives e4m3 bytes without sign; one `lop3` puts the signs in, `cvt.rn.f16x2.e4m3x2` makes fp16 pairs (before
-sm_89, which lacks it: the byte shifted into place is the value times 2^-8), and one multiply applies the scales.
-All products are exact in fp16 (docs/formats.md).
+sm_89, which lacks it: the byte shifted into place is the value times 2^-8). Scales are not applied here: K's go to the
+scores, V's to the weights, which are fewer.
 """
 
 from __future__ import annotations
-
-import os
 
 import triton
 import triton.language as tl
 
 from ..formats import MAGNITUDES
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""
 
 
@@ -46,35 +44,45 @@ def _register(values: tuple[float, ...]) -> str:
 
 
 # Magnitudes of codes 0-3 and 4-7 of the half, unsigned, as bytes of m0 and m1; then their signs as bytes' top bits in
-# s0 and s1. $8 is the word, $9 the sign word, $10 and $11 the scales of pairs 0, 2 and of pairs 1, 3.
+# s0 and s1. $8 is the word, $9 the sign word, $10 the first register of the table.
+# An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 add, which another pipe does, 1.04: so the
+# upper half moves down in an addition of -0 (codes are no NaN: their top bit is 0 and a 4-bit magnitude is below 8).
+_UPPER_HALF = """
+        mov.b32 {b0, b1}, t;
+        mov.b32 t, {b1, b1};
+        add.rn.f16x2 t, t, z;
+"""
 _LOOK_UP = {
     4: f"""
         and.b32 t, $8, 0x77777777;
-        prmt.b32 m0, {_register(MAGNITUDES[4][:4])}, {_register(MAGNITUDES[4][4:])}, t;
-        shr.u32 t, t, 16;
-        prmt.b32 m1, {_register(MAGNITUDES[4][:4])}, {_register(MAGNITUDES[4][4:])}, t;
+        prmt.b32 m0, $10, {_register(MAGNITUDES[4][4:])}, t;
+        {_UPPER_HALF}
+        prmt.b32 m1, $10, {_register(MAGNITUDES[4][4:])}, t;
         mov.b32 s0, $8;
         shl.b32 s1, $8, 4;
     """,
     3: f"""
         and.b32 t, $8, 0x33333333;
-        prmt.b32 m0, {_register(MAGNITUDES[3])}, 0, t;
-        shr.u32 t, t, 16;
-        prmt.b32 m1, {_register(MAGNITUDES[3])}, 0, t;
+        prmt.b32 m0, $10, 0, t;
+        {_UPPER_HALF}
+        prmt.b32 m1, $10, 0, t;
         mov.b32 s0, $9;
         shl.b32 s1, $9, 1;
     """,
     2: f"""
         shl.b32 t, $8, 1;
         prmt.b32 m0, t, 0, 0xba98;
-        lop3.b32 m0, m0, {_register(MAGNITUDES[2][:1] * 4)}, {_register(MAGNITUDES[2][1:] * 4)}, 0xac;
+        lop3.b32 m0, m0, $10, {_register(MAGNITUDES[2][1:] * 4)}, 0xac;
         shl.b32 t, $8, 3;
         prmt.b32 m1, t, 0, 0xba98;
-        lop3.b32 m1, m1, {_register(MAGNITUDES[2][:1] * 4)}, {_register(MAGNITUDES[2][1:] * 4)}, 0xac;
+        lop3.b32 m1, m1, $10, {_register(MAGNITUDES[2][1:] * 4)}, 0xac;
         mov.b32 s0, $8;
         shl.b32 s1, $8, 2;
     """,
 }
+TABLE_2, TABLE_3, TABLE_4 = (
+    tl.constexpr(int(_register(levels), 16)) for levels in (MAGNITUDES[2][:1] * 4, MAGNITUDES[3], MAGNITUDES[4][:4])
+)
 _SIGNS = """
         lop3.b32 m0, s0, 0x80808080, m0, 0xea;
         lop3.b32 m1, s1, 0x80808080, m1, 0xea;
@@ -92,15 +100,16 @@ _SHIFT = "".join(
 """
     for i in range(4)
 )
-_SCALE = "".join(
-    f"        mul.rn.f16x2 h{i}, h{i}, ${10 + i % 2};\n        mov.b32 {{${2 * i}, ${2 * i + 1}}}, h{i};\n"
-    for i in range(4)
-)
+_RESULT = "".join(f"        mov.b32 {{${2 * i}, ${2 * i + 1}}}, h{i};\n" for i in range(4))
 
 
 def _assembly(bits: int, has_e4m3: bool) -> str:
-    registers = "        .reg .b32 t, m0, m1, s0, s1, h0, h1, h2, h3;\n        .reg .b16 b0, b1, b2, b3;\n"
-    return "{\n" + registers + _LOOK_UP[bits] + _SIGNS + (_CONVERT if has_e4m3 else _SHIFT) + _SCALE + "}"
+    registers = """
+        .reg .b32 t, z, m0, m1, s0, s1, h0, h1, h2, h3;
+        .reg .b16 b0, b1, b2, b3;
+        mov.b32 z, 0x80008000;
+    """
+    return "{" + registers + _LOOK_UP[bits] + _SIGNS + (_CONVERT if has_e4m3 else _SHIFT) + _RESULT + "}"
 
 
 _HAS_E4M3 = {bits: tl.constexpr(_assembly(bits, True)) for bits in (2, 3, 4)}
@@ -108,7 +117,6 @@ _NO_E4M3 = {bits: tl.constexpr(_assembly(bits, False)) for bits in (2, 3, 4)}
 ASSEMBLY_2, ASSEMBLY_3, ASSEMBLY_4 = _HAS_E4M3[2], _HAS_E4M3[3], _HAS_E4M3[4]
 SHIFTING_2, SHIFTING_3, SHIFTING_4 = _NO_E4M3[2], _NO_E4M3[3], _NO_E4M3[4]
 LEVELS_2, LEVELS_3, LEVELS_4 = (tl.constexpr(MAGNITUDES[bits]) for bits in (2, 3, 4))
-IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -133,22 +141,8 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 
 @triton.jit
-def scale_pair(word, low: tl.constexpr, high: tl.constexpr):
-    """e5m3 bytes `low` and `high` (0 to 3) of `word`, int32, as two fp16 in an int32."""
-    if IS_INTERPRETED:
-        pair = (word >> (8 * low) & 0xFF) << 7 | (word >> (8 * high) & 0xFF) << 23
-    else:
-        selector: tl.constexpr = 0x4040 | high << 8 | low
-        pair = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shl.b32 $0, t, 7; }",
-            "=r,r,r", [word, selector], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return pair
-
-
-@triton.jit
 def decode_half(
-    word, sign_word, scale_a, scale_b,
+    word, sign_word, table,
     half: tl.constexpr, bits: tl.constexpr, parity: tl.constexpr, shifting: tl.constexpr,
 ):  # fmt: skip
     """Decode codes 8 * half .. 8 * half + 7 of a lane and group.
@@ -156,8 +150,7 @@ def decode_half(
     Args:
         word: int32 [32, 2], the code word that holds them.
         sign_word: int32 [32, 2], of 3-bit groups; any tensor otherwise.
-        scale_a: int32 [32, 2], two fp16 scales, of codes (0, 1) and (4, 5) of the half.
-        scale_b: the same for codes (2, 3) and (6, 7).
+        table: of `in_register`.
         half: 0 or 1.
         bits: 2, 3 or 4.
         parity: which of the two groups of `sign_word`.
@@ -172,7 +165,7 @@ def decode_half(
     elif bits == 2:
         word = word << (4 * half)
     if IS_INTERPRETED:
-        values = _decode_half_portable(word, sign_word, scale_a, scale_b, bits)
+        values = _decode_half_portable(word, sign_word, bits)
     else:
         if bits == 4:
             assembly: tl.constexpr = SHIFTING_4 if shifting else ASSEMBLY_4
@@ -182,8 +175,8 @@ def decode_half(
             assembly: tl.constexpr = SHIFTING_2 if shifting else ASSEMBLY_2
         values = tl.inline_asm_elementwise(
             assembly,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
-            [word, sign_word, scale_a, scale_b],
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [word, sign_word, table],
             dtype=(tl.float16,) * 8,
             is_pure=True,
             pack=1,
@@ -192,7 +185,7 @@ def decode_half(
 
 
 @triton.jit
-def _decode_half_portable(word, sign_word, scale_a, scale_b, bits: tl.constexpr):
+def _decode_half_portable(word, sign_word, bits: tl.constexpr):
     values = ()
     for k in tl.static_range(8):
         if bits == 4:
@@ -210,26 +203,24 @@ def _decode_half_portable(word, sign_word, scale_a, scale_b, bits: tl.constexpr)
         value = tl.full(word.shape, 0.0, tl.float32)
         for m in tl.static_range(2 ** (bits - 1)):
             value = tl.where(magnitude == m, levels[m], value)
-        pair = scale_a if k // 2 % 2 == 0 else scale_b
-        scale = (pair >> (16 * (k % 2))).to(tl.int16).to(tl.float16, bitcast=True)
-        values = values + ((tl.where(sign == 1, -value, value)).to(tl.float16) * scale,)
+        values = values + ((tl.where(sign == 1, -value, value)).to(tl.float16),)
     return values
 
 
 @triton.jit
 def assemble_key(half0, half1):
     """Two halves of `decode_half` of K words -> fp16 [32 tokens, 32 channels]."""
-    return _opaque(tl.reshape(tl.permute(_join(half0, half1), (2, 6, 0, 5, 4, 1, 3)), [32, 32]))
+    return opaque(tl.reshape(tl.permute(_join(half0, half1), (2, 6, 0, 5, 4, 1, 3)), [32, 32]))
 
 
 @triton.jit
 def assemble_value(half0, half1):
     """Two halves of `decode_half` of V words -> fp16 [32 channels, 32 tokens]."""
-    return _opaque(tl.reshape(tl.permute(_join(half0, half1), (6, 5, 0, 2, 4, 1, 3)), [32, 32]))
+    return opaque(tl.reshape(tl.permute(_join(half0, half1), (6, 5, 0, 2, 4, 1, 3)), [32, 32]))
 
 
 @triton.jit
-def _opaque(x):
+def opaque(x):
     """`x`, behind an operation that Triton does not look through.
 
     Where Triton 3.6 sees a `join` before a dot, it takes the operand for unpacked 8-bit data and asks for fragments of
@@ -251,3 +242,30 @@ def _join_half(x):
     low = tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3]))
     high = tl.join(tl.join(x[4], x[5]), tl.join(x[6], x[7]))
     return tl.join(low, high)
+
+
+@triton.jit
+def in_register(zero, bits: tl.constexpr):
+    """The first operand of the look-up: the constant, plus a `zero` that the compiler does not know to be one.
+
+    So it stays in a register. Else ptxas moves it there anew for every look-up, as `prmt` takes one constant only.
+    """
+    if bits == 4:
+        table: tl.constexpr = TABLE_4
+    elif bits == 3:
+        table: tl.constexpr = TABLE_3
+    else:
+        table: tl.constexpr = TABLE_2
+    return zero + table
+
+
+@triton.jit
+def program_id_1_again():
+    """`tl.program_id(1)`, unknown to be that: what comes of it is computed when needed, not kept in registers."""
+    if IS_INTERPRETED:
+        index = tl.program_id(1)
+    else:
+        index = tl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.y;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    return index

@@ -13,7 +13,9 @@ import triton.language as tl
 
 from ..layout import MICRO_BLOCK, PageLayout
 from .decode import _decode_group, _load_key, _load_value, kernel_layout
+from .fragments import assemble_key, assemble_value
 from .merge import _rotate_query_kernel
+from .scales import scale_byte
 
 ROWS_A_PROGRAM = 64
 """Vectors that `unrotate` turns with one load of the matrix."""
@@ -45,16 +47,41 @@ def _gather_kernel(
     target = (row.to(tl.int64) * KV_HEADS + head) * HEAD_DIM
     channel = tl.arange(0, 32)
     lanes = tl.arange(0, 32)[:, None]
+    zero = tl.zeros([32, 2], tl.int32)
     words, scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
     for g in tl.static_range(GROUPS):
-        x = _decode_group(words, scales, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, GROUPS, SHIFTING)
-        x = x * 256.0 if SHIFTING else x
-        tl.store(key + target[:, None] + g * 32 + channel[None, :], x.to(tl.float16), mask=stored[:, None])
+        x = _decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
+        x = _scaled(x, _key_scales(scales, g, GROUPS), SHIFTING)
+        tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
     words, scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
     for g in tl.static_range(GROUPS):
-        x = _decode_group(words, scales, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, GROUPS, SHIFTING)
-        x = x * 256.0 if SHIFTING else x
-        tl.store(value + target[None, :] + g * 32 + channel[:, None], x.to(tl.float16), mask=stored[None, :])
+        x = _decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
+        x = _scaled(x, _value_scales(scales[g]), SHIFTING)
+        tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
+
+
+@triton.jit
+def _scaled(values, scales, SHIFTING: tl.constexpr):
+    """Exact: a decoded value has 8 bits (docs/formats.md)."""
+    x = values.to(tl.float32) * scales.to(tl.float32)
+    return (x * 256.0 if SHIFTING else x).to(tl.float16)
+
+
+@triton.jit
+def _key_scales(words, group: tl.constexpr, GROUPS: tl.constexpr):
+    """fp16 [32 tokens, 32 channels]: half n3 of a lane's codes has scale n3 of its group."""
+    word = words[group // 2] if GROUPS % 4 == 0 else words[group]
+    first: tl.constexpr = group % 2 * 2 if GROUPS % 4 == 0 else 0
+    a, b = scale_byte(word, first), scale_byte(word, first + 1)
+    return assemble_key((a, a, a, a, a, a, a, a), (b, b, b, b, b, b, b, b))
+
+
+@triton.jit
+def _value_scales(word):
+    """fp16 [32 channels, 32 tokens]: the low bits of a lane's code, n3 and n0, are its scale's."""
+    a, b, c, d = scale_byte(word, 0), scale_byte(word, 1), scale_byte(word, 2), scale_byte(word, 3)
+    half = (a, b, c, d, a, b, c, d)
+    return assemble_value(half, half)
 
 
 def gather(
@@ -75,7 +102,7 @@ def gather(
         micro_blocks: int32 [n], each (block * block_size + offset) / 16.
         rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
         key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
-        shifting: the chip has no e4m3 conversion (before sm_89); values below 2^-16 then lose bits.
+        shifting: the chip has no e4m3 conversion (before sm_89).
     """
     _, kv_heads, head_dim = key.shape
     count = len(micro_blocks)

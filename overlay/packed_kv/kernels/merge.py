@@ -22,7 +22,7 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
     return matrix.transpose(0, 1).to(torch.float16).contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate_query_kernel(
     query, matrix, rotated, rows, token_stride, head_stride, matrix_head_stride, scale,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -66,43 +66,43 @@ def rotate_query(query: torch.Tensor, matrix: torch.Tensor, rotated: torch.Tenso
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
-    partial_output, partial_stats, matrix, output, token_stride, head_stride, matrix_head_stride,
+    partial_output, partial_stats, matrix, output, token_stride, head_stride, matrix_head_stride, splits,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+    PART: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tokens, KV heads, query heads of a KV head / HEADS). SPLITS: at least `splits`, a power of two."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    member = tl.arange(0, 16)
-    valid = member < QUERY_GROUP
-    query_head = head * QUERY_GROUP + member
-    first_slot = (token * KV_HEADS * QUERY_GROUP + query_head) * SPLITS
-    every = tl.arange(0, PADDED_SPLITS)
-    stats = partial_stats + (first_slot[:, None] + every[None, :]) * 2
-    known = valid[:, None] & (every < SPLITS)[None, :]
-    maxima = tl.load(stats, mask=known, other=-1.0e30)
-    totals = tl.load(stats + 1, mask=known, other=0.0)
-    maximum = tl.max(maxima, 1)
-    total = tl.sum(totals * tl.exp2(maxima - maximum[:, None]), 1)
-    norm = tl.where(total > 0, 1 / total, 0.0)
-
-    part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
+    first_member = tl.program_id(2) * HEADS
+    member = first_member + tl.arange(0, HEADS)
+    split = tl.arange(0, SPLITS)
+    slot = (token * KV_HEADS * QUERY_GROUP + head * QUERY_GROUP + member[None, :]) * splits + split[:, None]
+    known = (member < QUERY_GROUP)[None, :] & (split < splits)[:, None]
+    part, channel = tl.arange(0, PART), tl.arange(0, PADDED_DIM)
     matrix += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, PADDED_DIM], tl.float32)
-    for start in tl.static_range(0, HEAD_DIM, 32):
-        combined = tl.zeros([16, 32], tl.float32)
-        for split in range(0, SPLITS, SPLITS_AT_ONCE):
-            some = split + tl.arange(0, SPLITS_AT_ONCE)
-            loaded = valid[:, None] & (some < SPLITS)[None, :]
-            slot = first_slot[:, None] + some[None, :]
-            weight = tl.exp2(tl.load(partial_stats + slot * 2, mask=loaded, other=-1.0e30) - maximum[:, None])
-            values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + part[None, None, :],
-                             mask=loaded[:, :, None], other=0.0)  # fmt: skip
-            combined += tl.sum(values * weight[:, :, None], 1)
+    for start in tl.static_range(0, HEAD_DIM, PART):
+        # All loads first: the sums have barriers, which no load passes, and a load is most of this kernel's time.
         m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
-        result = tl.dot((combined * norm[:, None]).to(tl.float16), m, result)
-    target = output + token * token_stride + query_head * head_stride
+        values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + part[None, None, :],
+                         mask=known[:, :, None], other=0.0)  # fmt: skip
+        maxima = tl.load(partial_stats + slot * 2, mask=known, other=-1.0e30)
+        totals = tl.load(partial_stats + slot * 2 + 1, mask=known, other=0.0)
+        weights = tl.exp2(maxima - tl.max(maxima, 0)[None, :])
+        total = tl.sum(totals * weights, 0)
+        combined = tl.sum(values * weights[:, :, None], 0)
+        # Rows enter the product at 1 to 2, whatever V's size is, as fp16 below 2^-14 would lose bits.
+        exponent = tl.max(tl.abs(combined), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        rows = combined * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
+        rows = tl.broadcast_to(rows.to(tl.float16)[None, :, :], [16 // HEADS, HEADS, PART])
+        size = exponent.to(tl.float32, bitcast=True) * tl.where(total > 0, 1 / total, 0.0)
+        size = tl.reshape(tl.broadcast_to(size[None, :], [16 // HEADS, HEADS]), [16])
+        result += tl.dot(tl.reshape(rows, [16, PART]), m) * size[:, None]
+    row = tl.arange(0, 16)
+    target = output + token * token_stride + (head * QUERY_GROUP + first_member + row) * head_stride
+    valid = (row < HEADS) & (first_member + row < QUERY_GROUP)
     tl.store(target[:, None] + channel[None, :], result.to(output.dtype.element_ty),
              mask=valid[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
@@ -113,7 +113,7 @@ def merge(
     """Combine the splits of `decode` and rotate the result back.
 
     Args:
-        partial_output: fp32 [tokens, query heads, splits, head_dim].
+        partial_output: fp32 [tokens, query heads, up to 128 splits, head_dim].
         partial_stats: fp32 [tokens, query heads, splits, 2].
         matrix: `rotation_matrix(..., inverse=True)` of the V codec, [1 or KV heads, head_dim, head_dim].
         output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, head_dim], unit stride over channels and the
@@ -121,12 +121,15 @@ def merge(
     """
     tokens, kv_heads, group, head_dim = output.shape
     splits = partial_output.shape[2]
-    assert group <= 16, group
+    assert group <= 16 and splits <= 128, (group, splits)
     assert output.stride(-1) == 1, output.stride()
-    _merge_kernel[(tokens, kv_heads)](
+    # Many splits mean few programs (`split_count`): then one for each query head.
+    padded_splits = next(size for size in (8, 32, 128) if splits <= size)
+    heads = min(4, triton.next_power_of_2(group)) if splits <= 8 else 1
+    _merge_kernel[(tokens, kv_heads, triton.cdiv(group, heads))](
         partial_output, partial_stats, matrix, output, output.stride(0), output.stride(2),
-        0 if len(matrix) == 1 else matrix.stride(0),
+        0 if len(matrix) == 1 else matrix.stride(0), splits,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=triton.next_power_of_2(head_dim),
-        SPLITS=splits, PADDED_SPLITS=triton.next_power_of_2(splits),
-        SPLITS_AT_ONCE=min(8, triton.next_power_of_2(splits)), num_warps=4,
+        PART=min(128, head_dim & -head_dim), HEADS=heads, SPLITS=padded_splits,
+        num_warps=8 if padded_splits == 128 or head_dim > 128 else 4,
     )  # fmt: skip

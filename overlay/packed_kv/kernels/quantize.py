@@ -14,9 +14,9 @@ import triton.language as tl
 from ..codecs.codec import INPUT_LIMIT
 from ..codecs.scalar import SEARCH
 from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from .fragments import IS_INTERPRETED
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
@@ -83,7 +83,7 @@ def load_rotated(
 def _product(a, b):
     """a * b in a form that no compiler fuses with an add: LLVM packs plain multiplies for Blackwell, and ptxas 12.9
     (Triton 3.6) makes FFMA2 of those, though they say .rn and it is told --fmad=false."""
-    if _INTERPRETED:
+    if IS_INTERPRETED:
         return a * b
     else:
         return tl.inline_asm_elementwise(
