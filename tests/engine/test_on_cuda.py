@@ -5,7 +5,6 @@ CI has no GPU; `scripts/gpu_tests.sh` runs these with the kernel suite.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -145,22 +144,28 @@ def count_calls(function, calls: list[object]):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_gives_the_same_tokens(ranks: int, demo_model: str) -> None:
-    """2 KV heads: with 4 ranks each head is there twice. Sums of ranks round otherwise, so long runs may part late."""
+def test_tensor_parallel_changes_less_than_quantising(ranks: int, demo_model: str) -> None:
+    """2 KV heads: with 4 ranks each head is there twice. Sums over ranks round otherwise; a head that were read with
+    another's pages, or stored with another's channels, would cost more than quantising does."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    with engine(demo_model, "isoquant4", dtype="float16") as llm:
-        alone = greedy(llm)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        together = process.submit(greedy_in_parallel, demo_model, ranks).result()
-    same = [len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=True))))
-            for a, b in zip(alone, together, strict=True)]  # fmt: skip
-    print(f"{ranks} ranks: tokens before the first difference {same} of {SAMPLING.max_tokens}")
-    assert sum(n == SAMPLING.max_tokens for n in same) >= 6
-    assert min(same) >= 4
+    found = []
+    for dtype, size in (("auto", 1), ("isoquant4", 1), ("isoquant4", ranks)):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            found.append(process.submit(prompt_log_probabilities, demo_model, dtype, size).result())
+    bf16, alone, together = found
+    quantised, split = (bf16 - alone).abs().mean().item(), (alone - together).abs().mean().item()
+    print(f"{ranks} ranks: mean difference of log-probabilities {split:.4f}; quantising {quantised:.4f}")
+    assert 0 < split < quantised / 3
 
 
-def greedy_in_parallel(model: str, ranks: int) -> list[list[int]]:
-    options = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp", "dtype": "float16"}
-    with engine(model, "isoquant4", **options) as llm:
-        return greedy(llm)
+def prompt_log_probabilities(model: str, dtype: str, ranks: int) -> torch.Tensor:
+    """Log-probability of each token of a prompt but the first, read in chunks of 64."""
+    executor = "mp" if ranks > 1 else "uni"
+    options = {"tensor_parallel_size": ranks, "distributed_executor_backend": executor, "dtype": "float16"}
+    with engine(model, dtype, max_num_batched_tokens=64, max_num_seqs=4, **options) as llm:
+        token_ids = llm.get_tokenizer().encode(TEXT)[:900]
+        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        (result,) = llm.generate({"prompt_token_ids": token_ids}, sampling, use_tqdm=False)
+    found = zip(result.prompt_logprobs[1:], token_ids[1:], strict=True)
+    return torch.tensor([tokens[token].logprob for tokens, token in found])
