@@ -8,8 +8,8 @@ MAX_GROUP = 16
 """Query heads of a KV head that the decode and merge kernels serve."""
 MAX_COLUMNS = 64
 """Query heads of a KV head times query tokens of a request that the decode kernel serves, 8 columns a program. It
-decodes a request's pages anew for every 8 columns; the prefill route does it once, but through memory. They meet at
-about 16 tokens of 4 heads (benchmarks/routes.py; docs/attention.md has the table)."""
+decodes a request's pages anew for every 8 columns; the prefill route does it once, but through memory. At 64 columns
+the kernel wins at every shape measured, at 128 no longer (benchmarks/routes.py; docs/attention.md has the table)."""
 
 
 def fused_serves(group: int, query_len: int, dtype: torch.dtype) -> bool:
