@@ -6,6 +6,8 @@ On CUDA: `fused` for the batch's decodes, `prefill` for the rest. On the CPU, an
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -18,6 +20,9 @@ from .active_blocks import AttentionOptions, attend
 from .calibration import find_calibration
 from .metadata import PackedMetadata, longest_decode
 from .routes import fused_serves
+
+if TYPE_CHECKING:
+    from .prefill import FlashAttention
 
 logger = init_logger("vllm.packed_kv")
 
@@ -67,9 +72,27 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.longest_decode = longest_decode(config)
         self.max_requests = config.scheduler_config.max_num_seqs
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
+        self.flash_attention = self._find_flash_attention()
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         if self.calibration is None:
             self._build_codec({})
+
+    def _find_flash_attention(self) -> FlashAttention | None:
+        """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
+        if self.device.type != "cuda":
+            return None
+        from .prefill import find_flash_attention
+
+        found = find_flash_attention(self.head_size, self.dtype, self.options.logits_soft_cap)
+        if found is None:
+            logger.warning_once(
+                "%s: no FlashAttention for head size %d in %s here; prefill runs in PyTorch, many times slower",
+                self.kv_cache_dtype,
+                self.head_size,
+                self.dtype,
+                scope="local",
+            )
+        return found
 
     def _build_codec(self, channels: dict[str, list[list[int]]]) -> None:
         """Make the codec, with its `channels` from the calibration file, and what depends on it."""
@@ -77,21 +100,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.fused = self.prefill = None
         if self.device.type == "cuda":
             from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
-            from .prefill import FlashPrefill, find_flash_attention
+            from .prefill import FlashPrefill
 
             shape = (self.codec, self.num_heads, self.num_kv_heads, self.options)
             self.fused = FusedDecode(*shape)
-            flash_attention = find_flash_attention(self.head_size, self.dtype, self.options.logits_soft_cap)
-            if flash_attention is None:
-                logger.warning_once(
-                    "%s: no FlashAttention for head size %d in %s here; prefill runs in PyTorch, many times slower",
-                    self.kv_cache_dtype,
-                    self.head_size,
-                    self.dtype,
-                    scope="local",
-                )
-            else:
-                self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, flash_attention)
+            if self.flash_attention is not None:
+                self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, self.flash_attention)
 
     def forward(
         self,
