@@ -97,10 +97,11 @@ def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatc
     llm = bench_engine.start(str(DEMO_MODEL), DTYPE, max_model_len=256, max_requests=4, kv_cache_memory=32 << 20)
     try:
         engine = bench_engine.Engine(llm)
-        for cache in engine.runner.kv_caches:
+        caches = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+        for cache in caches:
             cache.fill_(0)
         engine.fill_pages()
-        for cache in engine.runner.kv_caches:
+        for cache in caches:
             assert cache.flatten(1).any(dim=1).all()
         manager, tables = engine.scheduler.kv_cache_manager, {}
         step = engine.engine.step
