@@ -10,6 +10,7 @@ from packed_kv.layout import page_layout
 
 store = pytest.importorskip("packed_kv.kernels.store")
 decode = pytest.importorskip("packed_kv.kernels.decode")
+merge = pytest.importorskip("packed_kv.kernels.merge")
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
@@ -71,9 +72,12 @@ def decode_case(fmt: Format, arch: int) -> Case:
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, WINDOW=0, HAS_SOFT_CAP=False,
-            MICRO_BLOCKS_A_BLOCK=1, SHIFTING=arch < 89, **decode.kernel_layout(page_layout(fmt, 128)),
+            MICRO_BLOCKS_A_BLOCK=1, **decode.kernel_layout(page_layout(fmt, 128)),
         ),
-        options=dict(num_warps=1, num_stages=1, **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 else {})),
+        options=dict(
+            num_warps=1, num_stages=1, enable_fp_fusion=True,
+            **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 else {}),
+        ),
         unaligned=("block_table", "query_start", "seq_lens", "table_stride", "soft_cap"),
     )  # fmt: skip
 
@@ -99,3 +103,27 @@ def test_decoded_fragments_need_no_shared_memory(decode_resources, name):
     resources = decode_resources[name, 90]
     assert resources.count("LDSM") <= 4
     assert resources.shared_bytes <= 4096
+
+
+def merge_case(tile: tuple[int, int], arch: int) -> Case:
+    splits, rows = tile
+    return Case(
+        kernel="packed_kv.kernels.merge:_merge_kernel",
+        arch=arch,
+        types=dict(
+            partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
+            token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
+        ),
+        constants=dict(
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, PART=128, ROWS=rows, SPLITS=splits
+        ),
+        options=dict(num_warps=8 if rows >= 8 else 4),
+        unaligned=("rows", "splits"),
+    )  # fmt: skip
+
+
+def test_merge_stays_in_registers():
+    keys = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)]
+    for key, resources in zip(keys, compile_kernels([merge_case(*key) for key in keys]), strict=True):
+        assert not resources.spills, key
+        assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

@@ -16,7 +16,7 @@ BOUND = 2e-3
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, dtype=torch.float16, size=1.0, shifting=False, **channels):  # fmt: skip
+        window=None, soft_cap=None, dtype=torch.float16, size=1.0, **channels):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
@@ -47,7 +47,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
     decode(
         page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), partial, stats,
-        max_query_len=max(query_lens), sliding_window=window, logits_soft_cap=soft_cap, shifting=shifting,
+        max_query_len=max(query_lens), sliding_window=window, logits_soft_cap=soft_cap,
     )  # fmt: skip
     output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
     merge(partial, stats, rotation_matrix(codec.value, kv_heads, inverse=True),

@@ -13,7 +13,7 @@ from ..kernels.decode import MAX_REGISTERS, decode, split_count
 from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
-from .routes import MAX_COLUMNS, needs_shifting
+from .routes import MAX_COLUMNS
 
 
 class FusedDecode:
@@ -32,7 +32,6 @@ class FusedDecode:
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
-        self.shifting = needs_shifting(codec.key.device)
         self.max_registers = MAX_REGISTERS if properties.major == 9 else None
 
     def store(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -67,7 +66,7 @@ class FusedDecode:
         decode(
             self.codec.layout, rotated, cache, block_table, query_start, seq_lens, partial, stats,
             max_query_len=max_query_len, sliding_window=self.options.sliding_window,
-            logits_soft_cap=self.options.logits_soft_cap, shifting=self.shifting, max_registers=self.max_registers,
+            logits_soft_cap=self.options.logits_soft_cap, max_registers=self.max_registers,
         )  # fmt: skip
         merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
 

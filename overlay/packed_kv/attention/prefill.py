@@ -22,7 +22,6 @@ from ..kernels.merge import rotation_matrix
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
-from .routes import needs_shifting
 
 if TYPE_CHECKING:
     from .metadata import PackedMetadata
@@ -58,7 +57,7 @@ class FlashPrefill:
         flash_attention: FlashAttention,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.flash_attention, self.shifting = flash_attention, needs_shifting(codec.key.device)
+        self.flash_attention = flash_attention
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
@@ -136,7 +135,7 @@ class FlashPrefill:
     def _read(self, cache: torch.Tensor, part: KeyPart, dtype: torch.dtype) -> list[torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
         key, value = (x[: part.tokens] for x in self.reserve(dtype)[:2])
-        gather(self.codec.layout, cache, part.micro_blocks, part.rows, key, value, shifting=self.shifting)
+        gather(self.codec.layout, cache, part.micro_blocks, part.rows, key, value)
         return [unrotate(x, matrix, dtype) for x, matrix in zip((key, value), self.matrices, strict=True)]
 
     def _flash(

@@ -15,8 +15,3 @@ the kernel wins at every shape measured, at 128 no longer (benchmarks/routes.py;
 def fused_serves(group: int, query_len: int, dtype: torch.dtype) -> bool:
     """Whether the fused route takes requests of up to `query_len` query tokens, `group` query heads a KV head."""
     return dtype != torch.float32 and group <= MAX_GROUP and group * query_len <= MAX_COLUMNS
-
-
-def needs_shifting(device: torch.device) -> bool:
-    """Whether the card has no e4m3 conversion, so that the kernels shift codes into fp16 instead."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)

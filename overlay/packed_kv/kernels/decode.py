@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..layout import CODE_WORDS, PageLayout
-from .fragments import assemble_key, assemble_value, decode_half, in_register, load_words, program_id_1_again
+from .fragments import VALUE_UNIT, decode_key, decode_value, in_register, lanes_again, load_words, program_id_1_again
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
@@ -24,6 +24,7 @@ COLUMNS = 8
 PROGRAMS_A_MULTIPROCESSOR = 16
 """Warps of `MAX_REGISTERS` registers that fit a multiprocessor."""
 _MASKED = tl.constexpr(-1.0e30)
+_OVER_UNIT = tl.constexpr(1 / VALUE_UNIT)
 
 
 @triton.jit
@@ -101,21 +102,16 @@ def _load_value(
 def _decode_group(
     words, zero, group: tl.constexpr, is_key: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
-    SHIFTING: tl.constexpr,
 ):  # fmt: skip
-    """One group in fp16, without its scales: K as [32 tokens, 32 channels], V as [32 channels, 32 tokens]."""
+    """One group, fp16, as `decode_key` or `decode_value` returns it."""
     bits: tl.constexpr = GROUP_BITS[group]
     first: tl.constexpr = FIRST_WORD[group]
-    second: tl.constexpr = first + (1 if bits == 4 else 0)
-    signs = words[SIGN_WORD[group]]
-    parity: tl.constexpr = PARITY[group]
+    second: tl.constexpr = SIGN_WORD[group] if bits == 3 else first + (1 if bits == 4 else 0)
     table = in_register(zero, bits)
-    half0 = decode_half(words[first], signs, table, 0, bits, parity, SHIFTING)
-    half1 = decode_half(words[second], signs, table, 1, bits, parity, SHIFTING)
     if is_key:
-        result = assemble_key(half0, half1)
+        result = decode_key(words[first], words[second], table, bits, PARITY[group])
     else:
-        result = assemble_value(half0, half1)
+        result = decode_value(words[first], words[second], table, bits, PARITY[group])
     return result
 
 
@@ -129,7 +125,7 @@ def _decode_kernel(
     HAS_SOFT_CAP: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
     CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
-    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, SHIFTING: tl.constexpr,
+    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads times tiles of columns, requests)."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
@@ -152,7 +148,7 @@ def _decode_kernel(
     high = tl.minimum(low + tiles_a_split, first_tile + tiles)
 
     channels = tl.arange(0, 32)
-    first_row = (start * KV_HEADS + head).to(tl.int64) * QUERY_GROUP
+    first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
     for _ in tl.static_range(GROUPS):
         outputs = outputs + (tl.zeros([32, 8], tl.float32),)
@@ -173,34 +169,36 @@ def _decode_kernel(
                                                 VALUE_CODES, VALUE_SCALES)  # fmt: skip
         queries = ()
         for g in tl.static_range(GROUPS):
-            pointers = query + first_row * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32 + channels[:, None]
+            pointers = query + first_row.to(tl.int64) * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32 + channels[:, None]
             queries = queries + (tl.load(pointers, mask=(columns < count * QUERY_GROUP)[None, :], other=0.0),)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
             scores = tl.zeros([32, 8], tl.float32)
             for g in tl.static_range(GROUPS):
-                key = _decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
+                key = _decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                    KEY_SCALES)  # fmt: skip
-            if SHIFTING:
-                scores *= 256.0
+            # Scores are in units of VALUE_UNIT up to the subtraction of the maximum: fused with it, the multiplication
+            # is free.
+            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else _OVER_UNIT
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
-                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / soft_cap)) + 1))
+                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (_OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN.
             if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
                 tokens = tile * 32 + tl.arange(0, 32)
-                limit = seq_len - count + columns // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
+                column = program_id_1_again() // KV_HEADS * 8 + tl.arange(0, 8)
+                limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < limit[None, :]
                 if WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
-                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + lanes % 4 * 2
+                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + lanes_again() % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
                 for byte in tl.static_range(4):
                     token = lane_tokens + (byte // 2 * 8 + byte % 2)
@@ -211,8 +209,8 @@ def _decode_kernel(
                     known_scales = known_scales + (value_scales[g] & stored,)
                 value_scales = known_scales
 
-            new_maximum = tl.maximum(maximum, tl.max(scores - headroom(value_scales), 0))
-            weights = tl.exp2(scores - new_maximum[None, :])
+            new_maximum = tl.maximum(maximum, tl.max(scores * unit - headroom(value_scales), 0))
+            weights = tl.exp2(scores * unit - new_maximum[None, :])
             shrink = tl.exp2(maximum - new_maximum)
             total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
             maximum = new_maximum
@@ -220,7 +218,7 @@ def _decode_kernel(
 
             new_outputs = ()
             for g in tl.static_range(GROUPS):
-                value = _decode_group(value_words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
+                value = _decode_group(value_words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scaled = scale_weights(pair0, pair1, value_scales[g])
                 new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
             outputs = new_outputs
@@ -229,12 +227,12 @@ def _decode_kernel(
 
     columns, rows = _columns_and_rows(program_id_1_again() // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
-    partial_output += (first_row * splits + split) * HEAD_DIM
-    partial_stats += (first_row * splits + split) * 2
+    slot = first_row.to(tl.int64) * splits + split
+    partial_output += slot * HEAD_DIM
+    partial_stats += slot * 2
     for g in tl.static_range(GROUPS):
-        result = outputs[g] * 256.0 if SHIFTING else outputs[g]
         pointers = partial_output + rows[None, :] * splits * HEAD_DIM + g * 32 + channels[:, None]
-        tl.store(pointers, result, mask=valid[None, :])
+        tl.store(pointers, outputs[g] * _OVER_UNIT, mask=valid[None, :])
     tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
     tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
 
@@ -308,7 +306,6 @@ def decode(
     max_query_len: int,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
-    shifting: bool = False,
     max_registers: int | None = None,
 ) -> None:
     """Launch the kernel on a batch of requests with at most `max_query_len` query tokens each.
@@ -327,7 +324,6 @@ def decode(
         max_query_len: known on the host, so that a CUDA graph can hold the launch.
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
-        shifting: the chip has no e4m3 conversion (before sm_89).
         max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
     """
     _, kv_heads, group, head_dim = query.shape
@@ -341,6 +337,7 @@ def decode(
         block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, (logits_soft_cap or 0.0) * LOG2_E,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim,
         WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
-        MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, SHIFTING=shifting, **kernel_layout(page),
-        num_warps=1, num_stages=1, **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
+        MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
+        num_warps=1, num_stages=1, enable_fp_fusion=True,
+        **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
     )  # fmt: skip

@@ -4,15 +4,15 @@ A warp loads the words of 2 micro-blocks (32 tokens of one head) as tensors [32 
 lane i of the warp, so every step here happens in registers, and the fp16 tensors that come out lie as `mma.m16n8k16`
 wants its left operand. No layout conversion, no shared memory (tests/kernels/test_compile.py looks at the SASS).
 
-Eight codes of a lane are decoded at a time (half `h` of its 16 codes of a group, codes 8h .. 8h + 7):
+The 16 codes of a lane and group:
 
-    4 bits   word h         a byte look-up (`prmt`) of 8 magnitudes in 2 registers, 4 codes at a time
-    3 bits   word >> 2h     the same with 4 magnitudes in 1 register; signs from the sign word
-    2 bits   word << 4h     the magnitude bit, replicated over its byte, selects one of 2 bytes
+    4 bits   2 code words            a byte look-up (`prmt`) of 8 magnitudes in 2 registers, 4 codes at a time
+    3 bits   a code word, half of    the same with 4 magnitudes in 1 register
+             a word of signs
+    2 bits   a code word             its magnitude bit, over its byte, selects one of 2 bytes (`lop3`)
 
-The look-up gives e4m3 bytes without sign; one `lop3` puts the signs in, `cvt.rn.f16x2.e4m3x2` makes fp16 pairs (before
-sm_89, which lacks it: the byte shifted into place is the value times 2^-8). Scales are not applied here: K's go to the
-scores, V's to the weights, which are fewer.
+Bytes become fp16 without a conversion: see `VALUE_UNIT`. Scales are not applied here: K's go to the scores, V's to the
+weights, which are fewer.
 """
 
 from __future__ import annotations
@@ -24,99 +24,78 @@ from ..formats import MAGNITUDES
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""
+VALUE_UNIT = 2.0**-17
+"""Decoded codes are magnitudes times this: 128 times a magnitude is an integer below 256, which as the bits of an fp16
+is a subnormal number of 2^-24 each. So a byte with a zero above it is a value, and needs no conversion."""
 
 
-def _e4m3(value: float) -> int:
-    """The byte of a positive number that is exact and normal in fp8 e4m3."""
-    exponent = 0
-    while value >= 2 ** (exponent + 1):
-        exponent += 1
-    while value < 2**exponent:
-        exponent -= 1
-    mantissa = (value / 2**exponent - 1) * 8
-    assert mantissa == int(mantissa) and exponent > -7, value
-    return (exponent + 7) << 3 | int(mantissa)
+def _register(levels: tuple[float, ...]) -> str:
+    """Up to four magnitudes, times 128, as the bytes of a 32-bit constant."""
+    values = [round(128 * level) for level in levels]
+    assert all(value == 128 * level < 256 for value, level in zip(values, levels, strict=True)), levels
+    return f"0x{sum(value << 8 * i for i, value in enumerate(values)):08x}"
 
 
-def _register(values: tuple[float, ...]) -> str:
-    """Up to four magnitudes as the bytes of a 32-bit constant."""
-    return f"0x{sum(_e4m3(value) << 8 * i for i, value in enumerate(values)):08x}"
+def _signed(bits: str) -> int:
+    return int(bits, 16) - (int(bits, 16) >> 31 << 32)
 
 
-# Magnitudes of codes 0-3 and 4-7 of the half, unsigned, as bytes of m0 and m1; then their signs as bytes' top bits in
-# s0 and s1. $8 is the word, $9 the sign word, $10 the first register of the table.
-# An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 add, which another pipe does, 1.04: so the
-# upper half moves down in an addition of -0 (codes are no NaN: their top bit is 0 and a 4-bit magnitude is below 8).
-_UPPER_HALF = """
-        mov.b32 {b0, b1}, t;
-        mov.b32 t, {b1, b1};
-        add.rn.f16x2 t, t, z;
-"""
-_LOOK_UP = {
-    4: f"""
-        and.b32 t, $8, 0x77777777;
-        prmt.b32 m0, $10, {_register(MAGNITUDES[4][4:])}, t;
-        {_UPPER_HALF}
-        prmt.b32 m1, $10, {_register(MAGNITUDES[4][4:])}, t;
-        mov.b32 s0, $8;
-        shl.b32 s1, $8, 4;
-    """,
-    3: f"""
-        and.b32 t, $8, 0x33333333;
-        prmt.b32 m0, $10, 0, t;
-        {_UPPER_HALF}
-        prmt.b32 m1, $10, 0, t;
-        mov.b32 s0, $9;
-        shl.b32 s1, $9, 1;
-    """,
-    2: f"""
-        shl.b32 t, $8, 1;
-        prmt.b32 m0, t, 0, 0xba98;
-        lop3.b32 m0, m0, $10, {_register(MAGNITUDES[2][1:] * 4)}, 0xac;
-        shl.b32 t, $8, 3;
-        prmt.b32 m1, t, 0, 0xba98;
-        lop3.b32 m1, m1, $10, {_register(MAGNITUDES[2][1:] * 4)}, 0xac;
-        mov.b32 s0, $8;
-        shl.b32 s1, $8, 2;
-    """,
-}
-TABLE_2, TABLE_3, TABLE_4 = (
-    tl.constexpr(int(_register(levels), 16)) for levels in (MAGNITUDES[2][:1] * 4, MAGNITUDES[3], MAGNITUDES[4][:4])
+# Assembly for the 16 codes of a lane and group. $0 .. $7: the fp16 pairs. $8: the code word; $9: the second code word
+# or the sign word; $10: a constant in a register.
+# An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 addition, which another pipe does, 1.04: so the
+# upper half of t moves down as -0 is added to it (codes are no NaN: their top bit is 0, a 4-bit magnitude is below 8).
+_UPPER_HALF = "mov.b32 {l, u}, t; mov.b32 t, {u, u}; add.rn.f16x2 t, t, z;"
+# A byte of m and above it the same byte of s, a sign in its top bit: 1/2, 1/2 instructions a code.
+_PAIRS = "prmt.b32 ${0}, m, s, 0x5140; prmt.b32 ${1}, m, s, 0x7362;"
+
+
+def _four_bits() -> str:
+    look_up = f"prmt.b32 m, $10, {_register(MAGNITUDES[4][4:])}, t;"
+    halves = ""
+    for half, word in enumerate(("$8", "$9")):
+        halves += f"and.b32 t, {word}, 0x77777777; {look_up} and.b32 s, {word}, 0x80808080;"
+        halves += _PAIRS.format(4 * half, 4 * half + 1)
+        halves += f"{_UPPER_HALF} {look_up} shl.b32 s, {word}, 4; and.b32 s, s, 0x80808080;"
+        halves += _PAIRS.format(4 * half + 2, 4 * half + 3)
+    return halves
+
+
+def _three_bits(parity: int) -> str:
+    halves = ""
+    for half in range(2):
+        shift = 4 * parity + 2 * half
+        halves += f"shr.u32 t, $8, {2 * half}; and.b32 t, t, 0x33333333; prmt.b32 m, $10, 0, t;"
+        halves += f"shl.b32 s, $9, {shift}; and.b32 s, s, 0x80808080;"
+        halves += _PAIRS.format(4 * half, 4 * half + 1)
+        halves += f"{_UPPER_HALF} prmt.b32 m, $10, 0, t; shl.b32 s, $9, {shift + 1}; and.b32 s, s, 0x80808080;"
+        halves += _PAIRS.format(4 * half + 2, 4 * half + 3)
+    return halves
+
+
+def _two_bits() -> str:
+    """Each half of t: 8 times the magnitude bit, and the byte with the sign on top. $10 has a magnitude below each sign
+    bit: lop3 takes it, or the other magnitude, by the magnitude bit, and nothing else of the byte with the sign."""
+    other = f"0x{round(128 * MAGNITUDES[2][0]) * 0x10001:08x}"
+    quarters = ""
+    for quarter in range(4):
+        quarters += f"shl.b32 s, $8, {2 * quarter}; shl.b32 m, $8, {2 * quarter + 1};"
+        for i, selector in enumerate(("0x5948", "0x7b6a")):
+            quarters += f"prmt.b32 t, m, s, {selector}; lop3.b32 ${2 * quarter + i}, t, $10, {other}, 0xca;"
+    return quarters
+
+
+def _assembly(body: str) -> tl.constexpr:
+    return tl.constexpr("{ .reg .b32 t, z, m, s; .reg .b16 l, u; mov.b32 z, 0x80008000; " + body + " }")
+
+
+ASSEMBLY_2, ASSEMBLY_3_0, ASSEMBLY_3_1, ASSEMBLY_4 = map(
+    _assembly, (_two_bits(), _three_bits(0), _three_bits(1), _four_bits())
 )
-_SIGNS = """
-        lop3.b32 m0, s0, 0x80808080, m0, 0xea;
-        lop3.b32 m1, s1, 0x80808080, m1, 0xea;
-        mov.b32 {b0, b1}, m0;
-        mov.b32 {b2, b3}, m1;
-"""
-_CONVERT = "".join(f"        cvt.rn.f16x2.e4m3x2 h{i}, b{i};\n" for i in range(4))
-# fp16 bits of the value times 2^-8: sign, a zero, 4 exponent bits, 3 mantissa bits.
-_SHIFT = "".join(
-    f"""
-        prmt.b32 h{i}, m{i // 2}, 0, 0x{0x1404 if i % 2 == 0 else 0x3424:04x};
-        shr.u32 t, h{i}, 1;
-        and.b32 t, t, 0x3f803f80;
-        lop3.b32 h{i}, h{i}, 0x80008000, t, 0xea;
-"""
-    for i in range(4)
+TABLE_4, TABLE_3 = (tl.constexpr(_signed(_register(levels))) for levels in (MAGNITUDES[4][:4], MAGNITUDES[3]))
+TABLE_2 = tl.constexpr(_signed(f"{0x80008000 | round(128 * MAGNITUDES[2][1]) * 0x10001:08x}"))
+LEVELS_2, LEVELS_3, LEVELS_4 = (
+    tl.constexpr(tuple(level * VALUE_UNIT for level in MAGNITUDES[bits])) for bits in (2, 3, 4)
 )
-_RESULT = "".join(f"        mov.b32 {{${2 * i}, ${2 * i + 1}}}, h{i};\n" for i in range(4))
-
-
-def _assembly(bits: int, has_e4m3: bool) -> str:
-    registers = """
-        .reg .b32 t, z, m0, m1, s0, s1, h0, h1, h2, h3;
-        .reg .b16 b0, b1, b2, b3;
-        mov.b32 z, 0x80008000;
-    """
-    return "{" + registers + _LOOK_UP[bits] + _SIGNS + (_CONVERT if has_e4m3 else _SHIFT) + _RESULT + "}"
-
-
-_HAS_E4M3 = {bits: tl.constexpr(_assembly(bits, True)) for bits in (2, 3, 4)}
-_NO_E4M3 = {bits: tl.constexpr(_assembly(bits, False)) for bits in (2, 3, 4)}
-ASSEMBLY_2, ASSEMBLY_3, ASSEMBLY_4 = _HAS_E4M3[2], _HAS_E4M3[3], _HAS_E4M3[4]
-SHIFTING_2, SHIFTING_3, SHIFTING_4 = _NO_E4M3[2], _NO_E4M3[3], _NO_E4M3[4]
-LEVELS_2, LEVELS_3, LEVELS_4 = (tl.constexpr(MAGNITUDES[bits]) for bits in (2, 3, 4))
 
 
 @triton.jit
@@ -141,82 +120,27 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 
 @triton.jit
-def decode_half(
-    word, sign_word, table,
-    half: tl.constexpr, bits: tl.constexpr, parity: tl.constexpr, shifting: tl.constexpr,
-):  # fmt: skip
-    """Decode codes 8 * half .. 8 * half + 7 of a lane and group.
-
-    Args:
-        word: int32 [32, 2], the code word that holds them.
-        sign_word: int32 [32, 2], of 3-bit groups; any tensor otherwise.
-        table: of `in_register`.
-        half: 0 or 1.
-        bits: 2, 3 or 4.
-        parity: which of the two groups of `sign_word`.
-        shifting: for chips without e4m3 conversion; the values come out times 2^-8.
-
-    Returns:
-        tuple of 8 fp16 [32, 2].
-    """
-    if bits == 3:
-        word = word >> (2 * half)
-        sign_word = sign_word << (4 * parity + 2 * half)
-    elif bits == 2:
-        word = word << (4 * half)
-    if IS_INTERPRETED:
-        values = _decode_half_portable(word, sign_word, bits)
-    else:
-        if bits == 4:
-            assembly: tl.constexpr = SHIFTING_4 if shifting else ASSEMBLY_4
-        elif bits == 3:
-            assembly: tl.constexpr = SHIFTING_3 if shifting else ASSEMBLY_3
-        else:
-            assembly: tl.constexpr = SHIFTING_2 if shifting else ASSEMBLY_2
-        values = tl.inline_asm_elementwise(
-            assembly,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-            [word, sign_word, table],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-    return values
+def decode_key(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
+    """Like `_decode`, fp16 [32 tokens, 32 channels]."""
+    return opaque(as_key(_decode(first, second, table, bits, parity)))
 
 
 @triton.jit
-def _decode_half_portable(word, sign_word, bits: tl.constexpr):
-    values = ()
-    for k in tl.static_range(8):
-        if bits == 4:
-            magnitude = word >> (4 * k) & 7
-            sign = word >> (8 * (k % 4) + (7 if k < 4 else 3)) & 1
-            levels: tl.constexpr = LEVELS_4
-        elif bits == 3:
-            magnitude = word >> (4 * k) & 3
-            sign = sign_word >> (8 * (k % 4) + 7 - k // 4) & 1
-            levels: tl.constexpr = LEVELS_3
-        else:
-            magnitude = word >> (8 * (k % 4) + 6 - 2 * (k // 4)) & 1
-            sign = word >> (8 * (k % 4) + 7 - 2 * (k // 4)) & 1
-            levels: tl.constexpr = LEVELS_2
-        value = tl.full(word.shape, 0.0, tl.float32)
-        for m in tl.static_range(2 ** (bits - 1)):
-            value = tl.where(magnitude == m, levels[m], value)
-        values = values + ((tl.where(sign == 1, -value, value)).to(tl.float16),)
-    return values
+def decode_value(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
+    """Like `_decode`, fp16 [32 channels, 32 tokens]."""
+    return opaque(as_value(_decode(first, second, table, bits, parity)))
 
 
 @triton.jit
-def assemble_key(half0, half1):
-    """Two halves of `decode_half` of K words -> fp16 [32 tokens, 32 channels]."""
-    return opaque(tl.reshape(tl.permute(_join(half0, half1), (2, 6, 0, 5, 4, 1, 3)), [32, 32]))
+def as_key(codes):
+    """What lies as `_decode` returns it, as [32 tokens, 32 channels]."""
+    return tl.reshape(tl.permute(codes, (2, 3, 0, 4, 5, 1, 6)), [32, 32])
 
 
 @triton.jit
-def assemble_value(half0, half1):
-    """Two halves of `decode_half` of V words -> fp16 [32 channels, 32 tokens]."""
-    return opaque(tl.reshape(tl.permute(_join(half0, half1), (6, 5, 0, 2, 4, 1, 3)), [32, 32]))
+def as_value(codes):
+    """What lies as `_decode` returns it, as [32 channels, 32 tokens]."""
+    return tl.reshape(tl.permute(codes, (3, 4, 0, 2, 5, 1, 6)), [32, 32])
 
 
 @triton.jit
@@ -227,21 +151,74 @@ def opaque(x):
     twice the width; this keeps the width of fp16. The move itself is gone in SASS.
     """
     if not IS_INTERPRETED:
-        x = tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], dtype=tl.float16, is_pure=False, pack=1)
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)
     return x
 
 
 @triton.jit
-def _join(a, b):
-    """16 tensors [32, 2] -> [g = 8, t = 4, micro-block, bit 0, bit 1, bit 2, bit 3 of the code]."""
-    return tl.reshape(tl.join(_join_half(a), _join_half(b)), [8, 4, 2, 2, 2, 2, 2])
+def _decode(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
+    """Decode the 16 codes of a lane and group, times `VALUE_UNIT`.
+
+    Args:
+        first: int32 [32, 2], the (first) code word.
+        second: int32 [32, 2], the second code word (4 bits), the sign word (3 bits), or any tensor.
+        table: of `in_register`.
+        bits: 2, 3 or 4.
+        parity: which of the two groups of the sign word.
+
+    Returns:
+        fp16 [g = 8, t = 4, micro-block, bit 3, bit 2, bit 1, bit 0 of the code].
+    """
+    if IS_INTERPRETED:
+        values = _decode_portable(first, second, bits, parity)
+    else:
+        if bits == 4:
+            assembly: tl.constexpr = ASSEMBLY_4
+        elif bits == 3:
+            assembly: tl.constexpr = ASSEMBLY_3_1 if parity else ASSEMBLY_3_0
+        else:
+            assembly: tl.constexpr = ASSEMBLY_2
+        # Pairs of codes leave the assembly as 32-bit registers, and LLVM finds that taking them apart and putting them
+        # together is nothing; of 16-bit ones, ptxas moves half once more (77 instructions a tile). All 16 codes as one
+        # result (pack=16) would be as short, but wrong where Triton lays the result out otherwise: at head_dim 96.
+        pairs = tl.inline_asm_elementwise(
+            assembly, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, table],
+            dtype=(tl.int32,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+        low = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
+        high = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
+        values = halves(tl.join(low, high))
+    return tl.reshape(values, [8, 4, 2, 2, 2, 2, 2])
 
 
 @triton.jit
-def _join_half(x):
-    low = tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3]))
-    high = tl.join(tl.join(x[4], x[5]), tl.join(x[6], x[7]))
-    return tl.join(low, high)
+def halves(pairs):
+    """int32 of any shape, two fp16 in each -> fp16 [..., 2]."""
+    low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    return tl.join(low, high).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _decode_portable(first, second, bits: tl.constexpr, parity: tl.constexpr):
+    codes = tl.arange(0, 16)[None, None, :]
+    first, second, k = first[:, :, None], second[:, :, None], codes % 8
+    if bits == 4:
+        word = tl.where(codes < 8, first, second)
+        magnitude = word >> (4 * k) & 7
+        sign = word >> (8 * (k % 4) + tl.where(k < 4, 7, 3)) & 1
+        levels: tl.constexpr = LEVELS_4
+    elif bits == 3:
+        magnitude = first >> (4 * k + 2 * (codes // 8)) & 3
+        sign = second >> (8 * (k % 4) + 7 - 4 * parity - codes // 4) & 1
+        levels: tl.constexpr = LEVELS_3
+    else:
+        magnitude = first >> (8 * (k % 4) + 6 - 2 * (codes // 4)) & 1
+        sign = first >> (8 * (k % 4) + 7 - 2 * (codes // 4)) & 1
+        levels: tl.constexpr = LEVELS_2
+    value = tl.zeros(magnitude.shape, tl.float32)
+    for m in tl.static_range(2 ** (bits - 1)):
+        value = tl.where(magnitude == m, levels[m], value)
+    return tl.where(sign == 1, -value, value).to(tl.float16)
 
 
 @triton.jit
@@ -260,8 +237,19 @@ def in_register(zero, bits: tl.constexpr):
 
 
 @triton.jit
+def lanes_again():
+    """`tl.arange(0, 32)[:, None]`, unknown to be that: so what comes of it is computed when needed, not kept."""
+    lanes = tl.arange(0, 32)[:, None]
+    if not IS_INTERPRETED:
+        lanes = tl.inline_asm_elementwise(
+            "mov.u32 $0, %laneid;", "=r,r", [lanes], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    return lanes
+
+
+@triton.jit
 def program_id_1_again():
-    """`tl.program_id(1)`, unknown to be that: what comes of it is computed when needed, not kept in registers."""
+    """`tl.program_id(1)`, likewise."""
     if IS_INTERPRETED:
         index = tl.program_id(1)
     else:

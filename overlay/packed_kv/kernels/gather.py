@@ -13,10 +13,11 @@ import triton.language as tl
 
 from ..layout import MICRO_BLOCK, PageLayout
 from .decode import _decode_group, _load_key, _load_value, kernel_layout
-from .fragments import assemble_key, assemble_value
+from .fragments import VALUE_UNIT, as_key, as_value
 from .merge import _rotate_query_kernel
 from .scales import scale_byte
 
+_OVER_UNIT = tl.constexpr(1 / VALUE_UNIT)
 ROWS_A_PROGRAM = 64
 """Vectors that `unrotate` turns with one load of the matrix."""
 
@@ -27,7 +28,7 @@ def _gather_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
     MICRO_BLOCK_WORDS: tl.constexpr, GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr,
     PARITY: tl.constexpr, CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
-    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, SHIFTING: tl.constexpr,
+    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
@@ -50,21 +51,20 @@ def _gather_kernel(
     zero = tl.zeros([32, 2], tl.int32)
     words, scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
     for g in tl.static_range(GROUPS):
-        x = _decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
-        x = _scaled(x, _key_scales(scales, g, GROUPS), SHIFTING)
+        x = _decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+        x = _scaled(x, _key_scales(scales, g, GROUPS))
         tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
     words, scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
     for g in tl.static_range(GROUPS):
-        x = _decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY, SHIFTING)
-        x = _scaled(x, _value_scales(scales[g]), SHIFTING)
+        x = _decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+        x = _scaled(x, _value_scales(scales[g]))
         tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
 
 
 @triton.jit
-def _scaled(values, scales, SHIFTING: tl.constexpr):
+def _scaled(values, scales):
     """Exact: a decoded value has 8 bits (docs/formats.md)."""
-    x = values.to(tl.float32) * scales.to(tl.float32)
-    return (x * 256.0 if SHIFTING else x).to(tl.float16)
+    return (values.to(tl.float32) * (scales.to(tl.float32) * _OVER_UNIT)).to(tl.float16)
 
 
 @triton.jit
@@ -72,16 +72,17 @@ def _key_scales(words, group: tl.constexpr, GROUPS: tl.constexpr):
     """fp16 [32 tokens, 32 channels]: half n3 of a lane's codes has scale n3 of its group."""
     word = words[group // 2] if GROUPS % 4 == 0 else words[group]
     first: tl.constexpr = group % 2 * 2 if GROUPS % 4 == 0 else 0
-    a, b = scale_byte(word, first), scale_byte(word, first + 1)
-    return assemble_key((a, a, a, a, a, a, a, a), (b, b, b, b, b, b, b, b))
+    halves = tl.join(scale_byte(word, first), scale_byte(word, first + 1))
+    return as_key(tl.broadcast_to(tl.reshape(halves, [8, 4, 2, 2, 1, 1, 1]), [8, 4, 2, 2, 2, 2, 2]))
 
 
 @triton.jit
 def _value_scales(word):
     """fp16 [32 channels, 32 tokens]: the low bits of a lane's code, n3 and n0, are its scale's."""
-    a, b, c, d = scale_byte(word, 0), scale_byte(word, 1), scale_byte(word, 2), scale_byte(word, 3)
-    half = (a, b, c, d, a, b, c, d)
-    return assemble_value(half, half)
+    low = tl.join(scale_byte(word, 0), scale_byte(word, 2))
+    high = tl.join(scale_byte(word, 1), scale_byte(word, 3))
+    scales = tl.reshape(tl.join(low, high), [8, 4, 2, 1, 1, 2, 2])
+    return as_value(tl.broadcast_to(scales, [8, 4, 2, 2, 2, 2, 2]))
 
 
 def gather(
@@ -91,8 +92,6 @@ def gather(
     rows: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    shifting: bool = False,
 ) -> None:
     """Dequantise micro-blocks, still rotated: the values of `PagedCodec.read`, which fp16 holds exactly.
 
@@ -102,7 +101,6 @@ def gather(
         micro_blocks: int32 [n], each (block * block_size + offset) / 16.
         rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
         key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
-        shifting: the chip has no e4m3 conversion (before sm_89).
     """
     _, kv_heads, head_dim = key.shape
     count = len(micro_blocks)
@@ -112,7 +110,7 @@ def gather(
     _gather_kernel[(triton.cdiv(count, 2), kv_heads)](
         cache, micro_blocks, rows, count, key, value, cache.stride(0) // 4, cache.stride(1) // 4,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK,
-        SHIFTING=shifting, **kernel_layout(page), num_warps=1, num_stages=1,
+        **kernel_layout(page), num_warps=1, num_stages=1,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fragments import IS_INTERPRETED, opaque
+from .fragments import IS_INTERPRETED, halves, opaque
 
 
 @triton.jit
@@ -106,12 +106,14 @@ def scale_weights(pair0, pair1, scale_word):
         w01 = (pair0 >> 16).to(tl.int16).to(tl.float16, bitcast=True) * scale_byte(scale_word, 1)
         w10 = pair1.to(tl.int16).to(tl.float16, bitcast=True) * scale_byte(scale_word, 2)
         w11 = (pair1 >> 16).to(tl.int16).to(tl.float16, bitcast=True) * scale_byte(scale_word, 3)
+        scaled = tl.join(tl.join(w00, w10), tl.join(w01, w11))
     else:
-        w00, w01, w10, w11 = tl.inline_asm_elementwise(
+        low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 a, b;
-            prmt.b32 a, $6, 0, 0x4140; shl.b32 a, a, 7; mul.rn.f16x2 a, a, $4; mov.b32 {$0, $1}, a;
-            prmt.b32 b, $6, 0, 0x4342; shl.b32 b, b, 7; mul.rn.f16x2 b, b, $5; mov.b32 {$2, $3}, b; }""",
-            "=h,=h,=h,=h,r,r,r", [pair0, pair1, scale_word], dtype=(tl.float16,) * 4, is_pure=True, pack=1,
+            prmt.b32 a, $4, 0, 0x4140; shl.b32 a, a, 7; mul.rn.f16x2 $0, a, $2;
+            prmt.b32 b, $4, 0, 0x4342; shl.b32 b, b, 7; mul.rn.f16x2 $1, b, $3; }""",
+            "=r,=r,r,r,r", [pair0, pair1, scale_word], dtype=(tl.int32,) * 2, is_pure=True, pack=1,
         )  # fmt: skip
-    x = tl.reshape(tl.join(tl.join(w00, w01), tl.join(w10, w11)), [8, 4, 2, 2, 2])  # column, t, micro-block, n0, n3
-    return opaque(tl.reshape(tl.permute(x, (2, 4, 1, 3, 0)), [32, 8]))
+        scaled = halves(tl.join(low, high))
+    x = tl.reshape(scaled, [8, 4, 2, 2, 2])  # column, t, micro-block, n3, n0
+    return opaque(tl.reshape(tl.permute(x, (2, 3, 1, 4, 0)), [32, 8]))
