@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import power_of_2
+
 
 @triton.jit(do_not_specialize=["sums_stride", "part_sums_stride"])
 def _combine_kernel(
@@ -44,6 +46,6 @@ def combine(output: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, part_s
     assert output.stride(2) == sums.stride(1) == part_sums.stride(1) == 1 and part.is_contiguous(), part.stride()
     _combine_kernel[(tokens,)](
         output, sums, part, part_sums, output.stride(0), output.stride(1), sums.stride(0), part_sums.stride(0),
-        HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim), num_warps=4,
+        HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim,
+        PADDED_DIM=power_of_2(head_dim), num_warps=4,
     )  # fmt: skip

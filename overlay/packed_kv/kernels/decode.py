@@ -7,6 +7,8 @@ are combined, and V's rotation undone, by `merge.py`. The reference is `attentio
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -267,6 +269,7 @@ def split_count(programs: int, multiprocessors: int) -> int:
     return max(1, min(128, PROGRAMS_A_MULTIPROCESSOR * multiprocessors // programs))
 
 
+@functools.cache
 def kernel_layout(page: PageLayout) -> dict[str, object]:
     """The constants of `_decode_kernel` that a page's layout decides."""
     vector = page.vector
@@ -331,7 +334,7 @@ def decode(
     assert query.is_contiguous(), query.stride()
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    tiles = triton.cdiv(group * max_query_len, COLUMNS)
+    tiles = -(-group * max_query_len // COLUMNS)
     _decode_kernel[(splits, kv_heads * tiles, seq_lens.shape[0])](
         query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
         block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, (logits_soft_cap or 0.0) * LOG2_E,

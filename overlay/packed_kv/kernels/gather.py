@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..layout import MICRO_BLOCK, PageLayout
+from . import power_of_2
 from .decode import _decode_group, _load_key, _load_value, kernel_layout
 from .fragments import VALUE_UNIT, as_key, as_value
 from .merge import _rotate_query_kernel
@@ -107,7 +108,7 @@ def gather(
     assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    _gather_kernel[(triton.cdiv(count, 2), kv_heads)](
+    _gather_kernel[(-(-count // 2), kv_heads)](
         cache, micro_blocks, rows, count, key, value, cache.stride(0) // 4, cache.stride(1) // 4,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK,
         **kernel_layout(page), num_warps=1, num_stages=1,
@@ -127,10 +128,10 @@ def unrotate(vectors: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) ->
     """
     rows, kv_heads, head_dim = vectors.shape
     result = vectors.view(dtype)
-    _rotate_query_kernel[(triton.cdiv(rows, ROWS_A_PROGRAM), kv_heads)](
+    _rotate_query_kernel[(-(-rows // ROWS_A_PROGRAM), kv_heads)](
         vectors, matrix, result, rows, vectors.stride(0), vectors.stride(1),
         0 if len(matrix) == 1 else matrix.stride(0), 1.0,
-        KV_HEADS=kv_heads, QUERY_GROUP=1, HEAD_DIM=head_dim, PADDED_DIM=triton.next_power_of_2(head_dim),
+        KV_HEADS=kv_heads, QUERY_GROUP=1, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim),
         ROWS=ROWS_A_PROGRAM, num_warps=4,
     )  # fmt: skip
     return result

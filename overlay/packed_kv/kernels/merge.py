@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..codecs.codec import Codec
+from . import power_of_2
 from .decode import LOG2_E
 
 
@@ -58,10 +59,10 @@ def rotate_query(query: torch.Tensor, matrix: torch.Tensor, rotated: torch.Tenso
     assert query.stride(-1) == 1, query.stride()
     assert rotated.is_contiguous(), rotated.stride()
     row_count = tokens * group
-    _rotate_query_kernel[(triton.cdiv(row_count, 16), kv_heads)](
+    _rotate_query_kernel[(-(-row_count // 16), kv_heads)](
         query, matrix, rotated, row_count, query.stride(0), query.stride(1),
         0 if len(matrix) == 1 else matrix.stride(0), scale * LOG2_E,
-        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=triton.next_power_of_2(head_dim), ROWS=16,
+        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=16,
         num_warps=4,
     )  # fmt: skip
 
@@ -128,8 +129,8 @@ def merge(
     assert splits <= 128, splits
     assert output.stride(-1) == 1, output.stride()
     padded_splits, rows = next(tile for tile in MERGE_TILES if splits <= tile[0])
-    padded_dim = triton.next_power_of_2(head_dim)
-    _merge_kernel[(triton.cdiv(tokens * group, rows), kv_heads)](
+    padded_dim = power_of_2(head_dim)
+    _merge_kernel[(-(-tokens * group // rows), kv_heads)](
         partial_output, partial_stats, matrix, output, tokens * group, output.stride(0), output.stride(2),
         0 if len(matrix) == 1 else matrix.stride(0), splits,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,

@@ -28,6 +28,7 @@ from .. import layout
 from ..codecs.pages import PagedCodec
 from ..formats import GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK, page_layout
+from . import power_of_2
 from .quantize import hadamard, load_rotated, quantize, search_scale
 from .words import store_codes
 
@@ -60,9 +61,9 @@ def store_tokens(
     for part in (codec.key, codec.value):
         assert part.channels.ndim == 1 or len(part.channels) == heads, (part.channels.shape, heads)
     constants = store_constants(codec.key.fmt, codec.key.head_dim)
-    rows = max(ROWS, *(padded_groups(groups) for _, groups, *_ in constants["SECTIONS"]))
-    vectors = len(slots) * heads
-    programs = sum(triton.cdiv(vectors, rows // padded_groups(groups)) for _, groups, *_ in constants["SECTIONS"])
+    padded = [power_of_2(groups) for _, groups, *_ in constants["SECTIONS"]]
+    rows = max(ROWS, *padded)
+    programs = sum(-(-len(slots) * heads // (rows // groups)) for groups in padded)
     if not programs:
         return
     store_kernel[(programs, 2)](
@@ -121,10 +122,8 @@ def store_constants(fmt: Format, head_dim: int) -> dict[str, Any]:
     )
 
 
-@triton.constexpr_function
-def padded_groups(groups):
-    """Rows of a vector's section: a power of two, so that a rotation exchanges row and row ^ 2^i."""
-    return 1 << (groups - 1).bit_length()
+padded_groups = triton.constexpr_function(power_of_2)
+"""Rows of a vector's section: a power of two, so that a rotation exchanges row and row ^ 2^i."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
