@@ -81,6 +81,7 @@ def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
     assert len(levels) == 2 ** (bits - 1)
     assert (levels.diff() > 0).all()
     assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
+    assert torch.equal((128 * levels).to(torch.uint8).float(), 128 * levels)
 
 
 def test_up_to_the_largest_scale_byte_every_value_is_finite_in_fp16():
