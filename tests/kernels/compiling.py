@@ -40,6 +40,7 @@ class Resources:
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
+    ttgir: str
     ptx: str
     sass: str
 
@@ -89,6 +90,7 @@ def _compile(case: Case) -> dict[str, Any]:
         stack_bytes=stack,
         local_bytes=local,
         shared_bytes=compiled.metadata.shared,
+        ttgir=compiled.asm["ttgir"],
         ptx=compiled.asm["ptx"],
         sass=_tool("cuobjdump", "--dump-sass", cubin),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
@@ -61,7 +63,7 @@ def test_store_rounds_each_operation(store_resources):
 DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 
-def decode_case(fmt: Format, arch: int) -> Case:
+def decode_case(fmt: Format, arch: int, head_dim: int = 128) -> Case:
     return Case(
         kernel="packed_kv.kernels.decode:_decode_kernel",
         arch=arch,
@@ -71,12 +73,12 @@ def decode_case(fmt: Format, arch: int) -> Case:
             soft_cap="fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, WINDOW=0, HAS_SOFT_CAP=False,
-            MICRO_BLOCKS_A_BLOCK=1, **decode.kernel_layout(page_layout(fmt, 128)),
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False,
+            MICRO_BLOCKS_A_BLOCK=1, **decode.kernel_layout(page_layout(fmt, head_dim)),
         ),
         options=dict(
             num_warps=1, num_stages=1, enable_fp_fusion=True,
-            **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 else {}),
+            **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 and head_dim <= 128 else {}),
         ),
         unaligned=("block_table", "query_start", "seq_lens", "table_stride", "soft_cap"),
     )  # fmt: skip
@@ -103,6 +105,30 @@ def test_decoded_fragments_need_no_shared_memory(decode_resources, name):
     resources = decode_resources[name, 90]
     assert resources.count("LDSM") <= 4
     assert resources.shared_bytes <= 4096
+
+
+LANE_BY_LANE = re.compile(
+    r"lane = \[\[1[, 0]*\], \[2[, 0]*\], \[4[, 0]*\], \[8[, 0]*\], \[16[, 0]*\]\]|threadsPerWarp = \[32, 1"
+)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_weights_are_transposed_lane_by_lane(decode_resources, name):
+    check_transposing_layout(decode_resources[name, 90])
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 160])
+def test_weights_are_transposed_lane_by_lane_at_other_head_dims(head_dim):
+    (resources,) = compile_kernels([decode_case(FORMATS["isoquant4"], 90, head_dim)])
+    check_transposing_layout(resources)
+
+
+def check_transposing_layout(resources: Resources) -> None:
+    """`movmatrix` moves words between lanes, so it is right only where lane i of the tensor is lane i of the warp. Triton
+    could choose another layout, and would not know that the result is wrong."""
+    (layout,) = re.findall(r"movmatrix.*-> tensor<[^,]*, (#\w+)>", resources.ttgir)
+    (definition,) = re.findall(rf"^{layout} = (.*)", resources.ttgir, re.MULTILINE)
+    assert LANE_BY_LANE.search(definition), definition
 
 
 def merge_case(tile: tuple[int, int], arch: int) -> Case:

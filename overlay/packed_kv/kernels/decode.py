@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..layout import CODE_WORDS, PageLayout
-from .fragments import VALUE_UNIT, decode_key, decode_value, in_register, lanes_again, load_words, program_id_1_again
+from .fragments import VALUE_UNIT, again, decode_key, decode_value, in_register, load_words
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
@@ -194,13 +194,13 @@ def _decode_kernel(
             # there a scale of 0 makes them 0, not NaN.
             if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
                 tokens = tile * 32 + tl.arange(0, 32)
-                column = program_id_1_again() // KV_HEADS * 8 + tl.arange(0, 8)
+                column = again(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < limit[None, :]
                 if WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
-                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + lanes_again() % 4 * 2
+                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + again(lanes) % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
                 for byte in tl.static_range(4):
                     token = lane_tokens + (byte // 2 * 8 + byte % 2)
@@ -227,7 +227,7 @@ def _decode_kernel(
             value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
-    columns, rows = _columns_and_rows(program_id_1_again() // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
     slot = first_row.to(tl.int64) * splits + split
     partial_output += slot * HEAD_DIM

@@ -237,23 +237,8 @@ def in_register(zero, bits: tl.constexpr):
 
 
 @triton.jit
-def lanes_again():
-    """`tl.arange(0, 32)[:, None]`, unknown to be that: so what comes of it is computed when needed, not kept."""
-    lanes = tl.arange(0, 32)[:, None]
+def again(x):
+    """An int32 `x`, unknown to be that: what comes of it is computed where it is needed, not early and kept."""
     if not IS_INTERPRETED:
-        lanes = tl.inline_asm_elementwise(
-            "mov.u32 $0, %laneid;", "=r,r", [lanes], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-    return lanes
-
-
-@triton.jit
-def program_id_1_again():
-    """`tl.program_id(1)`, likewise."""
-    if IS_INTERPRETED:
-        index = tl.program_id(1)
-    else:
-        index = tl.inline_asm_elementwise(
-            "mov.u32 $0, %ctaid.y;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-    return index
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    return x
