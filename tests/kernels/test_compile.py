@@ -124,8 +124,8 @@ def test_weights_are_transposed_lane_by_lane_at_other_head_dims(head_dim):
 
 
 def check_transposing_layout(resources: Resources) -> None:
-    """`movmatrix` moves words between lanes, so it is right only where lane i of the tensor is lane i of the warp. Triton
-    could choose another layout, and would not know that the result is wrong."""
+    """`movmatrix` moves words between lanes, so it is right only where lane i of the tensor is lane i of the warp.
+    Triton could choose another layout, and would not know that the result is wrong."""
     (layout,) = re.findall(r"movmatrix.*-> tensor<[^,]*, (#\w+)>", resources.ttgir)
     (definition,) = re.findall(rf"^{layout} = (.*)", resources.ttgir, re.MULTILINE)
     assert LANE_BY_LANE.search(definition), definition
