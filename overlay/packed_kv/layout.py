@@ -18,7 +18,7 @@ n3..n0 and those of a channel's index in its group d4..d0:
 
 so codes e and e + 1 (e even) are a fragment's fp16 pair: neighbours along the dimension that the product sums over.
 A lane's 16 codes of a group, as `sign` (top bit of the code) and `magnitude` (the rest), lie in words so that four
-magnitudes turn into four bytes with one `prmt` and get their signs with one `lop3` after one shift:
+magnitudes turn into four bytes with one `prmt`, and the signs into the top bits of four bytes with one shift and mask:
 
     4 bits   2 words; word e >> 3, k = e & 7:  magnitude at bits 4k .. 4k+2;  sign at bit 8(k & 3) + 7 (k < 4)
              or 8(k & 3) + 3 (k >= 4)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
+import torch
 import transformers
 from harness import engine
 from packed_kv.attention import registration
+from packed_kv.attention.backend import backend_of
 from packed_kv.formats import FORMATS
 from tiny_models import SMALL
 from transformers import PretrainedConfig
 from vllm.platforms import Platform
+from vllm.platforms.interface import DeviceCapability
 
 
 def small(config: type[PretrainedConfig], architecture: str, **options: object) -> PretrainedConfig:
@@ -124,6 +128,26 @@ def test_extract_hidden_states(demo_model: str) -> None:
     connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     line = refusal(demo_model, speculative_config=speculation, kv_transfer_config=connector)
     assert "speculative method extract_hidden_states not supported" in line
+
+
+def test_kv_sharing_fast_prefill(demo_model: str) -> None:
+    assert "--kv-sharing-fast-prefill not supported" in refusal(demo_model, kv_sharing_fast_prefill=True)
+
+
+def test_drafts_that_share_the_models_cache(demo_model: str) -> None:
+    """Such layers are told of it after they are made (Gemma 4's drafts): in the profiling run."""
+    with engine(demo_model, "tq4") as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        name, layer = next(iter(layers.items()))
+        draft = SimpleNamespace(layer_name="draft.layers.0.attn", kv_sharing_target_layer_name=name)
+        x = torch.zeros(1, 4, 128)
+        with pytest.raises(NotImplementedError, match=f"draft.layers.0.attn shares the KV cache of {name}"):
+            layer.impl.forward(draft, x, x, x, None, None, x)
+
+
+@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_compute_capability(capability: tuple[int, int], served: bool) -> None:
+    assert backend_of("tq4").supports_compute_capability(DeviceCapability(*capability)) == served
 
 
 def test_platform(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,11 +94,18 @@ def test_combine(infinity: float) -> None:
 
 
 def flash_attention(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap, out, **_unused
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, window_size, softcap, out, **_unused
 ):
-    """`flash_attn_varlen_func` by its documentation, in float64: masks aligned to the bottom right corner."""
+    """`flash_attn_varlen_func` by its documentation, in float64: masks aligned to the bottom right corner.
+
+    Where a window has a left end alone, it ends where FlashAttention 2 says: `max_seqlen_k` keys on (others: nowhere).
+    """
     sums = torch.empty(q.shape[1], q.shape[0], device=q.device)
     left, right = window_size[0], 0 if causal else window_size[1]
+    if left >= max_seqlen_k:
+        left = -1
+    if left >= 0 and right < 0:
+        right = max_seqlen_k
     for q0, q1, k0, k1 in zip(*(x.tolist()[i : len(x) - 1 + i] for x in (cu_seqlens_q, cu_seqlens_k) for i in (0, 1)),
                               strict=True):  # fmt: skip
         group = q.shape[1] // k.shape[1]
@@ -128,6 +135,7 @@ QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
         (False, {"logits_soft_cap": 3.0}),
         (False, {"capacity": 48}),
         (False, {"sliding_window": 24}),
+        (False, {"sliding_window": 41}),
         (False, {"sliding_window": 60, "capacity": 48}),
         (True, {"capacity": 48}),
         (True, {"sliding_window": 60}),
@@ -172,7 +180,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
         expected = torch.empty(QUERY_LENS[i], heads * group, head_dim, device=DEVICE)
         flash_attention(
             query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
-            cu_seqlens_k=torch.tensor([0, seq_lens[i]]), softmax_scale=0.2, causal=True,
+            cu_seqlens_k=torch.tensor([0, seq_lens[i]]), max_seqlen_k=seq_lens[i], softmax_scale=0.2, causal=True,
             window_size=((attention.sliding_window or 0) - 1, 0), softcap=attention.logits_soft_cap, out=expected,
         )  # fmt: skip
         assert (output[rows].float() - expected).norm() < 1.5e-3 * expected.norm()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
@@ -56,6 +57,10 @@ class PackedAttentionBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        return capability is None or capability.major >= 8
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

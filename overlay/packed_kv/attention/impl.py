@@ -122,25 +122,32 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """Attention of a batch.
 
         Args:
-            layer: its name says which channels are its outliers; the formats carry their own scales.
+            layer: its name says which channels are its outliers, and it may share another layer's cache; the formats
+                carry their own scales.
             query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
-            key, value: [tokens, KV heads, head_dim], same dtype; None in a layer that shares another layer's cache.
+            key, value: [tokens, KV heads, head_dim], same dtype; not looked at in a layer that shares another's cache.
             kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes].
             attn_metadata: None in vLLM's profiling run.
-            output: [tokens, query heads, head_dim], filled; rows of padding are left as they are.
+            output: [tokens, query heads, head_dim], filled; rows of padding may hold anything afterwards.
             output_scale, output_block_scale: must be None.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{self.kv_cache_dtype}: fused output quantization is not supported")
+        shared = self.kv_sharing_target_layer_name
+        if shared is None and (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
+            raise NotImplementedError(
+                f"{self.kv_cache_dtype}: draft layer {layer.layer_name} shares the KV cache of {target}, which is not "
+                "supported; use another speculative method, or none"
+            )
         if self.calibration is not None:  # in the profiling run: the constructor is not told the layer's name
-            name = self.kv_sharing_target_layer_name or layer.layer_name
+            name = shared or layer.layer_name
             self._build_codec(self.calibration.channels(name, self.num_kv_heads, self.head_size))
             self.calibration = None
         if attn_metadata is None:
             self._profile(query, key, value, output)
             return output
         tokens = attn_metadata.num_actual_tokens
-        if self.kv_sharing_target_layer_name is None:
+        if shared is None:
             store = self.fused.store if self.fused else self.codec.write
             store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
         first = self._attend_decodes(query, kv_cache, attn_metadata, output)
@@ -149,7 +156,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.kv_cache_dtype}: a prefill is planned on the host; no CUDA graph can hold it")
         if self.prefill is not None:
-            self.prefill.attend(query, key, value, kv_cache, attn_metadata, first, output)
+            own_key, own_value = (None, None) if shared else (key, value)
+            self.prefill.attend(query, own_key, own_value, kv_cache, attn_metadata, first, output)
         else:
             self._attend_in_pytorch(query, kv_cache, attn_metadata, first, output)
         return output

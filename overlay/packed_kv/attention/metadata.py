@@ -96,10 +96,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         longest = self.reorder_batch_threshold or 0
         decodes = next((i for i, length in enumerate(lengths) if length > longest), len(lengths)) if longest else 0
         # The host's copy is exact unless drafts are in flight. Then only the device knows; we wait for it unless these
-        # requests' attention runs there alone.
+        # requests' attention runs there alone. A draft model lengthens its queries past what is a decode here.
         context = common.seq_lens
-        in_flight = self.vllm_config.speculative_config is not None
-        if common.seq_lens_cpu_upper_bound is not None and (self.decodes_fused or not in_flight):
+        speculative = self.vllm_config.speculative_config
+        stays = self.decodes_fused and not (speculative and speculative.uses_draft_model())
+        if common.seq_lens_cpu_upper_bound is not None and (speculative is None or stays):
             context = common.seq_lens_cpu_upper_bound
         return PackedMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -116,9 +117,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
 
 def longest_decode(vllm_config: VllmConfig) -> int:
-    """Query tokens of a decode with its drafts."""
+    """Query tokens of a decode with its drafts, as in vLLM's `_init_reorder_batch_threshold`."""
     speculative = vllm_config.speculative_config
-    return 1 if speculative is None else 1 + (speculative.num_speculative_tokens or 0)
+    if speculative is None:
+        return 1
+    return 1 + (2 if speculative.parallel_drafting else 1) * (speculative.num_speculative_tokens or 0)
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:

@@ -149,12 +149,16 @@ class FlashPrefill:
         causal: bool,
         window: tuple[int, int],
     ) -> torch.Tensor:
-        """Attention over a part into `output`; returns its log-sum-exps, fp32 [query heads, rows]."""
+        """Attention over a part into `output`; returns its log-sum-exps, fp32 [query heads, rows].
+
+        Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows
+        than keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
+        """
         _, sums = self.flash_attention(
             query, key, value, cu_seqlens_q=part.query_starts, cu_seqlens_k=part.key_starts,
-            max_seqlen_q=part.longest_query, max_seqlen_k=part.longest_key, softmax_scale=self.options.scale,
-            causal=causal, window_size=list(window), softcap=self.options.logits_soft_cap or 0.0,
-            return_softmax_lse=True, out=output,
+            max_seqlen_q=part.longest_query, max_seqlen_k=max(part.longest_key, part.longest_query),
+            softmax_scale=self.options.scale, causal=causal, window_size=list(window),
+            softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output,
         )  # fmt: skip
         return sums
 

@@ -30,6 +30,7 @@ logger = init_logger("vllm.packed_kv")
 RULES = {
     "head_size not supported": f"head size must be a multiple of {GROUP_SIZE}",
     "block_size not supported": f"block size must be a multiple of {MICRO_BLOCK}",
+    "compute capability not supported": "compute capability must be 8.0 or later",
 }
 """What vLLM says of a refused configuration -> the rule behind it."""
 
@@ -128,4 +129,6 @@ def _unsupported_in(config: VllmConfig) -> list[str]:
         reasons.append(f"KV connector {connector} not supported (it assumes two numbers a channel)")
     if config.speculative_config and config.speculative_config.method == "extract_hidden_states":
         reasons.append("speculative method extract_hidden_states not supported (it stores hidden states as KV)")
+    if config.cache_config.kv_sharing_fast_prefill:
+        reasons.append("--kv-sharing-fast-prefill not supported (the host learns of its batches too late)")
     return reasons

@@ -45,7 +45,7 @@ def _signed(bits: str) -> int:
 # An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 addition, which another pipe does, 1.04: so the
 # upper half of t moves down as -0 is added to it (codes are no NaN: their top bit is 0, a 4-bit magnitude is below 8).
 _UPPER_HALF = "mov.b32 {l, u}, t; mov.b32 t, {u, u}; add.rn.f16x2 t, t, z;"
-# A byte of m and above it the same byte of s, a sign in its top bit: 1/2, 1/2 instructions a code.
+# A byte of m and above it the same byte of s, a sign in its top bit: half an instruction a code.
 _PAIRS = "prmt.b32 ${0}, m, s, 0x5140; prmt.b32 ${1}, m, s, 0x7362;"
 
 

@@ -1,7 +1,7 @@
 """What stands before and after `decode.py`: rotate the query; combine the splits and rotate the output back.
 
-Both rotations are products with the head_dim x head_dim matrix of the rotation, in fp16 with fp32 sums: a query is
-rotated once a step, so exactness to the bit, which the codec needs, would buy nothing here.
+Both rotations are products with the head_dim x head_dim matrix of the rotation, in fp16 or tf32 with fp32 sums: a query
+is rotated once a step, so exactness to the bit, which the codec needs, would buy nothing here.
 """
 
 from __future__ import annotations
