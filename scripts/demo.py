@@ -18,6 +18,7 @@ from typing import Any
 
 from engines import DEMO_MODEL, apart, bytes_per_token, kv_tokens, memory, prepare_environment
 from packed_kv import FORMATS
+from quality_arguments import BadInput, check_dtypes, load_config
 from recall import ANSWER_TOKENS, recall_prompts
 
 BASELINE = "auto"
@@ -164,6 +165,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     prepare_environment(small_model=options.model is None)
+    try:
+        check_dtypes([dtype for dtype in options.dtypes if dtype != BASELINE])
+        load_config(options.model or str(DEMO_MODEL))
+    except BadInput as error:
+        sys.exit(f"demo: {error}")
     settings = Settings(
         model=options.model or str(DEMO_MODEL),
         kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),

@@ -63,7 +63,7 @@ def wide_search(y: torch.Tensor, bits: int) -> Result:
 
 
 def best_codebook(y: torch.Tensor, bits: int) -> Result:
-    """The same scales, with real-valued magnitudes instead of fp8 ones: search and Lloyd's centroids in turn."""
+    """The same scales, with real-valued magnitudes instead of the format's: search and Lloyd's centroids in turn."""
     levels = torch.tensor(MAGNITUDES[bits])
     groups = y.unflatten(-1, (-1, GROUP_SIZE))
     for _ in range(6):

@@ -5,9 +5,9 @@ Imports matplotlib, which only they need.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -113,4 +113,6 @@ def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Draw the plots of a quality.py run again.")
+    parser.add_argument("folder", type=Path, help="--output of quality.py: it has quality.json")
+    draw(parser.parse_args().folder)

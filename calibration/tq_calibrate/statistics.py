@@ -48,7 +48,8 @@ def check_head_size(head_size: int) -> None:
     if head_size % GROUP_SIZE or head_size <= GROUP_SIZE:
         raise UserError(
             f"heads of {head_size} channels cannot be calibrated: the formats need a multiple of {GROUP_SIZE}, and one "
-            f"group of {GROUP_SIZE} leaves nothing to choose; run this model with --kv-cache-dtype auto or tq4"
+            f"group of {GROUP_SIZE} leaves nothing to choose; run this model with --kv-cache-dtype "
+            f"{'tq4' if head_size == GROUP_SIZE else 'auto'}"
         )
 
 

@@ -21,8 +21,8 @@ MAGNITUDES: dict[int, tuple[float, ...]] = {
     3: (1 / 8, 13 / 32, 3 / 4, 5 / 4),
     2: (9 / 32, 1.0),
 }
-"""bits -> magnitudes that a code selects, ascending. The code's top bit is the sign. All are exact in fp8 e4m3, and 128
-times each is an integer below 256 (the kernels look bytes up)."""
+"""bits -> magnitudes that a code selects, ascending. The code's top bit is the sign. All are exact in fp8 e4m3, so
+that with its scale a value has 8 bits, exact in fp16; and 128 times each is an integer below 256, a byte to look up."""
 
 MAX_SCALE_BYTE = 0xF2
 """The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every

@@ -80,7 +80,16 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     if path is None:
         path = _model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
-            if fmt.outlier_bits:
+            if not fmt.outlier_bits:
+                logger.info_once(
+                    "KV cache calibration: no %s, so %s keeps the order of the channels; tq-calibrate model %s may "
+                    "find a better one",
+                    path,
+                    fmt.name,
+                    model.model,
+                    scope="local",
+                )
+            else:
                 logger.warning_once(
                     "KV cache calibration: no %s, so %s stores the first %d channels of each head with more bits, "
                     "whichever are large; to choose them run: tq-calibrate model %s",
@@ -131,6 +140,8 @@ def _named_file(additional_config: object) -> Path | None:
     """The file of `--additional-config '{"packed_kv": {"calibration": "PATH"}}'`, if one is named."""
     options = additional_config.get("packed_kv", {}) if isinstance(additional_config, dict) else {}
     if options == {}:
+        if isinstance(additional_config, dict) and "packed-kv" in additional_config:
+            raise CalibrationError("--additional-config: the key is packed_kv, not packed-kv")
         return None
     path = options.get("calibration") if isinstance(options, dict) and len(options) == 1 else None
     if not isinstance(path, str) or not path:

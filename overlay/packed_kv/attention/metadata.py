@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -19,10 +20,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..layout import MICRO_BLOCK
 from .capacity import check_padding, log_capacity
-from .routes import fused_serves
+from .routes import MAX_COLUMNS, MAX_GROUP, fused_serves
 
 if TYPE_CHECKING:
     from .prefix import KeyPart
+
+logger = init_logger("vllm.packed_kv")
 
 
 @dataclass
@@ -77,6 +80,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if device.type == "cuda":
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
+        if device.type == "cuda" and not self.decodes_fused:
+            logger.warning_once(
+                "KV cache dtype %s: decodes run as prefills do, slower and without CUDA graphs: the decode kernel takes "
+                "fp16 and bf16, up to %d query heads a KV head, and up to %d of them times the tokens of a decode",
+                vllm_config.cache_config.cache_dtype,
+                MAX_GROUP,
+                MAX_COLUMNS,
+                scope="local",
+            )
         check_padding(vllm_config, kv_cache_spec)
         log_capacity(vllm_config, kv_cache_spec.block_size)
 

@@ -107,10 +107,12 @@ class PackedDTypeHandler:
         reasons = [*_unsupported_here(), *_unsupported_in(get_current_vllm_config())]
         reasons += [RULES.get(reason, reason) for reason in refused]
         if reasons:
+            remedy = "use --kv-cache-dtype auto, or --kv-cache-dtype-skip-layers for single layers"
+            if refused == ["block_size not supported"]:
+                remedy = f"use --block-size {MICRO_BLOCK}, or --kv-cache-dtype auto"
             raise ValueError(
                 f"--kv-cache-dtype {self.name} cannot serve this model here: {'; '.join(reasons)} "
-                f"(head size {config.head_size}, block size {config.block_size}, {config.dtype}); "
-                "use --kv-cache-dtype auto, or --kv-cache-dtype-skip-layers for single layers"
+                f"(head size {config.head_size}, block size {config.block_size or 'not set'}, {config.dtype}); {remedy}"
             )
         return backend
 
