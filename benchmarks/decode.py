@@ -127,6 +127,7 @@ def collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argpa
     """Let a worker measure; write and print its rows. Whether it ended well."""
     assert worker.stdin is not None and worker.stdout is not None
     limit = threading.Timer(options.timeout, worker.kill)
+    limit.daemon = True  # else an error here would wait for it
     limit.start()
     with suppress(BrokenPipeError):  # it has failed; its log says why
         worker.stdin.write("go\n")

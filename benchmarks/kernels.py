@@ -83,12 +83,13 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "commit": options.commit or commit_here(),
     }  # fmt: skip
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for name in options.dtypes:
         for requests, context in SHAPES:
             packed = requests * context * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
-            for splits in options.splits or [decode_module.split_count(requests * KV_HEADS, 132)]:
+            for splits in options.splits or [decode_module.split_count(requests * KV_HEADS, multiprocessors)]:
                 (p20, p50, p80), attention = time_layer(name, requests, context, splits, options.max_registers)
                 share = packed / (attention[1] * 1e-6) / bandwidth
                 case = f"{name:13} {requests:4} x {context:5}  {splits:3} splits"

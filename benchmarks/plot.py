@@ -27,9 +27,10 @@ def last_rows(file: Path, keys: Iterable[str]) -> dict[tuple[str, ...], dict[str
     return {tuple(row[key] for key in keys): row for row in rows.read(file)}
 
 
-def new_axes(title: str, row: dict[str, str], x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def new_axes(title: str, chosen: list[dict[str, str]], x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    row, commits = chosen[0], " ".join(dict.fromkeys(row["commit"] for row in chosen))
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    axes.set_title(f"{title}\n{row['gpu']}, vLLM {row['vllm']}, PyTorch {row['torch']}, {row['commit']}", fontsize=10)
+    axes.set_title(f"{title}\n{row['gpu']}, vLLM {row['vllm']}, PyTorch {row['torch']}, {commits}", fontsize=10)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.set_xscale("log", base=2)
@@ -57,7 +58,7 @@ def plot_step_time(source: Path, target: Path, requests: int) -> None:
     chosen = sorted((row for row in chosen if int(row["requests"]) == requests), key=lambda row: int(row["context"]))
     if len({row["context"] for row in chosen}) < 2:
         raise ValueError(f"{source} has no two contexts of {requests} requests: choose other --requests")
-    figure, axes = new_axes(f"Decode step of {requests} requests", chosen[0], "tokens of context", "ms a step")
+    figure, axes = new_axes(f"Decode step of {requests} requests", chosen, "tokens of context", "ms a step")
     for dtype in dtypes_of(chosen):
         line = [row for row in chosen if row["dtype"] == dtype]
         p20, p50, p80 = ([float(row[name]) for row in line] for name in ("p20_ms", "p50_ms", "p80_ms"))
@@ -74,7 +75,7 @@ def plot_throughput(source: Path, target: Path) -> None:
     chosen = list(last_rows(source, ("dtype", "concurrency")).values())
     chosen.sort(key=lambda row: int(row["concurrency"]))
     shape = f"{chosen[0]['input']} tokens in, {chosen[0]['output']} out"
-    figure, axes = new_axes(f"vllm serve, {shape}", chosen[0], "requests at once", "output tokens a second")
+    figure, axes = new_axes(f"vllm serve, {shape}", chosen, "requests at once", "output tokens a second")
     for dtype in dtypes_of(chosen):
         line = [row for row in chosen if row["dtype"] == dtype]
         axes.plot(

@@ -78,11 +78,11 @@ def server(dtype: str, model: str, port: int, log: Path, options: argparse.Names
         yield process
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: the server and its engine
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: an engine that outlives its server
+        process.wait()
 
 
 def wait_until_healthy(port: int, process: subprocess.Popen, log: Path, seconds: int) -> None:
@@ -94,7 +94,7 @@ def wait_until_healthy(port: int, process: subprocess.Popen, log: Path, seconds:
             return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.5)
-    raise RuntimeError(f"the server did not start in {seconds} s:\n{log.read_text()[-3000:]}")
+    raise RuntimeError(f"the server did not start within {seconds} s, or died:\n{log.read_text()[-3000:]}")
 
 
 def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:

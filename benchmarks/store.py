@@ -9,7 +9,6 @@ same tokens in the same slots, so the L2 may serve them.
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
@@ -17,10 +16,10 @@ import triton
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.store import store_tokens
+from rows import append, commit_here
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 8, 128, 16, 16384
 DECODE_TOKENS, PREFILL_TOKENS = 128, 8192
-COLUMNS = ["dtype", "tokens", "p20_us", "p50_us", "p80_us", "gpu", "torch", "triton"]
 
 
 def time_store(name: str, tokens: int) -> list[float]:
@@ -46,16 +45,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
-    rows = []
+    made_with = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "commit": options.commit or commit_here(),
+    }  # fmt: skip
     for name in options.dtypes:
         for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
             times = [f"{time:.2f}" for time in time_store(name, tokens)]
             print(f"{name:13} {tokens:5} tokens  {times[1]} us", flush=True)
-            rows.append((name, tokens, *times, torch.cuda.get_device_name(), torch.__version__, triton.__version__))
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
+            row = {"dtype": name, "tokens": tokens, **dict(zip(("p20_us", "p50_us", "p80_us"), times, strict=True))}
+            if options.csv:
+                append(options.csv, {**row, **made_with})
 
 
 if __name__ == "__main__":

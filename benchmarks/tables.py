@@ -17,7 +17,7 @@ from rows import read
 TABLES = (
     ("decode.csv", "p50_ms", "ms", ("requests", "context")),
     ("prefill.csv", "tokens_s", "tokens/s", ("tokens",)),
-    ("throughput.csv", "requests", "requests that fit", ("input", "output")),
+    ("throughput.csv", "fit", "requests that fit", ("input", "output")),
     ("throughput.csv", "output_tokens_s", "tokens/s, whole wave", ("input", "output")),
     ("throughput.csv", "decode_tokens_s", "tokens/s, while all decode", ("input", "output")),
     ("serve.csv", "output_tokens_s", "tokens/s", ("concurrency",)),
@@ -29,8 +29,9 @@ BASELINE = "auto"
 
 
 def table(file: Path, value: str, unit: str, case: tuple[str, ...]) -> str:
-    """One table: dtypes down, cases across."""
-    cells = {(row["dtype"], *(row[key] for key in case)): row[value] for row in read(file)}
+    """One table: dtypes down, cases across; without the rows of several ranks, which have a file of their own."""
+    rows = [row for row in read(file) if row.get("ranks", "1") == "1"]
+    cells = {(row["dtype"], *(row[key] for key in case)): row[value] for row in rows}
     dtypes, cases = dict.fromkeys(key[0] for key in cells), dict.fromkeys(key[1:] for key in cells)
     names = [" x ".join(key) for key in cases]
     lines = [f"| {unit}, {' x '.join(case)}: | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]

@@ -168,8 +168,8 @@ def main() -> int:
     try:
         check_dtypes([dtype for dtype in options.dtypes if dtype != BASELINE])
         load_config(options.model or str(DEMO_MODEL))
-    except BadInput as error:
-        sys.exit(f"demo: {error}")
+    except BadInput as bad:
+        sys.exit(f"demo: {bad}")
     settings = Settings(
         model=options.model or str(DEMO_MODEL),
         kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),

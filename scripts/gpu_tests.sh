@@ -34,8 +34,8 @@ memcheck() {
     local sanitizer
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
     if [[ -z $sanitizer ]]; then
-        echo "gpu_tests.sh: memcheck skipped: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin"
-        return
+        echo "gpu_tests.sh: no memcheck: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin" >&2
+        return 1
     fi
     # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --error-exitcode 9 \

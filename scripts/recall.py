@@ -63,10 +63,13 @@ def recall_prompts(
     longest = max((_join([], 0, name, number) for name, number in zip(names, numbers, strict=True)), key=count_tokens)
     prose = _prose(count_tokens, tokens - count_tokens(longest))
     depths = [(index + 0.5) / facts for index in range(facts)] if depths is None else depths
-    return [
-        RecallPrompt(_join(prose, round(depth * len(prose)), name, number), number, depth)
-        for name, number, depth in zip(names, numbers, depths, strict=True)
-    ]
+    prompts = []
+    for name, number, depth in zip(names, numbers, depths, strict=True):
+        sentences = prose
+        while count_tokens(prompt := _join(sentences, round(depth * len(sentences)), name, number)) > tokens:
+            sentences = sentences[:-1]  # a sentence's tokens depend on what stands before it
+        prompts.append(RecallPrompt(prompt, number, depth))
+    return prompts
 
 
 def _join(prose: list[str], position: int, name: str, number: str) -> str:

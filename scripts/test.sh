@@ -22,12 +22,14 @@ else
     # Kernels in a process of their own, beside the others, as each uses one core: Triton's interpreter is for the
     # kernels under test, not for vLLM's.
     kernel_log=$(mktemp)
-    trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$kernel_log"' EXIT
+    trap 'kill $(jobs -p) 2>/dev/null || true; wait; cat "$kernel_log"; rm -f "$kernel_log"' EXIT
+    trap 'exit 130' INT
     "$bin/python" -m pytest tests/kernels >"$kernel_log" 2>&1 &
     failed=0
     "$bin/python" -m pytest tests --ignore=tests/kernels --durations=15 || failed=1
     wait $! || failed=1
     cat "$kernel_log"
+    : >"$kernel_log"
     ((!failed))
 fi
 say "packed-kv-patch verify"

@@ -7,7 +7,9 @@ make two threads ten times slower than one as soon as anything else runs on the 
 from __future__ import annotations
 
 import os
+import signal
 
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that fixtures end the servers that they started
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",

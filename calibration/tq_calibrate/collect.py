@@ -20,7 +20,7 @@ from .errors import UserError, first_line
 from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
 
 ATTENTION = "packed_kv_calibrate"
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo", "proj")
 PROBE_ROWS = 512
 
 
@@ -116,14 +116,17 @@ class Collector:
 
 
 def output_weight(module: torch.nn.Module, channels: int) -> torch.Tensor:
-    """Squared norms of the columns of a layer's output projection, float64 [channels]; ones if it has none we know.
+    """Squared norms of the columns of a layer's output projection, float64 [channels]. Raises UserError if it has none.
 
     A projection with packed weights (AWQ, GPTQ, FP8) is asked for its columns by multiplying unit vectors.
     """
     device = next(module.parameters()).device
     projection = next((child for name, child in module.named_children() if name in OUTPUT_PROJECTIONS), None)
     if projection is None:
-        return torch.ones(channels, dtype=torch.float64, device=device)
+        raise UserError(
+            f"{type(module).__name__} has no output projection of a known name ({', '.join(OUTPUT_PROJECTIONS)}), so "
+            "this model cannot be calibrated; use --kv-cache-dtype tq4, which needs no calibration"
+        )
     if isinstance(projection, torch.nn.Linear):
         weight = projection.weight
         if weight.dtype.itemsize > 1 and weight.shape[-1] == channels:

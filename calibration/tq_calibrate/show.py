@@ -10,10 +10,6 @@ from typing import Any
 from packed_kv.outliers import Calibration, load
 
 ROLES = ("key", "value")
-HEADER = (
-    "       largest / median rms    energy in the outliers",
-    "layer       K       V             K       V",
-)
 
 
 def read(path: str) -> tuple[Calibration, dict[str, Any]]:

@@ -88,7 +88,11 @@ class _Layer:
         queries = self._after_rope(self._normed("q", self._projected("q", self.heads)))
         keys = self._after_rope(self._normed("k", self._projected("k", self.kv_heads)))
         output = self._tensor("self_attn.o_proj.weight")
-        columns = torch.ones(self.heads * self.head_size) if output is None else output.square().sum(0)
+        if output is None:
+            raise UserError(
+                f"{self.prefix}.self_attn.o_proj.weight: missing; this architecture needs a run without --weights-only"
+            )
+        columns = output.square().sum(0)
         zero = torch.zeros(self.kv_heads, self.head_size)
         return LayerStatistics(
             key_energy=keys.double(),

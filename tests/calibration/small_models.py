@@ -50,8 +50,10 @@ def build(config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel
             parts = name.split(".")
             if name.endswith("bias") and "self_attn" in parts:
                 weight.normal_()
-            elif {"q_norm", "k_norm"} & {*parts} or "input_layernorm" in parts:
+            elif {"q_norm", "k_norm"} & {*parts}:
                 weight.copy_(torch.randn_like(weight).mul_(0.5).exp_())
+            elif "input_layernorm" in parts:  # far apart, or an estimate that leaves them out would do
+                weight.copy_(torch.randn_like(weight).mul_(1.5).exp_())
             elif {"q_proj", "k_proj", "v_proj", "qkv_proj"} & {*parts}:
                 weight.mul_(torch.randn(len(weight), 1).exp_())
             elif "o_proj" in parts:

@@ -93,7 +93,9 @@ def test_batches_do_not_matter_and_texts_do(short_model: Path, tmp_path: Path) -
         file = json.loads(out.read_text())
         assert (file["calibration"]["num_prompts"], file["calibration"]["max_seq_len"]) == (3, 256)
         rows.append(file["layers"]["model.layers.0.self_attn"]["key_channel_rms"])
-    assert rows[0] == rows[1] != rows[2]
+    for one, three in zip(*rows[:2], strict=True):
+        assert one == pytest.approx(three, rel=0.01)  # sums in another order, rounded to 3 digits
+    assert rows[0] != rows[2]
 
 
 def test_weights_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from tq_calibrate.weights import Weights, estimate
 from transformers import PretrainedConfig
 
 LENGTH = 1024
+FLOORS = {"partial-rope": 0.94, "sinks": 0.92}
+"""Of models with more than is estimated: the bias of a LayerNorm, and YaRN's scaling of RoPE."""
 FIGURES = ("key_energy", "value_energy", "key_weight", "value_weight")
 
 
@@ -35,7 +37,7 @@ def agreement(config: PretrainedConfig, folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_estimates_agree_with_a_run(name: str, tmp_path: Path) -> None:
     found = agreement(MAKERS[name](), tmp_path)
-    assert min(found.values()) > 0.93, found
+    assert min(found.values()) > FLOORS.get(name, 0.99), found
 
 
 def test_gated_queries_and_layers_without_attention(tmp_path: Path) -> None:

@@ -8,11 +8,8 @@ import pytest
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
+from packed_kv.kernels import decode, merge, store
 from packed_kv.layout import page_layout
-
-store = pytest.importorskip("packed_kv.kernels.store")
-decode = pytest.importorskip("packed_kv.kernels.decode")
-merge = pytest.importorskip("packed_kv.kernels.merge")
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}

@@ -154,12 +154,13 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     attention = AttentionOptions(scale=0.2, **options)
     prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash_attention)
     prefill.capacity = capacity if not shared else max(capacity, sum(QUERY_LENS) + 16 * len(QUERY_LENS))
+    gathered = (prefill.capacity, heads, head_dim)
+    shapes = ((gathered, torch.float16), (gathered, torch.float16), ((sum(QUERY_LENS), heads * group, head_dim), None))
     monkeypatch.setattr(
-        prefill, "reserve",
-        lambda dtype: [torch.empty(prefill.capacity, heads, head_dim, dtype=torch.float16, device=DEVICE),
-                       torch.empty(prefill.capacity, heads, head_dim, dtype=torch.float16, device=DEVICE),
-                       torch.empty(sum(QUERY_LENS), heads * group, head_dim, dtype=dtype, device=DEVICE)],
-    )  # fmt: skip
+        prefill,
+        "reserve",
+        lambda dtype: [torch.full(shape, float("nan"), dtype=kind or dtype, device=DEVICE) for shape, kind in shapes],
+    )
     starts = torch.tensor([0, *QUERY_LENS]).cumsum(0).tolist()
     metadata = SimpleNamespace(
         query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table, plans={}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
-
-store = pytest.importorskip("packed_kv.kernels.store")
+from packed_kv.kernels import store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 3

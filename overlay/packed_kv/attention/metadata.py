@@ -82,8 +82,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         if device.type == "cuda" and not self.decodes_fused:
             logger.warning_once(
-                "KV cache dtype %s: decodes run as prefills do, slower and without CUDA graphs: the decode kernel takes "
-                "fp16 and bf16, up to %d query heads a KV head, and up to %d of them times the tokens of a decode",
+                "KV cache dtype %s: decodes run as prefills do, slower and without CUDA graphs: the decode kernel "
+                "takes fp16 and bf16, up to %d query heads a KV head, and up to %d of them times tokens of a decode",
                 vllm_config.cache_config.cache_dtype,
                 MAX_GROUP,
                 MAX_COLUMNS,
