@@ -49,7 +49,7 @@ def _values(report: Report, row: Measurement) -> list[str]:
     return [
         row.dtype,
         f"{row.bytes_per_token:,.0f}",
-        f"{row.kv_tokens / first.kv_tokens:.2f} x",
+        f"{first.bytes_per_token / row.bytes_per_token:.2f} x",  # a baseline from a file may have had other memory
         f"{scores.perplexity:.2f}",
         *kl,
         *agreement,
