@@ -22,7 +22,7 @@ from packed_kv.kernels import decode as decode_module
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
 from packed_kv.layout import page_layout
-from rows import append, commit_here
+from rows import append, commit_here, machine
 
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
@@ -79,10 +79,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
-    made_with = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": options.commit or commit_here(),
-    }  # fmt: skip
+    made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import statistics
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -11,17 +12,17 @@ from pathlib import Path
 MACHINE = ("gpu", "vllm", "torch", "triton", "commit")
 
 
-def machine() -> dict[str, str]:
+def machine(with_vllm: bool = True) -> dict[str, str]:
     """Device name and versions; the caller adds the commit."""
     import torch
-    import vllm
 
     try:
         triton = version("triton")
     except PackageNotFoundError:  # the CPU platform may lack it
         triton = ""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {"gpu": gpu, "vllm": vllm.__version__, "torch": torch.__version__, "triton": triton}
+    engine = {"vllm": importlib.import_module("vllm").__version__} if with_vllm else {}
+    return {"gpu": gpu, **engine, "torch": torch.__version__, "triton": triton}
 
 
 def commit_here() -> str:

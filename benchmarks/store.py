@@ -16,7 +16,7 @@ import triton
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.store import store_tokens
-from rows import append, commit_here
+from rows import append, commit_here, machine
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 8, 128, 16, 16384
 DECODE_TOKENS, PREFILL_TOKENS = 128, 8192
@@ -47,10 +47,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
-    made_with = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "commit": options.commit or commit_here(),
-    }  # fmt: skip
+    made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     for name in options.dtypes:
         for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
             times = [f"{time:.2f}" for time in time_store(name, tokens)]

@@ -80,22 +80,22 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     if path is None:
         path = _model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
-            if not fmt.outlier_bits:
-                logger.info_once(
-                    "KV cache calibration: no %s, so %s keeps the order of the channels; tq-calibrate model %s may "
-                    "find a better one",
-                    path,
-                    fmt.name,
-                    model.model,
-                    scope="local",
-                )
-            else:
+            if fmt.outlier_bits:
                 logger.warning_once(
                     "KV cache calibration: no %s, so %s stores the first %d channels of each head with more bits, "
                     "whichever are large; to choose them run: tq-calibrate model %s",
                     path,
                     fmt.name,
                     fmt.outlier_channels(model.get_head_size()),
+                    model.model,
+                    scope="local",
+                )
+            else:
+                logger.info_once(
+                    "KV cache calibration: no %s, so %s keeps the order of the channels; tq-calibrate model %s may "
+                    "find a better one",
+                    path,
+                    fmt.name,
                     model.model,
                     scope="local",
                 )

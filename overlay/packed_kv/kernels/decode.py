@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..layout import CODE_WORDS, PageLayout
-from .fragments import VALUE_UNIT, again, decode_key, decode_value, in_register, load_words
+from .fragments import OVER_UNIT, again, decode_key, decode_value, in_register, load_words
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
@@ -26,7 +26,6 @@ COLUMNS = 8
 PROGRAMS_A_MULTIPROCESSOR = 16
 """Warps of `MAX_REGISTERS` registers that fit a multiprocessor."""
 _MASKED = tl.constexpr(-1.0e30)
-_OVER_UNIT = tl.constexpr(1 / VALUE_UNIT)
 
 
 @triton.jit
@@ -186,9 +185,9 @@ def _decode_kernel(
                                                    KEY_SCALES)  # fmt: skip
             # Scores are in units of VALUE_UNIT up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
-            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else _OVER_UNIT
+            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_UNIT
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
-                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (_OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
+                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN.
@@ -234,7 +233,7 @@ def _decode_kernel(
     partial_stats += slot * 2
     for g in tl.static_range(GROUPS):
         pointers = partial_output + rows[None, :] * splits * HEAD_DIM + g * 32 + channels[:, None]
-        tl.store(pointers, outputs[g] * _OVER_UNIT, mask=valid[None, :])
+        tl.store(pointers, outputs[g] * OVER_UNIT, mask=valid[None, :])
     tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
     tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
 

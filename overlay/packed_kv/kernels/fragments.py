@@ -27,6 +27,7 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 VALUE_UNIT = 2.0**-17
 """Decoded codes are magnitudes times this: 128 times a magnitude is an integer below 256, which as the bits of an fp16
 is a subnormal number of 2^-24 each. So a byte with a zero above it is a value, and needs no conversion."""
+OVER_UNIT = tl.constexpr(1 / VALUE_UNIT)
 
 
 def _register(levels: tuple[float, ...]) -> str:

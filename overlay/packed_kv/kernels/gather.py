@@ -14,11 +14,10 @@ import triton.language as tl
 from ..layout import MICRO_BLOCK, PageLayout
 from . import power_of_2
 from .decode import _decode_group, _load_key, _load_value, kernel_layout
-from .fragments import VALUE_UNIT, as_key, as_value
+from .fragments import OVER_UNIT, as_key, as_value
 from .merge import _rotate_query_kernel
 from .scales import scale_byte
 
-_OVER_UNIT = tl.constexpr(1 / VALUE_UNIT)
 ROWS_A_PROGRAM = 64
 """Vectors that `unrotate` turns with one load of the matrix."""
 
@@ -65,7 +64,7 @@ def _gather_kernel(
 @triton.jit
 def _scaled(values, scales):
     """Exact: a decoded value has 8 bits (docs/formats.md)."""
-    return (values.to(tl.float32) * (scales.to(tl.float32) * _OVER_UNIT)).to(tl.float16)
+    return (values.to(tl.float32) * (scales.to(tl.float32) * OVER_UNIT)).to(tl.float16)
 
 
 @triton.jit
