@@ -36,6 +36,11 @@ row g are together; its V codes belong to 4 tokens (n3, n0), so those of a row t
 
     K scales     [g = n2 n1 n0][group][n3]
     V scales     [t = n2 n1][group][n3][n0]
+
+Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): 8 bits a channel, a token of a head in one
+run of bytes, as it is written once and read by few:
+
+    ring slot:         | K codes | V codes | K scales | V scales |    head_dim bytes, and one scale a group, twice
 """
 
 from __future__ import annotations
@@ -133,3 +138,8 @@ def page_layout(fmt: Format, head_dim: int) -> PageLayout:
         key_scales=key_scales,
         value_scales=key_scales + vector.scale_bytes,
     )
+
+
+def ring_slot_bytes(head_dim: int) -> int:
+    """Bytes of K and V of one token and head in the ring: a byte a channel and a scale byte a group."""
+    return 2 * (head_dim + head_dim // GROUP_SIZE)

@@ -30,6 +30,20 @@ class AttentionOptions:
     logits_soft_cap: float | None = None
 
 
+@dataclass(frozen=True)
+class RecentTokens:
+    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
+
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated. A query reads up to `window` tokens here, its own
+    included, and those before them from the pages.
+    """
+
+    first: int
+    window: int
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 def attend(
     codec: PagedCodec,
     cache: torch.Tensor,
@@ -37,6 +51,7 @@ def attend(
     seq_len: int,
     query: torch.Tensor,
     options: AttentionOptions,
+    recent: RecentTokens | None = None,
 ) -> torch.Tensor:
     """Causal attention of one request's newest tokens over all of its cached tokens, the newest included.
 
@@ -47,6 +62,7 @@ def attend(
         seq_len: tokens of the request in the cache.
         query: float [tokens, query heads, head_dim], at positions seq_len - tokens .. seq_len - 1.
         options: see `AttentionOptions`.
+        recent: read instead of the pages by the queries near enough; None: nothing is.
 
     Returns:
         float32 [tokens, query heads, head_dim].
@@ -73,13 +89,26 @@ def attend(
         last = min(tokens, end - 1 + window - (seq_len - tokens))
         for row in range(first, last, rows_at_once):
             part = slice(row, min(row + rows_at_once, last))
-            scores = torch.matmul(rows[:, part].flatten(1, 2), key.transpose(1, 2)).unflatten(1, (-1, group))
-            if options.logits_soft_cap:
-                scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
             distance = positions[part, None] - kv_positions
-            scores.masked_fill_(((distance < 0) | (distance >= window))[:, None], float("-inf"))
-            state.update(part, scores, value)
+            hidden = (distance < 0) | (distance >= window)
+            if recent is not None:
+                hidden |= (distance < recent.window) & (kv_positions >= recent.first)
+            state.update(part, _scores(rows[:, part], key, hidden, options), value)
+    if recent is not None and recent.key.shape[1]:
+        distance = positions[:, None] - torch.arange(recent.first, seq_len, device=query.device)
+        hidden = (distance < 0) | (distance >= min(window, recent.window))
+        for row in range(0, tokens, rows_at_once):
+            part = slice(row, min(row + rows_at_once, tokens))
+            state.update(part, _scores(rows[:, part], recent.key, hidden[part], options), recent.value)
     return codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
+
+
+def _scores(rows: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Scores [KV heads, rows, group, keys] of rows [KV heads, rows, group, head_dim]; `hidden` is bool [rows, keys]."""
+    scores = torch.matmul(rows.flatten(1, 2), key.transpose(1, 2)).unflatten(1, rows.shape[1:3])
+    if options.logits_soft_cap:
+        scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
+    return scores.masked_fill_(hidden[:, None], float("-inf"))
 
 
 class _OnlineSoftmax:

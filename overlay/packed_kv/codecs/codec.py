@@ -78,6 +78,13 @@ class Codec:
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float [..., head_dim] -> codes uint8 [..., head_dim], scale bytes uint8 [..., head_dim / 32]."""
+        groups = self.prepare(x).unflatten(-1, (-1, GROUP_SIZE))
+        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
+        codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
+        return codes.flatten(-2), scales
+
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        """What `quantize` quantises: `x` float [..., head_dim], cleaned and rotated -> fp32 [..., head_dim]."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
             raise ValueError(
                 f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
@@ -85,11 +92,7 @@ class Codec:
             )
         self._check_heads(x)
         x = x.to(torch.float32)
-        x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
-        groups = self.rotate(x).unflatten(-1, (-1, GROUP_SIZE))
-        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
-        codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
-        return codes.flatten(-2), scales
+        return self.rotate(torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT))
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """codes and scales of `quantize` -> the rotated vectors, float32 [..., head_dim]."""

@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..codecs.ring import Ring
 from ..layout import CODE_WORDS, PageLayout
 from .fragments import OVER_UNIT, again, decode_key, decode_value, in_register, load_words
+from .ring import attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
@@ -117,20 +119,25 @@ def _decode_group(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"]
+    do_not_specialize=["table_stride", "ring_table_stride"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens", "ring_table", "ring_first"],
 )
 def _decode_kernel(
-    query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
-    table_stride, block_stride, head_stride, soft_cap,
+    query, cache, block_table, query_start, seq_lens, partial_output, partial_stats, ring, ring_table, ring_first,
+    table_stride, block_stride, head_stride, ring_table_stride, ring_block_stride, ring_head_stride, soft_cap,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
     CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
     VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    RING_BLOCK: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits, KV heads times tiles of columns, requests)."""
+    """Grid: (splits, KV heads times tiles of columns, requests). With a ring (RING_BLOCK > 0) it is the last split."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
     splits = tl.num_programs(0)
+    page_splits = splits
+    if RING_BLOCK > 0:
+        page_splits = splits - 1
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
@@ -143,8 +150,12 @@ def _decode_kernel(
     if WINDOW > 0:
         first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
     first_tile = first_visible // 32
-    tiles = tl.cdiv(seq_len, 32) - first_tile
-    tiles_a_split = tl.cdiv(tiles, splits)
+    # A query sees tokens up to its own; of them the ring has the last RECENT, from token `recent` on.
+    recent = seq_len
+    if RING_BLOCK > 0:
+        recent = tl.load(ring_first + request)
+    tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
+    tiles_a_split = tl.cdiv(tiles, page_splits)
     low = first_tile + split * tiles_a_split
     high = tl.minimum(low + tiles_a_split, first_tile + tiles)
 
@@ -191,11 +202,12 @@ def _decode_kernel(
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN.
-            if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
+            whole = _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
+            if (tile * 32 + 32 > whole) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
                 tokens = tile * 32 + tl.arange(0, 32)
                 column = again(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
-                visible = tokens[:, None] < limit[None, :]
+                visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
                 if WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -226,6 +238,21 @@ def _decode_kernel(
             value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
+    if RING_BLOCK > 0:
+        if split == page_splits:
+            queries = ()
+            for g in tl.static_range(GROUPS):
+                pointers = query + first_row.to(tl.int64) * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32
+                pointers += channels[:, None]
+                queries = queries + (tl.load(pointers, mask=(columns < count * QUERY_GROUP)[None, :], other=0.0),)
+            limit = seq_len - count + columns // QUERY_GROUP + 1
+            outputs, maximum, total = attend_ring(
+                queries, outputs, maximum, total, ring + head.to(tl.int64) * ring_head_stride,
+                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
+                tl.maximum(recent, first_visible), seq_len, limit, soft_cap,
+                GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP,
+            )  # fmt: skip
+
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
     slot = first_row.to(tl.int64) * splits + split
@@ -236,6 +263,21 @@ def _decode_kernel(
         tl.store(pointers, outputs[g] * OVER_UNIT, mask=valid[None, :])
     tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
     tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
+
+
+@triton.constexpr_function
+def min_window(recent, window):
+    """Tokens that a query sees in the ring: not those before its sliding window (0: none)."""
+    return min(recent, window) if window else recent
+
+
+@triton.jit
+def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
+    """Of a query that sees the tokens below `limit`: those below the result it reads from pages, the rest in the
+    ring, which has none below `recent`."""
+    if RING_BLOCK > 0:
+        limit = tl.minimum(limit, tl.maximum(limit - RECENT, recent))
+    return limit
 
 
 @triton.jit
@@ -309,6 +351,7 @@ def decode(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     max_registers: int | None = None,
+    ring: Ring | None = None,
 ) -> None:
     """Launch the kernel on a batch of requests with at most `max_query_len` query tokens each.
 
@@ -327,6 +370,7 @@ def decode(
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
         max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
+        ring: of the layer's recent tokens; attention over them is the last of the splits, of which there are 2 or more.
     """
     _, kv_heads, group, head_dim = query.shape
     splits = partial_output.shape[2]
@@ -334,12 +378,21 @@ def decode(
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
     tiles = -(-group * max_query_len // COLUMNS)
+    if ring is not None:
+        check_ring(ring, kv_heads, head_dim)
+        assert splits >= 2, splits
+        ring_arguments = (ring.cache, ring.block_table, ring.first)
+        ring_strides = (ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1))
+    else:
+        ring_arguments, ring_strides = (cache, block_table, seq_lens), (0, 0, 0)
     _decode_kernel[(splits, kv_heads * tiles, seq_lens.shape[0])](
-        query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
-        block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, (logits_soft_cap or 0.0) * LOG2_E,
+        query, cache, block_table, query_start, seq_lens, partial_output, partial_stats, *ring_arguments,
+        block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, *ring_strides,
+        (logits_soft_cap or 0.0) * LOG2_E,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim,
         WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
         MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
+        RING_BLOCK=ring.cache.shape[2] if ring else 0, RECENT=ring.window if ring else 0,
         num_warps=1, num_stages=1, enable_fp_fusion=True,
         **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
     )  # fmt: skip

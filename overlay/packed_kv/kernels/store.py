@@ -27,9 +27,10 @@ import triton.language as tl
 from .. import layout
 from ..codecs.pages import PagedCodec
 from ..formats import GROUP_SIZE, Format
-from ..layout import MICRO_BLOCK, page_layout
+from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
 from .quantize import hadamard, load_rotated, quantize, search_scale
+from .ring import store_ring
 from .words import store_codes
 
 ROWS = 8
@@ -37,9 +38,17 @@ ROWS = 8
 
 
 def store_tokens(
-    codec: PagedCodec, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    ring: torch.Tensor | None = None,
+    ring_slots: torch.Tensor | None = None,
+    only_ring: bool = False,
 ) -> None:
-    """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation.
+    """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation; and `codecs.ring.write`.
 
     Args:
         codec: the codec of the layer, on the device of the tensors.
@@ -49,6 +58,9 @@ def store_tokens(
             are distinct.
         key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] of one dtype, channels contiguous; rows
             beyond the slots are padding.
+        ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], or None: none.
+        ring_slots: int32 [up to tokens], contiguous: where the first so many tokens go in the ring; as `slots`.
+        only_ring: leave the pages alone.
     """
     _, heads, block_size, slot_bytes = cache.shape
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
@@ -66,6 +78,15 @@ def store_tokens(
     programs = sum(-(-len(slots) * heads // (rows // groups)) for groups in padded)
     if not programs:
         return
+    if ring is None or ring_slots is None:
+        assert not only_ring
+        ring, ring_slots = cache, slots[:0]
+        has_ring = False
+    else:
+        assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
+        assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
+        assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
+        has_ring = True
     store_kernel[(programs, 2)](
         cache,
         cache.stride(0),
@@ -83,10 +104,17 @@ def store_tokens(
         0 if codec.key.channels.ndim == 1 else codec.key.channels.stride(0),
         codec.value.channels,
         0 if codec.value.channels.ndim == 1 else codec.value.channels.stride(0),
+        ring,
+        ring.stride(0),
+        ring.stride(1),
+        ring_slots,
+        len(ring_slots),
         HEADS=heads,
         BLOCK_SIZE=block_size,
         ROWS=rows,
         ORDERED=codec.key.order is not None or codec.value.order is not None,
+        HAS_PAGES=not only_ring,
+        RING_BLOCK=ring.shape[2] if has_ring else 0,
         **constants,
         num_warps=1,
         enable_fp_fusion=False,
@@ -126,7 +154,9 @@ padded_groups = triton.constexpr_function(power_of_2)
 """Rows of a vector's section: a power of two, so that a rotation exchanges row and row ^ 2^i."""
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens", "ring_tokens"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"]
+)
 def store_kernel(
     cache_ptr,
     cache_block_stride,
@@ -144,10 +174,17 @@ def store_kernel(
     key_channels_stride,
     value_channels_ptr,
     value_channels_stride,
+    ring_ptr,
+    ring_block_stride,
+    ring_head_stride,
+    ring_slots_ptr,
+    ring_tokens,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     ORDERED: tl.constexpr,
+    HAS_PAGES: tl.constexpr,
+    RING_BLOCK: tl.constexpr,
     ROTATION: tl.constexpr,
     HEAD_GROUPS: tl.constexpr,
     SECTIONS: tl.constexpr,
@@ -173,8 +210,9 @@ def store_kernel(
         if (program >= 0) & (program < programs):
             _store_section(
                 cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
-                x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride, is_key, program,
-                HEADS, BLOCK_SIZE, ROWS, ORDERED, ROTATION, HEAD_GROUPS,
+                x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
+                ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
+                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_GROUPS,
                 SECTIONS[s][0], SECTIONS[s][1], SECTIONS[s][2], SECTIONS[s][3], SECTIONS[s][4],
                 CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
             )  # fmt: skip
@@ -184,9 +222,10 @@ def store_kernel(
 @triton.jit
 def _store_section(
     cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
-    x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride, is_key, program,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
-    HEAD_GROUPS: tl.constexpr, FIRST: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr,
+    x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
+    ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
+    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_GROUPS: tl.constexpr, FIRST: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr,
     FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
     MICRO_BLOCK_BYTES: tl.constexpr, KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr,
     VALUE_SCALES: tl.constexpr,
@@ -211,18 +250,28 @@ def _store_section(
     x = load_rotated(x_row, channels_row, constants_ptr, FIRST + group, exists, index, ORDERED, ROTATION)
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
-    scale = search_scale(x, index, BITS)
-    magnitudes, signs = quantize(x, scale, BITS)
-    if is_key:
-        store_codes(
-            micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
-            True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-        )  # fmt: skip
-        scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST + group) + n // 8
-    else:
-        store_codes(
-            micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
-            False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-        )  # fmt: skip
-        scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST + group) + n // 8 * 2 + n % 2
-    tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))
+    if RING_BLOCK > 0:
+        place = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
+        in_ring = place >= 0
+        place = tl.where(in_ring, place, 0)
+        entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
+        entry += place % RING_BLOCK * (66 * HEAD_GROUPS)  # see layout.py
+        role = 0 if is_key else 1
+        scales = entry + 64 * HEAD_GROUPS + role * HEAD_GROUPS
+        store_ring(entry + role * (32 * HEAD_GROUPS), scales, x, FIRST + group, index, in_ring)
+    if HAS_PAGES:
+        scale = search_scale(x, index, BITS)
+        magnitudes, signs = quantize(x, scale, BITS)
+        if is_key:
+            store_codes(
+                micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
+                True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
+            )  # fmt: skip
+            scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST + group) + n // 8
+        else:
+            store_codes(
+                micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
+                False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
+            )  # fmt: skip
+            scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST + group) + n // 8 * 2 + n % 2
+        tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))
