@@ -4,7 +4,7 @@ A value is `code * scale / 128`: the code a signed byte of -127 .. 127, the scal
 (`scalar.decode_scale`), the least that reaches absmax. Each operation is one correctly rounded fp32 operation:
 
     scale  byte of fp16(absmax * fp32(128 / 127)), its 3 mantissa bits rounded up, at most MAX_SCALE_BYTE
-    code   x / (scale / 128), rounded half to even, clamped to +-127; 0 where the scale is 0
+    code   x * fp32(1 / (scale / 128)), rounded half to even, clamped to +-127; 0 where the scale is 0
 
 `layout.py` draws a slot. On real keys and values 8 such bits cost as much as 16 (docs/tried.md).
 """
@@ -48,7 +48,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits = largest.to(torch.float16).view(torch.int16).to(torch.int32)
     scale = (bits + 127 >> 7).clamp(max=MAX_SCALE_BYTE).to(torch.uint8)
     step = (decode_scale(scale) * UNIT).unsqueeze(-1)
-    codes = torch.where(step > 0, groups / step, 0.0).round().clamp(-LARGEST_CODE, LARGEST_CODE)
+    codes = (groups * torch.where(step > 0, 1 / step, 0.0)).round().clamp(-LARGEST_CODE, LARGEST_CODE)
     return codes.to(torch.int8).flatten(-2), scale
 
 
@@ -74,17 +74,40 @@ def write(cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: to
     stored = slots >= 0
     slots = slots[stored].long()
     (key_codes, key_scales), (value_codes, value_scales) = (quantize(x[stored]) for x in (key, value))
-    parts = (key_codes.view(torch.uint8), value_codes.view(torch.uint8), key_scales, value_scales)
-    cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat(parts, dim=-1)
+    parts = (_to_bytes(key_codes, "key"), _to_bytes(value_codes, "value"), key_scales, value_scales)
+    packed = torch.cat(parts, dim=-1)
+    cache[slots // cache.shape[2], :, slots % cache.shape[2], : packed.shape[-1]] = packed
 
 
 def read(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of tokens, rotated, fp32 [tokens, KV heads, head_dim]. `slots`: int [tokens], none negative."""
     slots = slots.long()
-    packed = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
-    groups = packed.shape[-1] // (2 * (GROUP_SIZE + 1))
+    groups = cache.shape[-1] // (2 * (GROUP_SIZE + 1))
     head_dim = groups * GROUP_SIZE
-    codes, scales = packed[..., : 2 * head_dim], packed[..., 2 * head_dim :]
-    codes, scales = codes.contiguous().view(torch.int8).unflatten(-1, (2, -1)), scales.unflatten(-1, (2, -1))
-    key, value = dequantize(codes, scales).unbind(-2)
-    return key, value
+    packed = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
+    key, value, key_scales, value_scales, _ = packed.split(
+        [head_dim, head_dim, groups, groups, cache.shape[-1] - 2 * (head_dim + groups)], dim=-1
+    )
+    return (
+        dequantize(_from_bytes(key, "key"), key_scales),
+        dequantize(_from_bytes(value, "value"), value_scales),
+    )
+
+
+# Axes of a group's channels [d4 d3, d2 d1, d0] in the order of their bytes (layout.py).
+_TO_BYTES = {"key": (1, 0, 2), "value": (1, 2, 0)}
+
+
+def _to_bytes(codes: torch.Tensor, role: str) -> torch.Tensor:
+    """int8 [..., head_dim] -> uint8, in the order of the ring."""
+    axes = (codes.to(torch.int16) + 128).to(torch.uint8).unflatten(-1, (-1, 4, 4, 2))
+    order = [axis - 3 for axis in _TO_BYTES[role]]
+    return axes.movedim(order, (-3, -2, -1)).flatten(-4)
+
+
+def _from_bytes(packed: torch.Tensor, role: str) -> torch.Tensor:
+    """Inverse of `_to_bytes`."""
+    order = [axis - 3 for axis in _TO_BYTES[role]]
+    sizes = [(4, 4, 2)[axis] for axis in _TO_BYTES[role]]
+    axes = packed.unflatten(-1, (-1, *sizes)).movedim((-3, -2, -1), order)
+    return (axes.flatten(-4).to(torch.int16) - 128).to(torch.int8)

@@ -16,7 +16,7 @@ import triton.language as tl
 from ..codecs.ring import Ring
 from ..layout import CODE_WORDS, PageLayout
 from .fragments import OVER_UNIT, again, decode_key, decode_value, in_register, load_words
-from .ring import attend_ring, check_ring
+from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
@@ -159,13 +159,26 @@ def _decode_kernel(
     low = first_tile + split * tiles_a_split
     high = tl.minimum(low + tiles_a_split, first_tile + tiles)
 
-    channels = tl.arange(0, 32)
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
     for _ in tl.static_range(GROUPS):
         outputs = outputs + (tl.zeros([32, 8], tl.float32),)
     maximum = tl.full([8], _MASKED, tl.float32)
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
+
+    if RING_BLOCK > 0:
+        if split == page_splits:
+            valid = columns < count * QUERY_GROUP
+            outputs, maximum, total = attend_ring(
+                _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
+                outputs, maximum, total, ring + head.to(tl.int64) * ring_head_stride,
+                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
+                tl.maximum(recent, first_visible), seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
+                GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP,
+            )  # fmt: skip
+            _store_partial(partial_output, partial_stats, outputs, maximum, total,
+                           first_row.to(tl.int64) * splits + split, rows * splits, valid, GROUPS, RING_UNIT)  # fmt: skip
+            return
 
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_register`
@@ -179,10 +192,7 @@ def _decode_kernel(
         key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
         value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                 VALUE_CODES, VALUE_SCALES)  # fmt: skip
-        queries = ()
-        for g in tl.static_range(GROUPS):
-            pointers = query + first_row.to(tl.int64) * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32 + channels[:, None]
-            queries = queries + (tl.load(pointers, mask=(columns < count * QUERY_GROUP)[None, :], other=0.0),)
+        queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
@@ -238,31 +248,35 @@ def _decode_kernel(
             value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
-    if RING_BLOCK > 0:
-        if split == page_splits:
-            queries = ()
-            for g in tl.static_range(GROUPS):
-                pointers = query + first_row.to(tl.int64) * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32
-                pointers += channels[:, None]
-                queries = queries + (tl.load(pointers, mask=(columns < count * QUERY_GROUP)[None, :], other=0.0),)
-            limit = seq_len - count + columns // QUERY_GROUP + 1
-            outputs, maximum, total = attend_ring(
-                queries, outputs, maximum, total, ring + head.to(tl.int64) * ring_head_stride,
-                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
-                tl.maximum(recent, first_visible), seq_len, limit, soft_cap,
-                GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP,
-            )  # fmt: skip
-
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
-    valid = columns < count * QUERY_GROUP
-    slot = first_row.to(tl.int64) * splits + split
-    partial_output += slot * HEAD_DIM
+    _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
+                   rows * splits, columns < count * QUERY_GROUP, GROUPS, OVER_UNIT)  # fmt: skip
+
+
+@triton.jit
+def _store_partial(
+    partial_output, partial_stats, outputs, maximum, total, slot, rows, valid, GROUPS: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Write 8 columns' sums, times UNIT, at `slot` and `rows` [8] behind it."""
+    channels = tl.arange(0, 32)
+    partial_output += slot * (32 * GROUPS)
     partial_stats += slot * 2
     for g in tl.static_range(GROUPS):
-        pointers = partial_output + rows[None, :] * splits * HEAD_DIM + g * 32 + channels[:, None]
-        tl.store(pointers, outputs[g] * OVER_UNIT, mask=valid[None, :])
-    tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
-    tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
+        pointers = partial_output + rows[None, :] * (32 * GROUPS) + g * 32 + channels[:, None]
+        tl.store(pointers, outputs[g] * UNIT, mask=valid[None, :])
+    tl.store(partial_stats + rows * 2, maximum, mask=valid)
+    tl.store(partial_stats + rows * 2 + 1, tl.sum(total, 0), mask=valid)
+
+
+@triton.jit
+def _load_queries(query, rows, valid, GROUPS: tl.constexpr):
+    """fp16 [32 channels, 8 columns] of each group."""
+    channels = tl.arange(0, 32)
+    queries = ()
+    for g in tl.static_range(GROUPS):
+        pointers = query + rows[None, :] * (32 * GROUPS) + g * 32 + channels[:, None]
+        queries = queries + (tl.load(pointers, mask=valid[None, :], other=0.0),)
+    return queries
 
 
 @triton.constexpr_function

@@ -15,12 +15,14 @@ from ..codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
 from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
 from ..layout import ring_slot_bytes
 from . import power_of_2
-from .fragments import VALUE_UNIT
+from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, opaque
+from .quantize import _product, of
+from .scales import headroom, over_scores, scale_weights, transpose_weights
 
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
 _OVER_LARGEST = tl.constexpr(OVER_LARGEST)
-_UNIT = tl.constexpr(UNIT)
-_VALUE_UNIT = tl.constexpr(VALUE_UNIT)
+RING_UNIT = tl.constexpr(UNIT)
+_EIGHTHS = tl.constexpr(tuple(8 / (8 + i) for i in range(8)))
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _ROUND = tl.constexpr(1.5 * 2**23)
 """Added to an fp32 below 2^22 and taken off again, it leaves the nearest integer, a tie the even one."""
@@ -33,11 +35,22 @@ TOKENS_A_PROGRAM = 1024
 @triton.jit
 def _step(scale):
     """Scale bytes -> fp32, what a code of 1 is worth."""
-    return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * _UNIT
+    return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * RING_UNIT
 
 
 @triton.jit
-def store_ring(vector, scale_at, x, group, index, stored):
+def _inverse(step):
+    """fp32(1 / step), or 0 of 0. A step has 4 significant bits, so a table of 8 serves; a division takes a call."""
+    bits = step.to(tl.int32, bitcast=True)
+    inverse = tl.full(step.shape, 1.0, tl.float32)
+    for i in tl.static_range(1, 8):
+        inverse = tl.where(bits >> 20 & 7 == i, of(_EIGHTHS, i), inverse)
+    scaled = inverse.to(tl.int32, bitcast=True) - (((bits >> 23) - 127) << 23)
+    return tl.where(step > 0, scaled.to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def store_ring(vector, scale_at, x, group, index, stored, IS_KEY: tl.constexpr):
     """Write one group of each row: 32 codes behind `vector`, its scale at `scale_at`, pointers to bytes [lanes].
 
     x: 8 fp32 tensors [lanes], as in quantize.py; lane t of a row (t = index % 4) has channels d43 * 8 + 2 * t + d0.
@@ -50,17 +63,75 @@ def store_ring(vector, scale_at, x, group, index, stored):
     top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
     largest = tl.minimum(top * _OVER_LARGEST, _LARGEST_HALF).to(tl.float16)
     scale = tl.minimum((largest.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, _MAX_SCALE_BYTE)
-    step = _step(scale)
-    divisor = tl.where(step > 0, step, 1.0)  # where the step is 0, so is every channel
-    for d43 in tl.static_range(4):
-        codes = tl.zeros(index.shape, tl.int32)
-        for d0 in tl.static_range(2):
-            code = tl.div_rn(x[2 * d43 + d0], divisor)
+    inverse = _inverse(_step(scale))
+    # The lane's 8 bytes: registers k = d4 d3 d0 in order for K, d0 d4 d3 for V.
+    pointer = (vector + group * 32 + 8 * lane).to(tl.pointer_type(tl.int32))
+    for half in tl.static_range(2):
+        word = tl.zeros(index.shape, tl.int32)
+        for byte in tl.static_range(4):
+            code = _product(x[4 * half + byte if IS_KEY else 2 * byte + half], inverse)
             code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
-            codes |= (code.to(tl.int32) & 0xFF) << (8 * d0)
-        pointer = (vector + group * 32 + d43 * 8 + 2 * lane).to(tl.pointer_type(tl.int16))
-        tl.store(pointer, codes.to(tl.int16), mask=stored)
+            word |= (code.to(tl.int32) + 128) << (8 * byte)
+        tl.store(pointer + half, word, mask=stored)
     tl.store(scale_at + group, scale.to(tl.uint8), mask=stored & (lane == 0))
+
+
+# Bytes u = code + 128 of a word as fp16 pairs: under 0x64, a byte is 1024 + u, and 1152 off it leaves the code.
+_BIASED = "prmt.b32 ${0}, {1}, b, {2}; add.rn.f16x2 ${0}, ${0}, c;"
+_HEAD = "{ .reg .b32 b, c, x, y; mov.b32 b, 0x64646464; mov.b32 c, 0xe480e480; "
+_KEY_PAIRS = tl.constexpr(
+    _HEAD + _BIASED.format(0, "$2", "0x4140") + _BIASED.format(1, "$2", "0x4342") + " }"
+)
+_VALUE_PAIRS = tl.constexpr(
+    _HEAD + "prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362;"
+    + "".join(_BIASED.format(i, "xy"[i // 2], ("0x4140", "0x4342")[i % 2]) for i in range(4)) + " }"
+)  # fmt: skip
+
+
+@triton.jit
+def _pair(first, second, byte0: tl.constexpr, byte1: tl.constexpr):
+    """Byte `byte0` of `first` and `byte1` of `second`, codes + 128, as two fp16 in an int32."""
+    low = ((first >> (8 * byte0) & 0xFF) - 128).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    high = ((second >> (8 * byte1) & 0xFF) - 128).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return low & 0xFFFF | high << 16
+
+
+@triton.jit
+def _key_pairs(word):
+    """int32 [32, 2], a word of K -> the pairs of d3 = 0 and 1."""
+    if IS_INTERPRETED:
+        result = (_pair(word, word, 0, 1), _pair(word, word, 2, 3))
+    else:
+        result = tl.inline_asm_elementwise(
+            _KEY_PAIRS, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _value_pairs(first, second):
+    """int32 [32, 2], a word of V of token n0 = 0 and one of n0 = 1 -> the pairs of d4 d3 = 0 .. 3."""
+    if IS_INTERPRETED:
+        result = (_pair(first, second, 0, 0), _pair(first, second, 1, 1),
+                  _pair(first, second, 2, 2), _pair(first, second, 3, 3))  # fmt: skip
+    else:
+        result = tl.inline_asm_elementwise(
+            _VALUE_PAIRS, "=&r,=&r,=&r,=&r,r,r", [first, second], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _slots(ring_head, table, token, block_stride, seq_len, BLOCK: tl.constexpr, SLOT: tl.constexpr):
+    """Pointers to the slots of tokens [32, 2], and whether they are there."""
+    there = token < seq_len
+    block = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
+    return ring_head + block * block_stride + token % BLOCK * SLOT, there
+
+
+@triton.jit
+def _load_word(slot, offset, there):
+    return tl.load((slot + offset).to(tl.pointer_type(tl.int32)), mask=there, other=0)
 
 
 @triton.jit
@@ -71,37 +142,61 @@ def attend_ring(
     """Attention of 8 columns over tokens first .. seq_len - 1 of the ring: new outputs, maximum and total.
 
     The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
-    of which it sees WINDOW tokens here. The few tokens are worth no layout of their own: codes pass through shared
-    memory. V is multiplied in tf32, which has room for every scale.
+    of which it sees WINDOW tokens here. Outputs are sums of codes times scales, 1 / `UNIT` times the values. As with
+    pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V).
     """
     HEAD_DIM: tl.constexpr = 32 * GROUPS
-    channel = tl.arange(0, 32)
+    SLOT: tl.constexpr = (66 * GROUPS + 7) // 8 * 8
+    lane = tl.arange(0, 32)[:, None]
+    row, column = lane // 4, lane % 4
+    halves16 = tl.arange(0, 2)[None, :] * 16
     for base in range(first, seq_len, 32):
-        token = base + tl.arange(0, 32)
-        there = token < seq_len
-        block = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
-        slot = ring_head + block * block_stride + token % BLOCK * (66 * GROUPS)
         scores = tl.zeros([32, 8], tl.float32)
+        slot0, there0 = _slots(ring_head, table, base + row + halves16, block_stride, seq_len, BLOCK, SLOT)
+        slot1, there1 = _slots(ring_head, table, base + row + halves16 + 8, block_stride, seq_len, BLOCK, SLOT)
         for g in tl.static_range(GROUPS):
-            codes = tl.load(slot[:, None] + g * 32 + channel[None, :], mask=there[:, None], other=0)
-            step = _step(tl.load(slot + 2 * HEAD_DIM + g, mask=there, other=0))
-            scores += tl.dot(codes.to(tl.int8, bitcast=True).to(tl.float16), queries[g]) * step[:, None]
+            pairs = ()
+            for d4 in tl.static_range(2):
+                pairs += _key_pairs(_load_word(slot0, g * 32 + column * 8 + 4 * d4, there0))
+            for d4 in tl.static_range(2):
+                pairs += _key_pairs(_load_word(slot1, g * 32 + column * 8 + 4 * d4, there1))
+            low = _step(tl.load(slot0 + 2 * HEAD_DIM + g, mask=there0, other=0))
+            high = _step(tl.load(slot1 + 2 * HEAD_DIM + g, mask=there1, other=0))
+            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
+        token = base + tl.arange(0, 32)
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+
+        slots, there, scales = (), (), ()
+        for n in tl.static_range(4):
+            of_token = base + halves16 + 8 * (n // 2) + 2 * column + n % 2
+            slot, known = _slots(ring_head, table, of_token, block_stride, seq_len, BLOCK, SLOT)
+            slots, there = slots + (slot,), there + (known,)
+        for g in tl.static_range(GROUPS):
+            word = tl.zeros([32, 2], tl.int32)
+            for n in tl.static_range(4):
+                byte = tl.load(slots[n] + 2 * HEAD_DIM + GROUPS + g, mask=there[n], other=0)
+                word |= byte.to(tl.int32) << (8 * n)
+            scales = scales + (word,)
+        new_maximum = tl.maximum(maximum, tl.max(scores - headroom(scales), 0))
         weights = tl.exp2(scores - new_maximum[None, :])
         shrink = tl.exp2(maximum - new_maximum)
         total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
         maximum = new_maximum
+        pair0, pair1 = transpose_weights(weights)
         new_outputs = ()
         for g in tl.static_range(GROUPS):
-            codes = tl.load(slot[None, :] + HEAD_DIM + g * 32 + channel[:, None], mask=there[None, :], other=0)
-            step = _step(tl.load(slot + 2 * HEAD_DIM + GROUPS + g, mask=there, other=0)) * _VALUE_UNIT
-            value = codes.to(tl.int8, bitcast=True).to(tl.float32) * step[None, :]
-            part = tl.dot(value, weights, input_precision="tf32")
-            new_outputs = new_outputs + (outputs[g] * shrink[None, :] + part,)
+            offset = HEAD_DIM + g * 32 + row * 4
+            words = ()
+            for n in tl.static_range(4):
+                words = words + (_load_word(slots[n], offset, there[n]),)
+            even, odd = _value_pairs(words[0], words[1]), _value_pairs(words[2], words[3])
+            pairs = (even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3])
+            value = opaque(as_value(from_pairs(pairs)))
+            scaled = scale_weights(pair0, pair1, scales[g])
+            new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
         outputs = new_outputs
     return outputs, maximum, total
 
@@ -170,19 +265,24 @@ def _gather_ring_kernel(
     span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
     request, row, low, end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     table += request.to(tl.int64) * table_stride
-    channel = tl.arange(0, 32)
+    position = tl.arange(0, 32)  # of a byte in its group
+    key_channel = position // 2 % 4 * 8 + position // 8 * 2 + position % 2
+    value_channel = position % 4 * 8 + position // 4
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
-        there = token < end
-        block = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
-        slot = ring + block * block_stride + head.to(tl.int64) * head_stride + token % BLOCK * (66 * GROUPS)
+        slot, there = _slots(
+            ring + head.to(tl.int64) * head_stride, table, token, block_stride, end, BLOCK, (66 * GROUPS + 7) // 8 * 8
+        )
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
         for g in tl.static_range(2 * GROUPS):
-            codes = tl.load(slot[:, None] + g * 32 + channel[None, :], mask=there[:, None], other=0)
+            codes = tl.load(slot[:, None] + g * 32 + position[None, :], mask=there[:, None], other=0)
             step = _step(tl.load(slot + 2 * HEAD_DIM + g, mask=there, other=0))
-            x = (codes.to(tl.int8, bitcast=True).to(tl.float32) * step[:, None]).to(tl.float16)
-            out = key if g < GROUPS else value
-            tl.store(out + target[:, None] + g % GROUPS * 32 + channel[None, :], x, mask=there[:, None])
+            x = ((codes.to(tl.float32) - 128) * step[:, None]).to(tl.float16)
+            if g < GROUPS:
+                out = key + target[:, None] + g * 32 + key_channel[None, :]
+            else:
+                out = value + target[:, None] + (g - GROUPS) * 32 + value_channel[None, :]
+            tl.store(out, x, mask=there[:, None])
 
 
 def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -255,10 +255,12 @@ def _store_section(
         in_ring = place >= 0
         place = tl.where(in_ring, place, 0)
         entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * (66 * HEAD_GROUPS)  # see layout.py
-        role = 0 if is_key else 1
-        scales = entry + 64 * HEAD_GROUPS + role * HEAD_GROUPS
-        store_ring(entry + role * (32 * HEAD_GROUPS), scales, x, FIRST + group, index, in_ring)
+        entry += place % RING_BLOCK * ((66 * HEAD_GROUPS + 7) // 8 * 8)  # see layout.py
+        scales = entry + 64 * HEAD_GROUPS
+        if is_key:
+            store_ring(entry, scales, x, FIRST + group, index, in_ring, True)
+        else:
+            store_ring(entry + 32 * HEAD_GROUPS, scales + HEAD_GROUPS, x, FIRST + group, index, in_ring, False)
     if HAS_PAGES:
         scale = search_scale(x, index, BITS)
         magnitudes, signs = quantize(x, scale, BITS)
