@@ -75,10 +75,9 @@ class Codec:
         self.transform = ChannelTransform(head_dim, mean, scale, first_mean, device)
         self.heads = self._heads()
         # For kernels: the rotations' constants by packed channel, and the channels in packing order, [heads, head_dim]
-        # or [head_dim], with what centres and scales them.
+        # or [head_dim].
         self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
         self.channels = torch.arange(head_dim, device=device) if self.order is None else self.order
-        self.transform_table = self.transform.table(self.channels)
 
     def encode(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape.

@@ -55,6 +55,10 @@ class PagedCodec:
     ) -> None:
         self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order, key_mean, key_scale, key_first_mean)
         self.value = Codec(fmt, head_dim, "value", value_outliers, device, value_order, scale=value_scale)
+        # For the store kernel: the tables of K and V; None if neither is centred or scaled.
+        parts = (self.key, self.value)
+        changes = any(part.transform.changes for part in parts)
+        self.transform_tables = [part.transform.table(part.channels) for part in parts] if changes else None
         self.layout = page_layout(fmt, head_dim)
         self.slot_bytes = fmt.slot_bytes(head_dim)
 
@@ -126,8 +130,14 @@ class PagedCodec:
             does not see it, a soft cap before it does), and with the first token's mean less that, for the first key
             of the sequence alone. None if K has no means.
         """
-        rows = self.key.transform.query_rows()
+        rows = self.query_bias_rows(capped=True)
         return None if rows is None else query @ rows.to(query.dtype).transpose(1, 2)
+
+    def query_bias_rows(self, *, capped: bool) -> torch.Tensor | None:
+        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, head_dim]; None if scores need no
+        bias, as without means, or, where no soft cap sees it, with one for all tokens."""
+        transform = self.key.transform
+        return transform.mean_rows() if transform.first_mean is not None or capped else None
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, KV heads, queries a KV head, head_dim], sums of stored V -> the same, of V."""

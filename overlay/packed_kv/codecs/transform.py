@@ -49,6 +49,10 @@ class ChannelTransform:
     def centres(self) -> bool:
         return self.mean is not None or self.first_mean is not None
 
+    @property
+    def changes(self) -> bool:
+        return self.centres or self.scale is not None
+
     def forward(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [..., head_dim] -> the same; `first`: bool, broadcastable to [...], the first tokens of sequences."""
         if self.centres:
@@ -64,20 +68,18 @@ class ChannelTransform:
         """fp32 [..., head_dim] divided by the scale."""
         return x if self.scale is None else x / self.scale
 
-    def query_rows(self) -> torch.Tensor | None:
-        """What a query's two biases are its products with, fp32 [1 or heads, 2, head_dim]: the mean, which `forward`
-        takes off every key, and what it takes off the first key beyond that. None if it takes off nothing."""
+    def mean_rows(self) -> torch.Tensor | None:
+        """What `forward` takes off every vector, the mean, and what it takes off a sequence's first beyond that: fp32
+        [1 or heads, 2, head_dim], contiguous. None if it takes off nothing."""
         if not self.centres:
             return None
         mean, first_mean = self._mean_or_zero(), self._first_mean_or_mean()
         rows = torch.stack(torch.broadcast_tensors(mean, first_mean - mean), dim=-2)
         return rows if rows.ndim == 3 else rows.unsqueeze(0)
 
-    def table(self, order: torch.Tensor) -> torch.Tensor | None:
+    def table(self, order: torch.Tensor) -> torch.Tensor:
         """For kernels: mean, mean of the first token and scale of the channels in packing order, fp32 [1 or heads, 3,
-        head_dim]. None if `forward` does nothing. order: int64 [head_dim] or [heads, head_dim]."""
-        if not self.centres and self.scale is None:
-            return None
+        head_dim]. order: int64 [head_dim] or [heads, head_dim]."""
         scale = torch.ones(self.head_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(self._mean_or_zero(), self._first_mean_or_mean(), scale, order)
         table = torch.stack([row.gather(-1, order) for row in rows], dim=-2)
