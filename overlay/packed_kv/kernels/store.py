@@ -67,7 +67,7 @@ def store_tokens(
     assert key.shape[1:] == (heads, codec.key.head_dim) and len(key) >= len(slots), (key.shape, slots.shape)
     assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
     for part in (codec.key, codec.value):
-        assert part.channels.ndim == 1 or len(part.channels) == heads, (part.channels.shape, heads)
+        assert part.heads in (None, heads), (part.heads, heads)
     constants = store_constants(codec.key.fmt, codec.key.head_dim)
     padded = [power_of_2(groups) for _, groups, *_ in constants["SECTIONS"]]
     rows = max(ROWS, *padded)
