@@ -136,13 +136,14 @@ def _load_word(slot, offset, there):
 
 @triton.jit
 def attend_ring(
-    queries, outputs, maximum, total, ring_head, table, block_stride, first, seq_len, limit, soft_cap,
+    queries, outputs, maximum, total, ring_head, table, block_stride, first, seq_len, limit, soft_cap, bias, first_bias,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Attention of 8 columns over tokens first .. seq_len - 1 of the ring: new outputs, maximum and total.
 
     The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
-    of which it sees WINDOW tokens here. Outputs are sums of codes times scales, 1 / `UNIT` times the values. As with
+    of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of codes times scales, 1 / `UNIT` times the values. As with
     pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V).
     """
     HEAD_DIM: tl.constexpr = 32 * GROUPS
@@ -163,9 +164,13 @@ def attend_ring(
             low = _step(tl.load(slot0 + 2 * HEAD_DIM + g, mask=there0, other=0))
             high = _step(tl.load(slot1 + 2 * HEAD_DIM + g, mask=there1, other=0))
             scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
-        if HAS_SOFT_CAP:
-            scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         token = base + tl.arange(0, 32)
+        if HAS_BIAS:
+            scores += tl.where((token == 0)[:, None], first_bias[None, :], 0.0)
+        if HAS_SOFT_CAP:
+            if HAS_BIAS:
+                scores += bias[None, :]
+            scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
 
