@@ -12,7 +12,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 
 from ..formats import Format
-from ..outliers import FILE_NAME, Calibration, CalibrationError, LayerCalibration, heads_of_rank, load
+from ..outliers import FILE_NAME, Calibration, LayerCalibration, heads_of_rank, load
+from .options import read_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,7 +77,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     model = config.model_config
     if not (fmt.outlier_bits or fmt.rotation in MIXES_NEIGHBOURS) or model.runner_type == "draft":
         return None
-    path = _named_file(config.additional_config)
+    path = read_options(config.additional_config).calibration
     if path is None:
         path = _model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
@@ -134,18 +135,3 @@ def _model_folder(model: str, revision: str | None) -> Path:
         return path.parent if path.is_file() else path
     config = try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(config).parent if isinstance(config, str) else path
-
-
-def _named_file(additional_config: object) -> Path | None:
-    """The file of `--additional-config '{"packed_kv": {"calibration": "PATH"}}'`, if one is named."""
-    options = additional_config.get("packed_kv", {}) if isinstance(additional_config, dict) else {}
-    if options == {}:
-        if isinstance(additional_config, dict) and "packed-kv" in additional_config:
-            raise CalibrationError("--additional-config: the key is packed_kv, not packed-kv")
-        return None
-    path = options.get("calibration") if isinstance(options, dict) and len(options) == 1 else None
-    if not isinstance(path, str) or not path:
-        raise CalibrationError(
-            f'--additional-config: packed_kv is {options!r}; write {{"packed_kv": {{"calibration": "PATH"}}}}'
-        )
-    return Path(path).expanduser()

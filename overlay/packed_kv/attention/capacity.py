@@ -58,7 +58,7 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
 
 def _all_layers_attend_to_everything(vllm_config: VllmConfig) -> bool:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    return all(getattr(layer, "sliding_window", 0) is None for layer in layers)
+    return all(getattr(layer, "sliding_window", 0) is None for layer in layers if hasattr(layer, "kv_cache_dtype"))
 
 
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:

@@ -102,6 +102,13 @@ class PagedCodec:
         (key_codes, key_scales), (value_codes, value_scales) = planes
         pages[block, :, inner] = torch.cat((key_codes, value_codes, key_scales, value_scales), dim=-1)
 
+    def prepare(
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 of the same shapes. See `write`."""
+        first = self._first_tokens(positions)
+        return self.key.prepare(key, None if first is None else first.unsqueeze(1)), self.value.prepare(value)
+
     def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantise micro-blocks, given as int [n] of (block * block_size + offset) / 16.
 

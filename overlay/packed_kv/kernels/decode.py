@@ -171,7 +171,7 @@ def _decode_kernel(
     if RING_BLOCK > 0:
         if split == page_splits:
             valid = columns < count * QUERY_GROUP
-            bias = first_bias = maximum
+            bias, first_bias = maximum, maximum
             if HAS_BIAS:
                 bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
                 first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
@@ -182,8 +182,9 @@ def _decode_kernel(
                 tl.maximum(recent, first_visible), seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
                 bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
             )  # fmt: skip
-            _store_partial(partial_output, partial_stats, outputs, maximum, total,
-                           first_row.to(tl.int64) * splits + split, rows * splits, valid, GROUPS, RING_UNIT)  # fmt: skip
+            slot = first_row.to(tl.int64) * splits + split
+            _store_partial(partial_output, partial_stats, outputs, maximum, total, slot, rows * splits, valid, GROUPS,
+                           RING_UNIT)  # fmt: skip
             return
 
     lanes = tl.arange(0, 32)[:, None]

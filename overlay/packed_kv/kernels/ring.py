@@ -15,9 +15,9 @@ from ..codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
 from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
 from ..layout import ring_slot_bytes
 from . import power_of_2
-from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, opaque
+from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .quantize import _product, of
-from .scales import headroom, over_scores, scale_weights, transpose_weights
+from .scales import headroom, over_scores, scale_byte, scale_weights, transpose_weights
 
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
 _OVER_LARGEST = tl.constexpr(OVER_LARGEST)
@@ -122,16 +122,21 @@ def _value_pairs(first, second):
 
 
 @triton.jit
-def _slots(ring_head, table, token, block_stride, seq_len, BLOCK: tl.constexpr, SLOT: tl.constexpr):
-    """Pointers to the slots of tokens [32, 2], and whether they are there."""
-    there = token < seq_len
-    block = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
-    return ring_head + block * block_stride + token % BLOCK * SLOT, there
+def _slots(ring_head, table, token, block_stride, BLOCK: tl.constexpr, SLOT: tl.constexpr):
+    """Pointers to the slots of tokens."""
+    return ring_head + tl.load(table + token // BLOCK).to(tl.int64) * block_stride + token % BLOCK * SLOT
 
 
 @triton.jit
-def _load_word(slot, offset, there):
-    return tl.load((slot + offset).to(tl.pointer_type(tl.int32)), mask=there, other=0)
+def _load(slots, offset, count: tl.constexpr):
+    """`load_words` at a byte offset into the slots of a token of either half of a tile."""
+    first, second = (slots[0] + offset).to(tl.pointer_type(tl.int32)), (slots[1] + offset).to(tl.pointer_type(tl.int32))
+    return load_words(first, second, count)
+
+
+@triton.jit
+def _byte(word, index: tl.constexpr):
+    return word >> (8 * index) & 0xFF
 
 
 @triton.jit
@@ -143,26 +148,35 @@ def attend_ring(
     """Attention of 8 columns over tokens first .. seq_len - 1 of the ring: new outputs, maximum and total.
 
     The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
-    of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of codes times scales, 1 / `UNIT` times the values. As with
-    pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V).
+    of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of
+    codes times scales, 1 / `UNIT` times the values. As with pages, a lane loads what it feeds to the tensor core: of
+    tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
     """
-    HEAD_DIM: tl.constexpr = 32 * GROUPS
     SLOT: tl.constexpr = (66 * GROUPS + 7) // 8 * 8
+    SCALES: tl.constexpr = 64 * GROUPS
+    A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
     lane = tl.arange(0, 32)[:, None]
     row, column = lane // 4, lane % 4
-    halves16 = tl.arange(0, 2)[None, :] * 16
     for base in range(first, seq_len, 32):
+        low_slots, high_slots, slots = (), (), ()
+        for m in tl.static_range(2):
+            token = base + 16 * m + row
+            low_slots += (_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),)
+            high_slots += (_slots(ring_head, table, tl.minimum(token + 8, seq_len - 1), block_stride, BLOCK, SLOT),)
+        for n in tl.static_range(4):
+            token = base + 8 * (n // 2) + 2 * column + n % 2
+            slots += ((_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),
+                       _slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT)),)
         scores = tl.zeros([32, 8], tl.float32)
-        slot0, there0 = _slots(ring_head, table, base + row + halves16, block_stride, seq_len, BLOCK, SLOT)
-        slot1, there1 = _slots(ring_head, table, base + row + halves16 + 8, block_stride, seq_len, BLOCK, SLOT)
+        low_scales, high_scales = (), ()
+        for i in tl.static_range((GROUPS + 3) // 4):
+            low_scales += _load(low_slots, SCALES + 4 * i, 1)
+            high_scales += _load(high_slots, SCALES + 4 * i, 1)
         for g in tl.static_range(GROUPS):
-            pairs = ()
-            for d4 in tl.static_range(2):
-                pairs += _key_pairs(_load_word(slot0, g * 32 + column * 8 + 4 * d4, there0))
-            for d4 in tl.static_range(2):
-                pairs += _key_pairs(_load_word(slot1, g * 32 + column * 8 + 4 * d4, there1))
-            low = _step(tl.load(slot0 + 2 * HEAD_DIM + g, mask=there0, other=0))
-            high = _step(tl.load(slot1 + 2 * HEAD_DIM + g, mask=there1, other=0))
+            words = _load(low_slots, g * 32 + column * 8, 2) + _load(high_slots, g * 32 + column * 8, 2)
+            pairs = _key_pairs(words[0]) + _key_pairs(words[1]) + _key_pairs(words[2]) + _key_pairs(words[3])
+            low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
+            high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
         token = base + tl.arange(0, 32)
         if HAS_BIAS:
@@ -174,18 +188,18 @@ def attend_ring(
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
 
-        slots, there, scales = (), (), ()
+        scale_words = ()
         for n in tl.static_range(4):
-            of_token = base + halves16 + 8 * (n // 2) + 2 * column + n % 2
-            slot, known = _slots(ring_head, table, of_token, block_stride, seq_len, BLOCK, SLOT)
-            slots, there = slots + (slot,), there + (known,)
+            for i in tl.static_range(GROUPS // 4, (2 * GROUPS + 3) // 4):
+                scale_words += _load(slots[n], SCALES + 4 * i, 1)
+        value_scales = ()
         for g in tl.static_range(GROUPS):
-            word = tl.zeros([32, 2], tl.int32)
-            for n in tl.static_range(4):
-                byte = tl.load(slots[n] + 2 * HEAD_DIM + GROUPS + g, mask=there[n], other=0)
-                word |= byte.to(tl.int32) << (8 * n)
-            scales = scales + (word,)
-        new_maximum = tl.maximum(maximum, tl.max(scores - headroom(scales), 0))
+            word = _byte(scale_words[(GROUPS + g) // 4 - GROUPS // 4], (GROUPS + g) % 4)
+            for n in tl.static_range(1, 4):
+                of_token = scale_words[n * A_TOKEN + (GROUPS + g) // 4 - GROUPS // 4]
+                word |= _byte(of_token, (GROUPS + g) % 4) << (8 * n)
+            value_scales += (word,)
+        new_maximum = tl.maximum(maximum, tl.max(scores - headroom(value_scales), 0))
         weights = tl.exp2(scores - new_maximum[None, :])
         shrink = tl.exp2(maximum - new_maximum)
         total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
@@ -193,15 +207,14 @@ def attend_ring(
         pair0, pair1 = transpose_weights(weights)
         new_outputs = ()
         for g in tl.static_range(GROUPS):
-            offset = HEAD_DIM + g * 32 + row * 4
             words = ()
             for n in tl.static_range(4):
-                words = words + (_load_word(slots[n], offset, there[n]),)
+                words += _load(slots[n], (GROUPS + g) * 32 + row * 4, 1)
             even, odd = _value_pairs(words[0], words[1]), _value_pairs(words[2], words[3])
             pairs = (even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3])
             value = opaque(as_value(from_pairs(pairs)))
-            scaled = scale_weights(pair0, pair1, scales[g])
-            new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
+            scaled = scale_weights(pair0, pair1, value_scales[g])
+            new_outputs += (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
         outputs = new_outputs
     return outputs, maximum, total
 
@@ -270,14 +283,14 @@ def _gather_ring_kernel(
     span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
     request, row, low, end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     table += request.to(tl.int64) * table_stride
+    ring_head = ring + head.to(tl.int64) * head_stride
     position = tl.arange(0, 32)  # of a byte in its group
     key_channel = position // 2 % 4 * 8 + position // 8 * 2 + position % 2
     value_channel = position % 4 * 8 + position // 4
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
-        slot, there = _slots(
-            ring + head.to(tl.int64) * head_stride, table, token, block_stride, end, BLOCK, (66 * GROUPS + 7) // 8 * 8
-        )
+        there = token < end
+        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, (66 * GROUPS + 7) // 8 * 8)
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
         for g in tl.static_range(2 * GROUPS):
             codes = tl.load(slot[:, None] + g * 32 + position[None, :], mask=there[:, None], other=0)
