@@ -6,6 +6,7 @@ import shutil
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,8 @@ from packed_kv.formats import FORMATS
 from vllm import SamplingParams
 from vllm.config.cache import kv_cache_page_format
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    NixlHandshakePayload,
-    compute_nixl_compatibility_hash,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash as nixl_hash
 from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 64, 16
@@ -123,6 +122,7 @@ def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
 
 
 def test_what_vllm_asks(tmp_path: Path) -> None:
+    registration.register_formats()
     assert kv_cache_page_format(settings(tmp_path, "tq4")) == f"-tq4-{fingerprints(tmp_path)['tq4']}"
     assert kv_cache_page_format(settings(tmp_path, "auto")) == ""
 
@@ -133,7 +133,8 @@ def test_nixl_refuses_a_peer_with_another_format(tmp_path: Path, monkeypatch: py
     file = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM)).rename(tmp_path / "other.json")
     plain = EngineArgs(model, tokenizer=str(TOKENIZER), kv_cache_dtype="isoquant4").create_engine_config()
     calibrated = replace(plain, additional_config={"packed_kv": {"calibration": str(file)}})
-    hashes = [compute_nixl_compatibility_hash(config, "PACKED_KV_ISOQUANT4") for config in (plain, calibrated)]
+    older = {"cross_layers_blocks": False} if "cross_layers_blocks" in signature(nixl_hash).parameters else {}
+    hashes = [nixl_hash(config, "PACKED_KV_ISOQUANT4", **older) for config in (plain, calibrated)]
     found = [fingerprint(config, FORMATS["isoquant4"]) for config in (plain, calibrated)]
     assert found[0] != found[1]
     worker = MagicMock(_is_csa_linear=False, enforce_compat_hash=True, compat_hash=hashes[0])
