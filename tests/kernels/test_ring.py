@@ -193,7 +193,7 @@ def test_plan_equals_the_reference(seed: int) -> None:
 def test_gather_writes_what_the_ring_has(head_dim: int) -> None:
     kv_heads, block_size, window = 2, 4, 16
     requests = [(40, 0), (33, 30), (9, 0)]
-    table, cache, ring_blocks = ring_of(requests, window, block_size, kv_heads, head_dim, 0)
+    table, cache, _ = ring_of(requests, window, block_size, kv_heads, head_dim, 0)
     generator = torch.Generator().manual_seed(head_dim)
     stored = torch.randn(3, 40, 2, kv_heads, head_dim, generator=generator).to(DEVICE)
     for i, (tokens, hit) in enumerate(requests):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -75,7 +75,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     that there is none and what that means. Raises CalibrationError for a file that does not fit.
     """
     model = config.model_config
-    if not (fmt.outlier_bits or fmt.rotation in MIXES_NEIGHBOURS) or model.runner_type == "draft":
+    if not _reads_file(fmt) or model.runner_type == "draft":
         return None
     path = read_options(config.additional_config).calibration
     if path is None:
@@ -126,6 +126,26 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         get_tensor_model_parallel_rank(),
         has_draft=config.speculative_config is not None,
     )
+
+
+def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, Any]]:
+    """What calibration does to the pages of a format: layer -> arguments of its `PagedCodec` for all heads.
+
+    Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
+    CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
+    """
+    model = config.model_config
+    path = _named_file(config.additional_config) or _model_folder(model.model, model.revision) / FILE_NAME
+    if not _reads_file(fmt) or not path.is_file():
+        return {}
+    file = load(path)
+    whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)
+    layers = {layer: whole.channels(f"layers.{layer}", file.kv_heads, file.head_size) for layer in sorted(file.layers)}
+    return {layer: arguments for layer, arguments in layers.items() if arguments}
+
+
+def _reads_file(fmt: Format) -> bool:
+    return bool(fmt.outlier_bits) or fmt.rotation in MIXES_NEIGHBOURS
 
 
 def _model_folder(model: str, revision: str | None) -> Path:

@@ -168,7 +168,7 @@ def _decode_kernel(
     maximum = tl.full([8], _MASKED, tl.float32)
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
-    if RING_BLOCK > 0:
+    if RING_BLOCK > 0:  # noqa: SIM102 (compiled away, the inner one is a branch)
         if split == page_splits:
             valid = columns < count * QUERY_GROUP
             bias, first_bias = maximum, maximum
