@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from .formats import FORMATS
 
@@ -29,6 +29,8 @@ CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
+
+Row = TypeVar("Row")
 
 _LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.([0-9]+)\.self_attn(?:\.attn)?")
 
@@ -96,7 +98,7 @@ class Calibration:
         _refuse(self.path, fault)
 
 
-def heads_of_rank(heads: Sequence[list[int]], kv_heads: int, tp_size: int, tp_rank: int) -> list[list[int]]:
+def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
     """Rows of the `kv_heads` heads that a tensor-parallel rank has: a run, or one head that several ranks share.
 
     vLLM deals heads out so: rank r has heads r * kv_heads onwards; with more ranks than heads, ranks in a row have the
