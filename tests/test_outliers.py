@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 MEAN = "must be a number from -32768 to 32768, got"
-SCALE = "must be a number from 1.52588e-05 to 65536, got"
+SCALE = "must be a number from 0.000976562 to 1024, got"
 NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
     "heads": (set_in_layer(key_channel_mean=[[0.0] * 64]), "key_channel_mean lists 1 heads, key_high_"),
     "no_heads": (set_in_layer(key_channel_scale=[]), "key_channel_scale lists 0 heads, key_high_precision_indices 2"),

@@ -79,8 +79,8 @@ class Collector:
         if layer is not None and not getattr(module, "is_kv_shared_layer", False):
             batch, heads, tokens, head_dim = query.shape
             positions = torch.arange(tokens, device=query.device).repeat(batch)
-            rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            self.sums.add(layer, *rows, positions, lambda: output_weight(module, heads * head_dim))
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+            self.sums.add(layer, q, k, v, positions, lambda: output_weight(module, heads * head_dim))
         if options.get("softcap") is None and options.get("s_aux") is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         eager = sys.modules[type(module).__module__].eager_attention_forward  # PyTorch's sdpa has no caps and no sinks

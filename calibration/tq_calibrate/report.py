@@ -13,7 +13,6 @@ from .show import ROLES, Rows, read, stored_rms, summary
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PANELS = ("the mean of K", "K as stored", "V as stored")
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body{{font-family:sans-serif;max-width:80em;margin:2em auto;padding:0 1em}}img{{width:100%}}</style>
@@ -49,10 +48,11 @@ def report(path: str, folder: Path) -> Path:
             figure = Figure(figsize=(20, 1.6 + 0.3 * calibration.kv_heads), layout="constrained")
             known = calibration.layers[layer]
             means = known.key_mean or [[0.0] * calibration.head_size] * calibration.kv_heads
-            sizes = (means, *(stored_rms(role, known, entry) for role in ROLES))
-            outliers = ([], known.key_outliers, known.value_outliers)
-            for panel in zip(figure.subplots(1, len(PANELS)), PANELS, sizes, outliers, strict=True):
-                _heat_map(*panel)
+            key, value = (stored_rms(role, known, entry) for role in ROLES)
+            left, middle, right = figure.subplots(1, 3)
+            _heat_map(left, "the mean of K", means, [])
+            _heat_map(middle, "K as stored", key, known.key_outliers)
+            _heat_map(right, "V as stored", value, known.value_outliers)
             figure.suptitle(f"layer {layer}")
             figure.savefig(folder / images[-1], dpi=100)
         page = folder / "index.html"

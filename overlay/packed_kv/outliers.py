@@ -22,8 +22,8 @@ VERSION = 2
 """Of the files that are written; 1 is read too, and has no means and scales of channels."""
 LARGEST_MEAN = 32768.0
 """Bound of a mean's magnitude: the codec clamps larger keys."""
-SCALE_BOUNDS = (2.0**-16, 2.0**16)
-"""Bounds of a channel's scale: wider than anyone needs, and a scale and its inverse keep all bits of fp32."""
+SCALE_BOUNDS = (1 / 1024, 1024.0)
+"""Bounds of a channel's scale, those of the codec: kernels hold a rotation times its inverse in fp16."""
 TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
@@ -205,13 +205,14 @@ def _layer(entry: Any, version: int, recipe: str, head_size: int) -> LayerCalibr
     if len(key_outliers) != len(value_outliers):
         raise _FaultError(f"lists {len(key_outliers)} heads of keys and {len(value_outliers)} of values")
     shape = (len(key_outliers), head_size)
-    orders = [_order(entry, f"{role}_channel_order", shape) for role in ("key", "value")]
+    key_order, value_order = (_order(entry, f"{role}_channel_order", shape) for role in ("key", "value"))
     if version == 1:
-        return LayerCalibration(key_outliers, value_outliers, *orders)
+        return LayerCalibration(key_outliers, value_outliers, key_order, value_order)
     layer = LayerCalibration(
         key_outliers,
         value_outliers,
-        *orders,
+        key_order,
+        value_order,
         key_mean=_numbers(entry, "key_channel_mean", shape, -LARGEST_MEAN, LARGEST_MEAN),
         key_first_mean=_numbers(entry, "key_first_token_mean", shape, -LARGEST_MEAN, LARGEST_MEAN),
         key_scale=_numbers(entry, "key_channel_scale", shape, *SCALE_BOUNDS),
