@@ -43,7 +43,7 @@ def calibrate(options: argparse.Namespace) -> None:
     name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
     write_file(out, file_content(statistics, choices, options.recipe, name))
     heads, channels = statistics.shape
-    seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone"
+    seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     print(
         f"{out}: {len(choices)} layers, {heads} KV heads of {channels} channels, from {seen}, "
         f"{time.perf_counter() - start:.0f} s"
