@@ -13,20 +13,24 @@ from packed_kv.layout import page_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
-"""Name -> whether with calibrated outliers: every rotation, every width, with and without half words."""
+"""Name -> whether calibrated: outliers, means and scales. Every rotation and width, with and without half words."""
 
 
-def store_case(fmt: Format, arch: int, ordered: bool) -> Case:
+def store_case(fmt: Format, arch: int, calibrated: bool) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
-               "value_channels")  # fmt: skip
+               "value_channels", "key_table", "value_table")  # fmt: skip
     return Case(
         kernel="packed_kv.kernels.store:store_kernel",
         arch=arch,
         types=dict(
             cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
-            key_channels_ptr="*i64", value_channels_ptr="*i64", **{f"{name}_stride": "i32" for name in strides},
+            key_channels_ptr="*i64", value_channels_ptr="*i64", positions_ptr="*i64", key_table_ptr="*fp32",
+            value_table_ptr="*fp32", **{f"{name}_stride": "i32" for name in strides},
         ),
-        constants=dict(HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=ordered, **store.store_constants(fmt, 128)),
+        constants=dict(
+            HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
+            **store.store_constants(fmt, 128),
+        ),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens",),
     )  # fmt: skip
@@ -60,17 +64,17 @@ def test_store_rounds_each_operation(store_resources):
 DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 
-def decode_case(fmt: Format, arch: int, head_dim: int = 128) -> Case:
+def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False, soft_cap: bool = False) -> Case:
     return Case(
         kernel="packed_kv.kernels.decode:_decode_kernel",
         arch=arch,
         types=dict(
             query="*fp16", cache="*u8", block_table="*i32", query_start="*i32", seq_lens="*i32",
             partial_output="*fp32", partial_stats="*fp32", table_stride="i32", block_stride="i32", head_stride="i32",
-            soft_cap="fp32",
+            soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=soft_cap, HAS_BIAS=bias,
             MICRO_BLOCKS_A_BLOCK=1, **decode.kernel_layout(page_layout(fmt, head_dim)),
         ),
         options=dict(
@@ -94,6 +98,14 @@ def test_decode_stays_in_registers(decode_resources, name, arch):
     assert not resources.spills
     assert arch != 90 or resources.registers <= decode.MAX_REGISTERS
     assert resources.count("LDG.E.128") >= 8  # two micro-blocks, K and V, before the loop and in it
+
+
+def test_a_bias_stays_in_registers():
+    keys = [("isoquant4", 80, False), ("isoquant4", 90, False), ("isoquant4", 90, True), ("turboquant25", 90, False)]
+    cases = [decode_case(FORMATS[name], arch, bias=True, soft_cap=cap) for name, arch, cap in keys]
+    for key, resources in zip(keys, compile_kernels(cases), strict=True):
+        assert not resources.spills, key
+        assert key[1] != 90 or resources.registers <= decode.MAX_REGISTERS, key
 
 
 @pytest.mark.parametrize("name", DECODED)

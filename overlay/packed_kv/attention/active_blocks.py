@@ -54,8 +54,11 @@ def attend(
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
     group = query_heads // kv_heads
-    rotated = codec.rotate_query(query.float().view(tokens, kv_heads, group, head_dim)) * options.scale
-    rows = rotated.permute(1, 0, 2, 3)  # [KV heads, tokens, group, head_dim]
+    query = query.float().view(tokens, kv_heads, group, head_dim)
+    rows = codec.rotate_query(query).permute(1, 0, 2, 3) * options.scale  # [KV heads, tokens, group, head_dim]
+    bias = codec.query_bias(query)
+    if bias is not None:
+        bias = bias.permute(1, 0, 2, 3) * options.scale
     state = _OnlineSoftmax(rows)
     positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
     window = options.sliding_window or seq_len
@@ -74,7 +77,11 @@ def attend(
         for row in range(first, last, rows_at_once):
             part = slice(row, min(row + rows_at_once, last))
             scores = torch.matmul(rows[:, part].flatten(1, 2), key.transpose(1, 2)).unflatten(1, (-1, group))
+            if bias is not None and start == 0:
+                scores[..., 0] += bias[:, part, :, 1]
             if options.logits_soft_cap:
+                if bias is not None:
+                    scores += bias[:, part, :, :1]
                 scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
             distance = positions[part, None] - kv_positions
             scores.masked_fill_(((distance < 0) | (distance >= window))[:, None], float("-inf"))

@@ -28,15 +28,23 @@ class FusedDecode:
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.group = query_heads // kv_heads
+        self.bias_rows = codec.query_bias_rows(capped=bool(options.logits_soft_cap))
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
         self.max_registers = MAX_REGISTERS if properties.major == 9 else None
 
-    def store(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def store(
+        self,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> None:
         """Write new tokens; see `store_tokens`."""
-        store_tokens(self.codec, cache, slots, key, value)
+        store_tokens(self.codec, cache, slots, key, value, positions)
 
     def attend(
         self,
@@ -61,11 +69,12 @@ class FusedDecode:
         """
         tokens, _, head_dim = query.shape
         splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
-        rotated, partial, stats = self.reserve(tokens, head_dim, splits)
-        rotate_query(query, self.to_rotated, rotated, self.options.scale)
+        rotated, partial, stats, *bias = self.reserve(tokens, head_dim, splits)
+        query_bias = bias[0] if bias else None
+        rotate_query(query, self.to_rotated, rotated, self.options.scale, self.bias_rows, query_bias)
         decode(
             self.codec.layout, rotated, cache, block_table, query_start, seq_lens, partial, stats,
-            max_query_len=max_query_len, sliding_window=self.options.sliding_window,
+            query_bias=query_bias, max_query_len=max_query_len, sliding_window=self.options.sliding_window,
             logits_soft_cap=self.options.logits_soft_cap, max_registers=self.max_registers,
         )  # fmt: skip
         merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
@@ -77,9 +86,11 @@ class FusedDecode:
         self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.group), head_dim, 1)
 
     def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
-        """Workspace for rotated queries, partial outputs and their maxima and sums."""
+        """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
+        bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
         return current_workspace_manager().get_simultaneous(
             ((tokens, self.kv_heads, self.group, head_dim), torch.float16),
             ((tokens, self.query_heads, splits, head_dim), torch.float32),
             ((tokens, self.query_heads, splits, 2), torch.float32),
+            *bias,
         )

@@ -6,7 +6,7 @@ On CUDA: `fused` for the batch's decodes, `prefill` for the rest. On the CPU, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -94,7 +94,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             )
         return found
 
-    def _build_codec(self, channels: dict[str, list[list[int]]]) -> None:
+    def _build_codec(self, channels: dict[str, Any]) -> None:
         """Make the codec, with its `channels` from the calibration file, and what depends on it."""
         self.codec = PagedCodec(FORMATS[self.kv_cache_dtype], self.head_size, device=self.device, **channels)
         self.fused = self.prefill = None
@@ -149,7 +149,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         tokens = attn_metadata.num_actual_tokens
         if shared is None:
             store = self.fused.store if self.fused else self.codec.write
-            store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
+            slots, positions = attn_metadata.slot_mapping[:tokens], attn_metadata.positions[:tokens]
+            store(kv_cache, slots, key[:tokens], value[:tokens], positions)
         first = self._attend_decodes(query, kv_cache, attn_metadata, output)
         if first == len(attn_metadata.context):
             return output
@@ -204,7 +205,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             blocks = -(-tokens // MICRO_BLOCK)
             page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
             batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device)
-            self.fused.store(page, torch.arange(tokens, device=key.device), key[:tokens], value[:tokens])
+            places = torch.arange(tokens, device=key.device)
+            self.fused.store(page, places, key[:tokens], value[:tokens], places)
             if self.prefill is not None:
                 self.prefill.attend(query, key, value, page, batch, 0, output)
             else:

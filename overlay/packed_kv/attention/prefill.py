@@ -61,6 +61,7 @@ class FlashPrefill:
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
+        self.means = codec.key.transform.mean_rows()
         self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
 
     def attend(
@@ -136,7 +137,8 @@ class FlashPrefill:
         """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
         key, value = (x[: part.tokens] for x in self.reserve(dtype)[:2])
         gather(self.codec.layout, cache, part.micro_blocks, part.rows, key, value)
-        return [unrotate(x, matrix, dtype) for x, matrix in zip((key, value), self.matrices, strict=True)]
+        key_matrix, value_matrix = self.matrices
+        return [unrotate(key, key_matrix, dtype, self.means, part.first_tokens), unrotate(value, value_matrix, dtype)]
 
     def _flash(
         self,

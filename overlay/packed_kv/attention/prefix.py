@@ -99,7 +99,8 @@ class KeyPart:
     """A part as the kernels and FlashAttention want it.
 
     `first_row` .. `end_row` are its rows of the prefill; `query_starts` and `key_starts`, int32 [requests + 1] on the
-    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`.
+    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`;
+    `first_tokens`, bool [tokens], says which keys are the first of a request; None if none is.
     """
 
     first_row: int
@@ -112,6 +113,7 @@ class KeyPart:
     left: int
     micro_blocks: torch.Tensor
     rows: torch.Tensor
+    first_tokens: torch.Tensor | None
 
 
 def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: torch.Tensor, block_size: int) -> KeyPart:
@@ -125,23 +127,27 @@ def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: to
     """
     first_row = query_starts[spans[0].request]
     queries, keys, rows = [0], [0], [0]
-    requests, places = [], []
+    requests, places, first_tokens = [], [], []
     for span in spans:
         row = query_starts[span.request] - first_row
         assert row == queries[-1], "rows of a part are neighbours"
         queries.append(row + span.queries)
         keys.append(keys[-1] + span.end - span.start)
+        if span.start == 0 < span.end:
+            first_tokens.append(keys[-2])
         starts = range(span.start, span.end, MICRO_BLOCK)
         requests += [span.request] * len(starts)
         places += [start // MICRO_BLOCK for start in starts]
         rows += [keys[-2] + min(start + MICRO_BLOCK, span.end) - span.start for start in starts]
-    host = torch.tensor([*queries, *keys, *rows, *requests, *places], dtype=torch.int32)
+    host = torch.tensor([*queries, *keys, *rows, *requests, *places, *first_tokens], dtype=torch.int32)
     if block_table.is_cuda:
         host = host.pin_memory()
-    sizes = [len(queries), len(keys), len(rows), len(requests), len(places)]
-    queries_, keys_, rows_, requests_, places_ = host.to(block_table.device, non_blocking=True).split(sizes)
+    sizes = [len(queries), len(keys), len(rows), len(requests), len(places), len(first_tokens)]
+    on_device = host.to(block_table.device, non_blocking=True)
+    queries_, keys_, rows_, requests_, places_, first_ = on_device.split(sizes)
     a_block = block_size // MICRO_BLOCK
     micro_blocks = block_table[requests_, places_ // a_block] * a_block + places_ % a_block
+    first = torch.zeros(keys[-1], dtype=torch.bool, device=block_table.device) if first_tokens else None
     return KeyPart(
         first_row=first_row,
         end_row=first_row + queries[-1],
@@ -153,4 +159,5 @@ def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: to
         left=spans[0].left,
         micro_blocks=micro_blocks,
         rows=rows_,
+        first_tokens=None if first is None else first.index_fill_(0, first_.long(), True),
     )

@@ -121,9 +121,10 @@ def _decode_group(
 )
 def _decode_kernel(
     query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
-    table_stride, block_stride, head_stride, soft_cap,
+    table_stride, block_stride, head_stride, soft_cap, query_bias,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
     CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
     VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
@@ -186,13 +187,25 @@ def _decode_kernel(
             # Scores are in units of VALUE_UNIT up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
             unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_UNIT
+            if HAS_SOFT_CAP and HAS_BIAS:
+                scores += _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)[None, :]
+                if tile == 0:
+                    tokens = tl.arange(0, 32)
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
                 scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
-            # there a scale of 0 makes them 0, not NaN.
-            if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
+            # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
+            at_end = tile * 32 + 32 > seq_len - count + 1
+            if WINDOW > 0:
+                at_end = at_end | (tile * 32 < seq_len - WINDOW)
+            if HAS_BIAS and not HAS_SOFT_CAP:
+                at_end = at_end | (tile == 0)
+            if at_end:
                 tokens = tile * 32 + tl.arange(0, 32)
+                if HAS_BIAS and not HAS_SOFT_CAP:
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
                 column = again(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < limit[None, :]
@@ -236,6 +249,21 @@ def _decode_kernel(
         tl.store(pointers, outputs[g] * OVER_UNIT, mask=valid[None, :])
     tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
     tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
+
+
+@triton.jit
+def _bias_of_columns(query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+    """A bias of each column's query, fp32 [8] in units of VALUE_UNIT. Read where it is needed: registers are scarce."""
+    columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    pointers = query_bias + (first_row.to(tl.int64) + rows) * 2
+    return tl.load(pointers, mask=columns < count * QUERY_GROUP, other=0.0) / OVER_UNIT
+
+
+@triton.jit
+def _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+    """Scores [32 tokens, 8 columns] with the second bias on token 0: see `PagedCodec.query_bias`."""
+    bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP)
+    return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
 
 
 @triton.jit
@@ -306,6 +334,7 @@ def decode(
     partial_stats: torch.Tensor,
     *,
     max_query_len: int,
+    query_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     max_registers: int | None = None,
@@ -324,6 +353,7 @@ def decode(
         partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, their maximum or up to 15
             less, and the sum of weights, in powers of 2.
         max_query_len: known on the host, so that a CUDA graph can hold the launch.
+        query_bias: of `rotate_query`, fp32 [tokens, query heads, 2], contiguous; None where scores need none.
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
         max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
@@ -337,8 +367,9 @@ def decode(
     _decode_kernel[(splits, kv_heads * tiles, seq_lens.shape[0])](
         query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
         block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, (logits_soft_cap or 0.0) * LOG2_E,
+        partial_stats if query_bias is None else query_bias,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim,
-        WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
+        WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap), HAS_BIAS=query_bias is not None,
         MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
         num_warps=1, num_stages=1, enable_fp_fusion=True,
         **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),

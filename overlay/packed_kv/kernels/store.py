@@ -37,7 +37,12 @@ ROWS = 8
 
 
 def store_tokens(
-    codec: PagedCodec, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation.
 
@@ -49,6 +54,8 @@ def store_tokens(
             are distinct.
         key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] of one dtype, channels contiguous; rows
             beyond the slots are padding.
+        positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the codec has a mean for
+            first tokens, else not looked at.
     """
     _, heads, block_size, slot_bytes = cache.shape
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
@@ -83,6 +90,7 @@ def store_tokens(
         0 if codec.key.channels.ndim == 1 else codec.key.channels.stride(0),
         codec.value.channels,
         0 if codec.value.channels.ndim == 1 else codec.value.channels.stride(0),
+        *transform_arguments(codec, slots, positions),
         HEADS=heads,
         BLOCK_SIZE=block_size,
         ROWS=rows,
@@ -91,6 +99,19 @@ def store_tokens(
         num_warps=1,
         enable_fp_fusion=False,
     )
+
+
+def transform_arguments(codec: PagedCodec, slots: torch.Tensor, positions: torch.Tensor | None) -> tuple[Any, ...]:
+    """The kernel's arguments that centre and scale, from positions_ptr to FIRST. What is not there is never read."""
+    if codec.transform_tables is None:
+        return slots, slots, 0, slots, 0, False, False
+    key, value = codec.transform_tables
+    strides = [0 if len(table) == 1 else table.stride(0) for table in (key, value)]
+    if codec.key.transform.first_mean is None:
+        return slots, key, strides[0], value, strides[1], True, False
+    assert positions is not None and positions.is_contiguous() and positions.dtype == torch.int64, positions
+    assert len(positions) >= len(slots), (positions.shape, slots.shape)
+    return positions, key, strides[0], value, strides[1], True, True
 
 
 @functools.cache
@@ -144,6 +165,13 @@ def store_kernel(
     key_channels_stride,
     value_channels_ptr,
     value_channels_stride,
+    positions_ptr,
+    key_table_ptr,
+    key_table_stride,
+    value_table_ptr,
+    value_table_stride,
+    TRANSFORMED: tl.constexpr,
+    FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -167,6 +195,8 @@ def store_kernel(
     head_stride = key_head_stride if is_key else value_head_stride
     channels_ptr = key_channels_ptr if is_key else value_channels_ptr
     channels_stride = key_channels_stride if is_key else value_channels_stride
+    table_ptr = key_table_ptr if is_key else value_table_ptr
+    table_stride = key_table_stride if is_key else value_table_stride
     program = tl.program_id(0)
     for s in tl.static_range(len(SECTIONS)):
         programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(SECTIONS[s][1]))
@@ -174,6 +204,7 @@ def store_kernel(
             _store_section(
                 cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
                 x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride, is_key, program,
+                positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
                 HEADS, BLOCK_SIZE, ROWS, ORDERED, ROTATION, HEAD_GROUPS,
                 SECTIONS[s][0], SECTIONS[s][1], SECTIONS[s][2], SECTIONS[s][3], SECTIONS[s][4],
                 CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
@@ -185,13 +216,14 @@ def store_kernel(
 def _store_section(
     cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
     x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride, is_key, program,
+    positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
-    HEAD_GROUPS: tl.constexpr, FIRST: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-    MICRO_BLOCK_BYTES: tl.constexpr, KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr,
-    VALUE_SCALES: tl.constexpr,
+    HEAD_GROUPS: tl.constexpr, FIRST_GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
+    FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr,
+    HALF_WORDS: tl.constexpr, MICRO_BLOCK_BYTES: tl.constexpr, KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr,
+    KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store GROUPS groups, from group FIRST on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
+    """Store GROUPS groups, from FIRST_GROUP on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
     A_VECTOR: tl.constexpr = padded_groups(GROUPS)
     index = tl.arange(0, 4 * ROWS)
     row, lane = index // 4, index % 4
@@ -208,7 +240,16 @@ def _store_section(
 
     x_row = x_ptr + token * token_stride + head * head_stride
     channels_row = channels_ptr + head * channels_stride
-    x = load_rotated(x_row, channels_row, constants_ptr, FIRST + group, exists, index, ORDERED, ROTATION)
+    table_row = table_ptr + head * table_stride
+    mean_row = table_row
+    if FIRST:
+        position = tl.load(positions_ptr + token, mask=exists, other=1)
+        mean_row += tl.where(position == 0, HEAD_GROUPS * 32, 0)
+    scale_row = table_row + 2 * HEAD_GROUPS * 32
+    x = load_rotated(
+        x_row, channels_row, constants_ptr, FIRST_GROUP + group, exists, index, ORDERED, ROTATION,
+        mean_row, scale_row, TRANSFORMED,
+    )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
     scale = search_scale(x, index, BITS)
@@ -218,11 +259,11 @@ def _store_section(
             micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
             True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
         )  # fmt: skip
-        scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST + group) + n // 8
+        scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8
     else:
         store_codes(
             micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
             False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
         )  # fmt: skip
-        scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST + group) + n // 8 * 2 + n % 2
+        scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
     tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))
