@@ -153,6 +153,12 @@ def test_a_file_without_orders(model: Path, log: list[str]) -> None:
     assert "info: KV cache calibration: nothing for isoquant3" in log[-1]
 
 
+def test_heads_that_cannot_be_calibrated_get_no_advice(log: list[str]) -> None:
+    model = SimpleNamespace(get_head_size=lambda: 32, model="a model")
+    calibration._say_that_there_is_none(Path("file"), FORMATS["tq4"], model)
+    assert not log
+
+
 def test_vllms_own_dtype_reads_no_file(model: Path, log: list[str]) -> None:
     write(model, "not JSON")
     with start(model, "auto"):
