@@ -266,7 +266,7 @@ def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeyp
 def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:
     """Four KV heads on two ranks."""
     model = Path(tiny_models.save(tiny_models.llama(num_key_value_heads=4), tmp_path))
-    path = write(model, content(LAYERS, 4, HEAD_DIM))
+    path = write(model, content(LAYERS, 4, HEAD_DIM, version=2))
     one, two = (prompt_logprobs(model, size) for size in (1, 2))
     assert (one - two).abs().max() < 1e-3
     path.unlink()
