@@ -171,8 +171,8 @@ def transforms(kv_heads: int = 2) -> dict[str, torch.Tensor]:
 
 @every_dtype
 @every_option
-@pytest.mark.usefixtures("tile")
-def test_centred_and_scaled_pages(name, options):
+def test_centred_and_scaled_pages(name, options, monkeypatch):
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
     Request(name, 150, **transforms()).assert_correct(options)
 
 
@@ -198,8 +198,8 @@ class ExactCodec(PagedCodec):
 
 @pytest.mark.parametrize("without", [None, "key_mean", "key_first_mean"], ids="without {}".format)
 @every_option
-@pytest.mark.usefixtures("tile")
 def test_without_quantisation_centred_and_scaled_attention_is_plain_attention(options, without, monkeypatch):
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
     monkeypatch.setitem(Request.__init__.__globals__, "PagedCodec", ExactCodec)
     chosen = {key: value for key, value in transforms().items() if key != without}
     request = Request("tq4", 150, **chosen)

@@ -19,8 +19,6 @@ INPUT_LIMIT = 32768.0
 """NaN and infinities become 0; after centring and scaling, before the rotation, numbers are clamped to +-2^15: neither
 reaches a neighbour."""
 
-TRANSFORMS = ("mean", "scale", "first_mean")
-
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
 
@@ -188,7 +186,8 @@ class Codec:
 
     def _heads(self) -> int | None:
         """Heads of what is given per head. Raises ValueError if these are not as many everywhere."""
-        given = {"channels": self.order, **{name: getattr(self.transform, name) for name in TRANSFORMS}}
+        part = self.transform
+        given = {"channels": self.order, "mean": part.mean, "scale": part.scale, "first_mean": part.first_mean}
         heads = {name: len(rows) for name, rows in given.items() if rows is not None and rows.ndim == 2}
         if len({*heads.values()}) > 1:
             differing = ", ".join(f"{name} for {count}" for name, count in heads.items())

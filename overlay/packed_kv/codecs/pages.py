@@ -134,8 +134,8 @@ class PagedCodec:
         return None if rows is None else query @ rows.to(query.dtype).transpose(1, 2)
 
     def query_bias_rows(self, *, capped: bool) -> torch.Tensor | None:
-        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, head_dim]; None if scores need no
-        bias, as without means, or, where no soft cap sees it, with one for all tokens."""
+        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, head_dim]. None if its scores need
+        none: without means, and with one mean for all tokens unless the scores are `capped`."""
         transform = self.key.transform
         return transform.mean_rows() if transform.first_mean is not None or capped else None
 

@@ -180,6 +180,11 @@ def _decode_kernel(
             for g in tl.static_range(GROUPS):
                 key = _decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
+            if HAS_SOFT_CAP and HAS_BIAS:
+                scores += _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)[None, :]
+                if tile == 0:
+                    tokens = tl.arange(0, 32)
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
@@ -187,11 +192,6 @@ def _decode_kernel(
             # Scores are in units of VALUE_UNIT up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
             unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_UNIT
-            if HAS_SOFT_CAP and HAS_BIAS:
-                scores += _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)[None, :]
-                if tile == 0:
-                    tokens = tl.arange(0, 32)
-                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
                 scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
 

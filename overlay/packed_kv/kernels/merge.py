@@ -82,10 +82,7 @@ def rotate_query(
     assert rotated.is_contiguous(), rotated.stride()
     bias_arguments = (rotated, rotated, 0)
     if bias is not None:
-        assert bias_rows is not None and bias_rows.is_contiguous() and bias.is_contiguous(), (
-            bias_rows.stride(),
-            bias.stride(),
-        )
+        assert bias_rows is not None and bias_rows.is_contiguous() and bias.is_contiguous(), bias.stride()
         assert bias.shape == (tokens, kv_heads * group, 2), bias.shape
         bias_arguments = (bias_rows, bias, 0 if len(bias_rows) == 1 else bias_rows.stride(0))
     row_count = tokens * group

@@ -3,7 +3,8 @@
 The bytes equal those of `PagedCodec.write`. The rounding rule, which makes them equal: everything is fp32, each add,
 subtract and multiply rounded to nearest even on its own (no fused multiply-add, no flushing of denormals), in the order
 that `codecs/rotations.py` and `codecs/scalar.py` state; a tie between two codes takes the lower magnitude, a tie
-between two scales the one tried first. NaN and infinities become 0, the rest is clamped to +-INPUT_LIMIT.
+between two scales the one tried first. NaN and infinities become 0; centred and scaled, the rest is clamped to
++-INPUT_LIMIT.
 
 A program takes `ROWS` groups of 32 channels, one a row, of one section (outlier or regular channels) of K or of V. A
 channel's index in its group, d4..d0, is split between lanes and registers:
@@ -66,7 +67,7 @@ def store_tokens(
     assert key.shape[1:] == (heads, codec.key.head_dim) and len(key) >= len(slots), (key.shape, slots.shape)
     assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
     for part in (codec.key, codec.value):
-        assert part.channels.ndim == 1 or len(part.channels) == heads, (part.channels.shape, heads)
+        assert part.heads in (None, heads), (part.heads, heads)
     constants = store_constants(codec.key.fmt, codec.key.head_dim)
     padded = [power_of_2(groups) for _, groups, *_ in constants["SECTIONS"]]
     rows = max(ROWS, *padded)
