@@ -46,10 +46,16 @@ def graph_sizes(max_requests: int) -> list[int]:
 
 
 def start(
-    model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1
-) -> LLM:
-    """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left."""
+    model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
+    recent_tokens: int | None = None,
+) -> LLM:  # fmt: skip
+    """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
+
+    `recent_tokens`: of the packed dtypes' recent window; None: their default.
+    """
     from vllm import LLM
+
+    options = {} if recent_tokens is None else {"additional_config": {"packed_kv": {"recent_tokens": recent_tokens}}}
 
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
@@ -59,12 +65,19 @@ def start(
         compilation_config={
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(max_requests)
         },
+        **options,
     )  # fmt: skip
+
+
+def attention_layers(worker: Any) -> list[Any]:
+    """In a worker: the layers that attend, without those that only keep recent tokens."""
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if hasattr(layer, "kv_cache_dtype")]
 
 
 def copy_pages(worker: Any, ids: list[int], blocks: int) -> None:
     """In a worker: copy the pages of the blocks `ids` over all `blocks`."""
-    for cache in worker.model_runner.kv_caches:
+    for cache in (layer.kv_cache for layer in attention_layers(worker)):
         pages = cache.view(torch.uint8)
         a_block = len(pages) // blocks  # vLLM may cut a block into several of the kernel
         rows = torch.tensor(ids, device=pages.device)[:, None] * a_block
@@ -76,13 +89,13 @@ def copy_pages(worker: Any, ids: list[int], blocks: int) -> None:
 
 def cache_bytes(worker: Any) -> int:
     """In a worker: bytes of its KV cache."""
-    return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
+    return sum(layer.kv_cache.nbytes for layer in attention_layers(worker))
 
 
 def attention_backends(worker: Any) -> str:
     """In a worker: see `Engine.attention`."""
     names = set()
-    for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
+    for layer in attention_layers(worker):
         version = getattr(layer.impl, "vllm_flash_attn_version", None) or getattr(layer.impl, "fa_version", None)
         names.add(layer.attn_backend.get_name() + (f" (FlashAttention {version})" if version else ""))
     return " + ".join(sorted(names))
@@ -107,7 +120,7 @@ class Engine:
         self.vocabulary = self.engine.model_config.get_vocab_size()
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.blocks = self.scheduler.kv_cache_config.num_blocks
-        groups = len(self.scheduler.kv_cache_config.kv_cache_groups)
+        groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
         if groups != 1:
             raise ValueError(f"the model has {groups} KV cache groups; the benchmark takes models with one")
         self._added = 0
@@ -123,7 +136,7 @@ class Engine:
         while not self._step():
             pass
         (request,) = self.scheduler.running
-        (ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        ids, *_ring = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         self.llm.collective_rpc(copy_pages, args=(ids[: tokens // self.block_size], self.blocks))
         self._drain()
 

@@ -58,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=int, default=256, help="output tokens of the throughput (default: %(default)s)")
     add("--max-requests", type=int, default=128, help="most requests at once (default: %(default)s)")
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
+    add("--recent-tokens", type=int, help="of the packed dtypes' recent window (default: theirs; 0: none)")
     add("--tensor-parallel", type=int, default=1, help="devices that share the model (default: %(default)s)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
     add("--timeout", type=int, default=300, help="seconds a dtype may take (default: %(default)s)")
@@ -83,8 +84,9 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         model = folder if options.model else engine.write_model(folder)
-        device = engine.Engine(engine.start(model, dtype, max(lengths) + SPARE_TOKENS, most, memory, ranks))
-    made_with = {"ranks": ranks, "attention": device.attention(), **rows.machine()}
+        longest, recent = max(lengths) + SPARE_TOKENS, options.recent_tokens
+        device = engine.Engine(engine.start(model, dtype, longest, most, memory, ranks, recent))
+    made_with = {"ranks": ranks, "recent_tokens": recent, "attention": device.attention(), **rows.machine()}
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
 
     def emit(file: str, **measured: object) -> None:
@@ -138,7 +140,8 @@ def collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argpa
         if line.startswith("ROW "):
             file, row = json.loads(line[4:])
             rows.append(options.out / file, {**row, "commit": commit})
-            shown = {key: value for key, value in row.items() if key not in ("ranks", "attention", *rows.MACHINE)}
+            hidden = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
+            shown = {key: value for key, value in row.items() if key not in hidden}
             print(f"{file:14}", *(f"{key} {value} " for key, value in shown.items()), flush=True)
         elif line.startswith(f"{dtype}: "):
             print(line, end="", flush=True)

@@ -235,8 +235,8 @@ def _plan_kernel(
     low = tl.maximum(prefix - WINDOW + 1, 0)
     newest = tl.where(count <= LONGEST, tl.where(count > 0, seq_len, 0), prefix) - 1
     entry = low // BLOCK + tl.arange(0, ENTRIES)
-    block = tl.load(table + entry, mask=entry * BLOCK <= newest, other=1)
-    missing = tl.max(tl.where(block == 0, entry, -1), 0)
+    entered = tl.load(table + entry, mask=entry * BLOCK <= newest, other=1)
+    missing = tl.max(tl.where(entered == 0, entry, -1), 0)
     tl.store(first + request, tl.maximum(low, (missing + 1) * BLOCK))
 
     kept = (seq_len - 1) // BLOCK - RING_BLOCKS + 1  # a block before it has the place of a newer one
