@@ -13,7 +13,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.decode import MAX_REGISTERS, decode, split_count
-from ..kernels.merge import MAX_SPLITS, merge, rotate_query, rotation_matrix
+from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
 from .routes import MAX_COLUMNS
@@ -74,7 +74,7 @@ class FusedDecode:
             ring: of these requests, their new tokens included; None: there is none.
         """
         tokens, _, head_dim = query.shape
-        splits = self._splits(len(seq_lens), ring is not None)
+        splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
         rotated, partial, stats, *bias = self.reserve(tokens, head_dim, splits)
         query_bias = bias[0] if bias else None
         rotate_query(query, self.to_rotated, rotated, self.options.scale, self.bias_rows, query_bias)
@@ -88,12 +88,8 @@ class FusedDecode:
     def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
-        rows = max(n * self._splits(n, with_ring=True) for n in counts)
+        rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
         self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.group), head_dim, 1)
-
-    def _splits(self, requests: int, with_ring: bool) -> int:
-        """Splits of the pages, and one for the ring: `merge` takes `MAX_SPLITS` at most."""
-        return min(MAX_SPLITS, split_count(requests * self.kv_heads, self.multiprocessors) + with_ring)
 
     def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""

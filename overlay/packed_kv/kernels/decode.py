@@ -134,12 +134,9 @@ def _decode_kernel(
     VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
     RING_BLOCK: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits, KV heads times tiles of columns, requests). With a ring (RING_BLOCK > 0) it is the last split."""
+    """Grid: (splits, KV heads times tiles of columns, requests). RING_BLOCK: tokens of a ring's block; 0: no ring."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
     splits = tl.num_programs(0)
-    page_splits = splits
-    if RING_BLOCK > 0:
-        page_splits = splits - 1
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
@@ -152,14 +149,27 @@ def _decode_kernel(
     if WINDOW > 0:
         first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
     first_tile = first_visible // 32
-    # A query sees tokens up to its own; of them the ring has the last RECENT, from token `recent` on.
+    # Behind the tiles of pages come those of the ring, which has the last RECENT tokens that a query sees, from token
+    # `recent` on. All splits get as many tiles: with the ring as a split of its own, programs that found no room in the
+    # first wave began when a ring was done, and the kernel took 12 us longer.
     recent = seq_len
+    ring_low, ring_high = seq_len, seq_len
     if RING_BLOCK > 0:
-        recent = tl.load(ring_first + request)
-    tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
-    tiles_a_split = tl.cdiv(tiles, page_splits)
-    low = first_tile + split * tiles_a_split
-    high = tl.minimum(low + tiles_a_split, first_tile + tiles)
+        recent = tl.maximum(tl.load(ring_first + request), first_visible)
+    page_tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
+    tiles = page_tiles
+    if RING_BLOCK > 0:
+        page_tiles = tl.maximum(page_tiles, 0)
+        tiles = page_tiles + tl.cdiv(tl.maximum(seq_len - recent, 0), 32)
+    tiles_a_split = tl.cdiv(tiles, splits)
+    low = split * tiles_a_split
+    high = tl.minimum(low + tiles_a_split, tiles)
+    if RING_BLOCK > 0:
+        ring_low = recent + 32 * tl.maximum(low - page_tiles, 0)
+        ring_high = tl.minimum(recent + 32 * tl.maximum(high - page_tiles, 0), seq_len)
+        high = tl.minimum(high, page_tiles)
+    low += first_tile
+    high += first_tile
 
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
@@ -167,25 +177,6 @@ def _decode_kernel(
         outputs = outputs + (tl.zeros([32, 8], tl.float32),)
     maximum = tl.full([8], _MASKED, tl.float32)
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
-
-    if RING_BLOCK > 0:  # noqa: SIM102 (compiled away, the inner one is a branch)
-        if split == page_splits:
-            valid = columns < count * QUERY_GROUP
-            bias, first_bias = maximum, maximum
-            if HAS_BIAS:
-                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
-                first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
-            outputs, maximum, total = attend_ring(
-                _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
-                outputs, maximum, total, ring + head.to(tl.int64) * ring_head_stride,
-                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
-                tl.maximum(recent, first_visible), seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
-                bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
-            )  # fmt: skip
-            slot = first_row.to(tl.int64) * splits + split
-            _store_partial(partial_output, partial_stats, outputs, maximum, total, slot, rows * splits, valid, GROUPS,
-                           RING_UNIT)  # fmt: skip
-            return
 
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_register`
@@ -267,21 +258,46 @@ def _decode_kernel(
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    valid = columns < count * QUERY_GROUP
+    unit = OVER_UNIT
+    if RING_BLOCK > 0:
+        if ring_low < ring_high:
+            bias, first_bias = maximum, maximum
+            if HAS_BIAS:
+                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
+                first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
+            outputs, maximum, total = attend_ring(
+                _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
+                _times(outputs, OVER_UNIT / RING_UNIT, GROUPS), maximum, total,
+                ring + head.to(tl.int64) * ring_head_stride,
+                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
+                ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
+                bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
+            )  # fmt: skip
+            unit = RING_UNIT
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
-                   rows * splits, columns < count * QUERY_GROUP, GROUPS, OVER_UNIT)  # fmt: skip
+                   rows * splits, valid, unit, GROUPS)  # fmt: skip
+
+
+@triton.jit
+def _times(tensors, factor, COUNT: tl.constexpr):
+    products = ()
+    for i in tl.static_range(COUNT):
+        products = products + (tensors[i] * factor,)
+    return products
 
 
 @triton.jit
 def _store_partial(
-    partial_output, partial_stats, outputs, maximum, total, slot, rows, valid, GROUPS: tl.constexpr, UNIT: tl.constexpr
+    partial_output, partial_stats, outputs, maximum, total, slot, rows, valid, unit, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Write 8 columns' sums, times UNIT, at `slot` and `rows` [8] behind it."""
+    """Write 8 columns' sums, outputs times `unit`, at `slot` and `rows` [8] behind it."""
     channels = tl.arange(0, 32)
     partial_output += slot * (32 * GROUPS)
     partial_stats += slot * 2
     for g in tl.static_range(GROUPS):
         pointers = partial_output + rows[None, :] * (32 * GROUPS) + g * 32 + channels[:, None]
-        tl.store(pointers, outputs[g] * UNIT, mask=valid[None, :])
+        tl.store(pointers, outputs[g] * unit, mask=valid[None, :])
     tl.store(partial_stats + rows * 2, maximum, mask=valid)
     tl.store(partial_stats + rows * 2 + 1, tl.sum(total, 0), mask=valid)
 
@@ -419,7 +435,7 @@ def decode(
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
         max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
-        ring: of the layer's recent tokens; attention over them is the last of the splits, of which there are 2 or more.
+        ring: of the layer's recent tokens, read there and not in the pages; None: there is none.
     """
     _, kv_heads, group, head_dim = query.shape
     splits = partial_output.shape[2]
@@ -429,7 +445,6 @@ def decode(
     tiles = -(-group * max_query_len // COLUMNS)
     if ring is not None:
         check_ring(ring, kv_heads, head_dim)
-        assert splits >= 2, splits
         ring_arguments = (ring.cache, ring.block_table, ring.first)
         ring_strides = (ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1))
     else:

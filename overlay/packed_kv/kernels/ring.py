@@ -141,11 +141,11 @@ def _byte(word, index: tl.constexpr):
 
 @triton.jit
 def attend_ring(
-    queries, outputs, maximum, total, ring_head, table, block_stride, first, seq_len, limit, soft_cap, bias, first_bias,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    queries, outputs, maximum, total, ring_head, table, block_stride, first, end, seq_len, limit, soft_cap,
+    bias, first_bias, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of 8 columns over tokens first .. seq_len - 1 of the ring: new outputs, maximum and total.
+    """Attention of 8 columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
 
     The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
     of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of
@@ -157,7 +157,7 @@ def attend_ring(
     A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
     lane = tl.arange(0, 32)[:, None]
     row, column = lane // 4, lane % 4
-    for base in range(first, seq_len, 32):
+    for base in range(first, end, 32):
         low_slots, high_slots, slots = (), (), ()
         for m in tl.static_range(2):
             token = base + 16 * m + row
