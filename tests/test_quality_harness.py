@@ -10,6 +10,7 @@ from baseline import Baseline, BaselineError, BaselineWriter, Comparison, Scores
 from engines import DEMO_MODEL
 from measurement import Measurement
 from placebo_sweep import DEMO_KL, DEMO_MARGIN, Limits, gaussian_error, judge, passes
+
 from quality import main
 
 VOCABULARY, ROWS, SLICES = 500, 20, 3

