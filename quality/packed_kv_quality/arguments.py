@@ -61,6 +61,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="dtypes at a time, each with its own KV memory on the same device (default: %(default)s)")  # fmt: skip
     add("--output", type=Path, metavar="DIR", default=Path("results/quality"),
         help="for JSON, CSV and plots (default: %(default)s)")  # fmt: skip
+    add("--commit", metavar="NAME", help="of packed-kv, for the results, where there is no git history")
     add("--no-plots", action="store_true", help="draw nothing; matplotlib is not needed then")
 
 

@@ -74,7 +74,7 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
             demo=(options.model, options.text, options.windows) == (None, None, 1),
         )
         verdicts = None if options.command == "teacher-forced" else judge(first, found.rows, limits)
-        facts = describe(settings, identity, baseline)
+        facts = describe(options, settings, identity, baseline)
         return Report([first, storage, *found.rows], verdicts, found.refused, found.failed, limits, facts)
 
 
@@ -84,7 +84,9 @@ def run_recall(options: argparse.Namespace) -> int:
     baseline: list[Recall] = run_baseline(measure_recall, BASELINE, settings)
     found = measure_all(options, lambda dtype: apart(measure_recall, dtype, settings), describe_recall)
     rows = [*baseline, *(row for rows in found.rows for row in rows)]
-    report = RecallReport(rows, found.refused, found.failed, describe(settings, {"model": identity["model"]}, None))
+    report = RecallReport(
+        rows, found.refused, found.failed, describe(options, settings, {"model": identity["model"]}, None)
+    )
     print(f"\n{report.run['title']}\n\n{recall_markdown(report)}\n")
     write_recall(report, options.output)
     finish(options)
@@ -152,7 +154,9 @@ def same_recall_only(found: Measurement, settings: Settings) -> Measurement:
     return found if same else replace(found, recall=[])
 
 
-def describe(settings: Settings, identity: Mapping[str, Any], baseline: Baseline | None) -> dict[str, Any]:
+def describe(
+    options: argparse.Namespace, settings: Settings, identity: Mapping[str, Any], baseline: Baseline | None
+) -> dict[str, Any]:
     """What the run was, for whoever reads its results."""
     here, recall = made_with(), settings.recall
     words = []
@@ -173,7 +177,7 @@ def describe(settings: Settings, identity: Mapping[str, Any], baseline: Baseline
     return {
         "title": f"{Path(settings.model).name}: {'; '.join(words)}",
         "command": shlex.join(["packed-kv-quality", *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": options.commit or commit(),
         "made_with": here,
         "machine": platform.machine(),
         **described,
