@@ -139,6 +139,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
         kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),
         additional_config=additional_config(options),
         graphs=options.graphs,
+        parallel=options.parallel,
     )
     if options.graphs and (chunk > 1 or (lengths and settings.recall.chunk > 1)):
         raise BadInput("--graphs is for decoding: pass --chunk 1 and --recall-chunk 1, or leave recall out")

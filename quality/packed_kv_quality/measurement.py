@@ -52,6 +52,8 @@ class Settings:
     additional_config: dict[str, Any]
     """Of the engines of packed-kv's dtypes."""
     graphs: bool = False
+    parallel: int = 1
+    """Engines on the device at a time."""
 
     def max_model_len(self) -> int:
         lengths = [len(window) + 1 for window in self.windows]
@@ -212,6 +214,8 @@ def _engine(dtype: str, settings: Settings) -> Iterator[LLM]:
         "enable_prefix_caching": False,  # prompts with a common beginning would not run in lockstep
         "use_tqdm_on_load": False,
     }
+    if settings.parallel > 1:  # vLLM does not start on a device without that much free, whatever it then takes
+        options["gpu_memory_utilization"] = 0.9 / settings.parallel
     if settings.graphs and dtype != BASELINE:  # the baseline runs with hooks, too, which graphs would not call
         options |= {"enforce_eager": False, "compilation_config": DECODE_GRAPHS}
     if settings.additional_config and dtype in FORMATS:
