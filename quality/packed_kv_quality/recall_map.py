@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CHUNK = 256
 """Tokens of a step. A fact in another chunk than the question is read from the cache at once; the others are from the
 answer's second digit on, as digits are decoded one by one."""
-LARGEST_BATCH = 64
+LARGEST_BATCH = 192
 
 
 @dataclass(frozen=True)
