@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from .teacher_forced import token_kl
 
-FORMAT = "packed-kv baseline 1"
+FORMAT = "packed-kv baseline 2"
 TOP = 5
 
 
