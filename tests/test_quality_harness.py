@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from packed_kv_quality.baseline import Baseline, BaselineError, BaselineWriter, Comparison, Scores
+from packed_kv_quality import run as commands
+from packed_kv_quality.baseline import Baseline, BaselineError, BaselineWriter, Comparison, Positions, Scores
 from packed_kv_quality.cli import main
 from packed_kv_quality.engines import DEMO_MODEL
-from packed_kv_quality.measurement import Measurement
+from packed_kv_quality.measurement import Measurement, Recall, Refused, Settings
 from packed_kv_quality.placebo_sweep import DEMO_KL, DEMO_MARGIN, Limits, gaussian_error, judge, passes
+from packed_kv_quality.recall_map import Cell, RecallSettings
+from packed_kv_quality.report import Report, markdown, write
 from packed_kv_quality.teacher_forced import through_e4m3
 from packed_kv_quality.uncertainty import block_means, ratio, standard_error
 
@@ -302,3 +306,50 @@ def test_plots_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "quality.json").write_text('{"rows": [{"dtype": "auto", "recall": []}]}')
     assert main(["plots", str(tmp_path)]) == 2
     assert "is not of this version" in capsys.readouterr().err
+
+
+def recalled(dtype: str, size: float, *counts: int) -> Recall:
+    cells = [Cell(100, depth / 4, count, 10, count / 10 - 1.5) for depth, count in enumerate(counts)]
+    return Recall(dtype, size, cells)
+
+
+def test_recall_is_reported_as_a_share_of_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_engines(_function: object, dtype: str, _settings: Settings) -> list[Recall]:
+        if dtype == "auto":
+            return [recalled("auto", 100, 8, 8), recalled("fp8-storage", 50, 8, 7)]
+        if dtype == "tq4":
+            return [recalled(dtype, 27, 8, 4)]
+        raise Refused("not on this machine")
+
+    monkeypatch.setattr(commands, "apart", without_engines)
+    arguments = ["recall", "--lengths", "100", "--depths", "0", "25", "--facts", "10", "--output", str(tmp_path)]
+    assert main([*arguments, "--dtypes", "tq4", "fp8", "--parallel", "2"]) == 0, "others' dtypes may be refused"
+    with (tmp_path / "recall.csv").open() as file:
+        rows = {row["dtype"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["auto", "fp8-storage", "tq4", "fp8"]
+    assert [rows[name]["recall_of_baseline"] for name in ("auto", "fp8-storage", "tq4")] == ["1", "0.9375", "0.75"]
+    assert (rows["tq4"]["recall"], rows["tq4"]["answer_log_prob"]) == ("0.6", "-0.9")
+    assert rows["fp8"]["verdict"] == "refused: not on this machine"
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--dtypes", "isoquant4"]) == 1, "ours may not"
+
+
+def test_texts_are_reported_each(tmp_path: Path) -> None:
+    """Two windows of an easy text and one of a hard one, without verdicts."""
+    shared = {"kv_cache_memory": 0, "additional_config": {}, "recall": RecallSettings([], [], 0, False, 1, 0)}
+    settings = Settings("m", [[0] * 610] * 3, ["easy", "easy", "hard"], chunk=9, **shared)
+    steps = torch.arange(1800) % 600
+    kl = torch.cat([torch.full((1200,), 0.1), torch.full((600,), 0.4)]) * (1 + (steps >= 300))
+    positions = Positions(torch.ones(1800), kl, torch.ones(1800), torch.ones(1800))
+    texts = settings.by_text(positions)
+    assert {name: text.kl_mean for name, text in texts.items()} == pytest.approx({"easy": 0.15, "hard": 0.6})
+    assert [len(text.kl_blocks) for text in texts.values()] == [6, 3]
+    rows = [Measurement(name, 10.0, 9, positions.scores(), [], [], texts) for name in ("auto", "fp8-storage", "tq4")]
+    report = Report(rows, None, {}, {}, LIMITS, {"made_with": {"vllm": "1"}})
+    head, *_, tq4 = markdown(report).splitlines()
+    assert "verdict" not in head
+    assert tq4.split("|")[1].strip() == "tq4" and "0.1500 ± " in tq4 and "0.6000 ± " in tq4
+    write(report, tmp_path)
+    with (tmp_path / "quality.csv").open() as file:
+        row = list(csv.DictReader(file))[2]
+    assert (row["kl_easy"], row["kl_hard"], row["kl_of_fp8_storage"], row["verdict"]) == ("0.15", "0.6", "1", "")
