@@ -140,16 +140,16 @@ class TestUncertainty:
             within += abs(mean - (12 * 1 + 24 * 5) / 36) < standard_error(strata)
         assert 0.6 < within / 400 < 0.76
 
-    def test_one_block_tells_no_error(self) -> None:
-        assert standard_error([[1.0, 2.0], [3.0]]) is None
+    def test_few_blocks_tell_no_error(self) -> None:
+        assert standard_error([[1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 1.0]]) is None
         assert standard_error([]) is None
 
     def test_ratio_of_pairs(self) -> None:
         """What both share of a block's difficulty is no error of their ratio."""
-        theirs = [[1.0, 3.0], [2.0, 9.0]]
+        theirs = [[1.0, 3.0, 4.0, 2.0], [2.0, 9.0, 1.0, 8.0]]
         assert ratio([[2 * x for x in blocks] for blocks in theirs], theirs) == pytest.approx((2.0, 0.0))
-        found, error = ratio([[2.0, 3.0], [2.0, 9.0]], theirs)
-        assert found == pytest.approx(16 / 15) and error is not None and error > 0.05
+        found, error = ratio([[4.0, 3.0, 4.0, 2.0], [2.0, 9.0, 1.0, 8.0]], theirs)
+        assert found == pytest.approx(1.1) and error is not None and error > 0.05
 
 
 def test_e4m3_storage() -> None:
@@ -335,15 +335,15 @@ def test_recall_is_reported_as_a_share_of_the_baselines(tmp_path: Path, monkeypa
 
 
 def test_texts_are_reported_each(tmp_path: Path) -> None:
-    """Two windows of an easy text and one of a hard one, without verdicts."""
+    """Two windows of an easy text and two of a hard one, without verdicts."""
     shared = {"kv_cache_memory": 0, "additional_config": {}, "recall": RecallSettings([], [], 0, False, 1, 0)}
-    settings = Settings("m", [[0] * 610] * 3, ["easy", "easy", "hard"], chunk=9, **shared)
-    steps = torch.arange(1800) % 600
-    kl = torch.cat([torch.full((1200,), 0.1), torch.full((600,), 0.4)]) * (1 + (steps >= 300))
-    positions = Positions(torch.ones(1800), kl, torch.ones(1800), torch.ones(1800))
+    settings = Settings("m", [[0] * 610] * 4, ["easy", "easy", "hard", "hard"], chunk=9, **shared)
+    ones, steps = torch.ones(2400), torch.arange(2400) % 600
+    kl = torch.tensor([0.1, 0.4]).repeat_interleave(1200) * (1 + (steps >= 300))
+    positions = Positions(ones, kl, ones, ones)
     texts = settings.by_text(positions)
     assert {name: text.kl_mean for name, text in texts.items()} == pytest.approx({"easy": 0.15, "hard": 0.6})
-    assert [len(text.kl_blocks) for text in texts.values()] == [6, 3]
+    assert [len(text.kl_blocks) for text in texts.values()] == [6, 6]
     rows = [Measurement(name, 10.0, 9, positions.scores(), [], [], texts) for name in ("auto", "fp8-storage", "tq4")]
     report = Report(rows, None, {}, {}, LIMITS, {"made_with": {"vllm": "1"}})
     head, *_, tq4 = markdown(report).splitlines()

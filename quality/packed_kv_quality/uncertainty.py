@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 
 BLOCK = 256
+LEAST_BLOCKS = 4
+"""Of a kind of text. The spread of fewer tells next to nothing."""
 
 Strata = Sequence[Sequence[float]]
 """Block means of each kind of text."""
@@ -27,9 +29,9 @@ def block_means(windows: Sequence[torch.Tensor]) -> list[float]:
 
 
 def standard_error(strata: Strata) -> float | None:
-    """The standard error of the mean; None if a kind of text has one block only."""
+    """The standard error of the mean; None if a kind of text has fewer than `LEAST_BLOCKS`."""
     total = sum(map(len, strata))
-    if not total or min(map(len, strata)) < 2:
+    if not total or min(map(len, strata)) < LEAST_BLOCKS:
         return None
     return sum((len(blocks) / total) ** 2 * statistics.variance(blocks) / len(blocks) for blocks in strata) ** 0.5
 
