@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what the choice of channels is worth: `tq-calibrate`'s and simpler ones, on text that none of them saw.
+"""Measure what calibration is worth: `tq-calibrate`'s and simpler ones, on text that none of them saw.
 
 Three errors of each dtype, on K and V that go through the public codec: of scores (behind the softmax's shift: each
 query's mean error is subtracted), of the attention's output behind the output projection, both as relative squared
@@ -10,6 +10,7 @@ transformers in fp32. `--markdown` prints the tables of docs/calibration.md.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from format_error import print_table
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import Codec
 from packed_kv.formats import GROUP_SIZE
-from tq_calibrate.choose import LayerChoice, choose
+from tq_calibrate.choose import LayerChoice, channel_order, choose, outlier_channels
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_config, load_model, model_folder
 from tq_calibrate.run import batches
@@ -61,6 +62,8 @@ RANKINGS: dict[str, Callable[[LayerStatistics], tuple[torch.Tensor, torch.Tensor
 """Channels ranked by a figure of their own: the first are outliers, and scale groups are cut from the ranking."""
 
 
+PARTS = {"channels alone": (False, False), "channels and means": (True, False), "channels and scales": (False, True)}
+"""What tq-calibrate finds, in parts: with means, with scales."""
 SORTED = "the same groups, sorted"
 
 
@@ -76,29 +79,58 @@ def choices_of(seen: Statistics, weights: Statistics) -> dict[str, dict[int, Lay
     choices: dict[str, dict[int, LayerChoice] | None] = {"none": None}
     for name, figures in RANKINGS.items():
         choices[name] = {number: ranked(layer, figures(layer)) for number, layer in seen.layers.items()}
+    for name, (means, scales) in PARTS.items():
+        choices[name] = {n: chosen_with(layer, means, scales) for n, layer in seen.layers.items()}
+    whole = {n: choose(layer, RECIPE) for n, layer in seen.layers.items()}
+    choices["tq-calibrate, one mean for all tokens"] = {
+        n: dataclasses.replace(choice, key_first_mean=None) for n, choice in whole.items()
+    }
     choices["tq-calibrate --weights-only"] = {n: choose(layer, RECIPE) for n, layer in weights.layers.items()}
-    choices["tq-calibrate"] = {n: choose(layer, RECIPE) for n, layer in seen.layers.items()}
-    choices[SORTED] = {n: sorted_groups(layer, choose(layer, RECIPE)) for n, layer in seen.layers.items()}
+    choices["tq-calibrate"] = whole
+    choices[SORTED] = {n: sorted_groups(layer, whole[n]) for n, layer in seen.layers.items()}
     return choices
+
+
+def chosen_with(layer: LayerStatistics, means: bool, scales: bool) -> LayerChoice:
+    """Channels of least error behind means alone, scales alone, or neither."""
+    if not means:
+        layer = dataclasses.replace(layer, key_variance=layer.key_energy, key_mean=None, key_first_mean=None)
+    if scales:
+        return choose(layer, RECIPE)
+    count = FORMATS[RECIPE].outlier_channels(layer.key_energy.shape[-1])
+    key, value = (layer.key_variance, layer.key_weight), (layer.value_energy, layer.value_weight)
+    return LayerChoice(
+        outlier_channels(*key, count),
+        outlier_channels(*value, count),
+        channel_order(*key),
+        channel_order(*value),
+        layer.key_mean,
+        layer.key_first_mean,
+    )
 
 
 def sorted_groups(layer: LayerStatistics, choice: LayerChoice) -> LayerChoice:
     """The same scale groups, with channels of like size beside each other in them."""
+    assert choice.key_scale is not None
     orders = []
-    for energy, order in ((layer.key_energy, choice.key_order), (layer.value_energy, choice.value_order)):
+    stored = layer.key_variance * choice.key_scale.square()
+    for energy, order in ((stored, choice.key_order), (layer.value_energy, choice.value_order)):
         groups = order.unflatten(-1, (-1, GROUP_SIZE))
         by_size = energy.gather(-1, order).view_as(groups).argsort(dim=-1, descending=True)
         orders.append(groups.gather(-1, by_size).flatten(1))
-    return LayerChoice(choice.key_outliers, choice.value_outliers, orders[0], orders[1])
+    return dataclasses.replace(choice, key_order=orders[0], value_order=orders[1])
 
 
 def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Codec, Codec]:
-    """A layer's codecs of K and V."""
-    key: dict[str, Any] = {}
+    """A layer's codecs of K and V, with what the engine takes of a calibration file for this dtype."""
+    if choice is None:
+        return get_codec(dtype, head_size, "key"), get_codec(dtype, head_size, "value")
+    key: dict[str, Any] = {"mean": choice.key_mean, "scale": choice.key_scale, "first_mean": choice.key_first_mean}
     value: dict[str, Any] = {}
-    if choice is not None and FORMATS[dtype].outlier_bits:
+    if FORMATS[dtype].outlier_bits:
         key["outliers"], value["outliers"] = choice.key_outliers, choice.value_outliers
-    elif choice is not None:
+        value["scale"] = choice.value_scale
+    elif FORMATS[dtype].rotation != "hadamard":
         key["channel_order"], value["channel_order"] = choice.key_order, choice.value_order
     return get_codec(dtype, head_size, "key", **key), get_codec(dtype, head_size, "value", **value)
 
@@ -106,7 +138,9 @@ def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Code
 def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     """fp32 [batch, KV heads, tokens, head_size] -> what the codec makes of it."""
     x = x.transpose(1, 2)
-    return codec.unrotate(codec.dequantize(*codec.quantize(x))).transpose(1, 2)
+    first = (torch.arange(x.shape[1]) == 0)[:, None]
+    rotated = codec.dequantize(*codec.quantize(x, first))
+    return codec.transform.inverse(codec.unrotate(rotated), first).transpose(1, 2)
 
 
 class QuantizedRun:
@@ -167,6 +201,14 @@ def relative_error(true: torch.Tensor, coded: torch.Tensor) -> float:
     return float((coded - true).double().square().sum() / true.double().square().sum())
 
 
+def matters(dtype: str, name: str, layers: dict[int, LayerChoice] | None) -> bool:
+    """Whether a row says anything of a dtype: Hadamards have no orders of channels, and tq4 no outliers either."""
+    if layers is None or FORMATS[dtype].rotation != "hadamard":
+        return True
+    transformed = any(choice.key_mean is not None or choice.key_scale is not None for choice in layers.values())
+    return name != SORTED and bool(transformed or FORMATS[dtype].outlier_bits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL), help="folder (default: the demo model)")
@@ -190,10 +232,10 @@ def main() -> None:
 
     figures: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, layers in choices.items():
-        figures[name] = {  # tq4 has nothing to choose, and turboquant no groups to sort
+        figures[name] = {
             dtype: run.measure({n: codecs(dtype, seen.shape[1], layers[n] if layers else None) for n in seen.layers})
             for dtype in options.dtypes
-            if layers is None or (dtype != "tq4" and not (name == SORTED and FORMATS[dtype].outlier_bits))
+            if matters(dtype, name, layers)
         }
     print(f"{Path(options.model).name}, PyTorch {torch.__version__}, {platform.machine()}\n")
     for at, what in enumerate(("error of scores", "error of outputs", "KL divergence")):

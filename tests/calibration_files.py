@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 OUTLIERS = ("key_high_precision_indices", "value_high_precision_indices")
 ORDERS = ("key_channel_order", "value_channel_order")
+MEANS = ("key_channel_mean", "key_first_token_mean")
+SCALES = ("key_channel_scale", "value_channel_scale")
 
 
-def content(layers: int = 2, kv_heads: int = 2, head_size: int = 64, count: int = 32, *, first: bool = False) -> dict:
-    """A file of random channels, different for each layer, role and head; or of the first ones, in their order."""
+def content(
+    layers: int = 2,
+    kv_heads: int = 2,
+    head_size: int = 64,
+    count: int = 32,
+    *,
+    first: bool = False,
+    version: int = 1,
+    mean: float = 1.0,
+) -> dict:
+    """A file of random channels, different for each layer, role and head; or of the first ones, in their order.
+
+    In version 2 with random means, of that standard deviation, and random scales.
+    """
     source = random.Random(0)
+    transforms = random.Random(1)
 
     def channels() -> list[int]:
         return list(range(head_size)) if first else source.sample(range(head_size), head_size)
 
-    def layer() -> dict[str, list[list[int]]]:
-        outliers = {field: [sorted(channels()[:count]) for _ in range(kv_heads)] for field in OUTLIERS}
-        return outliers | {field: [channels() for _ in range(kv_heads)] for field in ORDERS}
+    def numbers(draw: Callable[[], float]) -> list[list[float]]:
+        return [[float(f"{draw():.5g}") for _ in range(head_size)] for _ in range(kv_heads)]
+
+    def layer() -> dict[str, list]:
+        entry: dict[str, list] = {field: [sorted(channels()[:count]) for _ in range(kv_heads)] for field in OUTLIERS}
+        entry |= {field: [channels() for _ in range(kv_heads)] for field in ORDERS}
+        if version > 1:
+            entry |= {field: numbers(lambda: transforms.gauss(0, mean)) for field in MEANS}
+            entry |= {field: numbers(lambda: transforms.lognormvariate(0, 0.5)) for field in SCALES}
+        return entry
 
     return {
-        "version": 1,
+        "version": version,
         "recipe": "turboquant35",
         "head_size": head_size,
         "model_name": "a model",

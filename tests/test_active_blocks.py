@@ -7,6 +7,7 @@ computation on the same decoded K and V. A millionth is added, since both errors
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -44,8 +45,10 @@ class Request:
         positions = torch.arange(seq_len)
         slots = self.table[positions // block_size].long() * block_size + positions % block_size
         key, value = gaussian(seq_len, kv_heads, HEAD_DIM), gaussian(seq_len, kv_heads, HEAD_DIM, seed=1)
-        self.codec.write(self.cache, slots, key, value)
-        self.key, self.value = (c.decode(c.encode(x)) for c, x in ((self.codec.key, key), (self.codec.value, value)))
+        self.codec.write(self.cache, slots, key, value, positions)
+        first = (positions == 0)[:, None]
+        self.key = self.codec.key.decode(self.codec.key.encode(key, first), first)
+        self.value = self.codec.value.decode(self.codec.value.encode(value))
         self.query = gaussian(seq_len, query_heads, HEAD_DIM, seed=2)
         self.seq_len = seq_len
 
@@ -158,6 +161,50 @@ def test_outliers_per_head():
     outliers = torch.stack((torch.arange(32, 64), torch.arange(0, 64, 2)))
     request = Request("turboquant35", 90, key_outliers=outliers, value_outliers=outliers.flip(0))
     request.assert_correct(OPTIONS["plain"])
+
+
+def transforms(kv_heads: int = 2) -> dict[str, torch.Tensor]:
+    mean = 2 * gaussian(kv_heads, HEAD_DIM, seed=11)
+    scale = gaussian(kv_heads, HEAD_DIM, seed=12).exp2()
+    return dict(key_mean=mean, key_scale=scale, key_first_mean=mean.flip(0) / 2, value_scale=scale.flip(0))
+
+
+@every_dtype
+@every_option
+def test_centred_and_scaled_pages(name, options, monkeypatch):
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
+    Request(name, 150, **transforms()).assert_correct(options)
+
+
+class ExactCodec(PagedCodec):
+    """What `PagedCodec` would code, kept as it is: float64, beside the pages."""
+
+    def write(self, cache, slots, key, value, positions=None):
+        self.stored = torch.full((2, cache.shape[0] * cache.shape[2], *key.shape[1:]), math.nan, dtype=torch.float64)
+        first = (positions == 0)[:, None]
+        for i, (codec, x, marked) in enumerate(((self.key, key, first), (self.value, value, None))):
+            self.stored[i, slots] = codec.rotate(codec.transform.forward(x.double(), marked))
+
+    def read(self, cache, micro_blocks):
+        tokens = (micro_blocks[:, None] * 16 + torch.arange(16)).flatten()
+        return tuple(x[tokens].transpose(0, 1) for x in self.stored)
+
+    def rotate_query(self, query):
+        return super().rotate_query(query.double())
+
+    def query_bias(self, query):
+        return super().query_bias(query.double())
+
+
+@pytest.mark.parametrize("without", [None, "key_mean", "key_first_mean"], ids="without {}".format)
+@every_option
+def test_without_quantisation_centred_and_scaled_attention_is_plain_attention(options, without, monkeypatch):
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
+    monkeypatch.setitem(Request.__init__.__globals__, "PagedCodec", ExactCodec)
+    chosen = {key: value for key, value in transforms().items() if key != without}
+    request = Request("tq4", 150, **chosen)
+    request.key, request.value = gaussian(150, 2, HEAD_DIM), gaussian(150, 2, HEAD_DIM, seed=1)
+    assert relative_rms(request.attend(options), request.naive(options, torch.float64)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -147,6 +147,94 @@ def test_the_largest_bfloat16_in_one_channel_spares_other_vectors(name):
     assert codec.decode(packed).isfinite().all()
 
 
+# --- centred and scaled channels ---
+
+
+def transforms(heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+    """Means, scales and first means of channels, another of each head."""
+    mean = 20 * gaussian(heads, head_dim, seed=11)
+    return dict(mean=mean, scale=(2 * gaussian(heads, head_dim, seed=12)).exp2(), first_mean=mean.flip(0) / 3)
+
+
+@every_dtype
+def test_transforms_that_change_nothing_change_no_bit(name):
+    x = gaussian(40, 3, 128) * torch.logspace(-9, 6, 40)[:, None, None]
+    x[5, 1, 7], x[6, 1, 8] = math.nan, -0.0
+    identity = dict(mean=torch.zeros(3, 128), scale=torch.ones(128), first_mean=torch.zeros(3, 128))
+    codec, plain = get_codec(name, 128, **identity), get_codec(name, 128)
+    packed = codec.encode(x, first=torch.arange(40)[:, None] % 2 == 0)
+    assert torch.equal(packed, plain.encode(x))
+    assert torch.equal(codec.decode(packed), plain.decode(packed))
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "given", [("mean",), ("scale",), ("mean", "first_mean"), ("mean", "scale", "first_mean")], ids=str
+)
+def test_what_is_coded_is_centred_and_scaled(name, given):
+    chosen = {key: value for key, value in transforms(3, 128).items() if key in given}
+    codec, plain = get_codec(name, 128, **chosen), get_codec(name, 128)
+    x = gaussian(20, 3, 128) + chosen.get("mean", 0.0)
+    first = torch.arange(20) % 5 == 0
+    mean = chosen.get("mean", torch.zeros(3, 128)).repeat(20, 1, 1)
+    mean[first] = chosen.get("first_mean", mean[0].clone())
+    scale = chosen.get("scale", torch.ones(3, 128))
+    packed = codec.encode(x, first[:, None])
+    assert torch.equal(packed, plain.encode((x - mean) * scale))
+    assert torch.equal(codec.decode(packed, first[:, None]), plain.decode(packed) / scale + mean)
+    unmarked = plain.encode((x - chosen.get("mean", 0.0)) * scale)
+    assert torch.equal(codec.encode(x), unmarked) and torch.equal(codec.encode(x, torch.tensor(False)), unmarked)
+
+
+@every_dtype
+def test_bad_numbers_are_cleaned_before_the_mean_and_clamped_after_the_scale(name):
+    codec, plain = get_codec(name, 64, mean=torch.full((64,), 8.0), scale=[4.0] * 64), get_codec(name, 64)
+    x = gaussian(4, 64)
+    x[0, 3], x[1, 4], x[2, 5], x[3, 6] = math.nan, math.inf, 30000.0, torch.finfo(torch.float32).min
+    cleaned = torch.where(x.isfinite(), x, 0.0)
+    assert torch.equal(codec.encode(x), plain.encode(((cleaned - 8) * 4).clamp(-32768, 32768)))
+
+
+@pytest.mark.parametrize("name", ["tq4", "turboquant35", "isoquant3"])
+def test_centred_keys_lose_less(name):
+    """A large constant in a few channels, as k biases leave it, costs nothing once it is taken off."""
+    mean = torch.zeros(128)
+    mean[::17] = 25.0
+    noise = gaussian(500, 128)
+    error = [
+        float((codec.decode(codec.encode(noise + mean)) - noise - mean).square().sum() / noise.square().sum())
+        for codec in (get_codec(name, 128), get_codec(name, 128, mean=mean))
+    ]
+    assert error[1] <= 1.05 * MSE_BOUNDS[name] < 0.3 * error[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mean": [0.0] * 64}, r"mean must be numbers \[128\] or \[heads, 128\], got \(64,\)"),
+        ({"scale": torch.ones(2, 2, 128)}, r"scale must be numbers .*, got \(2, 2, 128\)"),
+        ({"scale": [[1.0] * 128, [1.0]]}, r"scale must be numbers .*, got \[\[1.0"),
+        ({"first_mean": ["one"]}, r"first_mean must be numbers .*, got \['one'\]"),
+        ({"mean": [math.nan] * 128}, r"mean must be in \[-32768, 32768\], got nan"),
+        ({"first_mean": [1e30] * 128}, r"first_mean must be in \[-32768, 32768\], got 1e\+30"),
+        ({"scale": [1.0] * 127 + [0.0]}, r"scale must be in \[0.000976562, 1024\], got 0"),
+        ({"scale": [1.0] * 127 + [-2.0]}, r"scale must be in .*, got -2"),
+        ({"scale": [1.0] * 127 + [math.inf]}, r"scale must be in .*, got inf"),
+        ({"mean": torch.zeros(2, 128), "scale": torch.ones(3, 128)}, "numbers of heads: mean for 2, scale for 3"),
+    ],
+    ids=["size", "dimensions", "ragged", "words", "NaN", "large mean", "zero", "negative", "infinite", "heads"],
+)  # fmt: skip
+def test_bad_transforms_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        get_codec("tq4", 128, **given)
+
+
+def test_heads_of_transforms_are_those_of_the_input():
+    codec = get_codec("tq4", 64, mean=torch.zeros(2, 64))
+    with pytest.raises(ValueError, match=r"for 2 heads; expected \[..., 2, 64\], got \(5, 3, 64\)"):
+        codec.encode(gaussian(5, 3, 64))
+
+
 # --- shapes and dtypes ---
 
 

@@ -24,19 +24,27 @@ def test_same_bytes_and_values(name: str, head_dim: int) -> None:
     assert torch.equal(on_gpu.decode(packed).cpu(), on_cpu.decode(packed.cpu()))
 
 
+@pytest.mark.parametrize("centred", [False, True], ids=["plain", "centred"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_same_pages_and_attention(name: str) -> None:
+def test_same_pages_and_attention(name: str, centred: bool) -> None:
     tokens, heads, head_dim, block_size = 3000, 2, 128, 32
     generator = torch.Generator().manual_seed(1)
     key, value = torch.randn(2, tokens, heads, head_dim, generator=generator)
     query = torch.randn(100, 4 * heads, head_dim, generator=generator)
     table = torch.randperm(tokens // block_size + 1, generator=generator)
-    slots = table[torch.arange(tokens) // block_size] * block_size + torch.arange(tokens) % block_size
+    positions = torch.arange(tokens)
+    slots = table[positions // block_size] * block_size + positions % block_size
+    transforms = {}
+    if centred:
+        mean, first_mean, scale, value_scale = torch.randn(4, heads, head_dim, generator=generator)
+        transforms = dict(
+            key_mean=mean, key_first_mean=first_mean, key_scale=scale.exp2(), value_scale=value_scale.exp2()
+        )
     outputs, pages = [], []
     for device in ("cpu", "cuda"):
-        codec = PagedCodec(FORMATS[name], head_dim, device=device)
+        codec = PagedCodec(FORMATS[name], head_dim, device=device, **transforms)
         cache = torch.full((len(table), heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8, device=device)
-        codec.write(cache, slots.to(device), key.to(device), value.to(device))
+        codec.write(cache, slots.to(device), key.to(device), value.to(device), positions.to(device))
         options = AttentionOptions(scale=head_dim**-0.5, sliding_window=1500, logits_soft_cap=30.0)
         outputs.append(attend(codec, cache, table.to(device), tokens, query.to(device), options).cpu())
         pages.append(cache.cpu())

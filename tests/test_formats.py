@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from packed_kv import FORMATS
-from packed_kv.formats import MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.formats import FORMAT_VERSION, MAGNITUDES, MAX_SCALE_BYTE
 from packed_kv.layout import MICRO_BLOCK, page_layout
 
 PACKAGE = Path(__file__).parents[1] / "overlay" / "packed_kv"
@@ -28,6 +28,10 @@ head_dims = pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{
 
 def test_slot_bytes_of_the_design():
     assert {name: fmt.slot_bytes(128) for name, fmt in FORMATS.items()} == SLOT_BYTES
+
+
+def test_the_page_on_formats_describes_this_version():
+    assert f"format version {FORMAT_VERSION};" in (PACKAGE.parents[1] / "docs" / "formats.md").read_text()
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

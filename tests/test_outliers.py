@@ -11,7 +11,7 @@ from typing import Any
 
 import packed_kv
 import pytest
-from calibration_files import OUTLIERS, content, write
+from calibration_files import MEANS, ORDERS, OUTLIERS, SCALES, content, write
 from packed_kv import outliers
 from packed_kv.formats import FORMATS
 from packed_kv.outliers import CalibrationError, heads_of_rank, load
@@ -37,6 +37,13 @@ def set_head(field: str, channels: Any) -> Change:
     return change
 
 
+def set_number(field: str, number: Any) -> Change:
+    def change(file: dict[str, Any]) -> None:
+        file["layers"][LAYER][field][1][5] = number
+
+    return change
+
+
 def drop(field: str) -> Change:
     return lambda file: file.pop(field)
 
@@ -47,7 +54,9 @@ def rename(name: str) -> Change:
 
 FIRST = list(range(32))
 REFUSED: dict[str, tuple[Change, str]] = {
-    "version_2": (set_field(version=2), "version 2 is not supported (1 is)"),
+    "version_3": (set_field(version=3), "version 3 is newer than this packed-kv reads (1 to 2), so update packed-kv;"),
+    "version_0": (set_field(version=0), "version 0 is not supported (1 to 2 are)"),
+    "version_is_text": (set_field(version="2"), 'version "2" is not supported'),
     "version_is_true": (set_field(version=True), "version true is not supported"),
     "no_version": (drop("version"), "version null is not supported"),
     "recipe": (set_field(recipe="tq4"), 'recipe "tq4" is not supported ("turboquant25" or "turboquant35" is)'),
@@ -89,6 +98,33 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
 }
 
+MEAN = "must be a number from -32768 to 32768, got"
+SCALE = "must be a number from 0.000976562 to 1024, got"
+NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
+    "heads": (set_in_layer(key_channel_mean=[[0.0] * 64]), "key_channel_mean lists 1 heads, key_high_"),
+    "no_heads": (set_in_layer(key_channel_scale=[]), "key_channel_scale lists 0 heads, key_high_precision_indices 2"),
+    "not_a_list": (set_in_layer(key_channel_mean=0.5), "key_channel_mean must be a list with a list of numbers a KV"),
+    "channels": (set_head("key_channel_mean", [0.0] * 65), "head 1 must be a list of 64 numbers, got 65"),
+    "head": (set_head("value_channel_scale", 1.0), "value_channel_scale: head 1 must be a list of 64 numbers, got 1.0"),
+    "mean_nan": (set_number("key_first_token_mean", float("nan")), f"head 1, channel 5 {MEAN} NaN"),
+    "mean_inf": (set_number("key_channel_mean", float("-inf")), f"key_channel_mean: head 1, channel 5 {MEAN} -Inf"),
+    "mean_bool": (set_number("key_channel_mean", True), f"{MEAN} true"),
+    "mean_text": (set_number("key_channel_mean", "0.5"), f'{MEAN} "0.5"'),
+    "mean_null": (set_number("key_channel_mean", None), f"{MEAN} null"),
+    "mean_large": (set_number("key_channel_mean", 10**400), f"{MEAN} 1000"),
+    "scale_zero": (set_number("key_channel_scale", 0), f"key_channel_scale: head 1, channel 5 {SCALE} 0"),
+    "scale_negative": (set_number("value_channel_scale", -1.5), f"value_channel_scale: head 1, channel 5 {SCALE} -1.5"),
+    "scale_nan": (set_number("key_channel_scale", float("nan")), f"{SCALE} NaN"),
+    "scale_inf": (set_number("key_channel_scale", float("inf")), f"{SCALE} Infinity"),
+    "scale_bool": (set_number("key_channel_scale", True), f"{SCALE} true"),
+    "scale_inverse": (set_number("key_channel_scale", 1e-44), f"{SCALE} 1e-44"),
+    "first_alone": (
+        lambda file: file["layers"][LAYER].pop("key_channel_mean"),
+        "layer 1: key_first_token_mean is there without key_channel_mean",
+    ),
+}
+"""Of version 2."""
+
 
 def refusal(path: Path) -> str:
     with pytest.raises(CalibrationError) as error:
@@ -106,6 +142,15 @@ def test_refused(what: str, tmp_path: Path) -> None:
     file = content()
     change(file)
     assert words in refusal(write(tmp_path, file))
+
+
+@pytest.mark.parametrize("what", NUMBERS_REFUSED)
+def test_means_and_scales_that_are_refused(what: str, tmp_path: Path) -> None:
+    change, words = NUMBERS_REFUSED[what]
+    file = content(version=2)
+    change(file)
+    assert words in refusal(write(tmp_path, file))
+    load(write(tmp_path, file | {"version": 1}))  # does not know these fields
 
 
 @pytest.mark.parametrize(
@@ -136,15 +181,20 @@ def test_a_group_of_another_size(tmp_path: Path) -> None:
     assert "head 0 lists 64 channels, turboquant35 here takes 32 of 128" in line
 
 
+FIELDS = (*OUTLIERS, *ORDERS, *MEANS, *SCALES)
+"""Of a layer in the file, as `LayerCalibration` has them."""
+
+
 @pytest.mark.parametrize("recipe", outliers.RECIPES)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
-    file = content(3, 2, head_size, FORMATS[recipe].outlier_channels(head_size)) | {"recipe": recipe}
+    count = FORMATS[recipe].outlier_channels(head_size)
+    file = content(3, 2, head_size, count, version=2) | {"recipe": recipe}
     calibration = load(write(tmp_path, file))
     assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, 2)
     for number, layer in calibration.layers.items():
         entry = file["layers"][f"model.layers.{number}.self_attn"]
-        assert [*vars(layer).values()] == [*entry.values()]
+        assert [*vars(layer).values()] == [entry[field] for field in FIELDS]
     assert [*calibration.layers] == [0, 1, 2]
 
 
@@ -161,6 +211,17 @@ def test_files_of_others(tmp_path: Path) -> None:
     assert [*layers] == [0, 7, 12]
     assert layers[7].key_outliers == entry[KEYS]
     assert layers[7].key_order is layers[7].value_order is None
+
+
+def test_version_1_and_absent_fields(tmp_path: Path) -> None:
+    layer = load(write(tmp_path, content())).layers[1]
+    assert layer.key_mean is layer.key_first_mean is layer.key_scale is layer.value_scale is None
+    file = content(version=2)
+    for field in (MEANS[1], *SCALES):
+        file["layers"][LAYER][field] = None
+    layer = load(write(tmp_path, file)).layers[1]
+    assert layer.key_mean == file["layers"][LAYER]["key_channel_mean"]
+    assert layer.key_first_mean is layer.key_scale is layer.value_scale is None
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
@@ -221,8 +282,9 @@ def test_a_layer_that_is_not_split_has_all_heads() -> None:
     assert heads_of_rank([[0], [1]], kv_heads=2, tp_size=2, tp_rank=1) == [[0], [1]]
 
 
-COUNTS = {"one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice"}
+BEYOND_SCHEMA = {"one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice"}
 """Refusals that a schema cannot state."""
+NUMBERS_BEYOND_SCHEMA = {"heads", "channels", "mean_nan", "scale_nan", "first_alone"}
 
 
 @pytest.fixture(scope="module")
@@ -233,15 +295,23 @@ def schema():
     return jsonschema.Draft202012Validator(schema)
 
 
-def test_schema_accepts(schema) -> None:
-    assert schema.is_valid(content())
+@pytest.mark.parametrize("version", [1, 2])
+def test_schema_accepts(version: int, schema) -> None:
+    assert schema.is_valid(content(version=version))
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_schema_refuses(what: str, schema) -> None:
     file = content()
     REFUSED[what][0](file)
-    assert schema.is_valid(file) == (what in COUNTS)
+    assert schema.is_valid(file) == (what in BEYOND_SCHEMA)
+
+
+@pytest.mark.parametrize("what", NUMBERS_REFUSED)
+def test_schema_refuses_means_and_scales(what: str, schema) -> None:
+    file = content(version=2)
+    NUMBERS_REFUSED[what][0](file)
+    assert schema.is_valid(file) == (what in NUMBERS_BEYOND_SCHEMA)
 
 
 def test_imports_no_torch() -> None:

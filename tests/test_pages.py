@@ -59,11 +59,16 @@ def check_rotations_cancel(codec: PagedCodec) -> None:
     """Scores and outputs over stored pages equal those over decoded vectors."""
     cache = poisoned(codec, 1, 16, "random")
     key, value = gaussian(16, HEADS, 128), gaussian(16, HEADS, 128, seed=1)
-    codec.write(cache, torch.arange(16), key, value)
+    positions = (torch.arange(16) - 5) % 16
+    codec.write(cache, torch.arange(16), key, value, positions)
     stored_key, stored_value = read_all(codec, cache)
     query = gaussian(16, HEADS, 3, 128, seed=2)
     scores = (codec.rotate_query(query) * stored_key.unsqueeze(2)).sum(-1)
-    plain = (query * codec.key.decode(codec.key.encode(key)).unsqueeze(2)).sum(-1)
+    bias, first = codec.query_bias(query), positions == 0
+    if bias is not None:
+        scores += bias[..., 0] + torch.where(first[:, None, None], bias[..., 1], 0.0)
+    first = first[:, None]
+    plain = (query * codec.key.decode(codec.key.encode(key, first), first).unsqueeze(2)).sum(-1)
     assert torch.allclose(scores, plain, atol=1e-4)
     output = codec.unrotate_output(stored_value.unsqueeze(2))
     assert torch.allclose(output.squeeze(2), codec.value.decode(codec.value.encode(value)), atol=1e-5)
@@ -87,6 +92,31 @@ def test_channel_orders_per_head_reach_pages_queries_and_outputs(name):
     orders = torch.stack((torch.arange(127, -1, -1), torch.arange(128).view(32, 4).T.flatten()))
     codec = PagedCodec(FORMATS[name], 128, key_order=orders, value_order=orders.flip(0))
     check_rotations_cancel(codec)
+
+
+def transforms(head_dim: int) -> dict[str, torch.Tensor]:
+    mean = gaussian(HEADS, head_dim, seed=11)
+    scale = gaussian(HEADS, head_dim, seed=12).exp2()
+    return dict(key_mean=mean, key_scale=scale, key_first_mean=mean.flip(0) / 2, value_scale=scale.flip(0))
+
+
+@every_dtype
+@pytest.mark.parametrize("without", [(), ("key_mean",), ("key_first_mean",), ("key_scale", "value_scale")], ids=str)
+def test_transforms_per_head_reach_pages_queries_and_outputs(name, without):
+    given = {key: value for key, value in transforms(128).items() if key not in without}
+    order = torch.stack((torch.arange(127, -1, -1), torch.arange(128).view(32, 4).T.flatten()))
+    if count := FORMATS[name].outlier_channels(128):
+        given |= {"key_outliers": order[:, :count].sort(-1).values}
+    else:
+        given |= {"key_order": order, "value_order": order[0]}
+    check_rotations_cancel(PagedCodec(FORMATS[name], 128, **given))
+
+
+def test_a_mean_of_first_tokens_needs_positions():
+    codec = PagedCodec(FORMATS["tq4"], 64, key_first_mean=[1.0] * 64)
+    cache = poisoned(codec, 1, 16, "0xFF")
+    with pytest.raises(ValueError, match="pass the tokens' positions"):
+        codec.write(cache, torch.arange(3), gaussian(3, HEADS, 64), gaussian(3, HEADS, 64))
 
 
 @every_dtype

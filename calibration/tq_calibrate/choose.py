@@ -9,6 +9,9 @@ and energy in a section of n channels, the error to minimise is
 
 Large channels therefore want company that hardly matters (low weight), not the next largest. Exchanging two channels
 changes J in closed form; the best exchange is made until none helps, from several first guesses.
+
+What is stored is chosen for: K less its mean and scaled (`scales`), so with energies and weights that the scales have
+all but made equal; V scaled for dtypes with outlier channels, and as it is for the others.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from packed_kv.formats import FORMATS, GROUP_SIZE
 
+from .scales import channel_scale
 from .statistics import LayerStatistics
 
 NOISE_OF_A_BIT = 1 / 4
@@ -31,22 +35,35 @@ FLOOR = 1e-9
 
 @dataclass
 class LayerChoice:
-    """Channels of one layer, as the file lists them: int64 [KV heads, outliers] and [KV heads, head_size]."""
+    """What the file lists of one layer: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
+    float64 [KV heads, head_size] or None."""
 
     key_outliers: torch.Tensor
     value_outliers: torch.Tensor
     key_order: torch.Tensor
     value_order: torch.Tensor
+    key_mean: torch.Tensor | None = None
+    key_first_mean: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
 
 def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
-    """The outlier channels and the channel orders of least error."""
+    """Scales, and the outlier channels and channel orders of least error behind them."""
     count = FORMATS[recipe].outlier_channels(layer.key_energy.shape[-1])
+    key_scale = channel_scale(layer.key_variance, layer.key_weight)
+    value_scale = channel_scale(layer.value_energy, layer.value_weight)
+    key = (layer.key_variance * key_scale.square(), layer.key_weight / key_scale.square())
+    value = (layer.value_energy * value_scale.square(), layer.value_weight / value_scale.square())
     return LayerChoice(
-        outlier_channels(layer.key_energy, layer.key_weight, count),
-        outlier_channels(layer.value_energy, layer.value_weight, count),
-        channel_order(layer.key_energy, layer.key_weight),
-        channel_order(layer.value_energy, layer.value_weight),
+        key_outliers=outlier_channels(*key, count),
+        value_outliers=outlier_channels(*value, count),
+        key_order=channel_order(*key),
+        value_order=channel_order(layer.value_energy, layer.value_weight),
+        key_mean=layer.key_mean,
+        key_first_mean=layer.key_first_mean,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from packed_kv.outliers import FILE_NAME, RECIPES, CalibrationError, load
 
 from .errors import UserError
-from .text import LEAST_TOKENS
+from .text import LEAST_CONTEXT, LEAST_TOKENS
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -42,6 +42,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--text", nargs="+", default=[], metavar="FILE",
                        help="UTF-8 text (default: Python's help topics)")  # fmt: skip
     model.add_argument("--tokens", type=_tokens, default=32768, metavar="N", help="tokens to run (default 32768)")
+    model.add_argument("--context", type=_context, metavar="N",
+                       help="tokens of a sequence, as many as you serve (default 2048, or what it reads)")  # fmt: skip
     model.add_argument("--batch-size", type=_positive, default=4, metavar="N", help="sequences at once (default 4)")
     model.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
@@ -113,6 +115,10 @@ def _positive(text: str) -> int:
 
 def _tokens(text: str) -> int:
     return _at_least(LEAST_TOKENS, text)
+
+
+def _context(text: str) -> int:
+    return _at_least(LEAST_CONTEXT, text)
 
 
 def _at_least(least: int, text: str) -> int:

@@ -1,15 +1,13 @@
-"""Streams text through a model and gathers the statistics of its queries, keys and values.
+"""Streams text through a model of transformers and gathers the statistics of its queries, keys and values.
 
 transformers calls one function for the attention of every layer, whatever the architecture, with what the KV cache
-would hold: K after norm and RoPE, and V. Ours adds up squares and hands on to the usual attention. Nothing else is
-kept, so memory does not grow with tokens.
+would hold: K after norm and RoPE, and V. Ours adds them to `Sums` and hands on to the usual attention.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -17,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .errors import UserError, first_line
-from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
+from .statistics import Statistics
+from .sums import Sums
 
 ATTENTION = "packed_kv_calibrate"
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo", "proj")
@@ -31,21 +30,19 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self.sums: dict[int, LayerStatistics] = {}
-        self.tokens = 0
+        self.sums = Sums()
         AttentionInterface.register(ATTENTION, self.attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
     def run(
         self, model: PreTrainedModel, batches: Iterable[list[list[int]]], progress: Callable[[int], object]
     ) -> None:
-        """Run batches of sequences of equal length; `progress` is told the tokens of each. Raises UserError."""
+        """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError."""
         try:
             for batch in batches:
                 ids = torch.tensor(batch, device=model.device)
                 with torch.inference_mode():
                     model.base_model(input_ids=ids, use_cache=False)
-                self.tokens += ids.numel()
                 progress(ids.numel())
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -60,20 +57,12 @@ class Collector:
 
     def statistics(self) -> Statistics:
         """The means so far. Raises UserError if there are none that a file can hold."""
-        if not self.sums:
+        if not self.sums.layers:
             raise UserError(
                 "no layer of this model called transformers' attention interface, so its K and V cannot be seen; "
                 "update transformers, or use --weights-only"
             )
-        check_one_shape({layer: tuple(sums.key_energy.shape) for layer, sums in sorted(self.sums.items())})
-        layers = {}
-        for layer, sums in sorted(self.sums.items()):
-            layers[layer] = LayerStatistics(**{item.name: getattr(sums, item.name) for item in fields(sums)})
-            for name in ("key_energy", "value_energy", "key_weight"):
-                setattr(layers[layer], name, getattr(sums, name) / self.tokens)
-        statistics = Statistics(layers, self.tokens)
-        check_finite(statistics)
-        return statistics
+        return self.sums.statistics()
 
     def attention(
         self,
@@ -88,31 +77,14 @@ class Collector:
         layer = getattr(module, "layer_idx", None)
         # A layer that reads another one's cache stores nothing; encoders of images have no layer_idx.
         if layer is not None and not getattr(module, "is_kv_shared_layer", False):
-            self._add(module, layer, query, key, value)
+            batch, heads, tokens, head_dim = query.shape
+            positions = torch.arange(tokens, device=query.device).repeat(batch)
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+            self.sums.add(layer, q, k, v, positions, lambda: output_weight(module, heads * head_dim))
         if options.get("softcap") is None and options.get("s_aux") is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         eager = sys.modules[type(module).__module__].eager_attention_forward  # PyTorch's sdpa has no caps and no sinks
         return eager(module, query, key, value, _additive(attention_mask, query), **options)
-
-    def _add(
-        self, module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        heads, head_dim = key.shape[1], key.shape[-1]
-        if value.shape[-1] != head_dim:
-            raise UserError(
-                f"layer {layer}: K has {head_dim} channels and V {value.shape[-1]}, as latent attention (MLA) has; "
-                "it cannot be calibrated"
-            )
-        if layer not in self.sums:
-            zero = [torch.zeros(heads, head_dim, dtype=torch.float64, device=key.device) for _ in range(5)]
-            weight = output_weight(module, query.shape[1] * head_dim).view(heads, -1, head_dim).sum(1)
-            self.sums[layer] = LayerStatistics(zero[0], zero[1], zero[2], weight, zero[3], zero[4])
-        sums = self.sums[layer]
-        sums.key_energy += _squares(key)
-        sums.value_energy += _squares(value)
-        sums.key_weight += _squares(query).unflatten(0, (heads, -1)).mean(1)
-        torch.maximum(sums.key_max, _largest(key), out=sums.key_max)
-        torch.maximum(sums.value_max, _largest(value), out=sums.value_max)
 
 
 def output_weight(module: torch.nn.Module, channels: int) -> torch.Tensor:
@@ -138,15 +110,6 @@ def output_weight(module: torch.nn.Module, channels: int) -> torch.Tensor:
     )
     offset = projection(zero).float()
     return torch.cat([(projection(rows).float() - offset).square().sum(-1) for rows in unit_vectors]).double()
-
-
-def _squares(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, tokens, head_dim] -> sums over batch and tokens, [heads, head_dim]."""
-    return x.float().square().sum((0, 2)).double()
-
-
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().amax((0, 2)).double()
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:

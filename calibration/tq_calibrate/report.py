@@ -5,22 +5,21 @@ from __future__ import annotations
 import html
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import UserError
-from .show import ROLES, read, summary
+from .show import ROLES, Rows, read, stored_rms, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TITLES = {"key": "K after norm and RoPE", "value": "V"}
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body{{font-family:sans-serif;max-width:80em;margin:2em auto;padding:0 1em}}img{{width:100%}}</style>
 <h1>{title}</h1>
-<p>Size of each channel: root mean square over the text, on a logarithmic scale. Dots mark the outlier channels, which
-turboquant stores with a bit more. They are not simply the largest: docs/calibration.md of packed-kv says how they are
-chosen.</p>
+<p>Size of each channel on a logarithmic scale: the mean of K over the text, which is not stored, and root mean squares
+of what turboquant stores: K (after norm and RoPE) less its mean, and V, both scaled. Dots mark the outlier channels,
+which get a bit more. docs/calibration.md of packed-kv says how they are chosen.</p>
 <pre>{summary}</pre>
 {layers}
 </html>
@@ -46,9 +45,14 @@ def report(path: str, folder: Path) -> Path:
         images = []
         for layer, entry in entries.items():
             images.append(f"layer-{layer:0{digits}d}.png")
-            figure = Figure(figsize=(14, 1.6 + 0.3 * calibration.kv_heads), layout="constrained")
-            for axes, role in zip(figure.subplots(1, 2), ROLES, strict=True):
-                _heat_map(axes, role, entry)
+            figure = Figure(figsize=(20, 1.6 + 0.3 * calibration.kv_heads), layout="constrained")
+            known = calibration.layers[layer]
+            means = known.key_mean or [[0.0] * calibration.head_size] * calibration.kv_heads
+            key, value = (stored_rms(role, known, entry) for role in ROLES)
+            left, middle, right = figure.subplots(1, 3)
+            _heat_map(left, "the mean of K", means, [])
+            _heat_map(middle, "K as stored", key, known.key_outliers)
+            _heat_map(right, "V as stored", value, known.value_outliers)
             figure.suptitle(f"layer {layer}")
             figure.savefig(folder / images[-1], dpi=100)
         page = folder / "index.html"
@@ -60,12 +64,12 @@ def report(path: str, folder: Path) -> Path:
     return page
 
 
-def _heat_map(axes: Axes, role: str, entry: dict[str, Any]) -> None:
-    sizes = [[math.log10(max(rms, 1e-6)) for rms in head] for head in entry[f"{role}_channel_rms"]]
-    image = axes.imshow(sizes, aspect="auto", interpolation="nearest", cmap="viridis")
-    heads = entry[f"{role}_high_precision_indices"]
-    channels = [channel for head in heads for channel in head]
-    rows = [row for row, head in enumerate(heads) for _ in head]
+def _heat_map(axes: Axes, title: str, sizes: Rows, outliers: list[list[int]]) -> None:
+    """Magnitudes [KV heads][head_size], with dots at the outlier channels of each head."""
+    logarithms = [[math.log10(max(abs(size), 1e-6)) for size in head] for head in sizes]
+    image = axes.imshow(logarithms, aspect="auto", interpolation="nearest", cmap="viridis")
+    channels = [channel for head in outliers for channel in head]
+    rows = [row for row, head in enumerate(outliers) for _ in head]
     axes.scatter(channels, rows, s=6, c="white", edgecolors="black", linewidths=0.4)
-    axes.set(title=TITLES[role], xlabel="channel", ylabel="KV head", yticks=range(0, len(heads), -(-len(heads) // 8)))
-    axes.figure.colorbar(image, ax=axes, label="log10 rms")
+    axes.set(title=title, xlabel="channel", ylabel="KV head", yticks=range(0, len(sizes), -(-len(sizes) // 8)))
+    axes.figure.colorbar(image, ax=axes, label="log10")

@@ -33,13 +33,17 @@ def calibrate(options: argparse.Namespace) -> None:
     check_head_size(shape_of(config).head_size)
     out = options.out.expanduser().resolve() if options.out else model_folder(options.model) / FILE_NAME
     check_writable(out)
-    statistics = estimate(config, model_folder(options.model)) if options.weights_only else _observe(options, config)
+    context = _context(options, config)
+    if options.weights_only:
+        statistics = estimate(config, model_folder(options.model), context)
+    else:
+        statistics = _observe(options, context)
     choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
     choices = {layer: choose(found, options.recipe) for layer, found in choosing}
     name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
     write_file(out, file_content(statistics, choices, options.recipe, name))
     heads, channels = statistics.shape
-    seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone"
+    seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
     print(
         f"{out}: {len(choices)} layers, {heads} KV heads of {channels} channels, from {seen}, "
         f"{time.perf_counter() - start:.0f} s"
@@ -53,13 +57,24 @@ def batches(sequences: list[list[int]], size: int) -> Iterator[list[list[int]]]:
         yield from (equal[at : at + size] for at in range(0, len(equal), size))
 
 
-def _observe(options: argparse.Namespace, config: transformers.PretrainedConfig) -> Statistics:
+def _context(options: argparse.Namespace, config: transformers.PretrainedConfig) -> int:
+    """Tokens of a sequence: what `--context` says, or 2,048 or what the model reads if that is less."""
+    if options.context is None:
+        return context_length(config, SEQUENCE_LENGTH)
+    longest = context_length(config, options.context)
+    if options.context > longest:
+        raise UserError(f"--context {options.context:,} is more than the {longest:,} tokens that {options.model} reads")
+    if options.context > options.tokens and not options.weights_only:
+        raise UserError(f"--context {options.context:,} needs at least as many --tokens, got {options.tokens:,}")
+    return options.context
+
+
+def _observe(options: argparse.Namespace, context: int) -> Statistics:
     """Statistics of the model over the text."""
     device = _device(options.device)
     text = read_text(options.text)
-    length = context_length(config, SEQUENCE_LENGTH)
     tokenizer = load_tokenizer(options.model)
-    sequences = token_sequences(text, tokenizer, options.tokens, length, options.seed)
+    sequences = token_sequences(text, tokenizer, options.tokens, context, options.seed)
     collector = Collector()
     print(f"loading {options.model} ...", file=sys.stderr)
     model = load_model(options.model, ATTENTION, _dtype(options.dtype, device), device)
@@ -74,7 +89,7 @@ def _observe(options: argparse.Namespace, config: transformers.PretrainedConfig)
         "method": "packed_kv_activations_v1",
         "objective": "score_and_output_error",
         "num_prompts": len(sequences),
-        "max_seq_len": length,
+        "max_seq_len": context,
         "batch_size": options.batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device.type,

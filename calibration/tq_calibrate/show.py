@@ -7,9 +7,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from packed_kv.outliers import Calibration, load
+from packed_kv.outliers import Calibration, LayerCalibration, load
 
 ROLES = ("key", "value")
+Rows = list[list[float]]
 
 
 def read(path: str) -> tuple[Calibration, dict[str, Any]]:
@@ -20,34 +21,67 @@ def read(path: str) -> tuple[Calibration, dict[str, Any]]:
 def summary(path: str) -> str:
     """What a file holds, and how its layers' channels differ in size. Raises CalibrationError."""
     calibration, content = read(path)
-    outliers = len(next(iter(calibration.layers.values())).key_outliers[0])
-    orders = any(layer.key_order or layer.value_order for layer in calibration.layers.values())
+    layers = list(calibration.layers.values())
+    orders = any(layer.key_order or layer.value_order for layer in layers)
+    means, key_scales, value_scales = (
+        any(getattr(layer, field) for layer in layers) for field in ("key_mean", "key_scale", "value_scale")
+    )
     lines = [
         f"{path}: {content.get('model_name') or 'unnamed model'}, made for {calibration.recipe}",
-        f"{len(calibration.layers)} layers, {calibration.kv_heads} KV heads of {calibration.head_size} channels, "
-        f"{outliers} of them outliers; {'with' if orders else 'without'} channel orders for isoquant and planarquant",
+        f"{len(layers)} layers, {calibration.kv_heads} KV heads of {calibration.head_size} channels, "
+        f"{len(layers[0].key_outliers[0])} of them outliers",
+        f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
+        f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),
     ]
-    entries = [entry for entry in content["layers"].values() if all(f"{role}_channel_rms" in entry for role in ROLES)]
-    if len(entries) == len(content["layers"]):
+    entries = list(content["layers"].values())
+    if all(f"{role}_channel_rms" in entry for entry in entries for role in ROLES):
         lines.append(
-            "\n       largest / median rms    energy in the outliers\nlayer       K       V             K       V"
+            "\n                 as turboquant stores them:\n"
+            "        energy   largest / median rms   energy in the outliers\n"
+            "layer  in mean         K       V              K       V"
         )
-        lines += [_row(layer, entry) for layer, entry in zip(calibration.layers, entries, strict=True)]
+        lines += [_row(*at, entry) for at, entry in zip(calibration.layers.items(), entries, strict=True)]
     return "\n".join(lines)
 
 
-def _row(layer: int, entry: dict[str, Any]) -> str:
-    """A layer: mean over its heads of the spread of channels, and of the part of energy that is in its outliers."""
+def stored_rms(role: str, layer: LayerCalibration, entry: dict[str, Any]) -> Rows:
+    """Root mean square of each channel as turboquant stores it, [KV heads][head_size]: K less its mean, both scaled.
+
+    `entry` is the layer in the file; its `key_channel_rms` is of K less the mean already.
+    """
+    rms: Rows = entry[f"{role}_channel_rms"]
+    scale = layer.key_scale if role == "key" else layer.value_scale
+    if scale is None:
+        return rms
+    return [[x * s for x, s in zip(*head, strict=True)] for head in zip(rms, scale, strict=True)]
+
+
+def _with(there: bool) -> str:
+    return "with" if there else "without"
+
+
+def _row(number: int, layer: LayerCalibration, entry: dict[str, Any]) -> str:
+    """A layer, as means over its heads: the part of K's energy that is its mean's, the spread of channels, and the part
+    of energy that is in the outliers."""
     spread, part = [], []
     for role in ROLES:
-        heads = entry[f"{role}_channel_rms"]
+        heads = stored_rms(role, layer, entry)
         chosen = entry[f"{role}_high_precision_indices"]
         spread.append(statistics.mean(max(rms) / (statistics.median(rms) or 1) for rms in heads))
         part.append(
             statistics.mean(
-                sum(rms[channel] ** 2 for channel in outliers) / (sum(value**2 for value in rms) or 1)
+                sum(rms[channel] ** 2 for channel in outliers) / (_energy(rms) or 1)
                 for rms, outliers in zip(heads, chosen, strict=True)
             )
         )
-    return f"{layer:5d}  {spread[0]:6.1f}  {spread[1]:6.1f}        {part[0]:6.1%}  {part[1]:6.1%}"
+    means = layer.key_mean or [[0.0]] * len(entry["key_channel_rms"])
+    constant = statistics.mean(
+        _energy(mean) / (_energy(mean) + _energy(rms) or 1)
+        for mean, rms in zip(means, entry["key_channel_rms"], strict=True)
+    )
+    return f"{number:5d}  {constant:7.1%}  {spread[0]:8.1f}  {spread[1]:6.1f}  {part[0]:13.1%}  {part[1]:6.1%}"
+
+
+def _energy(numbers: list[float]) -> float:
+    return sum(number**2 for number in numbers)

@@ -1,4 +1,4 @@
-"""What is known about a model's keys, values and queries: the input of `choose`."""
+"""What is known about a model's keys, values and queries: the input of `transforms` and `choose`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from .errors import UserError
 class LayerStatistics:
     """One layer, by KV head and channel; all float64 [KV heads, head_size].
 
-    `key_energy`, `value_energy`: mean square of K (after norm and RoPE) and V. `key_weight`: mean square of the queries
-    that meet this channel of K. `value_weight`: squared norm of the column of the output projection that reads this
-    channel of V. `key_max`, `value_max`: largest magnitudes; zeros where only weights were seen.
+    `key_energy`, `value_energy`: mean square of K (after norm and RoPE) and V. `key_variance`: mean square of K less
+    its mean. `key_weight`: mean square of the queries that meet this channel of K. `value_weight`: squared norm of the
+    column of the output projection that reads this channel of V. `key_max`, `value_max`: largest magnitudes.
+    `key_mean`: mean of K. All of K and of the queries are without the tokens of position 0; `key_first_mean`: mean of
+    K at position 0.
+
+    Where only weights were seen the largest magnitudes are zeros and the means None, and `key_variance` is the energy.
     """
 
     key_energy: torch.Tensor
+    key_variance: torch.Tensor
     value_energy: torch.Tensor
     key_weight: torch.Tensor
     value_weight: torch.Tensor
     key_max: torch.Tensor
     value_max: torch.Tensor
+    key_mean: torch.Tensor | None = None
+    key_first_mean: torch.Tensor | None = None
 
 
 @dataclass

@@ -17,6 +17,8 @@ PIECE = 16384
 """Characters that are taken from one place of the text."""
 LEAST_TOKENS = 256
 """With fewer, the channels of a head cannot be told apart."""
+LEAST_CONTEXT = 32
+"""Tokens of a sequence; of shorter ones the tokens that come before a text would be too large a part."""
 
 
 def read_text(files: Sequence[str]) -> str:

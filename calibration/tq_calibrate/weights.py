@@ -57,12 +57,15 @@ class Weights:
         return weight
 
 
-def estimate(config: Any, folder: Path) -> Statistics:
-    """Statistics of a checkpoint in a folder. Raises UserError for an architecture that is not known here."""
+def estimate(config: Any, folder: Path, context: int = SEQUENCE_LENGTH) -> Statistics:
+    """Statistics of a checkpoint in a folder, for sequences of `context` tokens, or fewer if the model reads fewer.
+
+    Raises UserError for an architecture that is not known here.
+    """
     text, weights = config.get_text_config(), Weights(folder)
     own_caches = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
     prefixes = _layers(weights.files, own_caches, folder)
-    positions = context_length(config, SEQUENCE_LENGTH)
+    positions = context_length(config, context)
     layers = {
         layer: _Layer(weights, layer, prefix, text, positions).statistics()
         for layer, prefix in sorted(prefixes.items())
@@ -96,6 +99,7 @@ class _Layer:
         zero = torch.zeros(self.kv_heads, self.head_size)
         return LayerStatistics(
             key_energy=keys.double(),
+            key_variance=keys.double(),
             value_energy=self._projected("v", self.kv_heads).square().sum(-1).double(),
             key_weight=queries.view(self.kv_heads, -1, self.head_size).mean(1).double(),
             value_weight=columns.view(self.kv_heads, -1, self.head_size).sum(1).double(),

@@ -14,7 +14,7 @@ from packed_kv.outliers import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, loa
 
 from .choose import LayerChoice
 from .errors import UserError
-from .statistics import Statistics
+from .statistics import LayerStatistics, Statistics
 
 
 def file_content(
@@ -22,18 +22,11 @@ def file_content(
 ) -> dict[str, Any]:
     """The file as a JSON object; `packed_kv/turboquant_kv.schema.json` describes it.
 
-    `key_channel_rms` and `value_channel_rms` are ours, for `show` and `report`; the runtime does not read them.
+    `key_channel_rms`, of K less its mean, and `value_channel_rms` are for `show` and `report`; the runtime does not
+    read them.
     """
     layers = {
-        f"model.layers.{layer}.self_attn": {
-            "key_high_precision_indices": choice.key_outliers.tolist(),
-            "value_high_precision_indices": choice.value_outliers.tolist(),
-            "key_channel_order": choice.key_order.tolist(),
-            "value_channel_order": choice.value_order.tolist(),
-            "key_channel_rms": _rms(statistics.layers[layer].key_energy),
-            "value_channel_rms": _rms(statistics.layers[layer].value_energy),
-        }
-        for layer, choice in choices.items()
+        f"model.layers.{layer}.self_attn": _layer(statistics.layers[layer], choice) for layer, choice in choices.items()
     }
     return {
         "version": VERSION,
@@ -44,6 +37,24 @@ def file_content(
         "codebook_version": CODEBOOK_VERSION,
         "calibration": {**statistics.source, "num_observed_tokens": statistics.tokens},
         "layers": layers,
+    }
+
+
+def _layer(seen: LayerStatistics, choice: LayerChoice) -> dict[str, list]:
+    numbers = {
+        "key_channel_mean": choice.key_mean,
+        "key_first_token_mean": choice.key_first_mean,
+        "key_channel_scale": choice.key_scale,
+        "value_channel_scale": choice.value_scale,
+    }
+    return {
+        "key_high_precision_indices": choice.key_outliers.tolist(),
+        "value_high_precision_indices": choice.value_outliers.tolist(),
+        "key_channel_order": choice.key_order.tolist(),
+        "value_channel_order": choice.value_order.tolist(),
+        **{field: _rounded(found, 5) for field, found in numbers.items() if found is not None},
+        "key_channel_rms": _rounded(seen.key_variance.sqrt(), 3),
+        "value_channel_rms": _rounded(seen.value_energy.sqrt(), 3),
     }
 
 
@@ -96,6 +107,6 @@ def _beside(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _rms(energy: torch.Tensor) -> list[list[float]]:
-    """Root mean squares with three digits."""
-    return [[float(f"{value:.3g}") for value in head] for head in energy.sqrt().tolist()]
+def _rounded(numbers: torch.Tensor, digits: int) -> list[list[float]]:
+    """Numbers with so many significant digits."""
+    return [[float(f"{number:.{digits}g}") for number in head] for head in numbers.tolist()]

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FORMAT_VERSION = 1
+"""Count it up when a stored byte of any dtype comes to mean something else: pages of two versions are never shared."""
+
 GROUP_SIZE = 32
 """Channels that share one scale byte."""
 

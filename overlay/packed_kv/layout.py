@@ -36,6 +36,14 @@ row g are together; its V codes belong to 4 tokens (n3, n0), so those of a row t
 
     K scales     [g = n2 n1 n0][group][n3]
     V scales     [t = n2 n1][group][n3][n0]
+
+Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a byte a channel, and a token of a head in
+one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
+
+    ring slot:         | K codes | V codes | K scales | V scales | padding |
+
+Codes are code + 128; the byte of channel d4..d0 of a group is, again so that a lane's bytes are neighbours in the
+order in which it feeds them to the tensor core, number  d2 d1 d4 d3 d0  for K and  d2 d1 d0 d4 d3  for V.
 """
 
 from __future__ import annotations
@@ -133,3 +141,8 @@ def page_layout(fmt: Format, head_dim: int) -> PageLayout:
         key_scales=key_scales,
         value_scales=key_scales + vector.scale_bytes,
     )
+
+
+def ring_slot_bytes(head_dim: int) -> int:
+    """Bytes of K and V of one token and head in the ring."""
+    return -(-2 * (head_dim + head_dim // GROUP_SIZE) // 8) * 8

@@ -1,4 +1,4 @@
-"""Reads and checks a calibration file, `turboquant_kv.json`: which channels of a model's keys and values are large.
+"""Reads and checks a calibration file, `turboquant_kv.json`: what is known about the channels of a model's K and V.
 
 `turboquant_kv.schema.json` beside this describes the file; the checks here are stricter (counts, order, duplicates) and
 say in one line what is wrong. Imports no torch and no vLLM.
@@ -12,18 +12,25 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from .formats import FORMATS
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
-VERSION = 1
+VERSION = 2
+"""Of the files that are written; 1 is read too, and has no means and scales of channels."""
+LARGEST_MEAN = 32768.0
+"""Bound of a mean's magnitude: the codec clamps larger keys."""
+SCALE_BOUNDS = (1 / 1024, 1024.0)
+"""Bounds of a channel's scale, those of the codec: kernels hold a rotation times its inverse in fp16."""
 TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
-"""Names that files made for other TurboQuant caches carry. The file says which channels are large, whatever code stores
-them, so they are written and accepted as they are; other names mean a file that we do not know."""
+"""Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
+they are written and accepted as they are; other names mean a file that we do not know."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
+
+Row = TypeVar("Row")
 
 _LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.([0-9]+)\.self_attn(?:\.attn)?")
 
@@ -38,12 +45,20 @@ class LayerCalibration:
 
     `key_outliers`, `value_outliers`: [KV heads][outlier channels], ascending. `key_order`, `value_order`: all channels
     in packing order, [KV heads][head_size], or None.
+
+    The rest is [KV heads][head_size] too, in the model's order of channels, or None. A key is stored less `key_mean`
+    (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
+    `value_scale`.
     """
 
     key_outliers: list[list[int]]
     value_outliers: list[list[int]]
     key_order: list[list[int]] | None = None
     value_order: list[list[int]] | None = None
+    key_mean: list[list[float]] | None = None
+    key_first_mean: list[list[float]] | None = None
+    key_scale: list[list[float]] | None = None
+    value_scale: list[list[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Calibration:
         _refuse(self.path, fault)
 
 
-def heads_of_rank(heads: Sequence[list[int]], kv_heads: int, tp_size: int, tp_rank: int) -> list[list[int]]:
+def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
     """Rows of the `kv_heads` heads that a tensor-parallel rank has: a run, or one head that several ranks share.
 
     vLLM deals heads out so: rank r has heads r * kv_heads onwards; with more ranks than heads, ranks in a row have the
@@ -131,8 +146,8 @@ def _refuse(path: str, fault: str) -> NoReturn:
 def _calibration(path: str, content: Any) -> Calibration:
     if not isinstance(content, dict):
         raise _FaultError(f"expected a JSON object, got {_short(content)}")
+    _check_version(content.get("version"))
     for field, expected in (
-        ("version", (VERSION,)),
         ("recipe", RECIPES),
         ("transform_version", (TRANSFORM_VERSION,)),
         ("codebook_version", (CODEBOOK_VERSION,)),
@@ -163,7 +178,7 @@ def _calibration(path: str, content: Any) -> Calibration:
         if layer in layers:
             raise _FaultError(f"layer {layer} is listed twice")
         try:
-            layers[layer] = _layer(entry, recipe, head_size)
+            layers[layer] = _layer(entry, content["version"], recipe, head_size)
         except _FaultError as fault:
             raise _FaultError(f"layer {layer}: {fault}") from None
         heads, expected_heads = len(layers[layer].key_outliers), len(next(iter(layers.values())).key_outliers)
@@ -172,7 +187,15 @@ def _calibration(path: str, content: Any) -> Calibration:
     return Calibration(path, recipe, head_size, layers)
 
 
-def _layer(entry: Any, recipe: str, head_size: int) -> LayerCalibration:
+def _check_version(version: Any) -> None:
+    number = isinstance(version, int | float) and not isinstance(version, bool)
+    if number and version > VERSION:
+        raise _FaultError(f"version {version} is newer than this packed-kv reads (1 to {VERSION}), so update packed-kv")
+    if not number or version not in range(1, VERSION + 1):
+        raise _FaultError(f"version {_short(version)} is not supported (1 to {VERSION} are)")
+
+
+def _layer(entry: Any, version: int, recipe: str, head_size: int) -> LayerCalibration:
     if not isinstance(entry, dict):
         raise _FaultError(f"expected an object, got {_short(entry)}")
     count = FORMATS[recipe].outlier_channels(head_size)
@@ -181,8 +204,23 @@ def _layer(entry: Any, recipe: str, head_size: int) -> LayerCalibration:
     )
     if len(key_outliers) != len(value_outliers):
         raise _FaultError(f"lists {len(key_outliers)} heads of keys and {len(value_outliers)} of values")
-    orders = [_order(entry, f"{role}_channel_order", head_size, len(key_outliers)) for role in ("key", "value")]
-    return LayerCalibration(key_outliers, value_outliers, *orders)
+    shape = (len(key_outliers), head_size)
+    key_order, value_order = (_order(entry, f"{role}_channel_order", shape) for role in ("key", "value"))
+    if version == 1:
+        return LayerCalibration(key_outliers, value_outliers, key_order, value_order)
+    layer = LayerCalibration(
+        key_outliers,
+        value_outliers,
+        key_order,
+        value_order,
+        key_mean=_numbers(entry, "key_channel_mean", shape, -LARGEST_MEAN, LARGEST_MEAN),
+        key_first_mean=_numbers(entry, "key_first_token_mean", shape, -LARGEST_MEAN, LARGEST_MEAN),
+        key_scale=_numbers(entry, "key_channel_scale", shape, *SCALE_BOUNDS),
+        value_scale=_numbers(entry, "value_channel_scale", shape, *SCALE_BOUNDS),
+    )
+    if layer.key_first_mean is not None and layer.key_mean is None:
+        raise _FaultError("key_first_token_mean is there without key_channel_mean")
+    return layer
 
 
 def _outliers(entry: dict, field: str, recipe: str, head_size: int, count: int) -> list[list[int]]:
@@ -197,16 +235,41 @@ def _outliers(entry: dict, field: str, recipe: str, head_size: int, count: int) 
     return heads
 
 
-def _order(entry: dict, field: str, head_size: int, head_count: int) -> list[list[int]] | None:
+def _order(entry: dict, field: str, shape: tuple[int, int]) -> list[list[int]] | None:
     if entry.get(field) is None:
         return None
-    heads = _integers(entry[field], field)
-    if len(heads) != head_count:
-        raise _FaultError(f"{field} lists {len(heads)} heads, key_high_precision_indices {head_count}")
+    heads, head_size = _integers(entry[field], field), shape[1]
+    _check_heads(heads, field, shape[0])
     for head, channels in enumerate(heads):
         if sorted(channels) != list(range(head_size)):
             raise _FaultError(f"{field}: head {head} must have each channel from 0 to {head_size - 1} once")
     return heads
+
+
+def _numbers(entry: dict, field: str, shape: tuple[int, int], least: float, largest: float) -> list[list[float]] | None:
+    """Numbers by head and channel, each from `least` to `largest`."""
+    heads = entry.get(field)
+    if heads is None:
+        return None
+    if not isinstance(heads, list):
+        raise _FaultError(f"{field} must be a list with a list of numbers a KV head, got {_short(heads)}")
+    _check_heads(heads, field, shape[0])
+    for head, numbers in enumerate(heads):
+        if not isinstance(numbers, list) or len(numbers) != shape[1]:
+            found = f"{len(numbers)}" if isinstance(numbers, list) else _short(numbers)
+            raise _FaultError(f"{field}: head {head} must be a list of {shape[1]} numbers, got {found}")
+        for channel, number in enumerate(numbers):
+            if type(number) not in (int, float) or not least <= number <= largest:  # NaN compares as false
+                raise _FaultError(
+                    f"{field}: head {head}, channel {channel} must be a number from {least:g} to {largest:g}, got "
+                    f"{_short(number)}"
+                )
+    return heads
+
+
+def _check_heads(heads: list, field: str, expected: int) -> None:
+    if len(heads) != expected:
+        raise _FaultError(f"{field} lists {len(heads)} heads, key_high_precision_indices {expected}")
 
 
 def _integers(value: Any, field: str) -> list[list[int]]:

@@ -105,8 +105,10 @@ def test_dead_channels_do_not_disturb() -> None:
     energy, weight = sizes(10), sizes(11)
     energy[0, 3:90] = weight[0, 20:] = 0
     energy[1] = weight[2] = 0
-    layer = LayerStatistics(energy, energy, weight, weight, energy, energy)
+    layer = LayerStatistics(energy, energy, energy, weight, weight, energy, energy)
     choice = choose(layer, "turboquant25")
+    for scale in (choice.key_scale, choice.value_scale):
+        assert (scale >= 1 / 64).all() and (scale <= 64).all()
     for outliers, order in ((choice.key_outliers, choice.key_order), (choice.value_outliers, choice.value_order)):
         assert outliers.shape == (HEADS, 32) and (outliers.diff() > 0).all()
         assert (order.sort(-1).values == torch.arange(HEAD_SIZE)).all()

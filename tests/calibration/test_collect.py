@@ -39,8 +39,13 @@ def test_statistics_are_those_of_the_kv_cache(name: str) -> None:
     for layer, seen in statistics.layers.items():
         for role in ("key", "value"):
             cached = getattr(cache.layers[layer], f"{role}s").double()
-            assert_close(getattr(seen, f"{role}_energy"), cached.square().mean((0, 2)), rtol=1e-4, atol=1e-6)
             assert_close(getattr(seen, f"{role}_max"), cached.abs().amax((0, 2)), rtol=1e-4, atol=1e-5)
+            if role == "key":
+                assert_close(seen.key_first_mean, cached[:, :, 0].mean(0), rtol=1e-4, atol=1e-5)
+                cached = cached[:, :, 1:]
+                assert_close(seen.key_mean, cached.mean((0, 2)), rtol=1e-4, atol=1e-5)
+                assert_close(seen.key_variance, cached.var((0, 2), correction=0), rtol=1e-4, atol=1e-6)
+            assert_close(getattr(seen, f"{role}_energy"), cached.square().mean((0, 2)), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -54,15 +59,16 @@ def test_the_model_computes_what_it_always_does(name: str) -> None:
 
 
 def test_queries_are_averaged_over_the_heads_that_share_a_kv_head() -> None:
-    """In a model without RoPE's turns: of one token at position 0."""
+    """RoPE turns pairs of channels (i, i + 32) and leaves the sums of their squares. Not of position 0."""
     config = tiny_models.llama(num_hidden_layers=1)
-    seen = collect(config, [sequences(5, 1)]).statistics().layers[0]
+    seen = collect(config, [sequences(5, 3)]).statistics().layers[0]
     model = build(config)
     with torch.no_grad():
         layer = model.model.layers[0]
-        hidden = layer.input_layernorm(model.model.embed_tokens(torch.tensor(sequences(5, 1))))
-        queries = layer.self_attn.q_proj(hidden).view(5, 2, 2, 64).double()
-    assert_close(seen.key_weight, queries.square().mean((0, 2)), rtol=1e-4, atol=1e-6)
+        hidden = layer.input_layernorm(model.model.embed_tokens(torch.tensor(sequences(5, 3))[:, 1:]))
+        queries = layer.self_attn.q_proj(hidden).view(5, 2, 2, 2, 2, 32).double()
+    pairs = seen.key_weight.view(2, 2, 32).sum(1)
+    assert_close(pairs, queries.square().mean((0, 1, 3)).sum(1), rtol=1e-4, atol=1e-6)
 
 
 def test_value_weight_is_the_norm_of_the_output_projections_columns() -> None:

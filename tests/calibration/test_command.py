@@ -58,7 +58,8 @@ def test_the_file_follows_the_schema_and_is_read_by_the_runtime(calibrated: Path
     jsonschema.validate(file, schema)
     calibration = load(calibrated)
     calibration.check_model(layers=6, kv_heads=2, head_size=128)
-    assert all(layer.key_order and layer.value_order for layer in calibration.layers.values())
+    assert all(None not in vars(layer).values() for layer in calibration.layers.values())
+    assert file["version"] == 2
     assert file["model_name"] == "demo-7m" and file["recipe"] == "turboquant35"
     assert file["calibration"]["num_observed_tokens"] == 512 and file["calibration"]["num_prompts"] == 1
     rms = file["layers"]["model.layers.3.self_attn"]["key_channel_rms"]
@@ -98,11 +99,25 @@ def test_batches_do_not_matter_and_texts_do(short_model: Path, tmp_path: Path) -
     assert rows[0] != rows[2]
 
 
-def test_weights_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_are_as_long_as_the_context_says(calibrated: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["model", str(DEMO_MODEL), *TOKENS, "--context", "64", "--out", str(out)]) == 0
+    short, long = json.loads(out.read_text()), json.loads(calibrated.read_text())
+    assert [file["calibration"]["max_seq_len"] for file in (short, long)] == [64, 2048]
+    assert [file["calibration"]["num_prompts"] for file in (short, long)] == [8, 1]
+    for field in ("key_channel_mean", "key_first_token_mean"):
+        one, two = (file["layers"]["model.layers.0.self_attn"][field] for file in (short, long))
+        assert one != two
+
+
+def test_weights_only_finds_no_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["model", str(DEMO_MODEL), "--weights-only", "--out", str(out)]) == 0
-    assert "from weights alone" in capsys.readouterr().out
-    load(out).check_model(layers=6, kv_heads=2, head_size=128)
+    assert "from weights alone, so without means of keys" in capsys.readouterr().out
+    calibration = load(out)
+    calibration.check_model(layers=6, kv_heads=2, head_size=128)
+    for layer in calibration.layers.values():
+        assert layer.key_mean is layer.key_first_mean is None and layer.key_scale and layer.value_scale
 
 
 def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +205,11 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "text is missing": (demo("--text", "FOLDER/none"), "cannot be read (No such file or directory)"),
     "text is not text": (demo("--text", str(DEMO_MODEL / "model.safetensors")), "is not UTF-8 text"),
     "short text": (demo("--text", str(DEMO_MODEL / "README.md")), "fewer than --tokens 32,768"),
+    "context of the model": (demo("--context", "999999999"), "is more than the 2,048 tokens that"),
+    "context of the text": (
+        demo("--tokens", "600", "--context", "700"),
+        "--context 700 needs at least as many --tokens",
+    ),
     "device": (demo("--device", "cuda:99"), "--device cuda:99 is not there"),
     "unknown device": (demo("--device", "abacus"), "--device abacus is not there"),
     "no folder": (demo("--out", "FOLDER/none/file.json"), "cannot be written (No such file or directory)"),
@@ -208,7 +228,9 @@ def test_bad_input_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"]
 
 
-@pytest.mark.parametrize("arguments", [["--tokens", "255"], ["--batch-size", "0"], ["--recipe", "tq4"]])
+@pytest.mark.parametrize(
+    "arguments", [["--tokens", "255"], ["--context", "31"], ["--batch-size", "0"], ["--recipe", "tq4"]]
+)
 def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:
         main(["model", str(DEMO_MODEL), *arguments])

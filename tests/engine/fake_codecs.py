@@ -32,7 +32,7 @@ class NullCodec:
     def __init__(self, fmt: Format, head_dim: int, **_unused: object) -> None:
         self.dtype, self.slot_bytes = NULL_DTYPES[fmt.name], fmt.slot_bytes(head_dim)
 
-    def write(self, cache, slots, key, value):
+    def write(self, cache, slots, key, value, positions=None):
         stored = slots >= 0
         vectors = torch.cat((key, value), dim=-1)[stored].to(self.dtype).contiguous().view(torch.uint8)
         block_size = cache.shape[2]
@@ -46,6 +46,9 @@ class NullCodec:
 
     def rotate_query(self, query):
         return query
+
+    def query_bias(self, query):
+        return None
 
     def unrotate_output(self, output):
         return output
@@ -80,6 +83,9 @@ class Float64Codec(PagedCodec):
 
     def rotate_query(self, query):
         return super().rotate_query(query).double()
+
+    def query_bias(self, query):
+        return super().query_bias(query.double())
 
     def unrotate_output(self, output):
         return super().unrotate_output(output.float())

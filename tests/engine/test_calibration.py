@@ -19,7 +19,6 @@ from vllm import SamplingParams
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
 TOKEN_IDS = torch.randint(tiny_models.VOCAB, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 512}
-CALIBRATED = [name for name in FORMATS if name != "tq4"]
 
 
 @pytest.fixture(scope="module")
@@ -63,38 +62,58 @@ def named(path: object) -> dict[str, object]:
 
 def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
     """Arguments of the codec that a file says."""
-    entry = file["layers"][f"model.layers.{layer}.self_attn"]
-    if FORMATS[kv_cache_dtype].outlier_bits:
-        return {"outliers": entry[f"{role}_high_precision_indices"]}
-    return {"channel_order": entry[f"{role}_channel_order"]}
+    entry, fmt = file["layers"][f"model.layers.{layer}.self_attn"], FORMATS[kv_cache_dtype]
+    fields = {}
+    if fmt.outlier_bits:
+        fields["outliers"] = f"{role}_high_precision_indices"
+    elif fmt.rotation != "hadamard":
+        fields["channel_order"] = f"{role}_channel_order"
+    if role == "key":
+        fields |= {"mean": "key_channel_mean", "first_mean": "key_first_token_mean", "scale": "key_channel_scale"}
+    elif fmt.outlier_bits:
+        fields["scale"] = "value_channel_scale"
+    return {argument: entry[field] for argument, field in fields.items() if field in entry}
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+def used(kv_cache_dtype: str, *, means: bool = True) -> str:
+    """What the log says of a file."""
+    fmt = FORMATS[kv_cache_dtype]
+    if fmt.outlier_bits:
+        return "outlier channels, means of keys, scales of keys and scales of values" if means else "outlier channels"
+    if fmt.rotation == "hadamard":
+        return "means of keys and scales of keys" if means else "nothing"
+    return "channel orders, means of keys and scales of keys" if means else "channel orders"
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_calibrated_codec(name: str, model: Path, log: list[str]) -> None:
-    file = content(LAYERS, KV_HEADS, HEAD_DIM)
+    file = content(LAYERS, KV_HEADS, HEAD_DIM, version=2)
     path = write(model, file)
     ours = logits(model, name)
     expected = true_logits(str(model), TOKEN_IDS, name, channels=lambda *at: channels(file, name, *at))
     uncalibrated = true_logits(str(model), TOKEN_IDS, name)
     assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 100
-    use = "outlier channels" if FORMATS[name].outlier_bits else "channel order"
-    assert {*log} == {f"info: KV cache calibration: {use} for {name} from {path}, made for turboquant35"}
+    assert {*log} == {f"info: KV cache calibration: {used(name)} for {name} from {path}, made for turboquant35"}
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("name", FORMATS)
 def test_first_channels_in_their_order_are_what_is_taken_without_a_file(name: str, model: Path, log: list[str]) -> None:
     without = logits(model, name)
     missing = f"KV cache calibration: no {model / 'turboquant_kv.json'}, so {name}"
     if FORMATS[name].outlier_bits:
         line = (
-            f"warning: {missing} stores the first 32 channels of each head with more bits, whichever are large; to "
-            f"choose them run: tq-calibrate model {model}"
+            f"warning: {missing} stores keys as they are and the first 32 channels of each head with more bits, "
+            f"whichever are large; to choose them run: tq-calibrate model {model}"
         )
     else:
-        line = f"info: {missing} keeps the order of the channels; tq-calibrate model {model} may find a better one"
+        order = "" if FORMATS[name].rotation == "hadamard" else ", in the model's order of channels"
+        line = f"info: {missing} stores keys as they are{order}; tq-calibrate model {model} would improve it"
     assert {*log} == {line}
-    write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))
+    path = write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))
     assert torch.equal(logits(model, name), without)
+    hint = f"; it has no means of keys, which tq-calibrate model {model} would find"
+    use = used(name, means=False)
+    assert log[-1] == f"info: KV cache calibration: {use} for {name} from {path}, made for turboquant35{hint}"
 
 
 def test_a_file_by_name_comes_first(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,22 +150,36 @@ def test_a_file_without_orders(model: Path, log: list[str]) -> None:
     without = logits(model, "isoquant3")
     write(model, file)
     assert torch.equal(logits(model, "isoquant3"), without)
-    assert "info: KV cache calibration: no channel order for isoquant3" in log[-1]
+    assert "info: KV cache calibration: nothing for isoquant3" in log[-1]
 
 
-def test_what_needs_no_calibration_reads_no_file(model: Path, log: list[str]) -> None:
-    write(model, "not JSON")
-    for name in ("tq4", "auto"):
-        with start(model, name):
-            pass
+def test_heads_that_cannot_be_calibrated_get_no_advice(log: list[str]) -> None:
+    model = SimpleNamespace(get_head_size=lambda: 32, model="a model")
+    calibration._say_that_there_is_none(Path("file"), FORMATS["tq4"], model)
     assert not log
+
+
+def test_vllms_own_dtype_reads_no_file(model: Path, log: list[str]) -> None:
+    write(model, "not JSON")
+    with start(model, "auto"):
+        pass
+    assert not log
+
+
+def zero_scale(file: dict) -> dict:
+    file["layers"]["model.layers.1.self_attn"]["key_channel_scale"][0][9] = 0.0
+    return file
 
 
 REFUSED = {
     "layers": (lambda: content(2, 2, 64), "made for another model: layer 2 is missing, this model has layers 0 to 2"),
     "kv_heads": (lambda: content(3, 4, 64), "made for another model: KV heads 4, this model has 2"),
     "head_size": (lambda: content(3, 2, 128), "made for another model: head_size 128, this model has 64"),
-    "version": (lambda: content(3) | {"version": 2}, "version 2 is not supported (1 is)"),
+    "version": (lambda: content(3) | {"version": 3}, "version 3 is newer than this packed-kv reads (1 to 2)"),
+    "scale": (
+        lambda: zero_scale(content(3, version=2)),
+        "layer 1: key_channel_scale: head 0, channel 9 must be a number",
+    ),
     "indices": (
         lambda: content(3) | {"layers": {"model.layers.2.self_attn": dict.fromkeys(OUTLIERS, [[64] * 32] * 2)}},
         "layer 2: key_high_precision_indices: head 0 must be strictly ascending within 0 to 63",
@@ -233,7 +266,7 @@ def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeyp
 def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:
     """Four KV heads on two ranks."""
     model = Path(tiny_models.save(tiny_models.llama(num_key_value_heads=4), tmp_path))
-    path = write(model, content(LAYERS, 4, HEAD_DIM))
+    path = write(model, content(LAYERS, 4, HEAD_DIM, version=2))
     one, two = (prompt_logprobs(model, size) for size in (1, 2))
     assert (one - two).abs().max() < 1e-3
     path.unlink()

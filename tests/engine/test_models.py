@@ -17,6 +17,7 @@ import torch
 from fake_codecs import register_null_format
 from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
 from packed_kv.attention import active_blocks, capacity
+from packed_kv.attention.fingerprint import fingerprint
 from packed_kv.formats import FORMATS
 from tiny_models import true_logits
 from vllm import SamplingParams
@@ -153,4 +154,5 @@ def test_startup_line_counts_what_the_engine_counts(folder_of, tiny_engine, monk
     monkeypatch.setattr(capacity.logger, "info_once", lambda line, *args, **_kwargs: lines.append(line % args))
     with tiny_engine(folder_of["interleaved"], "tq4") as llm:
         line = f"tq4: 816 bytes per token (bf16: 3072), {kv_tokens(llm):,} KV tokens, 3.76 times the tokens of bf16"
+        line += f", page format {fingerprint(llm.llm_engine.vllm_config, FORMATS['tq4'])}"
     assert {f"KV cache dtype {line}"} == set(lines)

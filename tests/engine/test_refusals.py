@@ -16,8 +16,13 @@ from packed_kv.attention.backend import backend_of
 from packed_kv.formats import FORMATS
 from tiny_models import SMALL
 from transformers import PretrainedConfig
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models import llama
 from vllm.platforms import Platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 
 def small(config: type[PretrainedConfig], architecture: str, **options: object) -> PretrainedConfig:
@@ -114,9 +119,61 @@ def test_skipped_layers_that_pad_the_packed_pages(layers: list[str], demo_model:
     assert "leave out --kv-cache-dtype-skip-layers" in line
 
 
-def test_lmcache(demo_model: str) -> None:
-    connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-    assert "KV connector LMCacheConnectorV1 not supported" in refusal(demo_model, kv_transfer_config=connector)
+@pytest.mark.parametrize("layers", [("0", "1"), ("1",)], ids=["all_layers", "a_layer"])
+def test_layers_with_a_backend_of_their_own(
+    layers: tuple[str, ...], demo_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such layers (MiMo-V2's, say) never ask which backend to use, and nothing is asked where all are such."""
+
+    def make_layer(*args: object, prefix: str, **options: object) -> Attention:
+        own = prefix.split(".")[2] in layers
+        return Attention(*args, prefix=prefix, **options, attn_backend=CPUAttentionBackend if own else None)
+
+    small(transformers.LlamaConfig, "LlamaForCausalLM").save_pretrained(tmp_path)
+    monkeypatch.setattr(llama, "Attention", make_layer)
+    line = refusal(str(tmp_path), tokenizer=demo_model)
+    assert f"cannot serve layer model.layers.{layers[0]}.self_attn.attn (Attention)" in line
+    assert f"chooses the attention backend {CPUAttentionBackend.get_name()}" in line
+    assert "use --kv-cache-dtype auto" in line
+
+
+UNSAFE = {
+    "LMCacheConnectorV1": {"kv_connector": "LMCacheConnectorV1"},
+    "ExampleConnector": {"kv_connector": "ExampleConnector"},
+    "MooncakeConnector": {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {
+            "connectors": [
+                {"kv_connector": name, "kv_role": "kv_both"} for name in ("NixlConnector", "MooncakeConnector")
+            ]
+        },
+    },
+    "some.module.NixlConnector": {"kv_connector": "NixlConnector", "kv_connector_module_path": "some.module"},
+}
+"""What is refused -> its configuration."""
+
+
+@pytest.mark.parametrize("what", UNSAFE)
+def test_kv_connectors_that_do_not_name_the_page_format(what: str) -> None:
+    (reason,) = registration._unsupported_in(settings(KVTransferConfig(**UNSAFE[what], kv_role="kv_both")))
+    assert reason.startswith(f"KV connector {what} not supported (")
+
+
+@pytest.mark.parametrize("what", registration.CONNECTORS)
+def test_kv_connectors_that_do(what: str) -> None:
+    assert what in KVConnectorFactory._registry
+    assert not registration._unsupported_in(settings(KVTransferConfig(kv_connector=what, kv_role="kv_both")))
+    assert not registration._unsupported_in(settings(None))
+
+
+def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
+    cache = SimpleNamespace(kv_sharing_fast_prefill=False)
+    return SimpleNamespace(kv_transfer_config=connector, speculative_config=None, cache_config=cache)
+
+
+def test_kv_connector(demo_model: str) -> None:
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    assert "KV connector ExampleConnector not supported" in refusal(demo_model, kv_transfer_config=connector)
 
 
 def test_extract_hidden_states(demo_model: str) -> None:
@@ -180,7 +237,7 @@ class TestUnpatched:
 
     @pytest.fixture(autouse=True)
     def unpatched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(registration.cache_config, "KVCacheDTypeBackendHandler")
+        monkeypatch.delattr(registration.cache_config, "kv_cache_page_format")
         monkeypatch.setattr(registration, "register_format", lambda _fmt: pytest.fail("registered"))
         monkeypatch.setattr(registration.cache_config, "KV_CACHE_DTYPES", ["auto"])
 

@@ -7,6 +7,7 @@ in layer 1 has changed every later layer. That is vLLM's arithmetic, not our pag
 
 from __future__ import annotations
 
+from functools import partial
 from pydoc_data.topics import topics
 
 import pytest
@@ -19,6 +20,9 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers import utils as linear_layers
 
 TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
+HEAD_DIM = 128
+CENTRED = ("tq4", "turboquant25", "isoquant3")
+"""Served with means and scales: those of a first token must find it, however the request was cut."""
 SAMPLING = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
@@ -35,7 +39,7 @@ def prompts(llm: LLM) -> list[dict]:
 def test_batched_chunked_cached_preempted_equals_alone(
     name: str, demo_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    multiply_in_float64(monkeypatch)
+    multiply_in_float64(monkeypatch, centred=name in CENTRED)
     # 70 blocks of 32 tokens hold two thirds of what the seven requests need at once.
     with engine(demo_model, name, dtype="float32", block_size=32, num_gpu_blocks_override=70) as llm:
         requests = prompts(llm)
@@ -55,7 +59,7 @@ def test_batched_chunked_cached_preempted_equals_alone(
         assert [result.outputs[0].token_ids for result in together] == alone
 
 
-def multiply_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def multiply_in_float64(monkeypatch: pytest.MonkeyPatch, *, centred: bool = False) -> None:
     """Let linear layers and attention of engines built from now on multiply in float64 and round once."""
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -65,7 +69,13 @@ def multiply_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         ).to(x.dtype)
 
     monkeypatch.setattr(linear_layers, "dispatch_cpu_unquantized_gemm", dispatch)
-    monkeypatch.setattr(impl, "PagedCodec", Float64Codec)
+    transforms = {
+        "key_mean": torch.linspace(-2, 2, HEAD_DIM),
+        "key_scale": torch.logspace(1, -1, HEAD_DIM, base=2),
+        "key_first_mean": torch.linspace(1, -3, HEAD_DIM),
+        "value_scale": torch.logspace(-1, 1, HEAD_DIM, base=2),
+    }
+    monkeypatch.setattr(impl, "PagedCodec", partial(Float64Codec, **transforms) if centred else Float64Codec)
 
 
 def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:

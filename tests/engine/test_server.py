@@ -113,14 +113,15 @@ def expected(demo_model: str) -> list[str]:
 
 
 def test_startup_line(server: Server) -> None:
-    """One line: dtype, bytes per token, KV tokens, ratio; the tokens are those that vLLM reports."""
+    """One line: dtype, bytes per token, KV tokens, ratio, fingerprint; the tokens are those that vLLM reports."""
     text = server.log.read_text()
     (line,) = re.findall(r"KV cache dtype .*", text)
     tokens = re.search(r"KV cache size: ([\d,]+) tokens", text)[1]
     stored = 6 * 2 * FORMATS[DTYPE].slot_bytes(128)
-    assert line == (
-        f"KV cache dtype {DTYPE}: {stored} bytes per token (bf16: {6 * 2 * 512}), {tokens} KV tokens, "
-        "3.76 times the tokens of bf16"
+    assert re.fullmatch(
+        rf"KV cache dtype {DTYPE}: {stored} bytes per token \(bf16: {6 * 2 * 512}\), {tokens} KV tokens, "
+        r"3\.76 times the tokens of bf16, page format [0-9a-f]{16}",
+        line,
     )
 
 

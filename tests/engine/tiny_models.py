@@ -93,7 +93,8 @@ def true_logits(
 
     def through(codec, x):
         heads_last = x.float().transpose(1, 2)  # [batch, tokens, KV heads, head_dim]
-        return codec.decode(codec.encode(heads_last)).transpose(1, 2).double()
+        first = (torch.arange(x.shape[2]) == 0)[:, None]
+        return codec.decode(codec.encode(heads_last, first), first).transpose(1, 2).double()
 
     def through_codec(layer, query, key, value, *args, **kwargs):
         if kv_cache_dtype and layer.layer_idx not in skip_layers:

@@ -13,22 +13,31 @@ from packed_kv.layout import page_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
-"""Name -> whether with calibrated outliers: every rotation, every width, with and without half words."""
+"""Name -> whether calibrated: outliers, means and scales. Every rotation and width, with and without half words."""
 
 
-def store_case(fmt: Format, arch: int, ordered: bool) -> Case:
+RING_BLOCK = {"tq4": 8, "turboquant25": 4}
+"""Name -> tokens of a ring's block; the others are stored without one."""
+
+
+def store_case(fmt: Format, arch: int, calibrated: bool) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
-               "value_channels")  # fmt: skip
+               "value_channels", "key_table", "value_table", "ring_block", "ring_head")  # fmt: skip
     return Case(
         kernel="packed_kv.kernels.store:store_kernel",
         arch=arch,
         types=dict(
             cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
-            key_channels_ptr="*i64", value_channels_ptr="*i64", **{f"{name}_stride": "i32" for name in strides},
+            key_channels_ptr="*i64", value_channels_ptr="*i64", ring_ptr="*u8", ring_slots_ptr="*i32",
+            ring_tokens="i32", positions_ptr="*i64", key_table_ptr="*fp32", value_table_ptr="*fp32",
+            **{f"{name}_stride": "i32" for name in strides},
         ),
-        constants=dict(HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=ordered, **store.store_constants(fmt, 128)),
+        constants=dict(
+            HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
+            HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, 128),
+        ),
         options=dict(num_warps=1, enable_fp_fusion=False),
-        unaligned=("tokens",),
+        unaligned=("tokens", "ring_tokens", "slots_ptr", "ring_slots_ptr"),
     )  # fmt: skip
 
 
@@ -57,27 +66,33 @@ def test_store_rounds_each_operation(store_resources):
         assert resources.count("FFMA") == 0
 
 
+RINGS = (("isoquant4", 8), ("turboquant25", 4))
 DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 
-def decode_case(fmt: Format, arch: int, head_dim: int = 128) -> Case:
+def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False, ring_block: int = 0) -> Case:
     return Case(
         kernel="packed_kv.kernels.decode:_decode_kernel",
         arch=arch,
         types=dict(
             query="*fp16", cache="*u8", block_table="*i32", query_start="*i32", seq_lens="*i32",
-            partial_output="*fp32", partial_stats="*fp32", table_stride="i32", block_stride="i32", head_stride="i32",
-            soft_cap="fp32",
+            partial_output="*fp32", partial_stats="*fp32", ring="*u8", ring_table="*i32", ring_first="*i32",
+            table_stride="i32", block_stride="i32", head_stride="i32", ring_table_stride="i32",
+            ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False, HAS_BIAS=bias,
             MICRO_BLOCKS_A_BLOCK=1, **decode.kernel_layout(page_layout(fmt, head_dim)),
+            RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
         ),
         options=dict(
             num_warps=1, num_stages=1, enable_fp_fusion=True,
             **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 and head_dim <= 128 else {}),
         ),
-        unaligned=("block_table", "query_start", "seq_lens", "table_stride", "soft_cap"),
+        unaligned=(
+            "block_table", "query_start", "seq_lens", "ring_table", "ring_first", "table_stride", "ring_table_stride",
+            "soft_cap",
+        ),
     )  # fmt: skip
 
 
@@ -94,6 +109,23 @@ def test_decode_stays_in_registers(decode_resources, name, arch):
     assert not resources.spills
     assert arch != 90 or resources.registers <= decode.MAX_REGISTERS
     assert resources.count("LDG.E.128") >= 8  # two micro-blocks, K and V, before the loop and in it
+
+
+@pytest.mark.parametrize("arch", [80, 90], ids="sm_{}".format)
+def test_decode_with_a_ring_stays_in_registers(arch):
+    cases = [decode_case(FORMATS[name], arch, ring_block=block) for name, block in RINGS]
+    for case, resources in zip(RINGS, compile_kernels(cases), strict=True):
+        assert not resources.spills, case
+        assert arch != 90 or resources.registers <= decode.MAX_REGISTERS, case
+        assert resources.shared_bytes <= 12 * 1024, case  # 16 programs share the 228 KB of a multiprocessor
+
+
+def test_a_bias_stays_in_registers():
+    names = ("isoquant4", "turboquant25")
+    cases = [decode_case(FORMATS[name], 90, bias=True) for name in names]
+    for name, resources in zip(names, compile_kernels(cases), strict=True):
+        assert not resources.spills, name
+        assert resources.registers <= decode.MAX_REGISTERS, name
 
 
 @pytest.mark.parametrize("name", DECODED)

@@ -16,11 +16,11 @@ BOUND = 2e-3
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, dtype=torch.float16, size=1.0, **channels):  # fmt: skip
+        window=None, soft_cap=None, dtype=torch.float16, size=1.0, **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
-    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **channels)
+    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **transforms)
     blocks_each = [-(-n // block_size) for n in seq_lens]
     cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8)
     order = torch.randperm(len(cache), generator=generator).to(torch.int32)
@@ -36,18 +36,23 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         value *= size
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
-        codec.write(cache, slots.to(DEVICE), key, value)
-        key, value = codec.key.decode(codec.key.encode(key)), codec.value.decode(codec.value.encode(value))
+        codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
+        first = (ids == 0).to(DEVICE)[:, None]
+        key = codec.key.decode(codec.key.encode(key, first), first)
+        value = codec.value.decode(codec.value.encode(value))
         rows = slice(int(start[i]), int(start[i]) + count)
         expected[rows] = attention(query[rows].double(), key.double(), value.double(), scale, window, soft_cap)
     rotated = torch.empty(len(query), kv_heads, group, head_dim, dtype=torch.float16, device=DEVICE)
-    rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale)
+    bias_rows, bias = codec.query_bias_rows(capped=soft_cap is not None), None
+    if bias_rows is not None:
+        bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
+    rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
     partial = torch.full((len(query), kv_heads * group, splits, head_dim), float("nan"), device=DEVICE)
     stats = torch.full((len(query), kv_heads * group, splits, 2), float("nan"), device=DEVICE)
     decode(
         page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), partial, stats,
-        max_query_len=max(query_lens), sliding_window=window, logits_soft_cap=soft_cap,
+        max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
     )  # fmt: skip
     output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
     merge(partial, stats, rotation_matrix(codec.value, kv_heads, inverse=True),
@@ -125,3 +130,28 @@ def test_channel_order_of_each_head(name):
     generator = torch.Generator().manual_seed(0)
     orders = torch.stack([torch.randperm(128, generator=generator) for _ in range(2)])
     assert relative_rms(*run(name, key_order=orders, value_order=orders.flip(0))) < BOUND
+
+
+def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
+    """Means that move scores by several units, another of each head."""
+    generator = torch.Generator().manual_seed(3)
+    mean, first_mean, scale, value_scale = torch.randn(4, kv_heads, head_dim, generator=generator)
+    return dict(key_mean=3 * mean, key_scale=scale.exp2(), key_first_mean=first_mean, value_scale=value_scale.exp2())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tq4", {}),
+        ("turboquant25", {"head_dim": 96, "soft_cap": 5.0}),
+        ("tq4", {"without": "key_first_mean", "soft_cap": 5.0, "seq_lens": (37,)}),
+        ("isoquant3", {"without": "key_mean", "window": 20, "seq_lens": (10, 50)}),
+        ("isoquant3", {"query_lens": (1, 9, 0), "window": 30, "seq_lens": (1, 40, 70), "group": 7, "kv_heads": 1}),
+    ],
+    ids=str,
+)
+def test_centred_and_scaled_pages(name, options):
+    options = {"head_dim": 64, **options}
+    given = transforms(options["head_dim"], options.get("kv_heads", 2))
+    given.pop(options.pop("without", None), None)
+    assert relative_rms(*run(name, **options, **given)) < BOUND

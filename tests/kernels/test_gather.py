@@ -31,7 +31,7 @@ def pages(codec: PagedCodec, heads: int, seq_lens: tuple[int, ...], block_size: 
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
         key, value = torch.randn(2, seq_len, heads, codec.key.head_dim, generator=generator).to(DEVICE)
-        codec.write(cache, slots.to(DEVICE), key, value)
+        codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
         vectors.append((key, value))
     return cache, table.to(DEVICE), vectors
 
@@ -69,6 +69,26 @@ def test_unrotated_vectors_are_the_decoded_ones(name: str, dtype: torch.dtype) -
     assert result.dtype == dtype and result.data_ptr() == rotated.data_ptr()
     rounding = torch.finfo(dtype).eps + 2**-10  # of the result; of the matrix and its products, in fp16
     assert (result.float() - codec.decode(packed)).norm() < rounding * codec.decode(packed).norm()
+
+
+def transforms(heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    mean, first_mean, scale, value_scale = torch.randn(4, heads, head_dim, generator=generator)
+    return dict(key_mean=3 * mean, key_scale=scale.exp2(), key_first_mean=first_mean, value_scale=value_scale.exp2())
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["one", "each"])
+@pytest.mark.parametrize("has_first", [False, True], ids=["later", "first"])
+def test_unrotated_vectors_have_their_mean_again(per_head: bool, has_first: bool) -> None:
+    given = {name: x if per_head else x[0] for name, x in transforms(2, 96).items()}
+    codec = PagedCodec(FORMATS["turboquant35"], 96, device=DEVICE, **given).key
+    first = (torch.arange(70) % 33 == 2).to(DEVICE) if has_first else None
+    marked = None if first is None else first[:, None]
+    packed = codec.encode(torch.randn(70, 2, 96, generator=torch.Generator().manual_seed(0)).to(DEVICE), marked)
+    rotated = codec.dequantize(*codec.unpack(packed)).half()
+    matrix, means = rotation_matrix(codec, 2, inverse=True), codec.transform.mean_rows()
+    result, expected = unrotate(rotated, matrix, torch.float16, means, first).float(), codec.decode(packed, marked)
+    assert ((result - expected).norm(dim=-1) < 2**-9 * expected.norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("infinity", [float("inf"), float("-inf")])
@@ -139,6 +159,9 @@ QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
         (False, {"sliding_window": 60, "capacity": 48}),
         (True, {"capacity": 48}),
         (True, {"sliding_window": 60}),
+        (False, {"transformed": True, "logits_soft_cap": 3.0}),
+        (False, {"transformed": True, "capacity": 48}),
+        (True, {"transformed": True, "sliding_window": 60}),
     ],
     ids=str,
 )
@@ -148,7 +171,8 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     head_dim, heads, group, block_size, first = 64, 2, 2, 16, 1
     options = dict(options)
     capacity = options.pop("capacity", 4096)
-    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE)
+    given = transforms(heads, head_dim) if options.pop("transformed", False) else {}
+    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
     seq_lens = tuple(a + b for a, b in zip(QUERY_LENS, PREFIXES, strict=True))
     cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
     attention = AttentionOptions(scale=0.2, **options)
@@ -173,7 +197,11 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     assert output[: starts[first]].isnan().all() and output[starts[-1] :].isnan().all()
     for i in range(first, len(seq_lens)):
         rows = slice(starts[i], starts[i + 1])
-        whole = [part.decode(part.encode(x)) for part, x in zip((codec.key, codec.value), vectors[i], strict=True)]
+        marked = (torch.arange(seq_lens[i], device=DEVICE) == 0)[:, None]
+        whole = [
+            part.decode(part.encode(x, marked), marked)
+            for part, x in zip((codec.key, codec.value), vectors[i], strict=True)
+        ]
         if not shared:
             whole = [
                 torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)

@@ -39,14 +39,22 @@ def vectors(tokens: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, see
     return x.to(dtype)
 
 
-def check(codec: PagedCodec, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def check(
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor | None = None,
+) -> None:
     """Store on DEVICE; compare with the reference on the CPU, the bytes between pages too."""
     expected = clone(cache)
-    codec.write(expected, slots, key, value)
+    codec.write(expected, slots, key, value, positions)
     channels = channels_of(codec.key, "key") | channels_of(codec.value, "value")
     on_device = PagedCodec(codec.key.fmt, codec.key.head_dim, device=DEVICE, **channels)
     actual = to_device(cache)
-    store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value))
+    on_device_positions = None if positions is None else positions.to(DEVICE)
+    store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value), on_device_positions)
     assert torch.equal(storage(actual).cpu(), storage(expected))
 
 
@@ -63,11 +71,15 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 
 
 def channels_of(codec, role: str) -> dict[str, torch.Tensor]:
-    if codec.order is None:
-        return {}
-    if codec.outlier_count:
-        return {f"{role}_outliers": codec.order[..., : codec.outlier_count]}
-    return {f"{role}_order": codec.order}
+    transform = codec.transform
+    given = {f"{role}_scale": transform.scale}
+    if role == "key":
+        given |= {"key_mean": transform.mean, "key_first_mean": transform.first_mean}
+    if codec.order is not None and codec.outlier_count:
+        given[f"{role}_outliers"] = codec.order[..., : codec.outlier_count]
+    elif codec.order is not None:
+        given[f"{role}_order"] = codec.order
+    return given
 
 
 def poisoned(codec: PagedCodec, blocks: int, block_size: int) -> torch.Tensor:
@@ -131,6 +143,53 @@ def test_channel_order_of_each_head(name, roles):
     key_order, value_order = given[roles]
     codec = PagedCodec(FORMATS[name], 96, key_order=key_order, value_order=value_order)
     check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 96))
+
+
+def transforms(head_dim: int) -> dict[str, torch.Tensor]:
+    """Means and scales with all their bits, so that another order of operations shows."""
+    generator = torch.Generator().manual_seed(5)
+    mean, first_mean, scale, value_scale = torch.randn(4, HEADS, head_dim, generator=generator)
+    return dict(
+        key_mean=mean, key_scale=scale.exp2(), key_first_mean=30 * first_mean, value_scale=(2 * value_scale).exp2()
+    )
+
+
+@every_dtype
+@pytest.mark.parametrize(("head_dim", "ordered"), [(96, True), (128, False)], ids=["d96 ordered", "d128"])
+def test_centred_and_scaled_bytes(name, head_dim, ordered):
+    channels = {}
+    if ordered:
+        order = torch.stack(
+            [torch.randperm(head_dim, generator=torch.Generator().manual_seed(i)) for i in range(HEADS)]
+        )
+        if count := FORMATS[name].outlier_channels(head_dim):
+            chosen = order[:, :count].sort(-1).values
+            channels = {"key_outliers": chosen, "value_outliers": chosen[0]}
+        else:
+            channels = {"key_order": order, "value_order": order[0]}
+    codec = PagedCodec(FORMATS[name], head_dim, **transforms(head_dim), **channels)
+    positions = torch.arange(90) % 7
+    check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim), positions)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("key_mean",), ("key_scale",), ("key_first_mean",), ("value_scale",), ("key_mean", "value_scale")],
+    ids=str,
+)
+@pytest.mark.parametrize("per_head", [False, True], ids=["one", "each"])
+def test_each_transform_alone(given, per_head):
+    chosen = {key: value if per_head else value[0] for key, value in transforms(64).items() if key in given}
+    codec = PagedCodec(FORMATS["turboquant25"], 64, **chosen)
+    positions = torch.arange(40) % 3 if "key_first_mean" in given else None
+    check(codec, poisoned(codec, 4, 16), shuffled(40, 4, 16), *vectors(40, 64, torch.float32), positions)
+
+
+def test_a_mean_of_first_tokens_needs_positions():
+    codec = PagedCodec(FORMATS["tq4"], 64, device=DEVICE, key_first_mean=[1.0] * 64)
+    key = torch.zeros(3, HEADS, 64, device=DEVICE)
+    with pytest.raises(AssertionError):
+        store.store_tokens(codec, poisoned(codec, 1, 16).to(DEVICE), torch.arange(3, device=DEVICE), key, key)
 
 
 @every_dtype

@@ -30,6 +30,20 @@ class AttentionOptions:
     logits_soft_cap: float | None = None
 
 
+@dataclass(frozen=True)
+class RecentTokens:
+    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
+
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated. A query reads up to `window` tokens here, its own
+    included, and those before them from the pages.
+    """
+
+    first: int
+    window: int
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 def attend(
     codec: PagedCodec,
     cache: torch.Tensor,
@@ -37,6 +51,7 @@ def attend(
     seq_len: int,
     query: torch.Tensor,
     options: AttentionOptions,
+    recent: RecentTokens | None = None,
 ) -> torch.Tensor:
     """Causal attention of one request's newest tokens over all of its cached tokens, the newest included.
 
@@ -47,6 +62,7 @@ def attend(
         seq_len: tokens of the request in the cache.
         query: float [tokens, query heads, head_dim], at positions seq_len - tokens .. seq_len - 1.
         options: see `AttentionOptions`.
+        recent: read instead of the pages by the queries near enough; None: nothing is.
 
     Returns:
         float32 [tokens, query heads, head_dim].
@@ -54,8 +70,11 @@ def attend(
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
     group = query_heads // kv_heads
-    rotated = codec.rotate_query(query.float().view(tokens, kv_heads, group, head_dim)) * options.scale
-    rows = rotated.permute(1, 0, 2, 3)  # [KV heads, tokens, group, head_dim]
+    query = query.float().view(tokens, kv_heads, group, head_dim)
+    rows = codec.rotate_query(query).permute(1, 0, 2, 3) * options.scale  # [KV heads, tokens, group, head_dim]
+    bias = codec.query_bias(query)
+    if bias is not None:
+        bias = bias.permute(1, 0, 2, 3) * options.scale
     state = _OnlineSoftmax(rows)
     positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
     window = options.sliding_window or seq_len
@@ -73,13 +92,38 @@ def attend(
         last = min(tokens, end - 1 + window - (seq_len - tokens))
         for row in range(first, last, rows_at_once):
             part = slice(row, min(row + rows_at_once, last))
-            scores = torch.matmul(rows[:, part].flatten(1, 2), key.transpose(1, 2)).unflatten(1, (-1, group))
-            if options.logits_soft_cap:
-                scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
             distance = positions[part, None] - kv_positions
-            scores.masked_fill_(((distance < 0) | (distance >= window))[:, None], float("-inf"))
-            state.update(part, scores, value)
+            hidden = (distance < 0) | (distance >= window)
+            if recent is not None:
+                hidden |= (distance < recent.window) & (kv_positions >= recent.first)
+            state.update(part, _scores(rows[:, part], key, hidden, options, bias, part, start == 0), value)
+    if recent is not None and recent.key.shape[1]:
+        distance = positions[:, None] - torch.arange(recent.first, seq_len, device=query.device)
+        hidden = (distance < 0) | (distance >= min(window, recent.window))
+        for row in range(0, tokens, rows_at_once):
+            part = slice(row, min(row + rows_at_once, tokens))
+            scores = _scores(rows[:, part], recent.key, hidden[part], options, bias, part, recent.first == 0)
+            state.update(part, scores, recent.value)
     return codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
+
+
+def _scores(
+    rows: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions,
+    bias: torch.Tensor | None, part: slice, has_first: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Scores [KV heads, rows, group, keys] of rows [KV heads, rows, group, head_dim]; `hidden` is bool [rows, keys].
+
+    `bias`: `PagedCodec.query_bias` of all queries, scaled, [KV heads, tokens, group, 2], of which these rows are
+    `part`. `has_first`: whether the first of the keys is token 0.
+    """
+    scores = torch.matmul(rows.flatten(1, 2), key.transpose(1, 2)).unflatten(1, rows.shape[1:3])
+    if bias is not None and has_first:
+        scores[..., 0] += bias[:, part, :, 1]
+    if options.logits_soft_cap:
+        if bias is not None:
+            scores += bias[:, part, :, :1]
+        scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
+    return scores.masked_fill_(hidden[:, None], float("-inf"))
 
 
 class _OnlineSoftmax:

@@ -5,22 +5,33 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from ..formats import Format
-from ..outliers import FILE_NAME, Calibration, CalibrationError, LayerCalibration, heads_of_rank, load
+from ..formats import GROUP_SIZE, Format
+from ..outliers import FILE_NAME, Calibration, LayerCalibration, heads_of_rank, load
+from .options import read_options
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger("vllm.packed_kv")
 
+Rows = list[list[int]] | list[list[float]]
 MIXES_NEIGHBOURS = ("quaternion", "givens")
 """Rotations of a few channels at a time, for which it matters which channels share a scale."""
+WORDS = {
+    "key_outliers": "outlier channels",
+    "key_order": "channel orders",
+    "value_order": "channel orders",
+    "key_mean": "means of keys",
+    "key_scale": "scales of keys",
+    "value_scale": "scales of values",
+}
+"""What the log calls fields of a `LayerCalibration`."""
 DRAFTS = {"mtp", "draft_model"}
 """Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
 
@@ -35,8 +46,8 @@ class RankCalibration:
     tp_rank: int
     has_draft: bool
 
-    def channels(self, layer_name: str, kv_heads: int, head_size: int) -> dict[str, list[list[int]]]:
-        """Arguments of a layer's `PagedCodec`, for the `kv_heads` heads of this rank.
+    def channels(self, layer_name: str, kv_heads: int, head_size: int) -> dict[str, Rows]:
+        """Arguments of a layer's `PagedCodec`, for the `kv_heads` heads of this rank; those that the file has.
 
         Empty for the layers of a draft model, which the file does not describe. Raises CalibrationError for a layer
         that it should describe and does not.
@@ -46,11 +57,7 @@ class RankCalibration:
             return {}
         if head_size != self.file.head_size:
             self.file.refuse(f"head_size {self.file.head_size}, but {layer_name} has {head_size}")
-        if self.fmt.outlier_bits:
-            rows = {"key_outliers": layer.key_outliers, "value_outliers": layer.value_outliers}
-        else:
-            orders = {"key_order": layer.key_order, "value_order": layer.value_order}
-            rows = {name: order for name, order in orders.items() if order is not None}
+        rows = {name: row for name in self.arguments if (row := getattr(layer, name)) is not None}
         mine = {name: heads_of_rank(row, kv_heads, self.tp_size, self.tp_rank) for name, row in rows.items()}
         if any(len(row) != kv_heads for row in mine.values()):
             rank = f"rank {self.tp_rank} of {self.tp_size}"
@@ -58,6 +65,24 @@ class RankCalibration:
                 f"{self.file.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}"
             )
         return mine
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What the format takes of a `LayerCalibration`."""
+        centred = ("key_mean", "key_first_mean", "key_scale")
+        if self.fmt.outlier_bits:
+            return ("key_outliers", "value_outliers", *centred, "value_scale")
+        return ("key_order", "value_order", *centred) if self.fmt.rotation in MIXES_NEIGHBOURS else centred
+
+    def uses(self) -> str:
+        """What of the file is used, in words; empty if nothing is."""
+        there = {
+            name
+            for name in self.arguments
+            if any(getattr(layer, name) is not None for layer in self.file.layers.values())
+        }
+        words = [*dict.fromkeys(text for name, text in WORDS.items() if name in there)]
+        return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
     def _layer(self, name: str) -> LayerCalibration | None:
         numbers = [int(part) for part in name.split(".") if re.fullmatch(r"[0-9]+", part)]
@@ -70,35 +95,17 @@ class RankCalibration:
 def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     """The calibration of a model, checked, for the layers that this process builds.
 
-    None if there is no file, if the format needs none, or while a draft model is built. Says once which file it is, or
+    None if there is no file, or while a draft model is built. Says once which file it is and what of it is used, or
     that there is none and what that means. Raises CalibrationError for a file that does not fit.
     """
     model = config.model_config
-    if not (fmt.outlier_bits or fmt.rotation in MIXES_NEIGHBOURS) or model.runner_type == "draft":
+    if model.runner_type == "draft":
         return None
-    path = _named_file(config.additional_config)
+    path = read_options(config.additional_config).calibration
     if path is None:
         path = _model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
-            if fmt.outlier_bits:
-                logger.warning_once(
-                    "KV cache calibration: no %s, so %s stores the first %d channels of each head with more bits, "
-                    "whichever are large; to choose them run: tq-calibrate model %s",
-                    path,
-                    fmt.name,
-                    fmt.outlier_channels(model.get_head_size()),
-                    model.model,
-                    scope="local",
-                )
-            else:
-                logger.info_once(
-                    "KV cache calibration: no %s, so %s keeps the order of the channels; tq-calibrate model %s may "
-                    "find a better one",
-                    path,
-                    fmt.name,
-                    model.model,
-                    scope="local",
-                )
+            _say_that_there_is_none(path, fmt, model)
             return None
     calibration = load(path)
     has_other_layers = model.is_hybrid or model.has_noops or getattr(model.hf_text_config, "num_kv_shared_layers", 0)
@@ -108,23 +115,66 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         head_size=model.get_head_size(),
         every_layer=not has_other_layers,
     )
-    ordered = any(layer.key_order or layer.value_order for layer in calibration.layers.values())
-    use = "outlier channels" if fmt.outlier_bits else "channel order" if ordered else "no channel order"
-    logger.info_once(
-        "KV cache calibration: %s for %s from %s, made for %s",
-        use,
-        fmt.name,
-        calibration.path,
-        calibration.recipe,
-        scope="local",
-    )
-    return RankCalibration(
+    rank = RankCalibration(
         calibration,
         fmt,
         get_tensor_model_parallel_world_size(),
         get_tensor_model_parallel_rank(),
         has_draft=config.speculative_config is not None,
     )
+    no_means = all(layer.key_mean is None for layer in calibration.layers.values())
+    hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
+    logger.info_once(
+        "KV cache calibration: %s for %s from %s, made for %s%s",
+        rank.uses() or "nothing",
+        fmt.name,
+        calibration.path,
+        calibration.recipe,
+        hint,
+        scope="local",
+    )
+    return rank
+
+
+def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None:
+    if model.get_head_size() <= GROUP_SIZE:  # tq-calibrate could not make one
+        return
+    if fmt.outlier_bits:
+        logger.warning_once(
+            "KV cache calibration: no %s, so %s stores keys as they are and the first %d channels of each head with "
+            "more bits, whichever are large; to choose them run: tq-calibrate model %s",
+            path,
+            fmt.name,
+            fmt.outlier_channels(model.get_head_size()),
+            model.model,
+            scope="local",
+        )
+        return
+    logger.info_once(
+        "KV cache calibration: no %s, so %s stores keys as they are%s; tq-calibrate model %s would improve it",
+        path,
+        fmt.name,
+        ", in the model's order of channels" if fmt.rotation in MIXES_NEIGHBOURS else "",
+        model.model,
+        scope="local",
+    )
+
+
+def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, Any]]:
+    """What calibration does to the pages of a format: layer -> arguments of its `PagedCodec` for all heads.
+
+    Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
+    CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
+    """
+    model = config.model_config
+    named = read_options(config.additional_config).calibration
+    path = named or _model_folder(model.model, model.revision) / FILE_NAME
+    if not path.is_file():
+        return {}
+    file = load(path)
+    whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)
+    layers = {layer: whole.channels(f"layers.{layer}", file.kv_heads, file.head_size) for layer in sorted(file.layers)}
+    return {layer: arguments for layer, arguments in layers.items() if arguments}
 
 
 def _model_folder(model: str, revision: str | None) -> Path:
@@ -134,18 +184,3 @@ def _model_folder(model: str, revision: str | None) -> Path:
         return path.parent if path.is_file() else path
     config = try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(config).parent if isinstance(config, str) else path
-
-
-def _named_file(additional_config: object) -> Path | None:
-    """The file of `--additional-config '{"packed_kv": {"calibration": "PATH"}}'`, if one is named."""
-    options = additional_config.get("packed_kv", {}) if isinstance(additional_config, dict) else {}
-    if options == {}:
-        if isinstance(additional_config, dict) and "packed-kv" in additional_config:
-            raise CalibrationError("--additional-config: the key is packed_kv, not packed-kv")
-        return None
-    path = options.get("calibration") if isinstance(options, dict) and len(options) == 1 else None
-    if not isinstance(path, str) or not path:
-        raise CalibrationError(
-            f'--additional-config: packed_kv is {options!r}; write {{"packed_kv": {{"calibration": "PATH"}}}}'
-        )
-    return Path(path).expanduser()

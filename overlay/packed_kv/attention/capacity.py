@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
+from .fingerprint import fingerprint
 
 logger = init_logger("vllm.packed_kv")
 
@@ -33,7 +34,7 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
-    """Log dtype, bytes per token, KV tokens and ratio to bf16, once a process, when the cache has its real size.
+    """Log dtype, bytes per token, KV tokens, ratio and fingerprint, once a process, when the cache has its real size.
 
     KV tokens are those that the engine counts. A worker in a process of its own is not told: it knows the blocks, and
     that is the same where all layers attend to everything; layers of several kinds share the blocks.
@@ -45,20 +46,22 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     tokens = f"{cache.kv_cache_size_tokens or cache.num_gpu_blocks * block_size:,}"
     if not cache.kv_cache_size_tokens and not _all_layers_attend_to_everything(vllm_config):
         tokens = f"up to {tokens}"
+    fmt = FORMATS.get(cache.cache_dtype)  # None where only a draft's layers are packed
     logger.info_once(
-        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16",
+        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16%s",
         cache.cache_dtype,
         stored,
         dense,
         tokens,
         dense / stored,
+        f", page format {fingerprint(vllm_config, fmt)}" if fmt else "",
         scope="local",
     )
 
 
 def _all_layers_attend_to_everything(vllm_config: VllmConfig) -> bool:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    return all(getattr(layer, "sliding_window", 0) is None for layer in layers)
+    return all(getattr(layer, "sliding_window", 0) is None for layer in layers if hasattr(layer, "kv_cache_dtype"))
 
 
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:

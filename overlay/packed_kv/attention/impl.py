@@ -6,7 +6,7 @@ On CUDA: `fused` for the batch's decodes, `prefill` for the rest. On the CPU, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -14,11 +14,13 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from ..codecs.pages import PagedCodec
+from ..codecs.ring import write as write_ring
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions, attend
+from .active_blocks import AttentionOptions, RecentTokens, attend
 from .calibration import find_calibration
 from .metadata import PackedMetadata, longest_decode
+from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens
 from .routes import fused_serves
 
 if TYPE_CHECKING:
@@ -70,12 +72,21 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
         self.longest_decode = longest_decode(config)
+        self.recent_tokens = recent_tokens(config)
+        self.layers = config.compilation_config.static_forward_context
         self.max_requests = config.scheduler_config.max_num_seqs
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.flash_attention = self._find_flash_attention()
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         if self.calibration is None:
             self._build_codec({})
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give the layer its companion: by now vLLM has named all layers, and has not yet asked for their caches."""
+        if self.recent_tokens and self.kv_sharing_target_layer_name is None:
+            name, layer = next((n, x) for n, x in self.layers.items() if getattr(x, "impl", None) is self)
+            window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
+            self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, window, self.longest_decode)
 
     def _find_flash_attention(self) -> FlashAttention | None:
         """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
@@ -94,7 +105,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             )
         return found
 
-    def _build_codec(self, channels: dict[str, list[list[int]]]) -> None:
+    def _build_codec(self, channels: dict[str, Any]) -> None:
         """Make the codec, with its `channels` from the calibration file, and what depends on it."""
         self.codec = PagedCodec(FORMATS[self.kv_cache_dtype], self.head_size, device=self.device, **channels)
         self.fused = self.prefill = None
@@ -146,41 +157,87 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if attn_metadata is None:
             self._profile(query, key, value, output)
             return output
-        tokens = attn_metadata.num_actual_tokens
+        recent = RecentStep.of(self.layers.get((shared or layer.layer_name) + SUFFIX), bool(shared))
+        decodes = self._decodes_by_kernel(attn_metadata, query.dtype)
         if shared is None:
-            store = self.fused.store if self.fused else self.codec.write
-            store(kv_cache, attn_metadata.slot_mapping[:tokens], key[:tokens], value[:tokens])
-        first = self._attend_decodes(query, kv_cache, attn_metadata, output)
-        if first == len(attn_metadata.context):
+            self._store(key, value, kv_cache, attn_metadata, recent, decodes)
+        if decodes:
+            self._attend_decodes(query, kv_cache, attn_metadata, recent, output)
+        if decodes == len(attn_metadata.context):
             return output
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.kv_cache_dtype}: a prefill is planned on the host; no CUDA graph can hold it")
         if self.prefill is not None:
             own_key, own_value = (None, None) if shared else (key, value)
-            self.prefill.attend(query, own_key, own_value, kv_cache, attn_metadata, first, output)
+            ring = recent.ring(slice(decodes, None)) if recent and not shared else None
+            self.prefill.attend(query, own_key, own_value, kv_cache, attn_metadata, decodes, output, ring)
         else:
-            self._attend_in_pytorch(query, kv_cache, attn_metadata, first, output)
+            self._attend_in_pytorch(query, key, value, kv_cache, attn_metadata, recent, decodes, output)
+        if recent and shared is None:
+            self._store_recent(key, value, kv_cache, attn_metadata, recent, decodes)
         return output
 
+    def _decodes_by_kernel(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
+        """How many requests, from the first on, the fused route serves."""
+        group = self.num_heads // self.num_kv_heads
+        if self.fused is None or not fused_serves(group, metadata.decode_query_len, dtype):
+            return 0
+        return metadata.decodes
+
+    def _store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata,
+        recent: RecentStep | None, decodes: int,
+    ) -> None:  # fmt: skip
+        """Write the batch's tokens into their pages, and those of decodes by the kernel, which reads them there, into
+        their rings. Prefills read what their rings had before: see `_store_recent`."""
+        tokens = metadata.num_actual_tokens
+        new = (metadata.slot_mapping[:tokens], key[:tokens], value[:tokens], metadata.positions[:tokens])
+        if self.fused is None:
+            self.codec.write(kv_cache, *new)
+        elif recent and decodes:
+            slots = recent.metadata.slots[: metadata.decode_tokens]
+            self.fused.store(kv_cache, *new, ring=recent.companion.kv_cache, ring_slots=slots)
+        else:
+            self.fused.store(kv_cache, *new)
+
+    def _store_recent(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata,
+        recent: RecentStep, decodes: int,
+    ) -> None:  # fmt: skip
+        """Write the tokens of the requests from `decodes` on into their rings."""
+        rows = slice(metadata.query_starts[decodes], metadata.num_actual_tokens)
+        ring, slots = recent.companion.kv_cache, recent.metadata.slots[rows]
+        new = (key[rows], value[rows], metadata.positions[rows])
+        if self.fused is None:
+            write_ring(ring, slots, *self.codec.prepare(*new))
+        else:
+            self.fused.store(
+                kv_cache, metadata.slot_mapping[rows], *new, ring=ring, ring_slots=slots, only_ring=True
+            )
+
     def _attend_in_pytorch(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, first: int, output: torch.Tensor
-    ) -> None:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, recent: RecentStep | None, first: int, output: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Serve the batch's requests from `first` on, one by one."""
         starts = metadata.query_starts
+        views: dict[int, RecentTokens] = {}
+        if recent:
+            views = recent.views(self.codec, key, value, metadata, first)
         for request in range(first, len(metadata.context)):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop:
                 table, seq_len = metadata.block_table[request], metadata.context[request]
-                output[rows] = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options).to(output.dtype)
+                view = views.get(request)
+                result = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options, view)
+                output[rows] = result.to(output.dtype)
 
     def _attend_decodes(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, output: torch.Tensor
-    ) -> int:
-        """Serve the batch's decodes by the fused route, if it can; returns the number of requests served."""
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, recent: RecentStep | None,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Serve the batch's decodes by the fused route."""
         requests, rows = metadata.decodes, metadata.decode_tokens
-        group = self.num_heads // self.num_kv_heads
-        if not requests or self.fused is None or not fused_serves(group, metadata.decode_query_len, query.dtype):
-            return 0
         self.fused.attend(
             query[:rows],
             kv_cache,
@@ -189,8 +246,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             metadata.seq_lens[:requests],
             metadata.decode_query_len,
             output[:rows],
+            recent.ring(slice(requests)) if recent else None,
         )
-        return requests
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
@@ -204,9 +261,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             blocks = -(-tokens // MICRO_BLOCK)
             page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
             batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device)
-            self.fused.store(page, torch.arange(tokens, device=key.device), key[:tokens], value[:tokens])
+            places = torch.arange(tokens, device=key.device)
+            self.fused.store(page, places, key[:tokens], value[:tokens], places)
             if self.prefill is not None:
                 self.prefill.attend(query, key, value, page, batch, 0, output)
             else:
-                self._attend_in_pytorch(query, page, batch, 0, output)
+                self._attend_in_pytorch(query, key, value, page, batch, None, 0, output)
         output.zero_()

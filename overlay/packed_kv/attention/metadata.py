@@ -32,8 +32,9 @@ logger = init_logger("vllm.packed_kv")
 class PackedMetadata(AttentionMetadata):
     """What `PackedAttentionImpl` needs to know of a batch.
 
-    On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `query_start_loc` int32
-    [requests + 1] and `seq_lens` int32 [requests], tokens in the cache with the batch's own.
+    On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `positions` int64 [tokens],
+    each token's place in its request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
+    the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
     batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
@@ -43,6 +44,7 @@ class PackedMetadata(AttentionMetadata):
     num_actual_tokens: int
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    positions: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     query_starts: list[int]
@@ -60,6 +62,7 @@ class PackedMetadata(AttentionMetadata):
             num_actual_tokens=new_tokens,
             block_table=places[: -(-tokens // MICRO_BLOCK)].to(torch.int32).unsqueeze(0),
             slot_mapping=places[tokens - new_tokens :],
+            positions=places[tokens - new_tokens :],
             query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
             query_starts=[0, new_tokens],
@@ -89,6 +92,10 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
                 MAX_COLUMNS,
                 scope="local",
             )
+        scheduler = vllm_config.scheduler_config
+        largest = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * longest_decode(vllm_config)
+        self.rows = torch.arange(largest, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         check_padding(vllm_config, kv_cache_spec)
         log_capacity(vllm_config, kv_cache_spec.block_size)
 
@@ -118,6 +125,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
+            positions=self._positions(common),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             query_starts=starts,
@@ -126,6 +134,20 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             decode_tokens=common.num_actual_tokens if decodes == len(lengths) else starts[decodes],
             decode_query_len=max(lengths[:decodes], default=0),
         )
+
+    def _positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """int64 [tokens], in memory that outlives the step, for CUDA graphs.
+
+        vLLM's, where it passes them (0.32 and later). Drafts move on without them, so where there may be a draft they
+        are worked out on the device: a request's last token is at `seq_lens` - 1.
+        """
+        tokens = common.num_actual_tokens
+        given = getattr(common, "positions", None)
+        if given is not None and self.vllm_config.speculative_config is None:
+            return given[:tokens]
+        rows, ends = self.rows[:tokens], common.query_start_loc[1:]
+        request = torch.searchsorted(ends[:-1], rows, right=True)  # padding counts as the last request's
+        return torch.add(rows, (common.seq_lens - ends)[request], out=self.positions[:tokens])
 
 
 def longest_decode(vllm_config: VllmConfig) -> int:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..codecs.pages import PagedCodec
+from ..codecs.ring import Ring
 from ..kernels.combine import combine
 from ..kernels.gather import gather, unrotate
 from ..kernels.merge import rotation_matrix
+from ..kernels.ring import gather_ring
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
@@ -61,6 +63,7 @@ class FlashPrefill:
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
+        self.means = codec.key.transform.mean_rows()
         self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
 
     def attend(
@@ -72,6 +75,7 @@ class FlashPrefill:
         metadata: PackedMetadata,
         first: int,
         output: torch.Tensor,
+        ring: Ring | None = None,
     ) -> None:
         """Attention of the batch's requests from `first` on.
 
@@ -82,10 +86,11 @@ class FlashPrefill:
             metadata: of the batch.
             first: index of a request.
             output: [tokens, query heads, head_dim]; the rows of these requests are filled.
+            ring: of these requests, before the batch's own tokens are in it; None: there is none.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         query, output = query[rows], output[rows]
-        own, parts = self._plan(metadata, first, cache.shape[2], shared=key is None)
+        own, parts = self._plan(metadata, first, cache.shape[2], key is None, ring.window if ring else 1)
         if key is None or value is None:
             key, value = self._read(cache, own, query.dtype)
         else:
@@ -95,7 +100,7 @@ class FlashPrefill:
         sums = self._flash(query, key, value, own, output, causal=True, window=(left, 0))
         for part in parts:
             seen = slice(part.first_row, part.end_row)
-            key, value = self._read(cache, part, query.dtype)
+            key, value = self._read(cache, part, query.dtype, ring)
             over_part = self.reserve(query.dtype)[2][: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
@@ -113,10 +118,10 @@ class FlashPrefill:
         )
 
     def _plan(
-        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool
+        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, recent: int
     ) -> tuple[KeyPart, list[KeyPart]]:
         """The requests' own part and their prefixes' parts, made for the first layer of a kind, kept for the rest."""
-        plan = (self.options.sliding_window, self.capacity, first, shared)
+        plan = (self.options.sliding_window, self.capacity, first, shared, recent)
         if plan not in metadata.plans:
             starts = metadata.query_starts[first:]
             query_lens = [end - start for start, end in pairwise(starts)]
@@ -126,17 +131,23 @@ class FlashPrefill:
             spans = prefix_parts(query_lens, prefixes, self.options.sliding_window, self.capacity, shared)
             raw = [Span(request, count, 0, count) for request, count in enumerate(query_lens)]
             own = own_part(query_lens, prefixes) if shared else raw
+            recent_from = [prefix - recent + 1 for prefix in prefixes]
             metadata.plans[plan] = (
                 key_part(own, query_starts, table, block_size),
-                [key_part(part, query_starts, table, block_size) for part in spans],
+                [key_part(part, query_starts, table, block_size, recent_from) for part in spans],
             )
         return metadata.plans[plan]
 
-    def _read(self, cache: torch.Tensor, part: KeyPart, dtype: torch.dtype) -> list[torch.Tensor]:
+    def _read(
+        self, cache: torch.Tensor, part: KeyPart, dtype: torch.dtype, ring: Ring | None = None
+    ) -> list[torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
         key, value = (x[: part.tokens] for x in self.reserve(dtype)[:2])
         gather(self.codec.layout, cache, part.micro_blocks, part.rows, key, value)
-        return [unrotate(x, matrix, dtype) for x, matrix in zip((key, value), self.matrices, strict=True)]
+        if ring is not None and part.recent is not None:
+            gather_ring(ring, part.recent, key, value)
+        key_matrix, value_matrix = self.matrices
+        return [unrotate(key, key_matrix, dtype, self.means, part.first_tokens), unrotate(value, value_matrix, dtype)]
 
     def _flash(
         self,

@@ -99,7 +99,9 @@ class KeyPart:
     """A part as the kernels and FlashAttention want it.
 
     `first_row` .. `end_row` are its rows of the prefill; `query_starts` and `key_starts`, int32 [requests + 1] on the
-    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`.
+    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`;
+    `first_tokens`, bool [tokens], says which keys are the first of a request; None if none is; `recent` are the spans
+    of `gather_ring`, or None.
     """
 
     first_row: int
@@ -112,9 +114,17 @@ class KeyPart:
     left: int
     micro_blocks: torch.Tensor
     rows: torch.Tensor
+    first_tokens: torch.Tensor | None
+    recent: torch.Tensor | None
 
 
-def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: torch.Tensor, block_size: int) -> KeyPart:
+def key_part(
+    spans: Sequence[Span],
+    query_starts: Sequence[int],
+    block_table: torch.Tensor,
+    block_size: int,
+    recent_from: Sequence[int] | None = None,
+) -> KeyPart:
     """Put a part's indices on the device, without waiting for it.
 
     Args:
@@ -122,26 +132,33 @@ def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: to
         query_starts: first row of each request of the prefill.
         block_table: int32 [requests, blocks], of the same requests.
         block_size: tokens of a block, a multiple of 16.
+        recent_from: of each request, the token from which on its ring is asked first; None: no ring is.
     """
     first_row = query_starts[spans[0].request]
     queries, keys, rows = [0], [0], [0]
-    requests, places = [], []
+    requests, places, first_tokens, recent = [], [], [], []
     for span in spans:
         row = query_starts[span.request] - first_row
         assert row == queries[-1], "rows of a part are neighbours"
         queries.append(row + span.queries)
         keys.append(keys[-1] + span.end - span.start)
+        if span.start == 0 < span.end:
+            first_tokens.append(keys[-2])
+        if recent_from is not None and (low := max(span.start, recent_from[span.request])) < span.end:
+            recent += [span.request, keys[-2] - span.start, low, span.end]
         starts = range(span.start, span.end, MICRO_BLOCK)
         requests += [span.request] * len(starts)
         places += [start // MICRO_BLOCK for start in starts]
         rows += [keys[-2] + min(start + MICRO_BLOCK, span.end) - span.start for start in starts]
-    host = torch.tensor([*queries, *keys, *rows, *requests, *places], dtype=torch.int32)
+    lists = (queries, keys, rows, requests, places, first_tokens, recent)
+    host = torch.tensor([index for indices in lists for index in indices], dtype=torch.int32)
     if block_table.is_cuda:
         host = host.pin_memory()
-    sizes = [len(queries), len(keys), len(rows), len(requests), len(places)]
-    queries_, keys_, rows_, requests_, places_ = host.to(block_table.device, non_blocking=True).split(sizes)
+    on_device = host.to(block_table.device, non_blocking=True).split([len(indices) for indices in lists])
+    queries_, keys_, rows_, requests_, places_, first_, recent_ = on_device
     a_block = block_size // MICRO_BLOCK
     micro_blocks = block_table[requests_, places_ // a_block] * a_block + places_ % a_block
+    first = torch.zeros(keys[-1], dtype=torch.bool, device=block_table.device) if first_tokens else None
     return KeyPart(
         first_row=first_row,
         end_row=first_row + queries[-1],
@@ -153,4 +170,6 @@ def key_part(spans: Sequence[Span], query_starts: Sequence[int], block_table: to
         left=spans[0].left,
         micro_blocks=micro_blocks,
         rows=rows_,
+        first_tokens=None if first is None else first.index_fill_(0, first_.long(), True),
+        recent=recent_.view(-1, 4) if recent else None,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import vllm
 import vllm.config.cache as cache_config
-from vllm.config import get_current_vllm_config
+from vllm.config import KVTransferConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -22,6 +22,7 @@ from ..layout import MICRO_BLOCK
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -33,6 +34,17 @@ RULES = {
     "compute capability not supported": "compute capability must be 8.0 or later",
 }
 """What vLLM says of a refused configuration -> the rule behind it."""
+
+CONNECTORS = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "DecodeBenchConnector",
+)
+"""KV connectors of vLLM that find pages by its block hashes, shake hands by its compatibility hash, or share none."""
 
 HAS_OPEN_REGISTRY = hasattr(AttentionBackendEnum, "register")
 """Whether the registry takes new names (0.31 and later). Before, all dtypes share its one free name, CUSTOM."""
@@ -69,8 +81,8 @@ def register_format(fmt: Format) -> None:
 
 
 def is_patched() -> bool:
-    """Whether this vLLM lets a registered dtype bring its own backend (see vllm_patches/)."""
-    return hasattr(cache_config, "KVCacheDTypeBackendHandler")
+    """Whether this vLLM has the whole series of vllm_patches/ (what is looked for is of the last patch)."""
+    return hasattr(cache_config, "kv_cache_page_format")
 
 
 def registry_name(fmt: Format) -> str:
@@ -116,6 +128,24 @@ class PackedDTypeHandler:
             )
         return backend
 
+    def check_layer(self, layer_name: str, layer: AttentionLayerBase) -> None:
+        """Raise ValueError, in one line, if a layer got its backend from its model and not from `attn_backend`."""
+        from .backend import backend_of
+
+        backend = layer.get_attn_backend()
+        if not issubclass(backend, backend_of(self.name)):
+            raise ValueError(
+                f"--kv-cache-dtype {self.name} cannot serve layer {layer_name} ({type(layer).__name__}): its model "
+                f"chooses the attention backend {backend.get_name()}, which cannot read packed pages; "
+                "use --kv-cache-dtype auto for this model"
+            )
+
+    def page_format(self, vllm_config: VllmConfig) -> str:
+        """Dtype and fingerprint, for the keys of pages that leave the process."""
+        from .fingerprint import fingerprint
+
+        return f"{self.name}-{fingerprint(vllm_config, FORMATS[self.name])}"
+
 
 def _unsupported_here() -> list[str]:
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -123,12 +153,26 @@ def _unsupported_here() -> list[str]:
     return [f"platform {current_platform.device_name} not supported (CUDA and CPU are)"]
 
 
+def _connectors(config: KVTransferConfig | None) -> list[str]:
+    """Names of the connectors of an engine, those within a MultiConnector instead of itself."""
+    if config is None or config.kv_connector is None:
+        return []
+    if config.kv_connector_module_path:
+        return [f"{config.kv_connector_module_path}.{config.kv_connector}"]
+    if config.kv_connector != "MultiConnector":
+        return [config.kv_connector]
+    children = [KVTransferConfig(**child) for child in config.kv_connector_extra_config.get("connectors", [])]
+    return [name for child in children for name in _connectors(child)]
+
+
 def _unsupported_in(config: VllmConfig) -> list[str]:
     """What would read or write the pages behind our back."""
     reasons = []
-    connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None
-    if connector and "LMCache" in connector:
-        reasons.append(f"KV connector {connector} not supported (it assumes two numbers a channel)")
+    for connector in _connectors(config.kv_transfer_config):
+        if "LMCache" in connector:
+            reasons.append(f"KV connector {connector} not supported (it assumes two numbers a channel)")
+        elif connector not in CONNECTORS:
+            reasons.append(f"KV connector {connector} not supported (its pages' keys do not name their format)")
     if config.speculative_config and config.speculative_config.method == "extract_hidden_states":
         reasons.append("speculative method extract_hidden_states not supported (it stores hidden states as KV)")
     if config.cache_config.kv_sharing_fast_prefill:

@@ -6,6 +6,7 @@ import torch
 
 from ..formats import FORMATS
 from .codec import Channels, Codec
+from .transform import Numbers
 
 __all__ = ["Codec", "get_codec"]
 
@@ -17,8 +18,11 @@ def get_codec(
     outliers: Channels | None = None,
     device: torch.device | str = "cpu",
     channel_order: Channels | None = None,
+    mean: Numbers | None = None,
+    scale: Numbers | None = None,
+    first_mean: Numbers | None = None,
 ) -> Codec:
     """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"unknown KV-cache dtype {name!r}; known: {', '.join(FORMATS)}")
-    return Codec(FORMATS[name], head_dim, role, outliers, device, channel_order)
+    return Codec(FORMATS[name], head_dim, role, outliers, device, channel_order, mean, scale, first_mean)

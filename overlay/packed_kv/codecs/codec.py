@@ -1,7 +1,7 @@
 """The fp32 reference codec: what a packed vector means. Kernels are judged against it.
 
-encode:  clean -> rotate -> quantise groups -> pack;  decode is the reverse. In a packed vector the codes of all
-groups come first, in group order (`bitpack`), then one scale byte a group.
+encode:  clean -> centre, scale -> rotate -> quantise groups -> pack;  decode is the reverse. In a packed vector the
+codes of all groups come first, in group order (`bitpack`), then one scale byte a group.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 from ..formats import GROUP_SIZE, Format, runs
 from . import bitpack, scalar
 from .rotations import ROTATIONS
+from .transform import ChannelTransform, Numbers
 
 INPUT_LIMIT = 32768.0
-"""Inputs are clamped to +-2^15 before the rotation, NaN and infinities become 0: neither reaches a neighbour."""
+"""NaN and infinities become 0; after centring and scaling, before the rotation, numbers are clamped to +-2^15: neither
+reaches a neighbour."""
 
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
@@ -33,9 +35,11 @@ class Codec:
         device: where the constants live; inputs must be on it.
         channel_order: for a format without an outlier group: the channels in packing order, a permutation [head_dim]
             for all heads or [heads, head_dim]; 32 in a row share a scale. None: as they come.
+        mean, scale, first_mean: of the channels, [head_dim] or [heads, head_dim] in the model's order; see
+            `ChannelTransform`. `encode` stores (x - mean) * scale, `decode` gives x back.
 
     Raises:
-        ValueError: unsupported head_dim, role, outliers or channel order.
+        ValueError: unsupported head_dim, role, outliers, channel order, means or scales.
     """
 
     def __init__(
@@ -46,6 +50,9 @@ class Codec:
         outliers: Channels | None = None,
         device: torch.device | str = "cpu",
         channel_order: Channels | None = None,
+        mean: Numbers | None = None,
+        scale: Numbers | None = None,
+        first_mean: Numbers | None = None,
     ) -> None:
         if role not in ("key", "value"):
             raise ValueError(f'role must be "key" or "value", got {role!r}')
@@ -63,21 +70,39 @@ class Codec:
             order = self._permutation(channel_order)
         self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
+        self.transform = ChannelTransform(head_dim, mean, scale, first_mean, device)
+        self.heads = self._heads()
         # For kernels: the rotations' constants by packed channel, and the channels in packing order, [heads, head_dim]
         # or [head_dim].
         self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
         self.channels = torch.arange(head_dim, device=device) if self.order is None else self.order
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape."""
-        return self.pack(*self.quantize(x))
+    def encode(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape.
 
-    def decode(self, packed: torch.Tensor) -> torch.Tensor:
-        """Unpack vectors: uint8 [..., vector_bytes] -> float32 [..., head_dim]. Raises ValueError on another shape."""
-        return self.unrotate(self.dequantize(*self.unpack(packed)))
+        first: bool, broadcastable to [...]: which are of the first token of a sequence. None: none is.
+        """
+        return self.pack(*self.quantize(x, first))
 
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float [..., head_dim] -> codes uint8 [..., head_dim], scale bytes uint8 [..., head_dim / 32]."""
+    def decode(self, packed: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Unpack vectors: uint8 [..., vector_bytes] -> float32 [..., head_dim]. Raises ValueError on another shape.
+
+        first: as it was given to `encode`.
+        """
+        return self.transform.inverse(self.unrotate(self.dequantize(*self.unpack(packed))), first)
+
+    def quantize(self, x: torch.Tensor, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """float [..., head_dim] -> codes uint8 [..., head_dim], scale bytes uint8 [..., head_dim / 32].
+
+        first: see `encode`.
+        """
+        groups = self.prepare(x, first).unflatten(-1, (-1, GROUP_SIZE))
+        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
+        codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
+        return codes.flatten(-2), scales
+
+    def prepare(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+        """What `quantize` quantises: `x` float [..., head_dim], cleaned, centred, scaled and rotated -> fp32."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
             raise ValueError(
                 f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
@@ -85,11 +110,8 @@ class Codec:
             )
         self._check_heads(x)
         x = x.to(torch.float32)
-        x = torch.where(x.isfinite(), x, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
-        groups = self.rotate(x).unflatten(-1, (-1, GROUP_SIZE))
-        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
-        codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
-        return codes.flatten(-2), scales
+        x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), first).clamp(-INPUT_LIMIT, INPUT_LIMIT)
+        return self.rotate(x)
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """codes and scales of `quantize` -> the rotated vectors, float32 [..., head_dim]."""
@@ -166,12 +188,22 @@ class Codec:
             raise ValueError(f"{expected}, got {given.dtype} {tuple(given.shape)}")
         return given.to(torch.int64)
 
+    def _heads(self) -> int | None:
+        """Heads of what is given per head. Raises ValueError if these are not as many everywhere."""
+        part = self.transform
+        given = {"channels": self.order, "mean": part.mean, "scale": part.scale, "first_mean": part.first_mean}
+        heads = {name: len(rows) for name, rows in given.items() if rows is not None and rows.ndim == 2}
+        if len({*heads.values()}) > 1:
+            differing = ", ".join(f"{name} for {count}" for name, count in heads.items())
+            raise ValueError(f"{self.fmt.name}: arguments are of different numbers of heads: {differing}")
+        return next(iter(heads.values()), None)
+
     def _check_heads(self, x: torch.Tensor) -> None:
-        """Raises ValueError if `x` [..., heads, any] has not the heads of per-head channels."""
-        if self.order is not None and self.order.ndim == 2 and x.shape[-2:-1] != self.order.shape[:1]:
+        """Raises ValueError if `x` [..., heads, any] has not the heads of what is given per head."""
+        if self.heads is not None and x.shape[-2:-1] != (self.heads,):
             raise ValueError(
-                f"{self.fmt.name}: channels were given for {len(self.order)} heads; expected "
-                f"[..., {len(self.order)}, {x.shape[-1]}], got {tuple(x.shape)}"
+                f"{self.fmt.name}: channels were given for {self.heads} heads; expected "
+                f"[..., {self.heads}, {x.shape[-1]}], got {tuple(x.shape)}"
             )
 
 

@@ -13,6 +13,7 @@ from .. import layout
 from ..formats import GROUP_SIZE, Format, runs
 from ..layout import CODES_PER_LANE, LANES, MICRO_BLOCK, VectorLayout, page_layout
 from .codec import Channels, Codec, split_runs
+from .transform import Numbers
 
 # Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and
 # [n3, n2 n1, n0, d4, d3, d2 d1 d0] for V, and the order that makes them [lane, code] (see layout.py).
@@ -25,13 +26,17 @@ class PagedCodec:
     """Writes and reads one layer's pages of one format.
 
     A cache is vLLM's view of the pages: uint8 [blocks, KV heads, block_size, slot_bytes], with the last two
-    dimensions contiguous and block_size a multiple of 16. Vectors read are still rotated: rotate the query with
-    `rotate_query`, attend, and undo V's rotation once on the output with `unrotate_output`.
+    dimensions contiguous and block_size a multiple of 16. Vectors read are as stored, centred, scaled and rotated: turn
+    the query with `rotate_query`, attend, and turn the output back once with `unrotate_output`. Scores then lack a
+    constant, the same for all keys but a sequence's first: `query_bias`.
 
     Args:
         fmt, head_dim, device: as for `Codec`.
         key_outliers, value_outliers: `outliers` of the two codecs, [heads, n] or [n].
         key_order, value_order: `channel_order` of the two codecs, [heads, head_dim] or [head_dim].
+        key_mean, key_scale, key_first_mean: `mean`, `scale` and `first_mean` of K's codec, [heads, head_dim] or
+            [head_dim].
+        value_scale: `scale` of V's codec.
     """
 
     def __init__(
@@ -43,22 +48,43 @@ class PagedCodec:
         device: torch.device | str = "cpu",
         key_order: Channels | None = None,
         value_order: Channels | None = None,
+        key_mean: Numbers | None = None,
+        key_scale: Numbers | None = None,
+        key_first_mean: Numbers | None = None,
+        value_scale: Numbers | None = None,
     ) -> None:
-        self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order)
-        self.value = Codec(fmt, head_dim, "value", value_outliers, device, value_order)
+        self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order, key_mean, key_scale, key_first_mean)
+        self.value = Codec(fmt, head_dim, "value", value_outliers, device, value_order, scale=value_scale)
+        # For the store kernel: the tables of K and V; None if neither is centred or scaled.
+        parts = (self.key, self.value)
+        changes = any(part.transform.changes for part in parts)
+        self.transform_tables = [part.transform.table(part.channels) for part in parts] if changes else None
         self.layout = page_layout(fmt, head_dim)
         self.slot_bytes = fmt.slot_bytes(head_dim)
 
-    def write(self, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(
+        self,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> None:
         """Store tokens.
 
         Args:
             cache: see the class.
             slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
             key, value: float [tokens, KV heads, head_dim].
+            positions: int [tokens], each token's place in its sequence; may be None without `key_first_mean`.
+
+        Raises:
+            ValueError: no positions where `key_first_mean` needs them.
         """
+        first = self._first_tokens(positions)
         stored = slots >= 0
         slots, key, value = slots[stored], key[stored], value[stored]
+        firsts = (None if first is None else first[stored].unsqueeze(1), None)
         if not len(slots):
             return
         # A word holds codes of several tokens, so whole micro-blocks are read, changed and written back.
@@ -68,18 +94,25 @@ class PagedCodec:
         pages = _micro_blocks(cache)
         old = pages[block, :, inner]
         planes = []
-        for codec, vectors in ((self.key, key), (self.value, value)):
+        for codec, vectors, first in zip((self.key, self.value), (key, value), firsts, strict=True):
             codes, scales = self._unpack(codec, old)
-            new_codes, new_scales = codec.quantize(vectors)
+            new_codes, new_scales = codec.quantize(vectors, first)
             codes[where, :, token], scales[where, :, token] = new_codes, new_scales
             planes.append((_pack_codes(codes, self.layout.vector, codec.role), _pack_scales(scales, codec.role)))
         (key_codes, key_scales), (value_codes, value_scales) = planes
         pages[block, :, inner] = torch.cat((key_codes, value_codes, key_scales, value_scales), dim=-1)
 
+    def prepare(
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 of the same shapes. See `write`."""
+        first = self._first_tokens(positions)
+        return self.key.prepare(key, None if first is None else first.unsqueeze(1)), self.value.prepare(value)
+
     def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantise micro-blocks, given as int [n] of (block * block_size + offset) / 16.
 
-        Returns K and V, rotated, float32 [KV heads, n * 16, head_dim].
+        Returns K and V, as stored, float32 [KV heads, n * 16, head_dim].
         """
         block, inner = self._locate(cache, micro_blocks)
         packed = _micro_blocks(cache)[block, :, inner]
@@ -90,12 +123,40 @@ class PagedCodec:
         return key, value
 
     def rotate_query(self, query: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, head_dim] -> the same, rotated as K is."""
-        return self.key.rotate(query.transpose(1, 2)).transpose(1, 2)
+        """float32 [tokens, KV heads, queries a KV head, head_dim] -> the same, over K's scale and rotated as K is."""
+        return self.key.rotate(self.key.transform.unscale(query.transpose(1, 2))).transpose(1, 2)
+
+    def query_bias(self, query: torch.Tensor) -> torch.Tensor | None:
+        """What the scores of `rotate_query` lack, before the attention scale.
+
+        Args:
+            query: float32 [tokens, KV heads, queries a KV head, head_dim], not rotated.
+
+        Returns:
+            [tokens, KV heads, queries a KV head, 2]: the query's products with K's mean, for every key (a softmax
+            does not see it, a soft cap before it does), and with the first token's mean less that, for the first key
+            of the sequence alone. None if K has no means.
+        """
+        rows = self.query_bias_rows(capped=True)
+        return None if rows is None else query @ rows.to(query.dtype).transpose(1, 2)
+
+    def query_bias_rows(self, *, capped: bool) -> torch.Tensor | None:
+        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, head_dim]. None if its scores need
+        none: without means, and with one mean for all tokens unless the scores are `capped`."""
+        transform = self.key.transform
+        return transform.mean_rows() if transform.first_mean is not None or capped else None
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, head_dim], sums of rotated V -> the same, rotated back."""
-        return self.value.unrotate(output.transpose(1, 2)).transpose(1, 2)
+        """float32 [tokens, KV heads, queries a KV head, head_dim], sums of stored V -> the same, of V."""
+        return self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
+
+    def _first_tokens(self, positions: torch.Tensor | None) -> torch.Tensor | None:
+        """bool [tokens], of which the mean is `key_first_mean`; None if there is none. Raises ValueError."""
+        if self.key.transform.first_mean is None:
+            return None
+        if positions is None:
+            raise ValueError("the keys have a mean for the first token of a sequence: pass the tokens' positions")
+        return positions == 0
 
     def _locate(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a_block = cache.shape[2] // MICRO_BLOCK

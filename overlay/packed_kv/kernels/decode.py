@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..codecs.ring import Ring
 from ..layout import CODE_WORDS, PageLayout
 from .fragments import OVER_UNIT, again, decode_key, decode_value, in_register, load_words
+from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
 LOG2_E = 1.4426950408889634
@@ -117,20 +119,27 @@ def _decode_group(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"]
+    do_not_specialize=["table_stride", "ring_table_stride"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens", "ring_table", "ring_first"],
 )
 def _decode_kernel(
-    query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
-    table_stride, block_stride, head_stride, soft_cap,
+    query, cache, block_table, query_start, seq_lens, partial_output, partial_stats, ring, ring_table, ring_first,
+    table_stride, block_stride, head_stride, ring_table_stride, ring_block_stride, ring_head_stride, soft_cap,
+    query_bias,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
     CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
     VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    RING_BLOCK: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits, KV heads times tiles of columns, requests)."""
+    """Grid: (splits, KV heads times tiles of columns, requests). With a ring (RING_BLOCK > 0) it is the last split."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
     splits = tl.num_programs(0)
+    page_splits = splits
+    if RING_BLOCK > 0:
+        page_splits = splits - 1
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
@@ -143,18 +152,40 @@ def _decode_kernel(
     if WINDOW > 0:
         first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
     first_tile = first_visible // 32
-    tiles = tl.cdiv(seq_len, 32) - first_tile
-    tiles_a_split = tl.cdiv(tiles, splits)
+    # A query sees tokens up to its own; of them the ring has the last RECENT, from token `recent` on.
+    recent = seq_len
+    if RING_BLOCK > 0:
+        recent = tl.load(ring_first + request)
+    tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
+    tiles_a_split = tl.cdiv(tiles, page_splits)
     low = first_tile + split * tiles_a_split
     high = tl.minimum(low + tiles_a_split, first_tile + tiles)
 
-    channels = tl.arange(0, 32)
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
     for _ in tl.static_range(GROUPS):
         outputs = outputs + (tl.zeros([32, 8], tl.float32),)
     maximum = tl.full([8], _MASKED, tl.float32)
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
+
+    if RING_BLOCK > 0:  # noqa: SIM102 (compiled away, the inner one is a branch)
+        if split == page_splits:
+            valid = columns < count * QUERY_GROUP
+            bias, first_bias = maximum, maximum
+            if HAS_BIAS:
+                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
+                first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
+            outputs, maximum, total = attend_ring(
+                _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
+                outputs, maximum, total, ring + head.to(tl.int64) * ring_head_stride,
+                ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
+                tl.maximum(recent, first_visible), seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
+                bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
+            )  # fmt: skip
+            slot = first_row.to(tl.int64) * splits + split
+            _store_partial(partial_output, partial_stats, outputs, maximum, total, slot, rows * splits, valid, GROUPS,
+                           RING_UNIT)  # fmt: skip
+            return
 
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_register`
@@ -168,10 +199,7 @@ def _decode_kernel(
         key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
         value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                 VALUE_CODES, VALUE_SCALES)  # fmt: skip
-        queries = ()
-        for g in tl.static_range(GROUPS):
-            pointers = query + first_row.to(tl.int64) * HEAD_DIM + rows[None, :] * HEAD_DIM + g * 32 + channels[:, None]
-            queries = queries + (tl.load(pointers, mask=(columns < count * QUERY_GROUP)[None, :], other=0.0),)
+        queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
@@ -179,6 +207,11 @@ def _decode_kernel(
             for g in tl.static_range(GROUPS):
                 key = _decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
+            if HAS_SOFT_CAP and HAS_BIAS:
+                scores += _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)[None, :]
+                if tile == 0:
+                    tokens = tl.arange(0, 32)
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
@@ -190,12 +223,19 @@ def _decode_kernel(
                 scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
-            # there a scale of 0 makes them 0, not NaN.
-            if (tile * 32 + 32 > seq_len - count + 1) | (tile * 32 < seq_len - WINDOW if WINDOW > 0 else False):
+            # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
+            at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
+            if WINDOW > 0:
+                at_end = at_end | (tile * 32 < seq_len - WINDOW)
+            if HAS_BIAS and not HAS_SOFT_CAP:
+                at_end = at_end | (tile == 0)
+            if at_end:
                 tokens = tile * 32 + tl.arange(0, 32)
+                if HAS_BIAS and not HAS_SOFT_CAP:
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
                 column = again(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
-                visible = tokens[:, None] < limit[None, :]
+                visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
                 if WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -227,15 +267,64 @@ def _decode_kernel(
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
-    valid = columns < count * QUERY_GROUP
-    slot = first_row.to(tl.int64) * splits + split
-    partial_output += slot * HEAD_DIM
+    _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
+                   rows * splits, columns < count * QUERY_GROUP, GROUPS, OVER_UNIT)  # fmt: skip
+
+
+@triton.jit
+def _store_partial(
+    partial_output, partial_stats, outputs, maximum, total, slot, rows, valid, GROUPS: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Write 8 columns' sums, times UNIT, at `slot` and `rows` [8] behind it."""
+    channels = tl.arange(0, 32)
+    partial_output += slot * (32 * GROUPS)
     partial_stats += slot * 2
     for g in tl.static_range(GROUPS):
-        pointers = partial_output + rows[None, :] * splits * HEAD_DIM + g * 32 + channels[:, None]
-        tl.store(pointers, outputs[g] * OVER_UNIT, mask=valid[None, :])
-    tl.store(partial_stats + rows * splits * 2, maximum, mask=valid)
-    tl.store(partial_stats + rows * splits * 2 + 1, tl.sum(total, 0), mask=valid)
+        pointers = partial_output + rows[None, :] * (32 * GROUPS) + g * 32 + channels[:, None]
+        tl.store(pointers, outputs[g] * UNIT, mask=valid[None, :])
+    tl.store(partial_stats + rows * 2, maximum, mask=valid)
+    tl.store(partial_stats + rows * 2 + 1, tl.sum(total, 0), mask=valid)
+
+
+@triton.jit
+def _load_queries(query, rows, valid, GROUPS: tl.constexpr):
+    """fp16 [32 channels, 8 columns] of each group."""
+    channels = tl.arange(0, 32)
+    queries = ()
+    for g in tl.static_range(GROUPS):
+        pointers = query + rows[None, :] * (32 * GROUPS) + g * 32 + channels[:, None]
+        queries = queries + (tl.load(pointers, mask=valid[None, :], other=0.0),)
+    return queries
+
+
+@triton.constexpr_function
+def min_window(recent, window):
+    """Tokens that a query sees in the ring: not those before its sliding window (0: none)."""
+    return min(recent, window) if window else recent
+
+
+@triton.jit
+def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
+    """Of a query that sees the tokens below `limit`: those below the result it reads from pages, the rest in the
+    ring, which has none below `recent`."""
+    if RING_BLOCK > 0:
+        limit = tl.minimum(limit, tl.maximum(limit - RECENT, recent))
+    return limit
+
+
+@triton.jit
+def _bias_of_columns(query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+    """A bias of each column's query, fp32 [8] in units of VALUE_UNIT. Read where it is needed: registers are scarce."""
+    columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    pointers = query_bias + (first_row.to(tl.int64) + rows) * 2
+    return tl.load(pointers, mask=columns < count * QUERY_GROUP, other=0.0) / OVER_UNIT
+
+
+@triton.jit
+def _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+    """Scores [32 tokens, 8 columns] with the second bias on token 0: see `PagedCodec.query_bias`."""
+    bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP)
+    return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
 
 
 @triton.jit
@@ -306,9 +395,11 @@ def decode(
     partial_stats: torch.Tensor,
     *,
     max_query_len: int,
+    query_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     max_registers: int | None = None,
+    ring: Ring | None = None,
 ) -> None:
     """Launch the kernel on a batch of requests with at most `max_query_len` query tokens each.
 
@@ -324,9 +415,11 @@ def decode(
         partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, their maximum or up to 15
             less, and the sum of weights, in powers of 2.
         max_query_len: known on the host, so that a CUDA graph can hold the launch.
+        query_bias: of `rotate_query`, fp32 [tokens, query heads, 2], contiguous; None where scores need none.
         sliding_window: tokens that a query sees, itself included.
         logits_soft_cap: cap of the scores before the softmax.
         max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
+        ring: of the layer's recent tokens; attention over them is the last of the splits, of which there are 2 or more.
     """
     _, kv_heads, group, head_dim = query.shape
     splits = partial_output.shape[2]
@@ -334,12 +427,21 @@ def decode(
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
     tiles = -(-group * max_query_len // COLUMNS)
+    if ring is not None:
+        check_ring(ring, kv_heads, head_dim)
+        assert splits >= 2, splits
+        ring_arguments = (ring.cache, ring.block_table, ring.first)
+        ring_strides = (ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1))
+    else:
+        ring_arguments, ring_strides = (cache, block_table, seq_lens), (0, 0, 0)
     _decode_kernel[(splits, kv_heads * tiles, seq_lens.shape[0])](
-        query, cache, block_table, query_start, seq_lens, partial_output, partial_stats,
-        block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, (logits_soft_cap or 0.0) * LOG2_E,
+        query, cache, block_table, query_start, seq_lens, partial_output, partial_stats, *ring_arguments,
+        block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, *ring_strides,
+        (logits_soft_cap or 0.0) * LOG2_E, partial_stats if query_bias is None else query_bias,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim,
-        WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap),
+        WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap), HAS_BIAS=query_bias is not None,
         MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
+        RING_BLOCK=ring.cache.shape[2] if ring else 0, RECENT=ring.window if ring else 0,
         num_warps=1, num_stages=1, enable_fp_fusion=True,
         **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
     )  # fmt: skip

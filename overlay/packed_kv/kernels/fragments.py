@@ -186,10 +186,21 @@ def _decode(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
             assembly, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, table],
             dtype=(tl.int32,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
-        low = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
-        high = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
-        values = halves(tl.join(low, high))
+        values = _join_pairs(pairs)
     return tl.reshape(values, [8, 4, 2, 2, 2, 2, 2])
+
+
+@triton.jit
+def from_pairs(pairs):
+    """The 16 codes of a lane and group as 8 int32 [32, 2] of two fp16 each, as `_decode` returns them."""
+    return tl.reshape(_join_pairs(pairs), [8, 4, 2, 2, 2, 2, 2])
+
+
+@triton.jit
+def _join_pairs(pairs):
+    low = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
+    high = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
+    return halves(tl.join(low, high))
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from ..layout import MICRO_BLOCK, PageLayout
 from . import power_of_2
 from .decode import _decode_group, _load_key, _load_value, kernel_layout
 from .fragments import OVER_UNIT, as_key, as_value
-from .merge import _rotate_query_kernel
 from .scales import scale_byte
 
 ROWS_A_PROGRAM = 64
@@ -114,23 +113,67 @@ def gather(
     )  # fmt: skip
 
 
-def unrotate(vectors: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+@triton.jit(do_not_specialize=["rows"])
+def _unrotate_kernel(
+    vectors, matrix, means, first, result, rows, matrix_head_stride, means_head_stride,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows / ROWS, KV heads). A program overwrites only what it alone has read."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
+    place = (row * KV_HEADS + head) * HEAD_DIM
+    matrix += head * matrix_head_stride
+    x = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for start in tl.static_range(0, HEAD_DIM, 32):
+        y = tl.load(vectors + place[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
+        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
+                    mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
+        x = tl.dot(y, m, x)
+    if CENTRED:
+        means += head * means_head_stride
+        x += tl.load(means + channel, mask=channel < HEAD_DIM, other=0.0)[None, :]
+    if HAS_FIRST:
+        further = tl.load(means + HEAD_DIM + channel, mask=channel < HEAD_DIM, other=0.0)
+        is_first = tl.load(first + row, mask=row < rows, other=0) != 0
+        x += tl.where(is_first[:, None], further[None, :], 0.0)
+    tl.store(result + place[:, None] + channel[None, :], x.to(result.dtype.element_ty),
+             mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
+
+
+def unrotate(
+    vectors: torch.Tensor,
+    matrix: torch.Tensor,
+    dtype: torch.dtype,
+    means: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Turn what `gather` wrote back into the model's basis, in place.
 
     Args:
         vectors: fp16 [rows, KV heads, head_dim], contiguous; overwritten.
         matrix: `rotation_matrix(..., inverse=True)` of the codec.
         dtype: fp16 or bf16.
+        means: what to add to every row, and what to add beyond that to rows of first tokens: fp32 [1 or KV heads, 2,
+            head_dim], contiguous, `ChannelTransform.mean_rows`; None without means.
+        first: with `means`: bool [rows], which rows are the first token of a sequence; None: none is.
 
     Returns:
         the memory of `vectors` as `dtype`, [rows, KV heads, head_dim].
     """
     rows, kv_heads, head_dim = vectors.shape
+    assert vectors.is_contiguous(), vectors.stride()
+    assert means is None or means.is_contiguous(), means.stride()
+    assert first is None or (len(first) == rows and first.dtype == torch.bool), (first.shape, rows)
     result = vectors.view(dtype)
-    _rotate_query_kernel[(-(-rows // ROWS_A_PROGRAM), kv_heads)](
-        vectors, matrix, result, rows, vectors.stride(0), vectors.stride(1),
-        0 if len(matrix) == 1 else matrix.stride(0), 1.0,
-        KV_HEADS=kv_heads, QUERY_GROUP=1, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim),
-        ROWS=ROWS_A_PROGRAM, num_warps=4,
+    if means is None:
+        means, first = matrix, None  # not read
+    matrix_stride, means_stride = (0 if len(x) == 1 else x.stride(0) for x in (matrix, means))
+    _unrotate_kernel[(-(-rows // ROWS_A_PROGRAM), kv_heads)](
+        vectors, matrix, means, matrix if first is None else first.view(torch.uint8), result, rows,
+        matrix_stride, means_stride,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
+        CENTRED=means is not matrix, HAS_FIRST=first is not None, num_warps=4,
     )  # fmt: skip
     return result

@@ -16,18 +16,21 @@ from .decode import LOG2_E
 
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
-    """The matrix M with `rotate(x) = x @ M` (or `unrotate`), fp16 [1 or KV heads, head_dim, head_dim]."""
-    per_head = codec.order is not None and codec.order.ndim == 2
+    """The matrix M with x @ M = `rotate(x / scale)`, or, inverse, `unrotate(x) / scale`, with the scale of the codec's
+    channels: fp16 [1 or KV heads, head_dim, head_dim]."""
+    per_head = codec.heads is not None
     identity = torch.eye(codec.head_dim, device=codec.device).unsqueeze(1).repeat(1, kv_heads if per_head else 1, 1)
-    matrix = codec.unrotate(identity) if inverse else codec.rotate(identity)
+    unscale = codec.transform.unscale
+    matrix = unscale(codec.unrotate(identity)) if inverse else codec.rotate(unscale(identity))
     return matrix.transpose(0, 1).to(torch.float16).contiguous()
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotate_query_kernel(
     query, matrix, rotated, rows, token_stride, head_stride, matrix_head_stride, scale,
+    bias_rows, bias, bias_rows_head_stride,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1)
@@ -36,17 +39,33 @@ def _rotate_query_kernel(
     part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
     matrix += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    bias_rows += head.to(tl.int64) * bias_rows_head_stride
+    bias0, bias1 = tl.zeros([ROWS, 32], tl.float32), tl.zeros([ROWS, 32], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
         x = tl.load(source[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
         m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         result = tl.dot(x.to(tl.float16), m, result)
-    target = rotated + (token * KV_HEADS * QUERY_GROUP + head * QUERY_GROUP + member) * HEAD_DIM
+        if HAS_BIAS:  # in fp32: a mean may be large, and in a soft cap its product counts as it is
+            bias0 += x.to(tl.float32) * tl.load(bias_rows + start + part)[None, :]
+            bias1 += x.to(tl.float32) * tl.load(bias_rows + HEAD_DIM + start + part)[None, :]
+    out_row = token * KV_HEADS * QUERY_GROUP + head * QUERY_GROUP + member
+    if HAS_BIAS:
+        tl.store(bias + out_row * 2, tl.sum(bias0, 1) * scale, mask=row < rows)
+        tl.store(bias + out_row * 2 + 1, tl.sum(bias1, 1) * scale, mask=row < rows)
+    target = rotated + out_row * HEAD_DIM
     tl.store(target[:, None] + channel[None, :], (result * scale).to(rotated.dtype.element_ty),
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
-def rotate_query(query: torch.Tensor, matrix: torch.Tensor, rotated: torch.Tensor, scale: float) -> None:
+def rotate_query(
+    query: torch.Tensor,
+    matrix: torch.Tensor,
+    rotated: torch.Tensor,
+    scale: float,
+    bias_rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
     """Rotate queries and multiply them by `scale` and log2 e.
 
     Args:
@@ -54,16 +73,25 @@ def rotate_query(query: torch.Tensor, matrix: torch.Tensor, rotated: torch.Tenso
         matrix: `rotation_matrix` of the K codec.
         rotated: fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; filled.
         scale: attention scale.
+        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, head_dim], contiguous, or None.
+        bias: with `bias_rows`: fp32 [tokens, query heads, 2], contiguous; filled with the queries' products with them,
+            times `scale` and log2 e too.
     """
     tokens, kv_heads, group, head_dim = rotated.shape
     assert query.stride(-1) == 1, query.stride()
     assert rotated.is_contiguous(), rotated.stride()
+    bias_arguments = (rotated, rotated, 0)
+    if bias is not None:
+        assert bias_rows is not None and bias_rows.is_contiguous() and bias.is_contiguous(), bias.stride()
+        assert bias.shape == (tokens, kv_heads * group, 2), bias.shape
+        bias_arguments = (bias_rows, bias, 0 if len(bias_rows) == 1 else bias_rows.stride(0))
     row_count = tokens * group
     _rotate_query_kernel[(-(-row_count // 16), kv_heads)](
         query, matrix, rotated, row_count, query.stride(0), query.stride(1),
         0 if len(matrix) == 1 else matrix.stride(0), scale * LOG2_E,
+        *bias_arguments,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=16,
-        num_warps=4,
+        HAS_BIAS=bias is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -110,6 +138,7 @@ def _merge_kernel(
 MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
 """Up to so many splits, and rows a program: more rows read the matrix less often, fewer leave more programs to share
 the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
+MAX_SPLITS = MERGE_TILES[-1][0]
 
 
 def merge(
@@ -126,7 +155,7 @@ def merge(
     """
     tokens, kv_heads, group, head_dim = output.shape
     splits = partial_output.shape[2]
-    assert splits <= 128, splits
+    assert splits <= MAX_SPLITS, splits
     assert output.stride(-1) == 1, output.stride()
     padded_splits, rows = next(tile for tile in MERGE_TILES if splits <= tile[0])
     padded_dim = power_of_2(head_dim)

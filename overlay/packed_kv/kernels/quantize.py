@@ -41,10 +41,11 @@ def _stages(groups):
 
 @triton.jit
 def load_rotated(
-    x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr
-):
-    """Channels of each row's group as a tuple of 8 fp32 [lanes], cleaned and multiplied by the rotation's constants:
-    for Givens and quaternions, rotated."""
+    x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
+    mean_row, scale_row, TRANSFORMED: tl.constexpr,
+):  # fmt: skip
+    """Channels of each row's group as a tuple of 8 fp32 [lanes], cleaned, centred and scaled if TRANSFORMED, and
+    multiplied by the rotation's constants: for Givens and quaternions, rotated."""
     lane = index % 4
     d0 = tl.arange(0, 2)[None, :]
     mask = exists[:, None]
@@ -56,6 +57,9 @@ def load_rotated(
             source = tl.load(channels_row[:, None] + channel, mask=mask, other=0)
         value = tl.load(x_row[:, None] + source, mask=mask, other=0.0).to(tl.float32)
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        if TRANSFORMED:
+            value -= tl.load(mean_row[:, None] + channel, mask=mask, other=0.0)
+            value = _product(value, tl.load(scale_row[:, None] + channel, mask=mask, other=0.0))
         value = tl.minimum(tl.maximum(value, -_INPUT_LIMIT), _INPUT_LIMIT)
         if ROTATION == "hadamard":
             x += tl.split(_product(value, tl.load(constants_ptr + channel, mask=mask, other=0.0)))

@@ -24,7 +24,7 @@ def key_scales(scale_words, group: tl.constexpr, GROUPS: tl.constexpr):
         low, high = _two_scales(scale_words[group // 2], group % 2)
     else:
         low, high = _two_scales(scale_words[group], 0)
-    return _over_scores(low, high)
+    return over_scores(low, high)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _two_scales(word, high: tl.constexpr):
 
 
 @triton.jit
-def _over_scores(low, high):
+def over_scores(low, high):
     """[32 lanes, 2 micro-blocks], of tokens n3 = 0 and 1, -> [32 tokens, 8 columns], as the scores lie."""
     x = tl.reshape(tl.join(low, high), [8, 4, 1, 2, 2])  # g, t, column 0 or 1 of t's, micro-block, n3
     x = tl.broadcast_to(x, [8, 4, 2, 2, 2])
@@ -74,7 +74,7 @@ def headroom(scale_words):
             "=f,r", [words], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     room = tl.broadcast_to(room[:, None], [32, 2])
-    return _over_scores(room, room)
+    return over_scores(room, room)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 The bytes equal those of `PagedCodec.write`. The rounding rule, which makes them equal: everything is fp32, each add,
 subtract and multiply rounded to nearest even on its own (no fused multiply-add, no flushing of denormals), in the order
 that `codecs/rotations.py` and `codecs/scalar.py` state; a tie between two codes takes the lower magnitude, a tie
-between two scales the one tried first. NaN and infinities become 0, the rest is clamped to +-INPUT_LIMIT.
+between two scales the one tried first. NaN and infinities become 0; centred and scaled, the rest is clamped to
++-INPUT_LIMIT.
 
 A program takes `ROWS` groups of 32 channels, one a row, of one section (outlier or regular channels) of K or of V. A
 channel's index in its group, d4..d0, is split between lanes and registers:
@@ -27,9 +28,10 @@ import triton.language as tl
 from .. import layout
 from ..codecs.pages import PagedCodec
 from ..formats import GROUP_SIZE, Format
-from ..layout import MICRO_BLOCK, page_layout
+from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
 from .quantize import hadamard, load_rotated, quantize, search_scale
+from .ring import store_ring
 from .words import store_codes
 
 ROWS = 8
@@ -37,9 +39,18 @@ ROWS = 8
 
 
 def store_tokens(
-    codec: PagedCodec, cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    ring: torch.Tensor | None = None,
+    ring_slots: torch.Tensor | None = None,
+    only_ring: bool = False,
 ) -> None:
-    """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation.
+    """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation; and `codecs.ring.write`.
 
     Args:
         codec: the codec of the layer, on the device of the tensors.
@@ -49,6 +60,11 @@ def store_tokens(
             are distinct.
         key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] of one dtype, channels contiguous; rows
             beyond the slots are padding.
+        positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the codec has a mean for
+            first tokens, else not looked at.
+        ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], or None: none.
+        ring_slots: int32 [up to tokens], contiguous: where the first so many tokens go in the ring; as `slots`.
+        only_ring: leave the pages alone.
     """
     _, heads, block_size, slot_bytes = cache.shape
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
@@ -59,13 +75,22 @@ def store_tokens(
     assert key.shape[1:] == (heads, codec.key.head_dim) and len(key) >= len(slots), (key.shape, slots.shape)
     assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
     for part in (codec.key, codec.value):
-        assert part.channels.ndim == 1 or len(part.channels) == heads, (part.channels.shape, heads)
+        assert part.heads in (None, heads), (part.heads, heads)
     constants = store_constants(codec.key.fmt, codec.key.head_dim)
     padded = [power_of_2(groups) for _, groups, *_ in constants["SECTIONS"]]
     rows = max(ROWS, *padded)
     programs = sum(-(-len(slots) * heads // (rows // groups)) for groups in padded)
     if not programs:
         return
+    if ring is None or ring_slots is None:
+        assert not only_ring
+        ring, ring_slots = cache, slots[:0]
+        has_ring = False
+    else:
+        assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
+        assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
+        assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
+        has_ring = True
     store_kernel[(programs, 2)](
         cache,
         cache.stride(0),
@@ -83,14 +108,35 @@ def store_tokens(
         0 if codec.key.channels.ndim == 1 else codec.key.channels.stride(0),
         codec.value.channels,
         0 if codec.value.channels.ndim == 1 else codec.value.channels.stride(0),
+        *transform_arguments(codec, slots, positions),
+        ring,
+        ring.stride(0),
+        ring.stride(1),
+        ring_slots,
+        len(ring_slots),
         HEADS=heads,
         BLOCK_SIZE=block_size,
         ROWS=rows,
         ORDERED=codec.key.order is not None or codec.value.order is not None,
+        HAS_PAGES=not only_ring,
+        RING_BLOCK=ring.shape[2] if has_ring else 0,
         **constants,
         num_warps=1,
         enable_fp_fusion=False,
     )
+
+
+def transform_arguments(codec: PagedCodec, slots: torch.Tensor, positions: torch.Tensor | None) -> tuple[Any, ...]:
+    """The kernel's arguments that centre and scale, from positions_ptr to FIRST. What is not there is never read."""
+    if codec.transform_tables is None:
+        return slots, slots, 0, slots, 0, False, False
+    key, value = codec.transform_tables
+    strides = [0 if len(table) == 1 else table.stride(0) for table in (key, value)]
+    if codec.key.transform.first_mean is None:
+        return slots, key, strides[0], value, strides[1], True, False
+    assert positions is not None and positions.is_contiguous() and positions.dtype == torch.int64, positions
+    assert len(positions) >= len(slots), (positions.shape, slots.shape)
+    return positions, key, strides[0], value, strides[1], True, True
 
 
 @functools.cache
@@ -126,7 +172,9 @@ padded_groups = triton.constexpr_function(power_of_2)
 """Rows of a vector's section: a power of two, so that a rotation exchanges row and row ^ 2^i."""
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens", "ring_tokens"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"]
+)
 def store_kernel(
     cache_ptr,
     cache_block_stride,
@@ -144,10 +192,24 @@ def store_kernel(
     key_channels_stride,
     value_channels_ptr,
     value_channels_stride,
+    positions_ptr,
+    key_table_ptr,
+    key_table_stride,
+    value_table_ptr,
+    value_table_stride,
+    TRANSFORMED: tl.constexpr,
+    FIRST: tl.constexpr,
+    ring_ptr,
+    ring_block_stride,
+    ring_head_stride,
+    ring_slots_ptr,
+    ring_tokens,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     ORDERED: tl.constexpr,
+    HAS_PAGES: tl.constexpr,
+    RING_BLOCK: tl.constexpr,
     ROTATION: tl.constexpr,
     HEAD_GROUPS: tl.constexpr,
     SECTIONS: tl.constexpr,
@@ -167,14 +229,18 @@ def store_kernel(
     head_stride = key_head_stride if is_key else value_head_stride
     channels_ptr = key_channels_ptr if is_key else value_channels_ptr
     channels_stride = key_channels_stride if is_key else value_channels_stride
+    table_ptr = key_table_ptr if is_key else value_table_ptr
+    table_stride = key_table_stride if is_key else value_table_stride
     program = tl.program_id(0)
     for s in tl.static_range(len(SECTIONS)):
         programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(SECTIONS[s][1]))
         if (program >= 0) & (program < programs):
             _store_section(
                 cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
-                x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride, is_key, program,
-                HEADS, BLOCK_SIZE, ROWS, ORDERED, ROTATION, HEAD_GROUPS,
+                x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
+                ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
+                positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
+                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_GROUPS,
                 SECTIONS[s][0], SECTIONS[s][1], SECTIONS[s][2], SECTIONS[s][3], SECTIONS[s][4],
                 CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
             )  # fmt: skip
@@ -184,14 +250,16 @@ def store_kernel(
 @triton.jit
 def _store_section(
     cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
-    x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride, is_key, program,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
-    HEAD_GROUPS: tl.constexpr, FIRST: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-    MICRO_BLOCK_BYTES: tl.constexpr, KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr,
-    VALUE_SCALES: tl.constexpr,
+    x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
+    ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
+    positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
+    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_GROUPS: tl.constexpr, FIRST_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr,
+    CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr, MICRO_BLOCK_BYTES: tl.constexpr,
+    KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store GROUPS groups, from group FIRST on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
+    """Store GROUPS groups, from FIRST_GROUP on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
     A_VECTOR: tl.constexpr = padded_groups(GROUPS)
     index = tl.arange(0, 4 * ROWS)
     row, lane = index // 4, index % 4
@@ -208,21 +276,42 @@ def _store_section(
 
     x_row = x_ptr + token * token_stride + head * head_stride
     channels_row = channels_ptr + head * channels_stride
-    x = load_rotated(x_row, channels_row, constants_ptr, FIRST + group, exists, index, ORDERED, ROTATION)
+    table_row = table_ptr + head * table_stride
+    mean_row = table_row
+    if FIRST:
+        position = tl.load(positions_ptr + token, mask=exists, other=1)
+        mean_row += tl.where(position == 0, HEAD_GROUPS * 32, 0)
+    scale_row = table_row + 2 * HEAD_GROUPS * 32
+    x = load_rotated(
+        x_row, channels_row, constants_ptr, FIRST_GROUP + group, exists, index, ORDERED, ROTATION,
+        mean_row, scale_row, TRANSFORMED,
+    )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
-    scale = search_scale(x, index, BITS)
-    magnitudes, signs = quantize(x, scale, BITS)
-    if is_key:
-        store_codes(
-            micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
-            True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-        )  # fmt: skip
-        scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST + group) + n // 8
-    else:
-        store_codes(
-            micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
-            False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-        )  # fmt: skip
-        scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST + group) + n // 8 * 2 + n % 2
-    tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))
+    if RING_BLOCK > 0:
+        place = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
+        in_ring = place >= 0
+        place = tl.where(in_ring, place, 0)
+        entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
+        entry += place % RING_BLOCK * ((66 * HEAD_GROUPS + 7) // 8 * 8)  # see layout.py
+        scales = entry + 64 * HEAD_GROUPS
+        if is_key:
+            store_ring(entry, scales, x, FIRST_GROUP + group, index, in_ring, True)
+        else:
+            store_ring(entry + 32 * HEAD_GROUPS, scales + HEAD_GROUPS, x, FIRST_GROUP + group, index, in_ring, False)
+    if HAS_PAGES:
+        scale = search_scale(x, index, BITS)
+        magnitudes, signs = quantize(x, scale, BITS)
+        if is_key:
+            store_codes(
+                micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
+                True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
+            )  # fmt: skip
+            scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8
+        else:
+            store_codes(
+                micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
+                False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
+            )  # fmt: skip
+            scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
+        tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))

@@ -1,0 +1,112 @@
+"""Adds up queries, keys and values of a model's layers, whoever runs the model: the input of `statistics`.
+
+Nothing but sums is kept, so memory does not grow with tokens. They are of float64, so that a variance is exact to
+about 1e-16 of the mean's square: a mean of 10^4 standard deviations would still leave eight digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .errors import UserError
+from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
+
+
+class Sums:
+    """Sums of the layers that were seen, by number. Knows nothing of how a model is run.
+
+    With tensor parallelism each rank has the sums of its own heads.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerSums] = {}
+
+    def add(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        output_columns: Callable[[], torch.Tensor],
+    ) -> None:
+        """Add tokens of one layer.
+
+        Args:
+            layer: the layer's number.
+            query: float [tokens, heads, head_dim], after norm and RoPE, as it meets the cache.
+            key, value: float [tokens, KV heads, head_dim], as the cache holds them.
+            positions: int [tokens], of each token in its own sequence, from 0. Sequences must begin as a server's do.
+            output_columns: gives the squared norms of the output projection's columns, [heads * head_dim]; called the
+                first time that a layer is seen.
+
+        Raises UserError if K and V differ in size.
+        """
+        if value.shape != key.shape:
+            raise UserError(
+                f"layer {layer}: K has {key.shape[-1]} channels and V {value.shape[-1]}, as latent attention (MLA) "
+                "has; it cannot be calibrated"
+            )
+        if layer not in self.layers:
+            self.layers[layer] = LayerSums(key.shape[1], key.shape[2], output_columns())
+        self.layers[layer].add(query, key, value, positions)
+
+    def statistics(self) -> Statistics:
+        """The means so far; there must be a layer. Raises UserError if there are none that a file can hold."""
+        layers = {layer: sums.statistics() for layer, sums in sorted(self.layers.items())}
+        check_one_shape({layer: tuple(seen.key_energy.shape) for layer, seen in layers.items()})
+        statistics = Statistics(layers, max(sums.tokens for sums in self.layers.values()))
+        check_finite(statistics)
+        return statistics
+
+
+class LayerSums:
+    """Sums of one layer, float64 [KV heads, head_size].
+
+    Keys of position 0 are apart: they are stored less a mean of their own, and are unlike all others (small, under
+    heavy attention). Queries there have but one key to choose from.
+    """
+
+    def __init__(self, kv_heads: int, head_size: int, output_columns: torch.Tensor) -> None:
+        self.value_weight = output_columns.double().view(kv_heads, -1, head_size).sum(1)
+        zeros = torch.zeros(7, kv_heads, head_size, dtype=torch.float64, device=self.value_weight.device)
+        self.key, self.key_squares, self.first_key, self.query_squares, self.value_squares = zeros[:5]
+        self.key_max, self.value_max = zeros[5:]
+        self.tokens = self.first_tokens = 0
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
+        """Add tokens; shapes as for `Sums.add`."""
+        first = positions == 0
+        self.tokens += len(first)
+        self.first_tokens += int(first.sum())
+        self.first_key += key[first].sum(0, dtype=torch.float64)
+        later = key[~first].double()
+        self.key += later.sum(0)
+        self.key_squares += later.square().sum(0)
+        self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
+        self.value_squares += _squares(value)
+        for largest, seen in ((self.key_max, key), (self.value_max, value)):
+            torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
+
+    def statistics(self) -> LayerStatistics:
+        """The means so far."""
+        later = max(1, self.tokens - self.first_tokens)
+        mean, energy = self.key / later, self.key_squares / later
+        return LayerStatistics(
+            key_energy=energy,
+            key_variance=(energy - mean.square()).clamp_min(0.0),
+            value_energy=self.value_squares / self.tokens,
+            key_weight=self.query_squares / later,
+            value_weight=self.value_weight,
+            key_max=self.key_max,
+            value_max=self.value_max,
+            key_mean=mean,
+            key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
+        )
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] -> sums over tokens, float64 [heads, head_dim]."""
+    return x.float().square().sum(0, dtype=torch.float64)

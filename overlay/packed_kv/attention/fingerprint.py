@@ -1,0 +1,34 @@
+"""What the bytes of a page depend on beside model and tokens, in a name for the keys of pages that travel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from .. import formats
+from ..layout import MICRO_BLOCK
+from .calibration import transforms_of_model
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..formats import Format
+
+
+def fingerprint(config: VllmConfig, fmt: Format) -> str:
+    """16 hexadecimal digits, equal for engines that may read each other's pages; the same in all processes of one.
+
+    A digest of the version of the formats, of this format's rotation and bits, of the layout's units, of which layers
+    are packed, and of the calibration of the whole model, whichever heads are this rank's. The weights, the number of
+    ranks and the block size are in vLLM's own keys.
+    """
+    pages = {
+        "version": formats.FORMAT_VERSION,
+        "format": asdict(fmt),
+        "layout": [formats.GROUP_SIZE, MICRO_BLOCK],
+        "skipped": sorted(config.cache_config.kv_cache_dtype_skip_layers),
+        "calibration": transforms_of_model(config, fmt),
+    }
+    return hashlib.sha256(json.dumps(pages, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,119 @@
+"""The recent window in vLLM's KV-cache planning: a ring of a few blocks a request, claimed from vLLM's own pool.
+
+A group's block table is indexed by position, as any other: entry i says where tokens i * block_size and on are. Here
+the same few blocks come back over and over, and the null block (0) says that tokens are not in the ring, but in their
+packed page alone: those of the prefix cache or of another server, and those that a long chunk has already passed. So
+the scheduler decides what is valid, and nobody has to keep tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(CircularBufferSpec):
+    """A ring that holds the newest `window` tokens of a request.
+
+    `slack`: tokens that a step writes before they are known to stay: the sampled one and its drafts. Like its base,
+    which vLLM's own scratch groups use, it takes no part in the prefix cache.
+    """
+
+    window: int
+    slack: int
+
+    @property
+    def ring_blocks(self) -> int:
+        """Blocks a request: the window may begin and end inside a block."""
+        return cdiv(self.window + self.slack, self.block_size) + 1
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.ring_blocks * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return cdiv(max_len, self.block_size)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        return all(isinstance(spec, RingSpec) for spec in kv_cache_specs.values())
+
+
+class RingManager(SingleTypeKVCacheManager):
+    """Claims up to `ring_blocks` blocks a request and enters them into its table over and over."""
+
+    def __init__(self, kv_cache_spec: RingSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.ring_blocks = kv_cache_spec.ring_blocks
+        self.rings: dict[str, dict[int, KVCacheBlock]] = {}
+        self.first: dict[str, int] = {}
+        """Request -> number of its first block of tokens that it computes itself."""
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int, *_args: object, **_kwargs: object,
+    ) -> int:  # fmt: skip
+        first = self.first.get(request_id, cdiv(total_computed_tokens, self.block_size))
+        wanted = min(cdiv(num_tokens, self.block_size) - first, self.ring_blocks)
+        return max(0, wanted - len(self.rings.get(request_id, ())))
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:  # fmt: skip
+        computed = num_local_computed_tokens + num_external_computed_tokens
+        table = self.req_to_blocks[request_id]
+        table.extend([self._null_block] * cdiv(computed, self.block_size))
+        self.first[request_id] = len(table)
+
+    def allocate_external_computed_blocks(self, *_args: object, **_kwargs: object) -> None:
+        """Tokens that another engine computed are in no ring."""
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        table = self.req_to_blocks[request_id]
+        self.first.setdefault(request_id, len(table))
+        ring = self.rings.setdefault(request_id, {})
+        end = cdiv(num_tokens, self.block_size)
+        added = []
+        for index in range(len(table), end):
+            if index < end - self.ring_blocks:  # of a long chunk: out of the window before anyone reads it
+                added.append(self._null_block)
+                continue
+            place = index % self.ring_blocks
+            if place not in ring:
+                ring[place] = self.block_pool.get_new_blocks(1)[0]
+            added.append(ring[place])
+        table.extend(added)
+        return added
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self.req_to_blocks.pop(request_id, None)
+        self.first.pop(request_id, None)
+        return list(self.rings.pop(request_id, {}).values())
+
+    def cache_blocks(self, *_args: object, **_kwargs: object) -> None:
+        """A ring is never shared."""
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: object, max_length: int, kv_cache_group_ids: Sequence[int], *_args: object, **_kwargs: object
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+    def remove_skipped_blocks(self, *_args: object, **_kwargs: object) -> None:
+        """Blocks stay with the request until it ends."""
+
+
+# A scheduler in a process of its own learns of both by unpickling the spec, which imports this module. vLLM registers
+# its own specs only while there are none, so they come first.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(RingSpec, RingManager, RingSpec)

@@ -1,0 +1,330 @@
+"""The ring of recent tokens: what the store and decode kernels do with it, and two small kernels of its own.
+
+A token is written by the store kernel, which has its rotated channels (`store_ring`), and read by one more split of the
+decode kernel (`attend_ring`) or, for prefills, by `gather_ring`. `plan_ring` says once a step where new tokens go and
+from which token on a request's ring can be read. The reference of the bytes is `codecs/ring.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
+from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
+from ..layout import ring_slot_bytes
+from . import power_of_2
+from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
+from .quantize import _product, of
+from .scales import headroom, over_scores, scale_byte, scale_weights, transpose_weights
+
+_LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
+_OVER_LARGEST = tl.constexpr(OVER_LARGEST)
+RING_UNIT = tl.constexpr(UNIT)
+_EIGHTHS = tl.constexpr(tuple(8 / (8 + i) for i in range(8)))
+_MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
+_ROUND = tl.constexpr(1.5 * 2**23)
+"""Added to an fp32 below 2^22 and taken off again, it leaves the nearest integer, a tie the even one."""
+_LARGEST_HALF = tl.constexpr(65504.0)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+TOKENS_A_PROGRAM = 1024
+"""Of `plan_ring`, at a time."""
+
+
+@triton.jit
+def _step(scale):
+    """Scale bytes -> fp32, what a code of 1 is worth."""
+    return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * RING_UNIT
+
+
+@triton.jit
+def _inverse(step):
+    """fp32(1 / step), or 0 of 0. A step has 4 significant bits, so a table of 8 serves; a division takes a call."""
+    bits = step.to(tl.int32, bitcast=True)
+    inverse = tl.full(step.shape, 1.0, tl.float32)
+    for i in tl.static_range(1, 8):
+        inverse = tl.where(bits >> 20 & 7 == i, of(_EIGHTHS, i), inverse)
+    scaled = inverse.to(tl.int32, bitcast=True) - (((bits >> 23) - 127) << 23)
+    return tl.where(step > 0, scaled.to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def store_ring(vector, scale_at, x, group, index, stored, IS_KEY: tl.constexpr):
+    """Write one group of each row: 32 codes behind `vector`, its scale at `scale_at`, pointers to bytes [lanes].
+
+    x: 8 fp32 tensors [lanes], as in quantize.py; lane t of a row (t = index % 4) has channels d43 * 8 + 2 * t + d0.
+    """
+    lane = index % 4
+    top = tl.abs(x[0])
+    for k in tl.static_range(1, 8):
+        top = tl.maximum(top, tl.abs(x[k]))
+    top = tl.maximum(top, tl.gather(top, index ^ 1, 0))
+    top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
+    largest = tl.minimum(top * _OVER_LARGEST, _LARGEST_HALF).to(tl.float16)
+    scale = tl.minimum((largest.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, _MAX_SCALE_BYTE)
+    inverse = _inverse(_step(scale))
+    # The lane's 8 bytes: registers k = d4 d3 d0 in order for K, d0 d4 d3 for V.
+    pointer = (vector + group * 32 + 8 * lane).to(tl.pointer_type(tl.int32))
+    for half in tl.static_range(2):
+        word = tl.zeros(index.shape, tl.int32)
+        for byte in tl.static_range(4):
+            code = _product(x[4 * half + byte if IS_KEY else 2 * byte + half], inverse)
+            code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
+            word |= (code.to(tl.int32) + 128) << (8 * byte)
+        tl.store(pointer + half, word, mask=stored)
+    tl.store(scale_at + group, scale.to(tl.uint8), mask=stored & (lane == 0))
+
+
+# Bytes u = code + 128 of a word as fp16 pairs: under 0x64, a byte is 1024 + u, and 1152 off it leaves the code.
+_BIASED = "prmt.b32 ${0}, {1}, b, {2}; add.rn.f16x2 ${0}, ${0}, c;"
+_HEAD = "{ .reg .b32 b, c, x, y; mov.b32 b, 0x64646464; mov.b32 c, 0xe480e480; "
+_KEY_PAIRS = tl.constexpr(
+    _HEAD + _BIASED.format(0, "$2", "0x4140") + _BIASED.format(1, "$2", "0x4342") + " }"
+)
+_VALUE_PAIRS = tl.constexpr(
+    _HEAD + "prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362;"
+    + "".join(_BIASED.format(i, "xy"[i // 2], ("0x4140", "0x4342")[i % 2]) for i in range(4)) + " }"
+)  # fmt: skip
+
+
+@triton.jit
+def _pair(first, second, byte0: tl.constexpr, byte1: tl.constexpr):
+    """Byte `byte0` of `first` and `byte1` of `second`, codes + 128, as two fp16 in an int32."""
+    low = ((first >> (8 * byte0) & 0xFF) - 128).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    high = ((second >> (8 * byte1) & 0xFF) - 128).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return low & 0xFFFF | high << 16
+
+
+@triton.jit
+def _key_pairs(word):
+    """int32 [32, 2], a word of K -> the pairs of d3 = 0 and 1."""
+    if IS_INTERPRETED:
+        result = (_pair(word, word, 0, 1), _pair(word, word, 2, 3))
+    else:
+        result = tl.inline_asm_elementwise(
+            _KEY_PAIRS, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _value_pairs(first, second):
+    """int32 [32, 2], a word of V of token n0 = 0 and one of n0 = 1 -> the pairs of d4 d3 = 0 .. 3."""
+    if IS_INTERPRETED:
+        result = (_pair(first, second, 0, 0), _pair(first, second, 1, 1),
+                  _pair(first, second, 2, 2), _pair(first, second, 3, 3))  # fmt: skip
+    else:
+        result = tl.inline_asm_elementwise(
+            _VALUE_PAIRS, "=&r,=&r,=&r,=&r,r,r", [first, second], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _slots(ring_head, table, token, block_stride, BLOCK: tl.constexpr, SLOT: tl.constexpr):
+    """Pointers to the slots of tokens."""
+    return ring_head + tl.load(table + token // BLOCK).to(tl.int64) * block_stride + token % BLOCK * SLOT
+
+
+@triton.jit
+def _load(slots, offset, count: tl.constexpr):
+    """`load_words` at a byte offset into the slots of a token of either half of a tile."""
+    first, second = (slots[0] + offset).to(tl.pointer_type(tl.int32)), (slots[1] + offset).to(tl.pointer_type(tl.int32))
+    return load_words(first, second, count)
+
+
+@triton.jit
+def _byte(word, index: tl.constexpr):
+    return word >> (8 * index) & 0xFF
+
+
+@triton.jit
+def attend_ring(
+    queries, outputs, maximum, total, ring_head, table, block_stride, first, seq_len, limit, soft_cap, bias, first_bias,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Attention of 8 columns over tokens first .. seq_len - 1 of the ring: new outputs, maximum and total.
+
+    The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
+    of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of
+    codes times scales, 1 / `UNIT` times the values. As with pages, a lane loads what it feeds to the tensor core: of
+    tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
+    """
+    SLOT: tl.constexpr = (66 * GROUPS + 7) // 8 * 8
+    SCALES: tl.constexpr = 64 * GROUPS
+    A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
+    lane = tl.arange(0, 32)[:, None]
+    row, column = lane // 4, lane % 4
+    for base in range(first, seq_len, 32):
+        low_slots, high_slots, slots = (), (), ()
+        for m in tl.static_range(2):
+            token = base + 16 * m + row
+            low_slots += (_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),)
+            high_slots += (_slots(ring_head, table, tl.minimum(token + 8, seq_len - 1), block_stride, BLOCK, SLOT),)
+        for n in tl.static_range(4):
+            token = base + 8 * (n // 2) + 2 * column + n % 2
+            slots += ((_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),
+                       _slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT)),)
+        scores = tl.zeros([32, 8], tl.float32)
+        low_scales, high_scales = (), ()
+        for i in tl.static_range((GROUPS + 3) // 4):
+            low_scales += _load(low_slots, SCALES + 4 * i, 1)
+            high_scales += _load(high_slots, SCALES + 4 * i, 1)
+        for g in tl.static_range(GROUPS):
+            words = _load(low_slots, g * 32 + column * 8, 2) + _load(high_slots, g * 32 + column * 8, 2)
+            pairs = _key_pairs(words[0]) + _key_pairs(words[1]) + _key_pairs(words[2]) + _key_pairs(words[3])
+            low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
+            high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
+            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
+        token = base + tl.arange(0, 32)
+        if HAS_BIAS:
+            scores += tl.where((token == 0)[:, None], first_bias[None, :], 0.0)
+        if HAS_SOFT_CAP:
+            if HAS_BIAS:
+                scores += bias[None, :]
+            scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
+        visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        scale_words = ()
+        for n in tl.static_range(4):
+            for i in tl.static_range(GROUPS // 4, (2 * GROUPS + 3) // 4):
+                scale_words += _load(slots[n], SCALES + 4 * i, 1)
+        value_scales = ()
+        for g in tl.static_range(GROUPS):
+            word = _byte(scale_words[(GROUPS + g) // 4 - GROUPS // 4], (GROUPS + g) % 4)
+            for n in tl.static_range(1, 4):
+                of_token = scale_words[n * A_TOKEN + (GROUPS + g) // 4 - GROUPS // 4]
+                word |= _byte(of_token, (GROUPS + g) % 4) << (8 * n)
+            value_scales += (word,)
+        new_maximum = tl.maximum(maximum, tl.max(scores - headroom(value_scales), 0))
+        weights = tl.exp2(scores - new_maximum[None, :])
+        shrink = tl.exp2(maximum - new_maximum)
+        total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
+        maximum = new_maximum
+        pair0, pair1 = transpose_weights(weights)
+        new_outputs = ()
+        for g in tl.static_range(GROUPS):
+            words = ()
+            for n in tl.static_range(4):
+                words += _load(slots[n], (GROUPS + g) * 32 + row * 4, 1)
+            even, odd = _value_pairs(words[0], words[1]), _value_pairs(words[2], words[3])
+            pairs = (even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3])
+            value = opaque(as_value(from_pairs(pairs)))
+            scaled = scale_weights(pair0, pair1, value_scales[g])
+            new_outputs += (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
+        outputs = new_outputs
+    return outputs, maximum, total
+
+
+@triton.jit(do_not_specialize=["tokens", "table_stride", "requests"])
+def _plan_kernel(
+    query_start, seq_lens, table, slots, first, requests, tokens, table_stride,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, LONGEST: tl.constexpr,
+    ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: requests."""
+    request = tl.program_id(0)
+    start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
+    count, seq_len = end - start, tl.load(seq_lens + request)
+    prefix = seq_len - count
+    table += request.to(tl.int64) * table_stride
+
+    low = tl.maximum(prefix - WINDOW + 1, 0)
+    newest = tl.where(count <= LONGEST, tl.where(count > 0, seq_len, 0), prefix) - 1
+    entry = low // BLOCK + tl.arange(0, ENTRIES)
+    block = tl.load(table + entry, mask=entry * BLOCK <= newest, other=1)
+    missing = tl.max(tl.where(block == 0, entry, -1), 0)
+    tl.store(first + request, tl.maximum(low, (missing + 1) * BLOCK))
+
+    kept = (seq_len - 1) // BLOCK - RING_BLOCKS + 1  # a block before it has the place of a newer one
+    for base in range(0, count, TOKENS):
+        token = base + tl.arange(0, TOKENS)
+        position = prefix + token
+        block = tl.load(table + position // BLOCK, mask=(token < count) & (position // BLOCK >= kept), other=0)
+        slot = tl.where(block > 0, block * BLOCK + position % BLOCK, -1)
+        tl.store(slots + start + token, slot, mask=token < count)
+    if request == requests - 1:
+        for base in range(end, tokens, TOKENS):  # padding
+            token = base + tl.arange(0, TOKENS)
+            tl.store(slots + token, tl.full([TOKENS], -1, tl.int32), mask=token < tokens)
+
+
+def plan_ring(
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    *,
+    block_size: int,
+    ring_blocks: int,
+    window: int,
+    longest_decode: int,
+) -> None:
+    """`attention/recent_metadata.plan` in one launch: fills `slots` and `first`. The arguments are the same."""
+    requests = len(seq_lens)
+    _plan_kernel[(requests,)](
+        query_start, seq_lens, block_table, slots, first, requests, len(slots), block_table.stride(0),
+        WINDOW=window, BLOCK=block_size, RING_BLOCKS=ring_blocks, LONGEST=longest_decode,
+        ENTRIES=power_of_2((window + longest_decode) // block_size + 2), TOKENS=TOKENS_A_PROGRAM, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["spans"])
+def _gather_ring_kernel(
+    ring, table, first, spans, key, value, table_stride, block_stride, head_stride,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (spans, KV heads)."""
+    HEAD_DIM: tl.constexpr = 32 * GROUPS
+    span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
+    request, row, low, end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
+    table += request.to(tl.int64) * table_stride
+    ring_head = ring + head.to(tl.int64) * head_stride
+    position = tl.arange(0, 32)  # of a byte in its group
+    key_channel = position // 2 % 4 * 8 + position // 8 * 2 + position % 2
+    value_channel = position % 4 * 8 + position // 4
+    for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
+        token = base + tl.arange(0, 32)
+        there = token < end
+        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, (66 * GROUPS + 7) // 8 * 8)
+        target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
+        for g in tl.static_range(2 * GROUPS):
+            codes = tl.load(slot[:, None] + g * 32 + position[None, :], mask=there[:, None], other=0)
+            step = _step(tl.load(slot + 2 * HEAD_DIM + g, mask=there, other=0))
+            x = ((codes.to(tl.float32) - 128) * step[:, None]).to(tl.float16)
+            if g < GROUPS:
+                out = key + target[:, None] + g * 32 + key_channel[None, :]
+            else:
+                out = value + target[:, None] + (g - GROUPS) * 32 + value_channel[None, :]
+            tl.store(out, x, mask=there[:, None])
+
+
+def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write the tokens that the ring has over those that `gather` read from the pages, still rotated.
+
+    Args:
+        ring: of the layer; `spans` count its requests.
+        spans: int32 [n, 4], contiguous: request, row of its token 0 (maybe negative), tokens low .. end - 1; those
+            before `ring.first` are left alone.
+        key, value: fp16 [rows, KV heads, head_dim], contiguous.
+    """
+    _, kv_heads, head_dim = key.shape
+    check_ring(ring, kv_heads, head_dim)
+    assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
+    _gather_ring_kernel[(len(spans), kv_heads)](
+        ring.cache, ring.block_table, ring.first, spans, key, value,
+        ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1),
+        KV_HEADS=kv_heads, GROUPS=head_dim // GROUP_SIZE, BLOCK=ring.cache.shape[2], num_warps=4,
+    )  # fmt: skip
+
+
+def check_ring(ring: Ring, kv_heads: int, head_dim: int) -> None:
+    """Assert the layout that the kernels need."""
+    cache = ring.cache
+    assert cache.dtype == torch.uint8 and cache.shape[1] == kv_heads, (cache.dtype, cache.shape)
+    assert cache.shape[3] == ring_slot_bytes(head_dim) and cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+    assert cache.stride(0) % 2 == cache.stride(1) % 2 == 0, cache.stride()

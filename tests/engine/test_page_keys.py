@@ -1,0 +1,147 @@
+"""Pages that leave an engine are found again by engines of the same page format only."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import msgspec
+import pytest
+import tiny_models
+import torch
+from block_store import BlockStore
+from calibration_files import ORDERS, OUTLIERS, content, write
+from harness import engine
+from packed_kv import formats
+from packed_kv.attention import registration
+from packed_kv.attention.fingerprint import fingerprint
+from packed_kv.formats import FORMATS
+from vllm import SamplingParams
+from vllm.config.cache import kv_cache_page_format
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash as nixl_hash
+from vllm.engine.arg_utils import EngineArgs
+
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 64, 16
+PROMPT = torch.randint(tiny_models.VOCAB, (4 * BLOCK + 2,), generator=torch.Generator().manual_seed(1)).tolist()
+TOKENIZER = Path(__file__).parents[2] / "models" / "demo-7m"
+
+
+def generate(model: Path, folder: Path) -> tuple[int, list[int]]:
+    """Tokens of `PROMPT` that a new engine found in the store `folder`, and those that it goes on with."""
+    connector = {
+        "kv_connector": BlockStore.__name__,
+        "kv_connector_module_path": BlockStore.__module__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "max_model_len": 256}
+    options |= {"block_size": BLOCK, "tokenizer": str(TOKENIZER), "kv_transfer_config": connector}
+    with engine(str(model), "turboquant25", **options) as llm:
+        sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        (result,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+    return result.num_cached_tokens, list(result.outputs[0].token_ids)
+
+
+def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # without it, vLLM 0.26 shares no block hashes
+    connector = f"{BlockStore.__module__}.{BlockStore.__name__}"
+    monkeypatch.setattr(registration, "CONNECTORS", (*registration.CONNECTORS, connector))
+    plain = Path(tiny_models.save(tiny_models.llama(), tmp_path / "plain"))
+    calibrated = Path(shutil.copytree(plain, tmp_path / "calibrated"))
+    write(calibrated, content(LAYERS, KV_HEADS, HEAD_DIM))
+    store = tmp_path / "store"
+    store.mkdir()
+    found, tokens = generate(calibrated, store)
+    assert found == 0
+    assert generate(calibrated, store) == (4 * BLOCK, tokens)
+    found, other_tokens = generate(plain, store)
+    assert found == 0
+    assert other_tokens != tokens
+    monkeypatch.setattr(formats, "FORMAT_VERSION", formats.FORMAT_VERSION + 1)
+    assert generate(calibrated, store) == (0, tokens)
+
+
+def settings(model: Path, kv_cache_dtype: str, *, skip: list[str] | None = None, file: Path | None = None) -> Any:
+    """What of a VllmConfig a fingerprint depends on."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=None),
+        cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skip or []),
+        additional_config={"packed_kv": {"calibration": str(file)}} if file else {},
+    )
+
+
+def fingerprints(*args: Any, **options: Any) -> dict[str, str]:
+    return {name: fingerprint(settings(*args, name, **options), fmt) for name, fmt in FORMATS.items()}
+
+
+def differ(some: dict[str, str], others: dict[str, str]) -> set[str]:
+    return {name for name in FORMATS if some[name] != others[name]}
+
+
+def test_fingerprint_of_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fingerprints(tmp_path)
+    assert len({*plain.values()}) == len(FORMATS)
+    assert all(len(digits) == 16 and int(digits, 16) for digits in plain.values())
+    (tmp_path / "other").mkdir()
+    assert plain == fingerprints(tmp_path / "other")
+    assert differ(plain, fingerprints(tmp_path, skip=["0"])) == {*FORMATS}
+    assert fingerprints(tmp_path, skip=["0", "2"]) == fingerprints(tmp_path, skip=["2", "0"])
+    monkeypatch.setattr(formats, "FORMAT_VERSION", formats.FORMAT_VERSION + 1)
+    assert differ(plain, fingerprints(tmp_path)) == {*FORMATS}
+
+
+def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
+    """Of every channel list that a dtype uses, in the last layer and head too; of no other thing in the file."""
+    plain = fingerprints(tmp_path)
+    file = content(LAYERS, KV_HEADS, HEAD_DIM)
+    calibrated = fingerprints(tmp_path, file=write(tmp_path, file))
+    with_outliers = {name for name, fmt in FORMATS.items() if fmt.outlier_bits}
+    with_order = {name for name, fmt in FORMATS.items() if fmt.rotation != "hadamard"}
+    assert differ(plain, calibrated) == with_outliers | with_order
+    (tmp_path / "other").mkdir()
+    for field, users in [*((field, with_outliers) for field in OUTLIERS), *((field, with_order) for field in ORDERS)]:
+        changed = deepcopy(file)
+        rows = changed["layers"][f"model.layers.{LAYERS - 1}.self_attn"][field]
+        rows[-1] = list(range(len(rows[-1])))
+        assert differ(calibrated, fingerprints(tmp_path, file=write(tmp_path / "other", changed))) == users
+    renamed = file | {"model_name": "another model", "calibration": {"num_prompts": 5}}
+    assert fingerprints(tmp_path, file=write(tmp_path / "other", renamed)) == calibrated
+    for entry in file["layers"].values():
+        for field in ORDERS:
+            del entry[field]
+    assert differ(plain, fingerprints(tmp_path, file=write(tmp_path / "other", file))) == with_outliers
+
+
+def test_what_vllm_asks(tmp_path: Path) -> None:
+    registration.register_formats()
+    assert kv_cache_page_format(settings(tmp_path, "tq4")) == f"-tq4-{fingerprints(tmp_path)['tq4']}"
+    assert kv_cache_page_format(settings(tmp_path, "auto")) == ""
+
+
+def test_nixl_refuses_a_peer_with_another_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message names both fingerprints."""
+    model = tiny_models.save(tiny_models.llama(), tmp_path)
+    file = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM)).rename(tmp_path / "other.json")
+    plain = EngineArgs(model, tokenizer=str(TOKENIZER), kv_cache_dtype="isoquant4").create_engine_config()
+    calibrated = replace(plain, additional_config={"packed_kv": {"calibration": str(file)}})
+    older = {"cross_layers_blocks": False} if "cross_layers_blocks" in signature(nixl_hash).parameters else {}
+    hashes = [nixl_hash(config, "PACKED_KV_ISOQUANT4", **older) for config in (plain, calibrated)]
+    found = [fingerprint(config, FORMATS["isoquant4"]) for config in (plain, calibrated)]
+    assert found[0] != found[1]
+    worker = MagicMock(_is_csa_linear=False, enforce_compat_hash=True, compat_hash=hashes[0])
+    worker.transfer_topo.handshake_target_ranks.return_value = [0]
+    payload = NixlHandshakePayload(compatibility_hash=hashes[1], agent_metadata_bytes=b"")
+    peer = MagicMock()
+    peer.recv_multipart.return_value = [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(0.0)]
+    monkeypatch.setattr(base_worker, "zmq_ctx", lambda *_args: nullcontext(peer))
+    with pytest.raises(RuntimeError, match=f"Local: .*-isoquant4-{found[0]}, Remote: .*-isoquant4-{found[1]}"):
+        base_worker.NixlBaseConnectorWorker._nixl_handshake(worker, "host", 1, 1, "engine")
