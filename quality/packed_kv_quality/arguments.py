@@ -195,13 +195,16 @@ def recall_settings(options: argparse.Namespace, tokenizer: Any, lengths: Sequen
 
 
 def additional_config(options: argparse.Namespace) -> dict[str, Any]:
-    """For the engines of packed-kv's dtypes. Raises BadInput."""
-    ours = options.additional_config.get("packed_kv", {})
-    if not options.calibration:
-        return options.additional_config
-    if "calibration" in ours:
-        raise BadInput("--calibration and --additional-config both name a calibration")
-    return {**options.additional_config, "packed_kv": {**ours, "calibration": str(options.calibration.resolve())}}
+    """For the engines of packed-kv's dtypes: what the user gave, and no recent window in a sweep, as raw tokens would
+    hide what the packed ones have lost. Raises BadInput."""
+    ours = dict(options.additional_config.get("packed_kv", {}))
+    if options.calibration:
+        if "calibration" in ours:
+            raise BadInput("--calibration and --additional-config both name a calibration")
+        ours["calibration"] = str(options.calibration.resolve())
+    if options.command == "sweep":
+        ours.setdefault("recent_tokens", 0)
+    return {**options.additional_config, "packed_kv": ours} if ours else options.additional_config
 
 
 def check_dtypes(dtypes: list[str]) -> None:

@@ -94,12 +94,23 @@ def kv_tokens(llm: LLM) -> int:
 
 
 def bytes_per_token(llm: LLM) -> float:
-    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by."""
-    total = 0.0
+    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by. Without rings."""
+    return sum(spec.page_size_bytes / spec.block_size for spec in _layer_specs(llm, rings=False))
+
+
+def bytes_per_request(llm: LLM) -> int:
+    """KV bytes that a request takes in all layers however long it is: the rings of a recent window."""
+    config = llm.llm_engine.vllm_config
+    return sum(spec.max_memory_usage_bytes(config) for spec in _layer_specs(llm, rings=True))
+
+
+def _layer_specs(llm: LLM, rings: bool) -> Iterator[Any]:
+    """The KV-cache spec of each layer, of those that grow with a request or of rings, which take no part in the prefix
+    cache (before vLLM 0.32 there are none)."""
     for group in scheduler(llm).kv_cache_config.kv_cache_groups:
-        layers = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
-        total += sum(spec.page_size_bytes / spec.block_size for spec in layers.values())
-    return total
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True) != rings:
+            one = dict.fromkeys(group.layer_names, group.kv_cache_spec)
+            yield from getattr(group.kv_cache_spec, "kv_cache_specs", one).values()
 
 
 def memory(text: str) -> int:

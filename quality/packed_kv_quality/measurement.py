@@ -14,7 +14,7 @@ from packed_kv import FORMATS
 from tqdm import tqdm
 
 from .baseline import Baseline, BaselineWriter, Comparison, Positions, Scores, compare_exactly
-from .engines import bytes_per_token, engine, kv_tokens
+from .engines import bytes_per_request, bytes_per_token, engine, kv_tokens
 from .lockstep import at_once
 from .recall import ANSWER_TOKENS
 from .recall_map import LARGEST_BATCH, Cell, RecallSettings, recall_map
@@ -89,8 +89,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One dtype: KV bytes of a token and KV tokens as the engine counts them, scores, recall, the losses of
-    all positions, by which dtypes are told apart, and figures by text."""
+    """One dtype: KV bytes of a token, KV tokens and KV bytes of a request beside its tokens as the engine counts them,
+    scores, recall, the losses of all positions, by which dtypes are told apart, and figures by text."""
 
     dtype: str
     bytes_per_token: float
@@ -99,6 +99,7 @@ class Measurement:
     recall: list[Cell]
     losses: list[float]
     texts: dict[str, Text]
+    bytes_per_request: int = 0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Measurement:
@@ -195,7 +196,8 @@ def _measurement(dtype: str, llm: LLM, settings: Settings, positions: Positions)
     texts = settings.by_text(positions)
     scores = replace(positions.scores(), kl_error=standard_error([text.kl_blocks for text in texts.values()]))
     recall, losses = _recall(dtype, llm, settings), positions.losses.tolist()
-    return Measurement(dtype, bytes_per_token(llm), kv_tokens(llm), scores, recall, losses, texts)
+    size, ring = bytes_per_token(llm), bytes_per_request(llm)
+    return Measurement(dtype, size, kv_tokens(llm), scores, recall, losses, texts, ring)
 
 
 def _recall(dtype: str, llm: LLM, settings: Settings) -> list[Cell]:

@@ -43,8 +43,8 @@ class RecallReport:
 def markdown(report: Report) -> str:
     """The tables for people, with a line for each dtype that did not run."""
     baseline, storage, *_ = report.rows
-    head = ["dtype", "KV bytes/token", "KV tokens", "perplexity", "KL mean", f"of {storage.dtype}", "KL p99", "KL max",
-            "top-1", "top-5"]  # fmt: skip
+    head = ["dtype", "KV bytes/token", "+ KiB/request", "KV tokens", "perplexity", "KL mean", f"of {storage.dtype}",
+            "KL p99", "KL max", "top-1", "top-5"]  # fmt: skip
     head += RECALL_HEAD if baseline.recall else []
     head += ["differs", "unique", "verdict"] if report.verdicts is not None else []
     text = table([head, *(_values(report, row) for row in report.rows)])
@@ -108,6 +108,7 @@ def _values(report: Report, row: Measurement) -> list[str]:
     values = [
         row.dtype,
         f"{row.bytes_per_token:,.0f}",
+        f"{row.bytes_per_request / 1024:,.0f}" if row.bytes_per_request else "",
         f"{baseline.bytes_per_token / row.bytes_per_token:.2f} x",  # a baseline from a file may have had other memory
         f"{scores.perplexity:.2f}",
         *kl,
@@ -175,6 +176,7 @@ def _columns(report: Report, row: Measurement) -> dict[str, str]:
     columns = {
         "dtype": row.dtype,
         "kv_bytes_per_token": f"{row.bytes_per_token:g}",
+        "kv_bytes_per_request": str(row.bytes_per_request),
         "kv_tokens": str(row.kv_tokens),
         **{name: _number(value) for name, value in asdict(row.scores).items()},
         "kl_of_fp8_storage": _number(of_storage),

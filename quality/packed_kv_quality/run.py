@@ -71,7 +71,8 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
             rounding=baseline.facts["rounding"],
             context_information=baseline.facts["context_information"],
             max_kl=getattr(options, "max_kl", None),
-            demo=(options.model, options.text, options.windows) == (None, None, 1),
+            demo=(options.model, options.text, options.windows) == (None, None, 1)
+            and settings.additional_config.get("packed_kv", {}).get("recent_tokens") == 0,
         )
         verdicts = None if options.command == "teacher-forced" else judge(first, found.rows, limits)
         facts = describe(options, settings, identity, baseline)

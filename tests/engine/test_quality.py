@@ -133,7 +133,7 @@ def test_scored_positions_read_their_prefix_from_the_pages(name: str, chunk: int
     with engine(demo_model, "auto") as llm:
         token_ids = llm.get_tokenizer().encode(quality_text())[:64]
         bf16 = teacher_forced_logits(llm, token_ids, 32)
-    with engine(demo_model, name) as llm:
+    with engine(demo_model, name, additional_config={"packed_kv": {"recent_tokens": 0}}) as llm:
         intact = teacher_forced_logits(llm, token_ids, chunk)
         seen = 0
 
