@@ -174,6 +174,14 @@ class TestVerdicts:
             ("tq4", "fp8"), "IDENTICAL"
         )
 
+    def test_placebo_with_a_window(self) -> None:
+        limits = Limits(0.001, 4.0, window=True)
+        assert verdicts(measurement("tq4", 0.0014), limits=limits) == {"tq4": "IDENTICAL"}
+        assert verdicts(measurement("tq4", 0.0016), measurement("fp8", 0.0029, 1), limits=limits) == {
+            "tq4": "ok",
+            "fp8": "IDENTICAL",
+        }
+
     def test_placebo_beside_others_does_not_tighten_their_bounds(self) -> None:
         *rows, _ = self.in_line()
         found = verdicts(*rows, measurement("tq4", 0.0))

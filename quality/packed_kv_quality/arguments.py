@@ -55,6 +55,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add("--calibration", type=Path, metavar="PATH", help="turboquant_kv.json for packed-kv's dtypes")
     add("--additional-config", type=json_object, metavar="JSON", default={},
         help="vLLM's for packed-kv's dtypes, such as '{\"packed_kv\": {\"recent_tokens\": 64}}'")  # fmt: skip
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+        help="of weights and activations (default: the model's); in float32, rounding costs nothing")  # fmt: skip
     add("--graphs", action="store_true",
         help="decode under CUDA graphs, but the baseline; for chunks of 1 token")  # fmt: skip
     add("--parallel", type=int, default=1, metavar="N",
@@ -138,6 +140,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
         recall=recall_settings(options, tokenizer, lengths),
         kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),
         additional_config=additional_config(options),
+        dtype=options.dtype,
         graphs=options.graphs,
         parallel=options.parallel,
     )
@@ -146,6 +149,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     identity = {
         "model": model_digest(model, config),
         "vocabulary": vocabulary,
+        "dtype": options.dtype,
         "chunk": chunk,
         "context": context,
         "windows": len(windows),

@@ -51,6 +51,8 @@ class Settings:
     kv_cache_memory: int
     additional_config: dict[str, Any]
     """Of the engines of packed-kv's dtypes."""
+    dtype: str = "auto"
+    """Of the weights and activations."""
     graphs: bool = False
     parallel: int = 1
     """Engines on the device at a time."""
@@ -208,6 +210,7 @@ def _recall(dtype: str, llm: LLM, settings: Settings) -> list[Cell]:
 @contextlib.contextmanager
 def _engine(dtype: str, settings: Settings) -> Iterator[LLM]:
     options: dict[str, Any] = {
+        "dtype": settings.dtype,
         "kv_cache_memory_bytes": settings.kv_cache_memory,
         "max_model_len": settings.max_model_len(),
         "max_num_batched_tokens": BATCHED_TOKENS,

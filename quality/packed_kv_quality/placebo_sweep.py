@@ -36,6 +36,8 @@ DEMO_PLACEBO = 0.2
 ROUNDING_MARGIN = 3.0
 """Up to this times the KL divergence of rounding, a dtype is the baseline by another name. A codec that returns its
 input in bf16 was measured at 1.1 to 1.2 times (tests/engine/test_quality.py)."""
+WINDOW_MARGIN = 1.5
+"""The same for our dtypes with a recent window, which leaves so little that 3 times rounding would call it nothing."""
 EQUAL_SHARE = 0.7
 """Two dtypes are one if their losses differ by less than this times what the nearer one differs from the baseline.
 On the demo model, one dtype in chunks of 64 and of 256 is at 0.3 to 0.5 (rounding flips codes), different dtypes are
@@ -53,12 +55,14 @@ OK = "ok"
 @dataclass(frozen=True)
 class Limits:
     """What a run allows: `rounding` and `context_information` as `measure_baseline` finds them; `max_kl`, if the user
-    gave one; `demo`: whether it is the run that `DEMO_KL` was measured by, or of fewer tokens."""
+    gave one; `demo`: whether it is the run that `DEMO_KL` was measured by, or of fewer tokens;
+    `window`: whether our dtypes had a recent window."""
 
     rounding: float
     context_information: float
     max_kl: float | None = None
     demo: bool = False
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def passes(verdicts: Mapping[str, Verdict], refused: Mapping[str, str], failed: 
 def least_kl(dtype: str, limits: Limits) -> float:
     """The mean KL divergence up to which a dtype is a placebo."""
     measured = DEMO_KL.get(dtype, 0.0) if limits.demo else 0.0
-    return max(ROUNDING_MARGIN * limits.rounding, DEMO_PLACEBO * measured)
+    margin = WINDOW_MARGIN if limits.window and dtype in FORMATS else ROUNDING_MARGIN
+    return max(margin * limits.rounding, DEMO_PLACEBO * measured)
 
 
 def bounds_of(found: Sequence[Measurement], limits: Limits) -> list[tuple[float, str]]:

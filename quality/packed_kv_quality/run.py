@@ -67,12 +67,13 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
         stored = [baseline.facts["measurement"], baseline.facts["storage"]]
         first, storage = (same_recall_only(Measurement.from_dict(found), settings) for found in stored)
         found = measure_all(options, lambda dtype: apart(measure, dtype, settings, path), describe_row)
+        window = settings.additional_config.get("packed_kv", {}).get("recent_tokens") != 0
         limits = Limits(
             rounding=baseline.facts["rounding"],
             context_information=baseline.facts["context_information"],
             max_kl=getattr(options, "max_kl", None),
-            demo=(options.model, options.text, options.windows) == (None, None, 1)
-            and settings.additional_config.get("packed_kv", {}).get("recent_tokens") == 0,
+            demo=not window and (options.model, options.text, options.windows) == (None, None, 1),
+            window=window,
         )
         verdicts = None if options.command == "teacher-forced" else judge(first, found.rows, limits)
         facts = describe(options, settings, identity, baseline)

@@ -100,7 +100,8 @@ def test_a_second_name_of_a_dtype_fails_and_plots_are_drawn(tmp_path: Path, monk
     register_format(monkeypatch, Format("isoquant4_again", rotation="quaternion", bits=4))
     names = ["isoquant4", "isoquant4_again"]
     recall = ("--lengths", "100", "200", "--depths", "0", "100", "--facts", "1")
-    code = main(["run", "--dtypes", *names, *GENERAL, *recall, "--output", str(tmp_path)])
+    no_window = ("--additional-config", '{"packed_kv": {"recent_tokens": 0}}')
+    code = main(["run", "--dtypes", *names, *no_window, *GENERAL, *recall, "--output", str(tmp_path)])
     assert code == 1
     found = json.loads((tmp_path / "quality.json").read_text())
     verdicts = [found["verdicts"][name]["text"] for name in names]
