@@ -139,7 +139,8 @@ def measure_baseline(settings: Settings, path: Path, identity: dict[str, Any], t
         found = _measurement(BASELINE, llm, settings, writer.positions())
         with fp8_storage(llm):
             in_fp8 = _measurement(STORAGE, llm, settings, Positions.joined(stored))
-    in_fp8 = replace(in_fp8, bytes_per_token=found.bytes_per_token / 2, kv_tokens=2 * found.kv_tokens)
+        share = _bytes_per_value(llm)
+    in_fp8 = replace(in_fp8, bytes_per_token=found.bytes_per_token / share, kv_tokens=share * found.kv_tokens)
     facts = {
         "measurement": asdict(found),
         "storage": asdict(in_fp8),
@@ -181,7 +182,7 @@ def measure_recall(dtype: str, settings: Settings) -> list[Recall]:
         found = [Recall(dtype, size, _recall(dtype, llm, settings))]
         if dtype == BASELINE:
             with fp8_storage(llm):
-                found.append(Recall(STORAGE, size / 2, _recall(STORAGE, llm, settings)))
+                found.append(Recall(STORAGE, size / _bytes_per_value(llm), _recall(STORAGE, llm, settings)))
     return found
 
 
@@ -200,6 +201,11 @@ def _measurement(dtype: str, llm: LLM, settings: Settings, positions: Positions)
     recall, losses = _recall(dtype, llm, settings), positions.losses.tolist()
     size, ring = bytes_per_token(llm), bytes_per_request(llm)
     return Measurement(dtype, size, kv_tokens(llm), scores, recall, losses, texts, ring)
+
+
+def _bytes_per_value(llm: LLM) -> int:
+    """Of the baseline's cache; fp8 takes one."""
+    return llm.llm_engine.vllm_config.model_config.dtype.itemsize
 
 
 def _recall(dtype: str, llm: LLM, settings: Settings) -> list[Cell]:
