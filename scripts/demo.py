@@ -16,10 +16,10 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-from engines import DEMO_MODEL, apart, bytes_per_token, kv_tokens, memory, prepare_environment
 from packed_kv import FORMATS
-from quality_arguments import BadInput, check_dtypes, load_config
-from recall import ANSWER_TOKENS, recall_prompts
+from packed_kv_quality.arguments import BadInput, check_dtypes, load_config
+from packed_kv_quality.engines import DEMO_MODEL, apart, bytes_per_token, kv_tokens, memory, prepare_environment
+from packed_kv_quality.recall import ANSWER_TOKENS, recall_prompts
 
 BASELINE = "auto"
 COMPLETION_PROMPT = "It was a fine morning, and the old man"
@@ -67,9 +67,10 @@ def measure(dtype: str, settings: Settings) -> Row:
         seed=0,
     )
     tokenizer = llm.get_tokenizer()
-    prompts = recall_prompts(lambda text: len(tokenizer.encode(text)), settings.facts, settings.tokens, settings.seed)
+    prompts = recall_prompts(tokenizer, settings.facts, settings.tokens, settings.seed)
     greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
-    answers = llm.generate([prompt.prompt for prompt in prompts], greedy, use_tqdm=False)
+    inputs: Any = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
+    answers = llm.generate(inputs, greedy, use_tqdm=False)
     completion = llm.generate(
         COMPLETION_PROMPT, SamplingParams(temperature=0, max_tokens=COMPLETION_TOKENS), use_tqdm=False
     )

@@ -18,11 +18,9 @@ from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import scalar
 from packed_kv.codecs.rotations import Hadamard
 from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv_quality.codec_error import HEAD_DIM, relative_mse, vectors
 
-HEAD_DIM = 128
 BITS = (4, 3, 2)
-LARGE_CHANNELS, LARGE = 5, 12.0
-"""4 % of 128 channels, and how much larger they are."""
 WIDE_SEARCH = (8, 20)
 LLOYD_ROUNDS = 60
 
@@ -33,19 +31,6 @@ class Result:
 
     size: float
     error: float
-
-
-def vectors(count: int, large_channels: bool = False) -> torch.Tensor:
-    """Gaussian vectors, fp32 [count, 128], from a fixed seed; 5 channels 12 times larger if asked for."""
-    generator = torch.Generator().manual_seed(20240)
-    x = torch.randn(count, HEAD_DIM, generator=generator)
-    if large_channels:
-        x[:, torch.randperm(HEAD_DIM, generator=generator)[:LARGE_CHANNELS]] *= LARGE
-    return x
-
-
-def relative_mse(x: torch.Tensor, decoded: torch.Tensor) -> float:
-    return float((x.double() - decoded).square().sum() / x.double().square().sum())
 
 
 def this_code(y: torch.Tensor, bits: int) -> Result:

@@ -10,9 +10,10 @@ site=$1; shift
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$site"
 cat "$@" | xz -dc -T0 | tar -C "$site" -x
-rm -rf "$site"/{packed_kv,packed_kv_patches,tq_calibrate} # `cp -r` into a folder that is there would nest
+rm -rf "$site"/{packed_kv,packed_kv_patches,packed_kv_quality,tq_calibrate} # `cp -r` into a folder that is there would nest
 cp -r "$root/overlay/packed_kv" "$site/packed_kv"
 cp -r "$root/calibration/tq_calibrate" "$site/tq_calibrate"
+cp -r "$root/quality/packed_kv_quality" "$site/packed_kv_quality"
 cp -r "$root/vllm_patches" "$site/packed_kv_patches"
 python3 - "$root" "$site" <<'PY'
 import pathlib, sys, tomllib

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from baseline import Baseline, BaselineError, BaselineWriter, Comparison, Scores
-from engines import DEMO_MODEL
-from measurement import Measurement
-from placebo_sweep import DEMO_KL, DEMO_MARGIN, Limits, gaussian_error, judge, passes
-from quality import main
+from packed_kv_quality import run as commands
+from packed_kv_quality.baseline import Baseline, BaselineError, BaselineWriter, Comparison, Positions, Scores
+from packed_kv_quality.cli import main
+from packed_kv_quality.engines import DEMO_MODEL
+from packed_kv_quality.measurement import Measurement, Recall, Refused, Settings
+from packed_kv_quality.placebo_sweep import DEMO_KL, DEMO_MARGIN, Limits, gaussian_error, judge, passes
+from packed_kv_quality.recall_map import Cell, RecallSettings
+from packed_kv_quality.report import Report, markdown, write
+from packed_kv_quality.teacher_forced import through_e4m3
+from packed_kv_quality.uncertainty import block_means, ratio, standard_error
 
 VOCABULARY, ROWS, SLICES = 500, 20, 3
 LIMITS = Limits(rounding=0.001, context_information=4.0)
@@ -38,7 +45,7 @@ def compared(path: Path, noise: float) -> Scores:
     comparison = Comparison(Baseline(path))
     for log_probs, targets in zip(predictions(noise), TARGETS, strict=True):
         comparison.append(log_probs.float(), targets)
-    return comparison.result()[0]
+    return comparison.positions().scores()
 
 
 def true_kl(noise: float) -> torch.Tensor:
@@ -92,7 +99,7 @@ class TestBaseline:
         writer.save(tmp_path / "file", {}, {})
         comparison = Comparison(Baseline(tmp_path / "file"))
         comparison.append(log_probs, targets)
-        assert comparison.result()[0].kl_mean < 0.002
+        assert comparison.positions().scores().kl_mean < 0.002
         assert writer.context_information() > 0
 
     def test_of_something_else(self, tmp_path: Path) -> None:
@@ -107,11 +114,50 @@ def measurement(dtype: str, kl: float, seed: int = 0, share: float = 0.0) -> Mea
     direction for all seeds."""
     noise, common = (torch.randn(1000, generator=torch.Generator().manual_seed(s)) for s in (seed + 1, 0))
     losses = (2 * kl) ** 0.5 * ((1 - share) * noise + share * common)
-    return Measurement(dtype, 100.0, 1000, Scores(1000, 10.0, kl, kl, kl, 0.9, 0.9), [], losses.tolist())
+    return Measurement(dtype, 100.0, 1000, Scores(1000, 10.0, kl, kl, kl, 0.9, 0.9), [], losses.tolist(), {})
 
 
 def verdicts(*found: Measurement, limits: Limits = LIMITS) -> dict[str, str]:
     return {dtype: v.text.split(" ")[0] for dtype, v in judge(measurement("auto", 0.0), found, limits).items()}
+
+
+class TestUncertainty:
+    def test_blocks_of_windows(self) -> None:
+        """A block never reaches into the next window, and blocks of a window are nearly equal."""
+        windows = [torch.zeros(600), torch.ones(100)]
+        assert block_means(windows) == [0, 0, 0, 1]
+
+    def test_standard_error_covers_the_truth(self) -> None:
+        """Of 400 samples of two kinds of text with blocks of known spread, about 68 % lie within the standard error."""
+        generator = torch.Generator().manual_seed(0)
+        within = 0
+        for _ in range(400):
+            strata = [
+                (1 + 0.3 * torch.randn(12, generator=generator)).tolist(),
+                (5 + 0.9 * torch.randn(24, generator=generator)).tolist(),
+            ]
+            mean = sum(map(sum, strata)) / 36
+            within += abs(mean - (12 * 1 + 24 * 5) / 36) < standard_error(strata)
+        assert 0.6 < within / 400 < 0.76
+
+    def test_few_blocks_tell_no_error(self) -> None:
+        assert standard_error([[1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 1.0]]) is None
+        assert standard_error([]) is None
+
+    def test_ratio_of_pairs(self) -> None:
+        """What both share of a block's difficulty is no error of their ratio."""
+        theirs = [[1.0, 3.0, 4.0, 2.0], [2.0, 9.0, 1.0, 8.0]]
+        assert ratio([[2 * x for x in blocks] for blocks in theirs], theirs) == pytest.approx((2.0, 0.0))
+        found, error = ratio([[4.0, 3.0, 4.0, 2.0], [2.0, 9.0, 1.0, 8.0]], theirs)
+        assert found == pytest.approx(1.1) and error is not None and error > 0.05
+
+
+def test_e4m3_storage() -> None:
+    """Rounded to three bits behind the point, to multiples of 2**-9 below 2**-6, and never beyond 448."""
+    x = torch.tensor([1.06, 1.07, -17.0, 0.003, 500.0, -1e4], dtype=torch.bfloat16)
+    expected = torch.tensor([1.0, 1.125, -16.0, 0.00390625, 448.0, -448.0], dtype=torch.bfloat16)
+    assert torch.equal(through_e4m3(x), expected)
+    assert through_e4m3(None) is None
 
 
 class TestVerdicts:
@@ -127,6 +173,14 @@ class TestVerdicts:
         assert verdicts(measurement("tq4", 0.0), measurement("fp8", 0.0029)) == dict.fromkeys(
             ("tq4", "fp8"), "IDENTICAL"
         )
+
+    def test_placebo_with_a_window(self) -> None:
+        limits = Limits(0.001, 4.0, window=True)
+        assert verdicts(measurement("tq4", 0.0014), limits=limits) == {"tq4": "IDENTICAL"}
+        assert verdicts(measurement("tq4", 0.0016), measurement("fp8", 0.0029, 1), limits=limits) == {
+            "tq4": "ok",
+            "fp8": "IDENTICAL",
+        }
 
     def test_placebo_beside_others_does_not_tighten_their_bounds(self) -> None:
         *rows, _ = self.in_line()
@@ -187,7 +241,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("arguments", "message"),
     [
         (["--dtypes", "isoquant5", "fp8"], "unknown dtype isoquant5; vLLM knows auto, "),
-        (["--dtypes", "auto"], "auto is the baseline"),
+        (["--dtypes", "auto"], "auto is measured in any case; leave it out"),
+        (["--dtypes", "fp8-storage"], "fp8-storage is measured in any case; leave it out"),
         (["--model", "nobody/nothing-here"], "model nobody/nothing-here cannot be loaded"),
         (["--text", "{short}"], "tokens, but 1 x 1,920 are to be scored"),
         (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
@@ -203,23 +258,30 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--chunk", "0"], "--chunk must be 1 to 1918, got 0"),
         (["--windows", "0"], "--windows must be 1 or more, got 0"),
         (["--depths", "0", "101"], "--depths must be 0 to 100"),
+        (["--parallel", "0"], "--parallel must be 1 or more, got 0"),
+        (["--recall-chunk", "4096"], "--recall-chunk must be 1 to 2048, got 4096"),
+        (["--graphs", "--skip-recall"], "--graphs is for decoding: pass --chunk 1"),
+        (["--prompts", "chat"], "the tokenizer of demo-7m has no chat template"),
+        (["--text", "{short}", "{short}", "--context", "4", "--chunk", "1"], "two files have the name short"),
+        (["--calibration", "{no}", "--additional-config", '{"packed_kv": {"calibration": "x"}}'], "both name a calib"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input(
     arguments: list[str], message: str, files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([argument.format(**files) for argument in arguments]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quality:")]
+    given = [re.sub(r"\{(\w+)\}", lambda name: files[name[1]], argument) for argument in arguments]
+    assert main(["run", *given]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("packed-kv-quality:")]
     assert message in line
 
 
 def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before the long run, not after it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert main([]) == 2
+    assert main(["run"]) == 2
     assert capsys.readouterr().err.strip() == (
-        "quality: matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots"
+        "packed-kv-quality: matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots"
     )
 
 
@@ -228,3 +290,74 @@ def test_demo_bounds_name_every_dtype_of_the_table() -> None:
 
     assert set(DEMO_KL) == set(FORMATS)
     assert DEMO_MODEL.is_dir()
+
+
+def test_defaults_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The wheel has neither the demo model nor the licence in its place."""
+    monkeypatch.setattr("packed_kv_quality.arguments.DEMO_MODEL", Path("nowhere"))
+    assert main(["recall"]) == 2
+    assert "give --model MODEL; the defaults are in a checkout" in capsys.readouterr().err
+    assert main(["sweep"]) == 2
+    assert "give --model MODEL and --text FILE; the defaults are in a checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", '{"packed_kv": 1}'])
+def test_additional_config_is_an_object(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--additional-config", value])
+    assert "--additional-config: " in capsys.readouterr().err
+
+
+def test_plots_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plots", str(tmp_path)]) == 2
+    assert "has neither quality.json nor recall.json" in capsys.readouterr().err
+    (tmp_path / "quality.json").write_text('{"rows": [{"dtype": "auto", "recall": []}]}')
+    assert main(["plots", str(tmp_path)]) == 2
+    assert "is not of this version" in capsys.readouterr().err
+
+
+def recalled(dtype: str, size: float, *counts: int) -> Recall:
+    cells = [Cell(100, depth / 4, count, 10, count / 10 - 1.5) for depth, count in enumerate(counts)]
+    return Recall(dtype, size, cells)
+
+
+def test_recall_is_reported_as_a_share_of_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_engines(_function: object, dtype: str, _settings: Settings) -> list[Recall]:
+        if dtype == "auto":
+            return [recalled("auto", 100, 8, 8), recalled("fp8-storage", 50, 8, 7)]
+        if dtype == "tq4":
+            return [recalled(dtype, 27, 8, 4)]
+        raise Refused("not on this machine")
+
+    monkeypatch.setattr(commands, "apart", without_engines)
+    arguments = ["recall", "--lengths", "100", "--depths", "0", "25", "--facts", "10", "--output", str(tmp_path)]
+    assert main([*arguments, "--dtypes", "tq4", "fp8", "--parallel", "2"]) == 0, "others' dtypes may be refused"
+    with (tmp_path / "recall.csv").open() as file:
+        rows = {row["dtype"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["auto", "fp8-storage", "tq4", "fp8"]
+    assert [rows[name]["recall_of_baseline"] for name in ("auto", "fp8-storage", "tq4")] == ["1", "0.9375", "0.75"]
+    assert (rows["tq4"]["recall"], rows["tq4"]["answer_log_prob"]) == ("0.6", "-0.9")
+    assert rows["fp8"]["verdict"] == "refused: not on this machine"
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments, "--dtypes", "isoquant4"]) == 1, "ours may not"
+
+
+def test_texts_are_reported_each(tmp_path: Path) -> None:
+    """Two windows of an easy text and two of a hard one, without verdicts."""
+    shared = {"kv_cache_memory": 0, "additional_config": {}, "recall": RecallSettings([], [], 0, False, 1, 0)}
+    settings = Settings("m", [[0] * 610] * 4, ["easy", "easy", "hard", "hard"], chunk=9, **shared)
+    ones, steps = torch.ones(2400), torch.arange(2400) % 600
+    kl = torch.tensor([0.1, 0.4]).repeat_interleave(1200) * (1 + (steps >= 300))
+    positions = Positions(ones, kl, ones, ones)
+    texts = settings.by_text(positions)
+    assert {name: text.kl_mean for name, text in texts.items()} == pytest.approx({"easy": 0.15, "hard": 0.6})
+    assert [len(text.kl_blocks) for text in texts.values()] == [6, 6]
+    rows = [Measurement(name, 10.0, 9, positions.scores(), [], [], texts) for name in ("auto", "fp8-storage", "tq4")]
+    report = Report(rows, None, {}, {}, LIMITS, {"made_with": {"vllm": "1"}})
+    head, *_, tq4 = markdown(report).splitlines()
+    assert "verdict" not in head
+    assert tq4.split("|")[1].strip() == "tq4" and "0.1500 ± " in tq4 and "0.6000 ± " in tq4
+    write(report, tmp_path)
+    with (tmp_path / "quality.csv").open() as file:
+        row = list(csv.DictReader(file))[2]
+    assert (row["kl_easy"], row["kl_hard"], row["kl_of_fp8_storage"], row["verdict"]) == ("0.15", "0.6", "1", "")

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import quality
 import tiny_models
 import torch
-from engines import attention_layers
 from fake_codecs import NoiseCodec, register_format, register_null_format
 from harness import engine, mean_kl, model_of, teacher_forced_logits
 from packed_kv.attention import impl
 from packed_kv.formats import FORMATS, Format
+from packed_kv_quality import run as commands
+from packed_kv_quality.cli import main
+from packed_kv_quality.engines import CHECKOUT, attention_layers
 
 DEMO = ("--context", "640")
 """The first third of the text that the bounds of the demo model were measured with."""
@@ -27,7 +28,7 @@ GENERAL = ("--windows", "2", "--context", "300")
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness starts each engine in a process of its own; here, engines run with what a test has patched."""
-    monkeypatch.setattr(quality, "apart", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(commands, "apart", lambda function, *arguments: function(*arguments))
 
 
 Sweep = Callable[..., tuple[int, dict]]
@@ -38,7 +39,7 @@ def sweep(tmp_path: Path) -> Sweep:
     """Runs the command: exit code, and what it wrote."""
 
     def run(*arguments: str) -> tuple[int, dict]:
-        code = quality.main(["--no-plots", "--skip-recall", *arguments, "--output", str(tmp_path)])
+        code = main(["sweep", "--no-plots", *arguments, "--output", str(tmp_path)])
         return code, json.loads((tmp_path / "quality.json").read_text())
 
     return run
@@ -49,11 +50,11 @@ def baselines(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...],
     """Arguments -> file with the baseline of a run with them."""
     folder, files = tmp_path_factory.mktemp("baselines"), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quality, "apart", lambda function, *arguments: function(*arguments))
+        patch.setattr(commands, "apart", lambda function, *arguments: function(*arguments))
         for name, arguments in {"demo": DEMO, "general": GENERAL}.items():
             files[arguments] = str(folder / name)
             emit = ("--dtypes", "--emit", files[arguments], "--output", str(folder))
-            assert quality.main(["--no-plots", "--skip-recall", *arguments, *emit]) == 0
+            assert main(["sweep", "--no-plots", *arguments, *emit]) == 0
     return files
 
 
@@ -61,7 +62,9 @@ def test_all_dtypes_pass(sweep: Sweep, baselines: dict) -> None:
     code, found = sweep("--baseline", baselines[DEMO], *DEMO)
     assert {dtype: verdict["text"] for dtype, verdict in found["verdicts"].items()} == dict.fromkeys(FORMATS, "ok")
     assert code == 0
-    baseline, *rows = found["rows"]
+    baseline, storage, *rows = found["rows"]
+    assert storage["dtype"] == "fp8-storage"
+    assert 3 * found["limits"]["rounding"] < storage["scores"]["kl_mean"] < 0.02
     for row in rows:
         expected = FORMATS[row["dtype"]].compression(128)
         assert baseline["kv_tokens"] / row["kv_tokens"] == pytest.approx(1 / expected, rel=0.02)
@@ -77,7 +80,7 @@ def test_a_codec_that_returns_its_input_fails(
     code, found = sweep("--dtypes", "null_bf16", "--baseline", baselines[arguments], *arguments)
     assert code == 1
     assert found["verdicts"]["null_bf16"]["text"].startswith("IDENTICAL")
-    kl, rounding = found["rows"][1]["scores"]["kl_mean"], found["limits"]["rounding"]
+    kl, rounding = found["rows"][2]["scores"]["kl_mean"], found["limits"]["rounding"]
     print(f"KL {kl:.6f}, rounding {rounding:.6f}")
     assert 0 < kl < 1.5 * rounding
 
@@ -97,16 +100,17 @@ def test_a_second_name_of_a_dtype_fails_and_plots_are_drawn(tmp_path: Path, monk
     register_format(monkeypatch, Format("isoquant4_again", rotation="quaternion", bits=4))
     names = ["isoquant4", "isoquant4_again"]
     recall = ("--lengths", "100", "200", "--depths", "0", "100", "--facts", "1")
-    code = quality.main(["--dtypes", *names, *GENERAL, *recall, "--output", str(tmp_path)])
+    no_window = ("--additional-config", '{"packed_kv": {"recent_tokens": 0}}')
+    code = main(["run", "--dtypes", *names, *no_window, *GENERAL, *recall, "--output", str(tmp_path)])
     assert code == 1
     found = json.loads((tmp_path / "quality.json").read_text())
     verdicts = [found["verdicts"][name]["text"] for name in names]
     assert verdicts == ["EQUAL to isoquant4_again", "EQUAL to isoquant4"]
     with (tmp_path / "quality.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["dtype"] for row in rows] == ["auto", *names]
+    assert [row["dtype"] for row in rows] == ["auto", "fp8-storage", *names]
     assert float(rows[0]["recall"]) == 1
-    assert [row["kv_bytes_per_token"] for row in rows] == ["6144", *["1632"] * 2]
+    assert [row["kv_bytes_per_token"] for row in rows] == ["6144", "3072", *["1632"] * 2]
     for plot in ("pareto.png", "recall.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
 
@@ -130,7 +134,7 @@ def test_scored_positions_read_their_prefix_from_the_pages(name: str, chunk: int
     with engine(demo_model, "auto") as llm:
         token_ids = llm.get_tokenizer().encode(quality_text())[:64]
         bf16 = teacher_forced_logits(llm, token_ids, 32)
-    with engine(demo_model, name) as llm:
+    with engine(demo_model, name, additional_config={"packed_kv": {"recent_tokens": 0}}) as llm:
         intact = teacher_forced_logits(llm, token_ids, chunk)
         seen = 0
 
@@ -154,4 +158,4 @@ def test_scored_positions_read_their_prefix_from_the_pages(name: str, chunk: int
 
 
 def quality_text() -> str:
-    return Path(quality.REPOSITORY, "LICENSE").read_text()
+    return (CHECKOUT / "LICENSE").read_text()

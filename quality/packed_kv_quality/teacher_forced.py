@@ -7,11 +7,16 @@ tokens before they are quantized. With a chunk of 1 token, which is a decode, no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engines import attention_layers, chunked, model_of
+
+from . import lockstep
+from .engines import attention_layers, model_of
+from .lockstep import ignore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,16 +26,12 @@ ROWS = 64
 """Positions whose log-probabilities exist at a time: 38 MB in fp32 at a vocabulary of 150,000."""
 
 
-def ignore(_tokens: int) -> None:
-    """Of the progress, where nobody waits."""
-
-
 def text_windows(tokenizer: PreTrainedTokenizerBase, text: str, context: int, windows: int) -> list[list[int]]:
     """Token ids of `windows` consecutive pieces of a text, `context` each with the tokens a prompt begins with.
 
     Raises ValueError if the text is too short.
     """
-    first = _beginning(tokenizer)
+    first = beginning(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     length = context - len(first)
     if len(ids) < windows * length:
@@ -41,46 +42,20 @@ def text_windows(tokenizer: PreTrainedTokenizerBase, text: str, context: int, wi
     return [first + ids[at : at + length] for at in range(0, windows * length, length)]
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token that the tokenizer puts before a text; models do badly without it."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
 
 
-def hidden_states(
-    llm: LLM, token_ids: Sequence[int], chunk: int, done: Callable[[int], object] = ignore
-) -> torch.Tensor:
-    """The model's last hidden states [tokens, hidden] of a prompt run alone in prefill chunks of `chunk` tokens.
-
-    `done` is told the number of tokens of each chunk after it has run.
-    """
-    from vllm import SamplingParams
-
-    steps: list[torch.Tensor] = []
-
-    def keep(_module: torch.nn.Module, _arguments: object, output: torch.Tensor) -> None:
-        steps.append(output.clone())
-        done(len(output))
-
-    llm.reset_prefix_cache()
-    hook = model_of(llm).register_forward_hook(keep)
-    try:
-        with chunked(llm, chunk):
-            prompt = {"prompt_token_ids": list(token_ids)}
-            llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-    finally:
-        hook.remove()
-    lengths = [len(step) for step in steps]
-    expected = [min(chunk, len(token_ids) - at) for at in range(0, len(token_ids), chunk)]
-    if lengths != expected:
-        raise RuntimeError(f"the engine did not run chunks of {chunk} tokens, but of {lengths}")
-    return torch.cat(steps)
+def hidden_states(llm: LLM, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
+    """The model's last hidden states [tokens, hidden] of a prompt run alone in prefill chunks of `chunk` tokens."""
+    return lockstep.run(llm, [token_ids], repeat(chunk))[0]
 
 
-def rounded_hidden_states(
-    llm: LLM, token_ids: Sequence[int], chunk: int, done: Callable[[int], object] = ignore
-) -> torch.Tensor:
-    """`hidden_states`, with one rounding more of every attention output: noise of half a unit in its last place.
+@contextlib.contextmanager
+def rounded_attention(llm: LLM) -> Iterator[None]:
+    """Round every attention output once more, by noise of half a unit in its last place.
 
     What that costs is the least by which another implementation of the same attention can be told from this one.
     """
@@ -90,42 +65,72 @@ def rounded_hidden_states(
         return (output.float() * (1 + torch.finfo(output.dtype).eps * noise)).to(output.dtype)
 
     generator = torch.Generator(next(model_of(llm).parameters()).device).manual_seed(0)
-    hooks = [layer.register_forward_hook(add_noise) for layer in attention_layers(llm)]
-    try:
-        return hidden_states(llm, token_ids, chunk, done)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for layer in attention_layers(llm):
+            hooks.callback(layer.register_forward_hook(add_noise).remove)
+        yield
+
+
+@contextlib.contextmanager
+def fp8_storage(llm: LLM) -> Iterator[None]:
+    """Round every key and value to e4m3 (scale 1) and back before attention and cache see it; all else is unchanged.
+
+    What that costs is the storage of fp8 alone. An engine's own fp8 may round queries and softmax weights, too.
+    """
+
+    def round_stored(_module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict]:
+        query, *stored = arguments
+        options = {name: through_e4m3(x) if name in ("key", "value") else x for name, x in options.items()}
+        return (query, *map(through_e4m3, stored[:2]), *stored[2:]), options
+
+    with contextlib.ExitStack() as hooks:
+        for layer in attention_layers(llm):
+            hooks.callback(layer.register_forward_pre_hook(round_stored, with_kwargs=True).remove)
+        yield
+
+
+def through_e4m3(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Values rounded to the nearest of e4m3, those beyond its range to its ends; None, of shared layers, stays None."""
+    if x is None:
+        return None
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return x.clamp(-largest, largest).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def teacher_forced_logits(llm: LLM, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
     """Logits [tokens, vocabulary], fp32, of all positions of a short prompt; see `hidden_states`."""
-    return _logits(llm, hidden_states(llm, token_ids, chunk))
+    return logits(llm, hidden_states(llm, token_ids, chunk))
 
 
 def scored_log_probs(
     llm: LLM,
     windows: Sequence[Sequence[int]],
     chunk: int,
+    together: int = 1,
     done: Callable[[int], object] = ignore,
-    run: Callable[..., torch.Tensor] = hidden_states,
+    within: Callable[[LLM], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probabilities fp32 [up to `ROWS`, vocabulary] and the true next tokens int64 [as many], slice by slice.
 
-    Of each window, run in chunks of `chunk` tokens, the positions behind the first chunk that have a next token.
-    `run` is `hidden_states` or does more.
+    Of each window, run in chunks of `chunk` tokens, the positions behind the first chunk that have a next token; window
+    by window, `together` of which run at once. `within` is what the engine runs in, such as `rounded_attention`.
     """
-    for token_ids in windows:
-        hidden = run(llm, token_ids, chunk, done)[chunk:-1]
-        targets = torch.tensor(token_ids[chunk + 1 :], device=hidden.device)
-        for rows, next_tokens in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
-            with torch.inference_mode():
-                yield _logits(llm, rows).log_softmax(-1), next_tokens
+    for at in range(0, len(windows), together):
+        group = windows[at : at + together]
+        with within(llm):
+            found = lockstep.run(llm, group, repeat(chunk), done)
+        for token_ids, states in zip(group, found, strict=True):
+            hidden = states[chunk:-1]
+            targets = torch.tensor(token_ids[chunk + 1 :], device=hidden.device)
+            for rows, next_tokens in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
+                yield logits(llm, rows).log_softmax(-1), next_tokens
 
 
-def _logits(llm: LLM, hidden: torch.Tensor) -> torch.Tensor:
+def logits(llm: LLM, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits fp32 [rows, vocabulary] of hidden states [rows, hidden]."""
     model: Any = model_of(llm)
-    return model.compute_logits(hidden).float()
+    with torch.inference_mode():
+        return model.compute_logits(hidden).float()
 
 
 def scored_tokens(windows: Sequence[Sequence[int]], chunk: int) -> int:

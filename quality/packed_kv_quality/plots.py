@@ -1,14 +1,13 @@
-"""The plots of the quality harness, from its quality.json: python scripts/quality_plots.py DIR
+"""The plots of the quality harness, from its quality.json or recall.json.
 
 Imports matplotlib, which only they need.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -17,34 +16,49 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from measurement import Measurement
 from packed_kv import FORMATS
+
+from .arguments import BadInput
+from .measurement import Measurement
+from .recall_map import Cell
 
 OURS, OTHERS, GREY = "#1f5fa8", "#c25b12", "#666666"
 
 
 def draw(folder: Path) -> None:
-    """pareto.png of the dtypes beside quality.json, and recall.png if recall was measured."""
-    found = json.loads((folder / "quality.json").read_text())
-    rows = [Measurement.from_dict({**row, "losses": []}) for row in found["rows"]]
-    name = Path(found["run"]["settings"]["model"]).name
-    if len(rows) > 1:
-        title = f"{name}: quality and size of KV-cache dtypes"
-        pareto(rows, found["limits"]["rounding"], title, folder / "pareto.png")
-    with_recall = [row for row in rows if row.recall]
-    if with_recall:
-        recall_maps(with_recall, f"{name}: planted facts recalled, %", folder / "recall.png")
+    """pareto.png of the dtypes in the folder's quality.json, and recall.png of the recall in it or in recall.json.
+
+    Raises BadInput if there is neither, or one of another version.
+    """
+    paths = [path for name in ("quality.json", "recall.json") if (path := folder / name).exists()]
+    if not paths:
+        raise BadInput(f"{folder} has neither quality.json nor recall.json")
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+            of_text = path.name == "quality.json"
+            measured = [Measurement.from_dict({**row, "losses": []}) for row in found["rows"]] if of_text else []
+            recall = {row["dtype"]: [Cell(**cell) for cell in row["recall"]] for row in found["rows"] if row["recall"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} is not of this version of packed-kv-quality") from error
+        name = Path(found["run"]["settings"]["model"]).name
+        if len(measured) > 2:
+            title = f"{name}: quality and size of KV-cache dtypes"
+            pareto(measured, found["limits"]["rounding"], title, folder / "pareto.png")
+        if recall:
+            recall_maps(recall, f"{name}: planted facts recalled, %", folder / "recall.png")
 
 
 def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:
-    """KL divergence against KV bytes per token, a point a dtype; `rows` begins with the baseline."""
+    """KL divergence, with its standard error, against KV bytes per token; `rows` begins with the baseline."""
     baseline, *others = rows
     figure, axes = plt.subplots(figsize=(7.5, 5), dpi=120, layout="constrained")
-    for names, color, label in ((True, OURS, "packed-kv"), (False, OTHERS, "vLLM")):
+    for names, color, label in ((True, OURS, "packed-kv"), (False, OTHERS, "others")):
         points = [row for row in others if (row.dtype in FORMATS) is names]
         if points:
             x, y = [row.bytes_per_token for row in points], [row.scores.kl_mean for row in points]
-            axes.scatter(x, y, color=color, label=label, zorder=3)
+            error = [row.scores.kl_error or 0.0 for row in points]
+            axes.errorbar(x, y, error, fmt="o", color=color, label=label, zorder=3, elinewidth=1)
     axes.axhline(rounding, color=GREY, linestyle="--", linewidth=1)
     axes.annotate("rounding alone", (0, rounding), (4, 3), xycoords=("axes fraction", "data"),
                   textcoords="offset points", size=8, color=GREY)  # fmt: skip
@@ -82,26 +96,26 @@ def _label(axes: Axes, rows: Sequence[Measurement]) -> None:
         axes.annotate(row.dtype, point, (6, lift), textcoords="offset points", size=8)
 
 
-def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
+def recall_maps(recall: Mapping[str, Sequence[Cell]], title: str, path: Path) -> None:
     """A heat map of recall a dtype: depth of the fact downwards, length of the prompt to the right."""
-    columns = min(4, len(rows))
-    lines = -(-len(rows) // columns)
+    columns = min(4, len(recall))
+    lines = -(-len(recall) // columns)
     figure, grid = plt.subplots(
         lines, columns, figsize=(2.6 * columns + 0.8, 2.4 * lines + 0.6), layout="constrained", squeeze=False
     )
-    for axes in grid.flat[len(rows) :]:
+    for axes in grid.flat[len(recall) :]:
         axes.axis("off")
-    for axes, row in zip(grid.flat, rows, strict=False):
-        lengths = sorted({cell.length for cell in row.recall})
-        depths = sorted({cell.depth for cell in row.recall})
-        shares = {(cell.depth, cell.length): cell.recalled / cell.facts for cell in row.recall}
+    for axes, (dtype, cells) in zip(grid.flat, recall.items(), strict=False):
+        lengths = sorted({cell.length for cell in cells})
+        depths = sorted({cell.depth for cell in cells})
+        shares = {(cell.depth, cell.length): cell.recalled / cell.facts for cell in cells}
         values = [[shares[depth, length] for length in lengths] for depth in depths]
         image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 color = "black" if 0.15 < value < 0.85 else "white"
                 axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", size=7, color=color)
-        axes.set_title(row.dtype, size=9)
+        axes.set_title(dtype, size=9)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], size=7)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], size=7)
     figure.colorbar(image, ax=grid, label="facts recalled", shrink=0.8)
@@ -110,9 +124,3 @@ def recall_maps(rows: Sequence[Measurement], title: str, path: Path) -> None:
     figure.supylabel("depth of the fact", size=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Draw the plots of a quality.py run again.")
-    parser.add_argument("folder", type=Path, help="--output of quality.py: it has quality.json")
-    draw(parser.parse_args().folder)

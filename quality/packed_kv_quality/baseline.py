@@ -16,6 +16,7 @@ make the divergence smaller. The metadata holds what the file was made from, as 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from teacher_forced import token_kl
 
-FORMAT = "packed-kv baseline 1"
+from .teacher_forced import token_kl
+
+FORMAT = "packed-kv baseline 2"
 TOP = 5
 
 
@@ -36,7 +38,8 @@ class BaselineError(ValueError):
 @dataclass(frozen=True)
 class Scores:
     """How well the true tokens were predicted, and how like the baseline: KL divergence from it in nats, shares of
-    positions with the same likeliest token, and of the five likeliest tokens that are the same."""
+    positions with the same likeliest token, and of the five likeliest tokens that are the same. `kl_error` is the
+    standard error of `kl_mean` (uncertainty.py); None if there is too little text to tell."""
 
     positions: int
     perplexity: float
@@ -45,6 +48,35 @@ class Scores:
     kl_max: float
     top1: float
     top5: float
+    kl_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Of every scored position, fp32 [positions]: loss, KL divergence from the baseline, 1 where the likeliest token is
+    the same, share of the five likeliest that are the same."""
+
+    losses: torch.Tensor
+    kl: torch.Tensor
+    top1: torch.Tensor
+    top5: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Positions]) -> Positions:
+        """Of consecutive slices."""
+        names = ("losses", "kl", "top1", "top5")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in names))
+
+    def scores(self) -> Scores:
+        return Scores(
+            positions=len(self.losses),
+            perplexity=self.losses.double().mean().exp().item(),
+            kl_mean=self.kl.double().mean().item(),
+            kl_p99=self.kl.quantile(0.99).item(),
+            kl_max=self.kl.max().item(),
+            top1=self.top1.mean().item(),
+            top5=self.top5.mean().item(),
+        )
 
 
 class BaselineWriter:
@@ -64,7 +96,7 @@ class BaselineWriter:
         self.entropy -= torch.where(probabilities > 0, probabilities * log_probs, 0.0).sum().item()
         total = probabilities.sum(0, dtype=torch.float64)
         self.probabilities = total if self.probabilities is None else self.probabilities + total
-        self.losses.append(losses(log_probs, targets))
+        self.losses.append(losses(log_probs, targets).cpu())
         self._keep(f"top5.{index}", log_probs.topk(min(TOP, vocabulary)).indices.int())
         if self.top_k is not None and self.top_k < vocabulary:
             ids = log_probs.topk(self.top_k).indices
@@ -82,10 +114,10 @@ class BaselineWriter:
         mean = self.probabilities / positions
         return torch.special.entr(mean).sum().item() - self.entropy / positions
 
-    def own_scores(self) -> tuple[Scores, list[float]]:
-        """The scores of the baseline, which is like itself, and the losses of all positions."""
+    def positions(self) -> Positions:
+        """Of the baseline, which is like itself."""
         loss = torch.cat(self.losses)
-        return Scores(len(loss), loss.double().mean().exp().item(), 0.0, 0.0, 0.0, 1.0, 1.0), loss.tolist()
+        return Positions(loss, torch.zeros_like(loss), torch.ones_like(loss), torch.ones_like(loss))
 
     def save(self, path: Path, identity: dict[str, Any], facts: dict[str, Any]) -> None:
         """Write the file: `identity` must be the same in a run that is compared, `facts` need not."""
@@ -126,12 +158,9 @@ class Baseline:
         """fp32 [positions], see above."""
         return self.file.get_tensor("losses")
 
-    def compare(self, index: int, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slice `index` of the baseline against log-probabilities fp32 [rows, vocabulary] of the same positions.
-
-        Returns fp32 [rows] each: KL divergence, 1 where the likeliest token is the same, share of the five likeliest
-        that are the same.
-        """
+    def compare(self, index: int, log_probs: torch.Tensor, targets: torch.Tensor) -> Positions:
+        """Slice `index` of the baseline against log-probabilities fp32 [rows, vocabulary] of the same positions, with
+        true next tokens int64 [rows]."""
         expected = self._tensor("log_probs", index, log_probs).float()
         if f"ids.{index:05d}" in self.file.keys():  # noqa: SIM118 - the file is no mapping
             ids = self._tensor("ids", index, log_probs).long()
@@ -143,10 +172,7 @@ class Baseline:
             outcomes = log_probs
         # Rounded to half precision, probabilities do not add up to 1 exactly.
         kl = token_kl(expected.log_softmax(-1), outcomes)
-        top = self._tensor("top5", index, log_probs)
-        ours = log_probs.topk(top.shape[-1]).indices
-        same = (ours[:, :, None] == top[:, None, :]).any(-1).float().mean(-1)
-        return kl, (ours[:, 0] == top[:, 0]).float(), same
+        return agreement(kl, self._tensor("top5", index, log_probs), log_probs, targets)
 
     def _tensor(self, name: str, index: int, like: torch.Tensor) -> torch.Tensor:
         tensor = self.file.get_tensor(f"{name}.{index:05d}").to(like.device)
@@ -155,30 +181,32 @@ class Baseline:
 
 
 class Comparison:
-    """Adds up the scores of one dtype, slice by slice."""
+    """Compares one dtype with a baseline, slice by slice."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.baseline = baseline
-        self.parts: list[tuple[torch.Tensor, ...]] = []
+        self.parts: list[Positions] = []
 
     def append(self, log_probs: torch.Tensor, targets: torch.Tensor) -> None:
         """Add the next slice: log-probabilities fp32 [rows, vocabulary], true next tokens int64 [rows]."""
-        found = (losses(log_probs, targets), *self.baseline.compare(len(self.parts), log_probs))
-        self.parts.append(tuple(tensor.cpu() for tensor in found))
+        self.parts.append(self.baseline.compare(len(self.parts), log_probs, targets))
 
-    def result(self) -> tuple[Scores, list[float]]:
-        """The scores, and the losses of all positions."""
-        loss, kl, top1, top5 = (torch.cat(tensors) for tensors in zip(*self.parts, strict=True))
-        scores = Scores(
-            positions=len(loss),
-            perplexity=loss.double().mean().exp().item(),
-            kl_mean=kl.double().mean().item(),
-            kl_p99=kl.quantile(0.99).item(),
-            kl_max=kl.max().item(),
-            top1=top1.mean().item(),
-            top5=top5.mean().item(),
-        )
-        return scores, loss.tolist()
+    def positions(self) -> Positions:
+        return Positions.joined(self.parts)
+
+
+def compare_exactly(expected: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) -> Positions:
+    """Log-probabilities against those expected, fp32 [rows, vocabulary] both, with true next tokens int64 [rows]."""
+    top = expected.topk(min(TOP, expected.shape[-1])).indices
+    return agreement(token_kl(expected, log_probs), top, log_probs, targets)
+
+
+def agreement(kl: torch.Tensor, top: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) -> Positions:
+    """From KL divergences fp32 [rows], the baseline's likeliest tokens int [rows, 5], log-probabilities fp32 [rows,
+    vocabulary] and true next tokens int64 [rows]."""
+    ours = log_probs.topk(top.shape[-1]).indices
+    same = (ours[:, :, None] == top[:, None, :]).any(-1).float().mean(-1)
+    return Positions(losses(log_probs, targets), kl, (ours[:, 0] == top[:, 0]).float(), same)
 
 
 def losses(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

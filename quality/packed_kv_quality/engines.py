@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Result = TypeVar("Result")
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "models" / "demo-7m"
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Of the repository, if this file lies in one; the wheel has no models."""
+DEMO_MODEL = CHECKOUT / "models" / "demo-7m"
 KV_CACHE_BYTES = 64 << 20
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -86,29 +88,29 @@ def attention_layers(llm: LLM) -> list[Any]:
     return [layer for layer in layers if hasattr(layer, "impl")]
 
 
-@contextlib.contextmanager
-def chunked(llm: LLM, tokens: int) -> Iterator[None]:
-    """Let every step of the engine process at most `tokens` tokens, so that prompts are prefilled in such chunks."""
-    limit = scheduler(llm).max_num_scheduled_tokens
-    scheduler(llm).max_num_scheduled_tokens = tokens
-    try:
-        yield
-    finally:
-        scheduler(llm).max_num_scheduled_tokens = limit
-
-
 def kv_tokens(llm: LLM) -> int:
     """KV tokens that the engine says it holds."""
     return llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
 
 
 def bytes_per_token(llm: LLM) -> float:
-    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by."""
-    total = 0.0
+    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by. Without rings."""
+    return sum(spec.page_size_bytes / spec.block_size for spec in _layer_specs(llm, rings=False))
+
+
+def bytes_per_request(llm: LLM) -> int:
+    """KV bytes that a request takes in all layers however long it is: the rings of a recent window."""
+    config = llm.llm_engine.vllm_config
+    return sum(spec.max_memory_usage_bytes(config) for spec in _layer_specs(llm, rings=True))
+
+
+def _layer_specs(llm: LLM, rings: bool) -> Iterator[Any]:
+    """The KV-cache spec of each layer, of those that grow with a request or of rings, which take no part in the prefix
+    cache (before vLLM 0.32 there are none)."""
     for group in scheduler(llm).kv_cache_config.kv_cache_groups:
-        layers = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
-        total += sum(spec.page_size_bytes / spec.block_size for spec in layers.values())
-    return total
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True) != rings:
+            one = dict.fromkeys(group.layer_names, group.kv_cache_spec)
+            yield from getattr(group.kv_cache_spec, "kv_cache_specs", one).values()
 
 
 def memory(text: str) -> int:

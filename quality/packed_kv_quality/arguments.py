@@ -1,0 +1,283 @@
+"""The command line of the quality harness, and all of it that can be checked without an engine."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packed_kv import FORMATS
+
+from .engines import CHECKOUT, DEMO_MODEL, memory
+from .measurement import BASELINE, BATCHED_TOKENS, STORAGE, Settings
+from .recall import ANSWER_TOKENS, PROSE
+from .recall_map import CHUNK as RECALL_CHUNK
+from .recall_map import RecallSettings
+from .teacher_forced import scored_tokens, text_windows
+
+TEXTS = (PROSE, CHECKOUT / "LICENSE")
+"""The default text: prose and a licence."""
+CHUNK, FACTS = 64, 2
+DEPTHS = (0, 25, 50, 75, 100)
+MAX_CONTEXT = 2048
+MAX_BASELINE_BYTES = 8 << 30
+CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
+"""Command -> whether it runs text, and whether it measures recall."""
+
+
+class BadInput(ValueError):
+    """Arguments that cannot be run with; the message is one line."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The options of a command that runs engines."""
+    texts, recall = CONTENTS[command]
+    add = parser.add_argument
+    add("--model", help="folder or Hugging Face name (default: the embedded demo model of a checkout)")
+    add("--dtypes", nargs="*", metavar="DTYPE", default=list(FORMATS),
+        help=f"any that vLLM knows (default: {' '.join(FORMATS)}); none: the baseline alone")  # fmt: skip
+    add("--context", type=int, metavar="N",
+        help=f"tokens of a window of the text (default: what the model has, {MAX_CONTEXT} at most)")  # fmt: skip
+    if texts:
+        _add_text_arguments(parser)
+    if recall:
+        _add_recall_arguments(parser)
+    if texts and recall:
+        add("--skip-recall", action="store_true", help="measure no recall")
+    if command in ("run", "sweep"):
+        add("--max-kl", type=float, metavar="NATS", help="bound of every dtype's mean KL divergence")
+    add("--kv-cache-memory", type=memory, metavar="SIZE",
+        help="KV memory of each engine, such as 512M or 4G (default: 96M, or 2G with --model)")  # fmt: skip
+    add("--calibration", type=Path, metavar="PATH", help="turboquant_kv.json for packed-kv's dtypes")
+    add("--additional-config", type=json_object, metavar="JSON", default={},
+        help="vLLM's for packed-kv's dtypes, such as '{\"packed_kv\": {\"recent_tokens\": 64}}'")  # fmt: skip
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+        help="of weights and activations (default: the model's); in float32, rounding costs nothing")  # fmt: skip
+    add("--graphs", action="store_true",
+        help="decode under CUDA graphs, but the baseline; for chunks of 1 token")  # fmt: skip
+    add("--parallel", type=int, default=1, metavar="N",
+        help="dtypes at a time, each with its own KV memory on the same device (default: %(default)s)")  # fmt: skip
+    add("--output", type=Path, metavar="DIR", default=Path("results/quality"),
+        help="for JSON, CSV and plots (default: %(default)s)")  # fmt: skip
+    add("--commit", metavar="NAME", help="of packed-kv, for the results, where there is no git history")
+    add("--no-plots", action="store_true", help="draw nothing; matplotlib is not needed then")
+
+
+def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--text", type=Path, nargs="+", metavar="FILE",
+        help="UTF-8 texts to score, one of each kind (default: the recall prose and the LICENSE, as one)")  # fmt: skip
+    add("--windows", type=int, default=1, metavar="N", help="windows of each text to score (default: %(default)s)")
+    add("--chunk", type=int, default=CHUNK, metavar="N",
+        help="tokens of a prefill chunk (default: %(default)s); positions behind the first chunk are scored. "
+        "1: decode, in which every key and value is read from the cache")  # fmt: skip
+    add("--emit", type=Path, metavar="FILE", help="keep the baseline's predictions (safetensors)")
+    add("--baseline", type=Path, metavar="FILE", help="compare with these instead of running the baseline")
+    add("--top-k", type=int, metavar="K",
+        help="store K likeliest tokens of a position and one remainder, instead of the whole vocabulary")  # fmt: skip
+
+
+def _add_recall_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", metavar="N",
+        help="lengths of recall prompts in tokens (default: quarters of the context)")  # fmt: skip
+    add("--depths", type=float, nargs="+", metavar="PERCENT", default=list(DEPTHS),
+        help=f"of the facts, in percent of the prompt (default: {' '.join(map(str, DEPTHS))})")  # fmt: skip
+    add("--facts", type=int, default=FACTS, metavar="N",
+        help="recall prompts at each length and depth (default: %(default)s)")  # fmt: skip
+    add("--recall-chunk", type=int, default=RECALL_CHUNK, metavar="N",
+        help="tokens of a prefill chunk of recall prompts (default: %(default)s)")  # fmt: skip
+    add("--prompts", choices=("auto", "chat", "plain"), default="auto",
+        help="facts in a message of the chat template, or in plain text (default: chat if there is one)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the facts (default: %(default)s)")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, for argparse."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("packed_kv", {}), dict):
+        raise argparse.ArgumentTypeError('expected an object, such as {"packed_kv": {"recent_tokens": 64}}')
+    return value
+
+
+def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
+    """Check all that can be checked without an engine: the settings, and the identity of their baseline."""
+    has_text, has_recall = CONTENTS[options.command]
+    if not options.no_plots and importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots")
+    check_dtypes(options.dtypes)
+    check_numbers(options)
+    check_files(options, has_text)
+    model = options.model or str(DEMO_MODEL)
+    config, tokenizer = load_config(model)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", MAX_CONTEXT)
+    context = options.context or min(longest - ANSWER_TOKENS, MAX_CONTEXT) // 128 * 128
+    skipped = not has_recall or getattr(options, "skip_recall", False)
+    lengths = [] if skipped else options.lengths or [context * quarter // 4 for quarter in range(1, 5)]
+    for name, value in [("--context", context + 1), *(("--lengths", length + ANSWER_TOKENS) for length in lengths)]:
+        if value > longest:
+            raise BadInput(f"{name} needs {value:,} tokens with the answer, but {model} has a context of {longest:,}")
+    chunk = options.chunk if has_text else 1
+    if has_text and not 1 <= chunk <= min(BATCHED_TOKENS, context - 2):
+        raise BadInput(f"--chunk must be 1 to {min(BATCHED_TOKENS, context - 2)}, got {chunk}")
+    names, windows = read_windows(options, tokenizer, context) if has_text else ([], [])
+    vocabulary = config.get_text_config().vocab_size
+    size = 2 * scored_tokens(windows, chunk) * vocabulary
+    if has_text and not options.top_k and size > MAX_BASELINE_BYTES:
+        raise BadInput(f"the baseline would take {size / 2**30:.1f} GiB; pass --top-k 1000, or fewer --windows")
+    settings = Settings(
+        model=model,
+        windows=windows,
+        texts=names,
+        chunk=chunk,
+        recall=recall_settings(options, tokenizer, lengths),
+        kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),
+        additional_config=additional_config(options),
+        dtype=options.dtype,
+        graphs=options.graphs,
+        parallel=options.parallel,
+    )
+    if options.graphs and (chunk > 1 or (lengths and settings.recall.chunk > 1)):
+        raise BadInput("--graphs is for decoding: pass --chunk 1 and --recall-chunk 1, or leave recall out")
+    identity = {
+        "model": model_digest(model, config),
+        "vocabulary": vocabulary,
+        "dtype": options.dtype,
+        "chunk": chunk,
+        "context": context,
+        "windows": len(windows),
+        "tokens": digest(json.dumps(windows)),
+    }
+    return settings, identity
+
+
+def read_windows(options: argparse.Namespace, tokenizer: Any, context: int) -> tuple[list[str], list[list[int]]]:
+    """The name of the text of each window, and its token ids. Raises BadInput."""
+    names: list[str] = []
+    windows: list[list[int]] = []
+    texts: list[Sequence[Path]] = [[path] for path in options.text or []] or [TEXTS]
+    for paths in texts:
+        try:
+            text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+            found = text_windows(tokenizer, text, context, options.windows)
+        except (OSError, ValueError) as error:
+            raise BadInput(f"--text {' '.join(map(str, paths))}: {error}") from error
+        windows += found
+        names += [paths[0].stem] * len(found)
+    if len(set(names)) < len(options.text or [None]):
+        raise BadInput(f"--text: two files have the name {max(names, key=names.count)}, which tells texts apart")
+    return names, windows
+
+
+def recall_settings(options: argparse.Namespace, tokenizer: Any, lengths: Sequence[int]) -> RecallSettings:
+    """What recall is to be measured by; no lengths: none. Raises BadInput."""
+    if not lengths:
+        return RecallSettings([], [], 0, False, 1, 0)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if options.prompts == "chat" and not has_template:
+        raise BadInput(f"--prompts chat: the tokenizer of {options.model or DEMO_MODEL.name} has no chat template")
+    settings = RecallSettings(
+        lengths=sorted(set(lengths)),
+        depths=sorted({depth / 100 for depth in options.depths}),
+        facts=options.facts,
+        chat=options.prompts == "chat" or (options.prompts == "auto" and has_template),
+        chunk=options.recall_chunk,
+        seed=options.seed,
+    )
+    try:
+        settings.prompts(tokenizer, min(lengths))
+    except ValueError as error:
+        raise BadInput(f"--lengths {min(lengths)}: {error}") from error
+    return settings
+
+
+def additional_config(options: argparse.Namespace) -> dict[str, Any]:
+    """For the engines of packed-kv's dtypes: what the user gave, and no recent window in a sweep, as raw tokens would
+    hide what the packed ones have lost. Raises BadInput."""
+    ours = dict(options.additional_config.get("packed_kv", {}))
+    if options.calibration:
+        if "calibration" in ours:
+            raise BadInput("--calibration and --additional-config both name a calibration")
+        ours["calibration"] = str(options.calibration.resolve())
+    if options.command == "sweep":
+        ours.setdefault("recent_tokens", 0)
+    return {**options.additional_config, "packed_kv": ours} if ours else options.additional_config
+
+
+def check_dtypes(dtypes: list[str]) -> None:
+    """Raises BadInput for a dtype that this vLLM does not know."""
+    import vllm.config.cache as cache_config
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    known = getattr(cache_config, "KV_CACHE_DTYPES", None)
+    if known is None:
+        raise BadInput("this vLLM is not patched for packed-kv; run: packed-kv-patch apply")
+    for name in (BASELINE, STORAGE):
+        if name in dtypes:
+            raise BadInput(f"{name} is measured in any case; leave it out of --dtypes")
+    unknown = [dtype for dtype in dtypes if dtype not in known]
+    if unknown:
+        raise BadInput(f"unknown dtype {', '.join(unknown)}; vLLM knows {', '.join(known)}")
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raises BadInput for numbers out of range."""
+    positive = ("context", "windows", "top_k", "facts", "kv_cache_memory", "parallel")
+    values = {name: getattr(options, name, None) for name in positive}
+    values["lengths"] = min(getattr(options, "lengths", None) or [1])
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise BadInput(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    depths = getattr(options, "depths", [])
+    if not all(0 <= depth <= 100 for depth in depths):
+        raise BadInput(f"--depths must be 0 to 100, got {depths}")
+    recall_chunk = getattr(options, "recall_chunk", 1)
+    if not 1 <= recall_chunk <= BATCHED_TOKENS:
+        raise BadInput(f"--recall-chunk must be 1 to {BATCHED_TOKENS}, got {recall_chunk}")
+
+
+def check_files(options: argparse.Namespace, has_text: bool) -> None:
+    """Raises BadInput for files that are not there, and for defaults that only a checkout has."""
+    emit, baseline, texts = (getattr(options, name, None) for name in ("emit", "baseline", "text"))
+    if emit and baseline:
+        raise BadInput("--emit and --baseline exclude each other")
+    for path in (*(texts or []), baseline, options.calibration):
+        if path and not path.exists():
+            raise BadInput(f"{path} does not exist")
+    if not DEMO_MODEL.is_dir():
+        missing = [name for name, given in (("--model MODEL", options.model), ("--text FILE", texts or not has_text))
+                   if not given]  # fmt: skip
+        if missing:
+            raise BadInput(f"give {' and '.join(missing)}; the defaults are in a checkout of packed-kv only")
+
+
+def load_config(model: str) -> tuple[Any, Any]:
+    """Configuration and tokenizer of a model. Raises BadInput if there is none."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model {model} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def model_digest(model: str, config: Any) -> str:
+    """Short digest of what a model is: its commit on the hub, or sizes and last bytes of the files of a folder."""
+    parts = [getattr(config, "_commit_hash", None) or ""]
+    for path in sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin")):
+        with path.open("rb") as file:
+            file.seek(-min(path.stat().st_size, 1 << 16), 2)
+            parts.append(f"{path.name} {path.stat().st_size} {digest(file.read())}")
+    return f"{Path(model).name} {digest(json.dumps(parts))}"
+
+
+def digest(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()[:16]

@@ -1,0 +1,78 @@
+"""Measure what KV-cache dtypes cost in quality, through the real vLLM engine. docs/quality.md says how to read it all.
+
+Each dtype gets an engine of its own, in a process of its own, with the same KV memory.
+
+Exit code: 0 if all is well; 1 if a dtype fails or one of packed-kv's own was refused, in `run` and `sweep` also if one
+is the baseline by another name, equals another or exceeds its bound; 2 if the arguments are wrong or the baseline does
+not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .arguments import BadInput, add_run_arguments
+from .baseline import BaselineError
+from .engines import prepare_environment
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+COMMANDS = {
+    "run": "everything: teacher-forced text, recall of planted facts, verdicts, plots",
+    "teacher-forced": "perplexity of texts, KL divergence and agreement with the unquantized baseline; no verdicts",
+    "recall": "facts planted in prose, asked for at the end, by depth and length",
+    "sweep": "which dtypes are placebos, equal or broken: teacher-forced text and verdicts",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    options = parse(arguments)
+    try:
+        return options.run(options)
+    except (BadInput, BaselineError) as error:
+        print(f"packed-kv-quality: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("packed-kv-quality: interrupted, nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="packed-kv-quality", description=__doc__, formatter_class=formatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add_run_arguments(command, name)
+        command.set_defaults(run=_run)
+    plots = commands.add_parser("plots", help="draw the plots of a run again", description="Draw a run's plots again.")
+    plots.add_argument("folder", type=Path, metavar="DIR", help="--output of a run: it has quality.json or recall.json")
+    plots.set_defaults(run=_plots)
+    return parser.parse_args(arguments)
+
+
+# The commands import what they need: `plots` and `--help` load no engine.
+
+
+def _run(options: argparse.Namespace) -> int:
+    prepare_environment(small_model=options.model is None)
+    from .run import run_recall, run_text
+
+    return run_recall(options) if options.command == "recall" else run_text(options)
+
+
+def _plots(options: argparse.Namespace) -> int:
+    try:
+        from .plots import draw
+    except ModuleNotFoundError as error:
+        raise BadInput(f"{error.name} is missing; pip install 'packed-kv[plots]'") from error
+    draw(options.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The commands that run engines: the baseline first, then every dtype, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from .arguments import BadInput, prepare
+from .baseline import Baseline
+from .engines import CHECKOUT, apart
+from .measurement import (
+    BASELINE,
+    Measurement,
+    Recall,
+    Refused,
+    Settings,
+    made_with,
+    measure,
+    measure_baseline,
+    measure_recall,
+)
+from .placebo_sweep import Limits, judge, passes
+from .report import RecallReport, Report, markdown, recall_markdown, write, write_recall
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Row]):
+    """What dtypes gave, why some were refused, and what broke off after its engine had started."""
+
+    rows: list[Row]
+    refused: dict[str, str]
+    failed: dict[str, str]
+
+
+def run_text(options: argparse.Namespace) -> int:
+    """`run`, `sweep` and `teacher-forced`: text, recall unless it is left out, and verdicts but in the last."""
+    settings, identity = prepare(options)
+    report = measure_text(options, settings, identity)
+    print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
+    write(report, options.output)
+    finish(options)
+    judged = {} if report.verdicts is None else report.verdicts
+    return 0 if passes(judged, report.refused, report.failed) else 1
+
+
+def measure_text(options: argparse.Namespace, settings: Settings, identity: dict[str, Any]) -> Report:
+    """Measure the baseline, unless there is one, and every dtype."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
+        if not options.baseline:
+            run_baseline(measure_baseline, settings, path, identity, options.top_k)
+        baseline = Baseline(path)
+        baseline.check(identity)
+        stored = [baseline.facts["measurement"], baseline.facts["storage"]]
+        first, storage = (same_recall_only(Measurement.from_dict(found), settings) for found in stored)
+        found = measure_all(options, lambda dtype: apart(measure, dtype, settings, path), describe_row)
+        window = settings.additional_config.get("packed_kv", {}).get("recent_tokens") != 0
+        limits = Limits(
+            rounding=baseline.facts["rounding"],
+            context_information=baseline.facts["context_information"],
+            max_kl=getattr(options, "max_kl", None),
+            demo=not window and (options.model, options.text, options.windows) == (None, None, 1),
+            window=window,
+        )
+        verdicts = None if options.command == "teacher-forced" else judge(first, found.rows, limits)
+        facts = describe(options, settings, identity, baseline)
+        return Report([first, storage, *found.rows], verdicts, found.refused, found.failed, limits, facts)
+
+
+def run_recall(options: argparse.Namespace) -> int:
+    """`recall`: no text, no baseline file."""
+    settings, identity = prepare(options)
+    baseline: list[Recall] = run_baseline(measure_recall, BASELINE, settings)
+    found = measure_all(options, lambda dtype: apart(measure_recall, dtype, settings), describe_recall)
+    rows = [*baseline, *(row for rows in found.rows for row in rows)]
+    report = RecallReport(
+        rows, found.refused, found.failed, describe(options, settings, {"model": identity["model"]}, None)
+    )
+    print(f"\n{report.run['title']}\n\n{recall_markdown(report)}\n")
+    write_recall(report, options.output)
+    finish(options)
+    return 0 if passes({}, found.refused, found.failed) else 1
+
+
+def run_baseline(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function` in a process of its own. Raises BadInput if the baseline does not run."""
+    say(f"{BASELINE} ...")
+    started = time.monotonic()
+    try:
+        result = apart(function, *arguments)
+    except (Refused, BrokenProcessPool) as error:
+        raise BadInput(f"the model does not run under {BASELINE}: {error}") from error
+    say(f"{BASELINE}: {time.monotonic() - started:.0f} s")
+    return result
+
+
+def measure_all(
+    options: argparse.Namespace, function: Callable[[str], Row], describe_one: Callable[[Row], str]
+) -> Outcome[Row]:
+    """Every dtype, `--parallel` of them at a time."""
+    outcome: Outcome[Row] = Outcome([], {}, {})
+
+    def one(dtype: str) -> Row | None:
+        say(f"{dtype} ...")
+        started = time.monotonic()
+        try:
+            row = function(dtype)
+        except Refused as error:
+            outcome.refused[dtype] = str(error)
+            say(f"{dtype} is refused: {error}")
+        except Exception as error:  # the other dtypes are still worth measuring; it is reported, and exits with 1
+            outcome.failed[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            say(f"{dtype} FAILED: {outcome.failed[dtype]}")
+        else:
+            say(f"{dtype}: {describe_one(row)}, {time.monotonic() - started:.0f} s")
+            return row
+        return None
+
+    dtypes = dict.fromkeys(options.dtypes)
+    rows: Iterable[Row | None]
+    if options.parallel > 1:
+        with ThreadPoolExecutor(options.parallel) as threads:
+            rows = list(threads.map(one, dtypes))
+    else:
+        rows = map(one, dtypes)
+    outcome.rows.extend(row for row in rows if row is not None)
+    return outcome
+
+
+def describe_row(row: Measurement) -> str:
+    return f"KL {row.scores.kl_mean:.4f}"
+
+
+def describe_recall(rows: list[Recall]) -> str:
+    return f"{sum(cell.recalled for row in rows for cell in row.recall)} facts recalled"
+
+
+def same_recall_only(found: Measurement, settings: Settings) -> Measurement:
+    """A measurement without its recall, if that was made by other prompts than this run's."""
+    facts = settings.recall.facts
+    here = {(length, depth, facts) for length in settings.recall.lengths for depth in settings.recall.depths}
+    same = {(cell.length, cell.depth, cell.facts) for cell in found.recall} == here
+    return found if same else replace(found, recall=[])
+
+
+def describe(
+    options: argparse.Namespace, settings: Settings, identity: Mapping[str, Any], baseline: Baseline | None
+) -> dict[str, Any]:
+    """What the run was, for whoever reads its results."""
+    here, recall = made_with(), settings.recall
+    words = []
+    if settings.windows:
+        texts = " and ".join(f"{settings.texts.count(name)} x {name}" for name in dict.fromkeys(settings.texts))
+        words.append(f"windows of {identity['context']:,} tokens ({texts}) in chunks of {settings.chunk}")
+    if recall.lengths:
+        kind = "chat" if recall.chat else "plain"
+        words.append(f"{len(recall.lengths) * len(recall.depths) * recall.facts} {kind} recall prompts")
+    words += [f"{settings.kv_cache_memory >> 20} MiB of KV memory", *(f"{name} {here[name]}" for name in here)]
+    described: dict[str, Any] = {}
+    if baseline:
+        if baseline.facts["made_with"] != here:
+            words.append(f"baseline made with {' '.join(baseline.facts['made_with'].values())}")
+        if baseline.top_k:
+            words.append(f"KL over the {baseline.top_k} likeliest tokens and a remainder")
+        described = {"baseline_made_with": baseline.facts["made_with"], "top_k": baseline.top_k}
+    return {
+        "title": f"{Path(settings.model).name}: {'; '.join(words)}",
+        "command": shlex.join(["packed-kv-quality", *sys.argv[1:]]),
+        "commit": options.commit or commit(),
+        "made_with": here,
+        "machine": platform.machine(),
+        **described,
+        "identity": identity,
+        "settings": {key: value for key, value in asdict(settings).items() if key not in ("windows", "texts")},
+    }
+
+
+def commit() -> str:
+    """Of the checkout that this file lies in; empty elsewhere."""
+    if not (CHECKOUT / ".git").exists():
+        return ""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def finish(options: argparse.Namespace) -> None:
+    """Draw, unless told not to, and say where all is."""
+    if not options.no_plots:
+        from .plots import draw  # needs matplotlib
+
+        draw(options.output)
+    say(f"results are in {options.output}")
+
+
+def say(text: str) -> None:
+    """A line for the person who waits."""
+    print(f"packed-kv-quality: {text}", file=sys.stderr, flush=True)
