@@ -190,10 +190,10 @@ def main() -> None:
 
     figures: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, layers in choices.items():
-        figures[name] = {  # tq4 has nothing to choose, and turboquant no groups to sort
+        figures[name] = {  # tq3 and tq4 have nothing to choose, and turboquant no groups to sort
             dtype: run.measure({n: codecs(dtype, seen.shape[1], layers[n] if layers else None) for n in seen.layers})
             for dtype in options.dtypes
-            if layers is None or (dtype != "tq4" and not (name == SORTED and FORMATS[dtype].outlier_bits))
+            if layers is None or (dtype not in ("tq3", "tq4") and not (name == SORTED and FORMATS[dtype].outlier_bits))
         }
     print(f"{Path(options.model).name}, PyTorch {torch.__version__}, {platform.machine()}\n")
     for at, what in enumerate(("error of scores", "error of outputs", "KL divergence")):
