@@ -150,10 +150,21 @@ class Results:
         self.path.write_text(json.dumps(self.content, indent=1) + "\n")
 
 
+def line(rows: dict[str, dict[str, float]], slot_bytes: float) -> float:
+    """KL divergence at `slot_bytes` on the straight line through tq3 and tq4, in bytes and log KL divergence."""
+    low, high = rows["tq3"], rows["tq4"]
+    share = (slot_bytes - low["slot_bytes"]) / (high["slot_bytes"] - low["slot_bytes"])
+    return low["kl"] * (high["kl"] / low["kl"]) ** share
+
+
 def print_rows(results: Results, names: list[str], markdown: bool) -> None:
-    found = [(name, results.rows[name]) for name in names]
-    cells = [(n, f"{r['slot_bytes']:g}", f"{r['kl']:.4f} ± {r['standard_error']:.4f}") for n, r in found]
-    print_table(("keys and values", "bytes", "KL"), cells, markdown)
+    """The table; `of the line`: KL divergence over `line` at the row's bytes, so below 1 a row pays for its bytes."""
+    cells = []
+    for name in names:
+        row = results.rows[name]
+        share = f"{row['kl'] / line(results.rows, row['slot_bytes']):.2f}" if {"tq3", "tq4"} <= {*results.rows} else ""
+        cells.append((name, f"{row['slot_bytes']:g}", f"{row['kl']:.4f} ± {row['standard_error']:.4f}", share))
+    print_table(("keys and values", "bytes", "KL", "of the line"), cells, markdown)
 
 
 def observe(options: argparse.Namespace, model: Any, sequences: list[list[int]], identity: dict[str, Any]) -> Facts:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packed_kv.formats import FORMATS
+from torch.nn.functional import scaled_dot_product_attention
 from tq_calibrate.choose import channel_order, outlier_channels
 from tq_calibrate.collect import ATTENTION, output_weight
 from tq_calibrate.model import load_model
@@ -19,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from tried_codes import Code, Dtype, Raw, Site, Widths
 
 LARGEST_SCALE = 64.0
+QUERY_TILE = 128
 CENTROIDS, SAMPLE, LLOYD_ROUNDS = 256, 8192, 8
 NOISE = {2: 0.10522, 3: 0.02583, 4: 0.00623}
 """bits -> relative squared error of the code (docs/formats.md)."""
@@ -262,19 +264,23 @@ def attend(query: torch.Tensor, far: tuple, near: tuple, window: int) -> torch.T
     `query` [batch, heads, tokens, head_dim], scaled; `far` and `near` are K and V, [batch, KV heads, tokens, head_dim]
     each. Returns the shape of `query`.
     """
-    tokens, heads = query.shape[2], far[0].shape[1]
-    query = query.unflatten(1, (heads, -1))
-    distance = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
-    recent = distance < window
-    scores = query @ far[0].unsqueeze(2).transpose(-1, -2)
-    if window:
-        scores = torch.where(recent, query @ near[0].unsqueeze(2).transpose(-1, -2), scores)
-    weights = scores.masked_fill_(distance < 0, -torch.inf).softmax(-1)
     if not window:
-        return (weights @ far[1].unsqueeze(2)).flatten(1, 2)
-    output = weights.masked_fill(recent, 0) @ far[1].unsqueeze(2)
-    output += weights.masked_fill(~recent, 0) @ near[1].unsqueeze(2)
-    return output.flatten(1, 2)
+        return scaled_dot_product_attention(query, *far, is_causal=True, scale=1.0, enable_gqa=True)
+    (far_key, far_value), (near_key, near_value) = (tuple(x.unsqueeze(2) for x in pair) for pair in (far, near))
+    query, outputs = query.unflatten(1, (far_key.shape[1], -1)), []
+    for start in range(0, query.shape[3], QUERY_TILE):
+        rows = query[..., start : start + QUERY_TILE, :]
+        end, band = start + rows.shape[3], slice(max(0, start - window + 1), start + rows.shape[3])
+        distance = torch.arange(start, end).unsqueeze(1) - torch.arange(end)
+        recent = distance[:, band] < window
+        scores = rows @ far_key[..., :end, :].transpose(-1, -2)
+        near_scores = rows @ near_key[..., band, :].transpose(-1, -2)
+        scores[..., band] = torch.where(recent, near_scores, scores[..., band])
+        weights = scores.masked_fill_(distance < 0, -torch.inf).softmax(-1)
+        output = weights[..., band].masked_fill(~recent, 0) @ near_value[..., band, :]
+        weights[..., band] = weights[..., band].masked_fill(recent, 0)
+        outputs.append(output + weights @ far_value[..., :end, :])
+    return torch.cat(outputs, 3).flatten(1, 2)
 
 
 def sensitivities(run: Run) -> dict[tuple[int, str], float]:

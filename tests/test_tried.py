@@ -93,11 +93,13 @@ def test_every_row_of_the_table_runs(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert found["tq3, K less its mean"] < 0.8 * found["tq3"], "keys of this model have large constants"
 
 
-def test_window_reads_near_and_far() -> None:
+@pytest.mark.parametrize("window", [0, 1, 3, 6, 9])
+def test_window_reads_near_and_far(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tried_model.QUERY_TILE", 4)
     query, far, near = gaussian(1, 4, 9, 32), *((gaussian(1, 2, 9, 32, seed=s), gaussian(1, 2, 9, 32)) for s in (1, 2))
-    output = attend(query, far, near, 3)
+    output = attend(query, far, near, window)
     for head, position in itertools.product(range(4), range(9)):
-        sources = [near if position - at < 3 else far for at in range(position + 1)]
+        sources = [near if position - at < window else far for at in range(position + 1)]
         keys, values = (torch.stack([s[i][0, head // 2, at] for at, s in enumerate(sources)]) for i in (0, 1))
         expected = (keys @ query[0, head, position]).softmax(0) @ values
         torch.testing.assert_close(output[0, head, position], expected)
@@ -218,6 +220,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as stop:
         tried.main()
     assert stop.value.code == 2 and "holds another run's rows" in capsys.readouterr().err
+
+
+def test_the_line_goes_through_tq3_and_tq4() -> None:
+    rows = {"tq3": {"slot_bytes": 52, "kl": 0.16}, "tq4": {"slot_bytes": 68, "kl": 0.01}}
+    assert [tried.line(rows, at) for at in (52, 60, 68, 76)] == pytest.approx([0.16, 0.04, 0.01, 0.0025])
 
 
 def test_a_text_that_is_too_short(tmp_path: Path) -> None:
