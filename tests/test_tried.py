@@ -93,6 +93,36 @@ def test_every_row_of_the_table_runs(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert found["tq3, K less its mean"] < 0.8 * found["tq3"], "keys of this model have large constants"
 
 
+class Nothing(Lossless):
+    """A code that keeps nothing, so that a reader gets what was taken off before."""
+
+    def read_back(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+def test_what_is_taken_off_comes_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = gaussian(1, HEADS, TOKENS, HEAD_DIM), run.facts.layers[1]
+    means = found["key_mean"].unsqueeze(1).expand(-1, TOKENS, -1)
+    first = torch.cat((found["first_mean"].unsqueeze(1), means[:, 1:]), 1)
+    for offset, role, expected in (
+        ("", "key", torch.zeros_like(means)), ("mean", "key", means), ("mean and first", "key", first),
+        ("", "value", found["value_mean"].unsqueeze(1).expand(-1, TOKENS, -1)),
+    ):  # fmt: skip
+        monkeypatch.setattr(run, "method", Method(Nothing(), Nothing(), offset, value_mean=True, ring=Lossless()))
+        far, near = run.stored(1, role, x)
+        torch.testing.assert_close(far[0], expected)
+        torch.testing.assert_close(near, x)
+
+
+def test_scales(run: Run) -> None:
+    found, spread = run.facts.layers[0], run.facts.layers[0]["spread"]
+    ratio = run.facts.scale(0, "key", "mean").pow(4) * spread / found["query"]
+    torch.testing.assert_close(ratio, ratio.mean(-1, keepdim=True).expand_as(ratio))
+    ratio = run.facts.scale(0, "value", "").pow(4) * found["value"] / found["output"]
+    torch.testing.assert_close(ratio, ratio.mean(-1, keepdim=True).expand_as(ratio))
+    torch.testing.assert_close(run.facts.scale(0, "key", "").log().mean(-1), torch.zeros(HEADS), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("window", [0, 1, 3, 6, 9])
 def test_window_reads_near_and_far(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tried_model.QUERY_TILE", 4)
