@@ -38,15 +38,19 @@ from tried_codes import Dtype, Float8, Grouped, Int8, Qjl, Raw, Spectral, Widths
 from tried_model import Facts, Method, Observer, Run, allocate, load, sensitivities
 
 BLOCK = 128
-WIDTH_TOKENS = 512
+WIDTH_TOKENS = 256
 """Tokens of the calibration text that tell how much each layer's width matters."""
 TQ3, TQ4 = Dtype("tq3"), Dtype("tq4")
 ALL: dict[str, Any] = {"offset": "mean and first", "scaled": True}
+"""What a row calls centred and scaled."""
+CENTRED = ", centred, scaled, last 64 in int8"
 PACKAGE = "aither_kvcache"
+Costs = dict[str, dict[tuple[int, str], float]]
+"""`sensitivities` of keys as they are (under ""), and of keys centred and scaled (under `CENTRED`)."""
 
 
-def rows(costs: dict[tuple[int, str], float]) -> dict[str, Method]:
-    """Every row: what it says in the table -> the method. `costs` as `sensitivities` finds them."""
+def rows(costs: Costs) -> dict[str, Method]:
+    """Every row: what it says in the table -> the method."""
     calibrated = {name: Dtype(name, True) for name in ("isoquant4", "turboquant35", "turboquant25")}
     references = {"tq4": TQ4, "tq3": TQ3, **{f"{name}, calibrated": code for name, code in calibrated.items()}}
     both = {f"{name}": Method(code, code) for name, code in references.items()}
@@ -55,7 +59,7 @@ def rows(costs: dict[tuple[int, str], float]) -> dict[str, Method]:
     for name, code in (("tq3", TQ3), ("tq4", TQ4)):
         found[f"{name}, K less its mean"] = Method(code, code, offset="mean")
         found[f"{name}, K less its mean, scaled"] = Method(code, code, offset="mean", scaled=True)
-        found[f"{name}, and first token's own mean"] = Method(code, code, **ALL)
+        found[f"{name}, centred, scaled"] = Method(code, code, **ALL)
     return found | windows(calibrated["turboquant35"]) | others() | widths(costs)
 
 
@@ -72,8 +76,9 @@ def windows(turboquant35: Dtype) -> dict[str, Method]:
     ):  # fmt: skip
         if key != value:
             found[name] = Method(key, value)
+        found.setdefault(f"{name}, centred, scaled", Method(key, value, **ALL))
         found.setdefault(f"{name}, last 64 raw", Method(key, value, window=64))
-        found[f"{name}, centred, scaled, last 64 in int8"] = Method(key, value, window=64, ring=Int8(), **ALL)
+        found[name + CENTRED] = Method(key, value, window=64, ring=Int8(), **ALL)
     return found
 
 
@@ -102,15 +107,17 @@ def others() -> dict[str, Method]:
     return found
 
 
-def widths(costs: dict[tuple[int, str], float]) -> dict[str, Method]:
-    """3 bits on average, given to the layers that need them."""
-    by_layer = allocate({layer: costs[layer, "key"] + costs[layer, "value"] for layer, _ in costs}, 3) if costs else {}
-    alike = {(layer, role): by_layer[layer] for layer, role in costs}
-    own = allocate(costs, 3) if costs else {}
-    return {
-        name: Method(Widths(bits, "key"), Widths(bits, "value"))
-        for name, bits in (("tq3, widths by layer", alike), ("tq3, widths by layer, K and V apart", own))
-    }
+def widths(costs: Costs) -> dict[str, Method]:
+    """3 bits on average, given to the places that need them; chosen for keys as they are stored in the row."""
+    found = {"4 bits for K, 2 for V": Method(Grouped(4), Grouped(2))}
+    together = {kind: {layer: c[layer, "key"] + c[layer, "value"] for layer, _ in c} for kind, c in costs.items()}
+    options: dict[str, dict[str, Any]] = {"": {}, CENTRED: {"window": 64, "ring": Int8(), **ALL}}
+    for kind, how in options.items():
+        by_layer, apart = (allocate(found_costs.get(kind, {}), 3) for found_costs in (together, costs))
+        alike = {(layer, role): bits for layer, bits in by_layer.items() for role in ("key", "value")}
+        for name, bits in (("tq3, widths by layer", alike), ("tq3, widths by layer, K and V apart", apart)):
+            found[name + kind] = Method(Widths(bits, "key"), Widths(bits, "value"), **how)
+    return found
 
 
 def prose_windows(files: list[str], tokenizer: Any, tokens: int, count: int) -> list[list[int]]:
@@ -179,13 +186,17 @@ def observe(options: argparse.Namespace, model: Any, sequences: list[list[int]],
     return facts
 
 
-def costs_of_widths(options: argparse.Namespace, model: Any, facts: Facts, ids: list[int]) -> dict:
+def costs_of_widths(options: argparse.Namespace, model: Any, facts: Facts, ids: list[int]) -> Costs:
     """`sensitivities`, from --output if they are there."""
     path = options.output / "sensitivities.json"
     if not path.is_file():
-        found = sensitivities(Run(model, facts, [ids]))
-        path.write_text(json.dumps([[*place, kl] for place, kl in found.items()]) + "\n")
-    return {(layer, role): kl for layer, role, kl in json.loads(path.read_text())}
+        run = Run(model, facts, [ids])
+        measured = {"": sensitivities(run), CENTRED: sensitivities(run, **ALL)}
+        path.write_text(json.dumps([[kind, *at, kl] for kind, found in measured.items() for at, kl in found.items()]))
+    costs: Costs = {"": {}, CENTRED: {}}
+    for kind, layer, role, kl in json.loads(path.read_text()):
+        costs[kind][layer, role] = kl
+    return costs
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ QUERY_TILE = 128
 CENTROIDS, SAMPLE, LLOYD_ROUNDS = 256, 8192, 8
 NOISE = {2: 0.10522, 3: 0.02583, 4: 0.00623}
 """bits -> relative squared error of the code (docs/formats.md)."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""K and V."""
 
 
 @dataclass(frozen=True)
@@ -258,14 +260,14 @@ class Run:
         return self.rope[tokens]
 
 
-def attend(query: torch.Tensor, far: tuple, near: tuple, window: int) -> torch.Tensor:
+def attend(query: torch.Tensor, far: Pair, near: Pair, window: int) -> torch.Tensor:
     """Causal attention that reads K and V of a query's last `window` tokens from `near`, of others from `far`.
 
     `query` [batch, heads, tokens, head_dim], scaled; `far` and `near` are K and V, [batch, KV heads, tokens, head_dim]
     each. Returns the shape of `query`.
     """
     if not window:
-        return scaled_dot_product_attention(query, *far, is_causal=True, scale=1.0, enable_gqa=True)
+        return scaled_dot_product_attention(query, far[0], far[1], is_causal=True, scale=1.0, enable_gqa=True)
     (far_key, far_value), (near_key, near_value) = (tuple(x.unsqueeze(2) for x in pair) for pair in (far, near))
     query, outputs = query.unflatten(1, (far_key.shape[1], -1)), []
     for start in range(0, query.shape[3], QUERY_TILE):
@@ -283,13 +285,13 @@ def attend(query: torch.Tensor, far: tuple, near: tuple, window: int) -> torch.T
     return torch.cat(outputs, 3).flatten(1, 2)
 
 
-def sensitivities(run: Run) -> dict[tuple[int, str], float]:
-    """(layer, role) -> mean KL divergence with that alone at 2 bits."""
+def sensitivities(run: Run, **how: Any) -> dict[tuple[int, str], float]:
+    """(layer, role) -> mean KL divergence with that alone at 2 bits; `how`: more arguments of `Method`."""
     found = {}
     for layer in run.facts.layers:
         for role in ("key", "value"):
             bits = {(layer, role): 2}
-            found[layer, role] = float(run.kl(Method(Widths(bits, "key"), Widths(bits, "value"))).mean())
+            found[layer, role] = float(run.kl(Method(Widths(bits, "key"), Widths(bits, "value"), **how)).mean())
     return found
 
 

@@ -85,7 +85,7 @@ def test_nothing_but_the_code_loses_anything(run: Run, name: str) -> None:
 def test_every_row_of_the_table_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {(layer, role): 1.0 + layer for layer in range(LAYERS) for role in ("key", "value")}
     monkeypatch.setattr(tried, "PACKAGE", "no_such_package")
-    rows = tried.rows(costs)
+    rows = tried.rows({"": costs, tried.CENTRED: costs})
     found = {name: mean_kl(run, method) for name, method in rows.items()}
     assert len(rows) > 40 and list(rows) == list(tried.rows({}))
     assert all(0 < kl < 10 for kl in found.values()), found
