@@ -6,6 +6,9 @@ the row, its own token's included, unless a row says otherwise. The figure is th
 to the model as it is, in nats, with its standard error over blocks of 128 positions. What a row knows about the model
 (means, scales, channels, centroids, widths) comes from other text, Python's help topics.
 
+In the names of rows, W64 says that a query reads the last 64 tokens, its own included, as fp16 (or rotated int8 or
+fp8), and "centred" that keys are stored less their mean (the first token: less its own) and scaled by channel.
+
 The rows of TriAttention need the package aither-kvcache, outside of the environment (it brings a vLLM plugin):
 
     pip install --no-deps --target DIR aither-kvcache==2.4.1 && PYTHONPATH=DIR python scripts/tried.py ...
@@ -37,13 +40,13 @@ from tq_calibrate.text import load_tokenizer, read_text, token_sequences
 from tried_codes import Dtype, Float8, Grouped, Int8, Qjl, Raw, Spectral, Widths
 from tried_model import Facts, Method, Observer, Run, allocate, load, sensitivities
 
-BLOCK = 128
+BLOCK, LINE_END = 128, 1.1
 WIDTH_TOKENS = 256
 """Tokens of the calibration text that tell how much each layer's width matters."""
 TQ3, TQ4 = Dtype("tq3"), Dtype("tq4")
 ALL: dict[str, Any] = {"offset": "mean and first", "scaled": True}
-"""What a row calls centred and scaled."""
-CENTRED = ", centred, scaled, last 64 in int8"
+"""What a row calls centred: the first token has a mean of its own, and channels are scaled."""
+CENTRED = ", centred, W64 int8"
 PACKAGE = "aither_kvcache"
 Costs = dict[str, dict[tuple[int, str], float]]
 """`sensitivities` of keys as they are (under ""), and of keys centred and scaled (under `CENTRED`)."""
@@ -55,29 +58,29 @@ def rows(costs: Costs) -> dict[str, Method]:
     references = {"tq4": TQ4, "tq3": TQ3, **{f"{name}, calibrated": code for name, code in calibrated.items()}}
     both = {f"{name}": Method(code, code) for name, code in references.items()}
     both["fp8 e4m3, scale 1"] = Method(Float8(), Float8())
-    found = {**both, "tq3 for K, V raw": Method(TQ3, Raw()), "K raw, tq3 for V": Method(Raw(), TQ3)}
+    found = {**both, "K tq3, V raw": Method(TQ3, Raw()), "K raw, V tq3": Method(Raw(), TQ3)}
     for name, code in (("tq3", TQ3), ("tq4", TQ4)):
         found[f"{name}, K less its mean"] = Method(code, code, offset="mean")
         found[f"{name}, K less its mean, scaled"] = Method(code, code, offset="mean", scaled=True)
-        found[f"{name}, centred, scaled"] = Method(code, code, **ALL)
+        found[f"{name}, centred"] = Method(code, code, **ALL)
     return found | windows(calibrated["turboquant35"]) | others() | widths(costs)
 
 
 def windows(turboquant35: Dtype) -> dict[str, Method]:
     """Recent tokens kept raw: how many, as what, and which bits beside them."""
-    found = {f"tq3, last {window} raw": Method(TQ3, TQ3, window=window) for window in (1, 4, 16, 64, 128)}
-    found["tq4, last 64 raw"] = Method(TQ4, TQ4, window=64)
+    found = {f"tq3, W{window}": Method(TQ3, TQ3, window=window) for window in (1, 4, 16, 64, 128)}
+    found["tq4, W64"] = Method(TQ4, TQ4, window=64)
     for name, code in (("tq3", TQ3), ("tq4", TQ4)):
         for content, ring in (("int8", Int8()), ("fp8", Float8(rotated=True))):
-            found[f"{name}, last 64 in rotated {content}"] = Method(code, code, window=64, ring=ring)
+            found[f"{name}, W64 {content}"] = Method(code, code, window=64, ring=ring)
     for name, key, value in (
-        ("tq4", TQ4, TQ4), ("tq4 for K, tq3 for V", TQ4, TQ3), ("turboquant35, calibrated", turboquant35, turboquant35),
+        ("tq4", TQ4, TQ4), ("K tq4, V tq3", TQ4, TQ3), ("turboquant35, calibrated", turboquant35, turboquant35),
         ("tq3", TQ3, TQ3),
     ):  # fmt: skip
         if key != value:
             found[name] = Method(key, value)
-        found.setdefault(f"{name}, centred, scaled", Method(key, value, **ALL))
-        found.setdefault(f"{name}, last 64 raw", Method(key, value, window=64))
+        found.setdefault(f"{name}, centred", Method(key, value, **ALL))
+        found.setdefault(f"{name}, W64", Method(key, value, window=64))
         found[name + CENTRED] = Method(key, value, window=64, ring=Int8(), **ALL)
     return found
 
@@ -99,23 +102,23 @@ def others() -> dict[str, Method]:
     found["tq3, V less its mean"] = Method(TQ3, TQ3, value_mean=True)
     for sinks in (1, 4):
         found[f"tq3, first {sinks} raw"] = Method(TQ3, TQ3, sinks=sinks)
-        found[f"tq3, centred, scaled, first {sinks} raw"] = Method(TQ3, TQ3, sinks=sinks, **ALL)
+        found[f"tq3, centred, first {sinks} raw"] = Method(TQ3, TQ3, sinks=sinks, **ALL)
     for bits, group in ((3, 16), (3, 64), (4, 16), (4, 64)):
         found[f"tq{bits}, groups of {group}"] = Method(Grouped(bits, group), Grouped(bits, group))
-    found["tq3, K less the nearest of 256 centroids"] = Method(TQ3, TQ3, offset="centroids")
-    found["tq3, K less the nearest of 256 centroids, scaled"] = Method(TQ3, TQ3, offset="centroids", scaled=True)
+    found["tq3, K less nearest of 256 centroids"] = Method(TQ3, TQ3, offset="centroids")
+    found["tq3, K less nearest of 256 centroids, scaled"] = Method(TQ3, TQ3, offset="centroids", scaled=True)
     return found
 
 
 def widths(costs: Costs) -> dict[str, Method]:
     """3 bits on average, given to the places that need them; chosen for keys as they are stored in the row."""
-    found = {"4 bits for K, 2 for V": Method(Grouped(4), Grouped(2))}
+    found = {"K 4 bits, V 2 bits": Method(Grouped(4), Grouped(2))}
     together = {kind: {layer: c[layer, "key"] + c[layer, "value"] for layer, _ in c} for kind, c in costs.items()}
     options: dict[str, dict[str, Any]] = {"": {}, CENTRED: {"window": 64, "ring": Int8(), **ALL}}
     for kind, how in options.items():
         by_layer, apart = (allocate(found_costs.get(kind, {}), 3) for found_costs in (together, costs))
         alike = {(layer, role): bits for layer, bits in by_layer.items() for role in ("key", "value")}
-        for name, bits in (("tq3, widths by layer", alike), ("tq3, widths by layer, K and V apart", apart)):
+        for name, bits in (("tq3, layer widths", alike), ("tq3, layer widths, K and V apart", apart)):
             found[name + kind] = Method(Widths(bits, "key"), Widths(bits, "value"), **how)
     return found
 
@@ -165,12 +168,13 @@ def line(rows: dict[str, dict[str, float]], slot_bytes: float) -> float:
 
 
 def print_rows(results: Results, names: list[str], markdown: bool) -> None:
-    """The table; `of the line`: KL divergence over `line` at the row's bytes, so below 1 a row pays for its bytes."""
-    cells = []
+    """The table; `of the line`: KL divergence over `line` at the row's bytes, where those are not far above tq4's."""
+    rows, cells = results.rows, []
     for name in names:
-        row = results.rows[name]
-        share = f"{row['kl'] / line(results.rows, row['slot_bytes']):.2f}" if {"tq3", "tq4"} <= {*results.rows} else ""
-        cells.append((name, f"{row['slot_bytes']:g}", f"{row['kl']:.4f} ± {row['standard_error']:.4f}", share))
+        size, kl = rows[name]["slot_bytes"], rows[name]["kl"]
+        near = {"tq3", "tq4"} <= {*rows} and size <= LINE_END * rows["tq4"]["slot_bytes"]
+        share = f"{kl / line(rows, size):.2f}" if near else ""
+        cells.append((name, f"{size:g}", f"{kl:.4f} ± {rows[name]['standard_error']:.4f}", share))
     print_table(("keys and values", "bytes", "KL", "of the line"), cells, markdown)
 
 
@@ -212,7 +216,7 @@ def measure(options: argparse.Namespace) -> None:
     facts = observe(options, model, sequences, known)
     wanted = [name for name in rows({}) if re.search(options.rows, name)]
     missing = [name for name in wanted if name not in results.rows]
-    needs_costs = any("widths" in name for name in missing)
+    needs_costs = any("layer widths" in name for name in missing)
     methods = rows(costs_of_widths(options, model, facts, sequences[0][:WIDTH_TOKENS]) if needs_costs else {})
     run = Run(model, facts, windows) if missing else None
     for name in missing:

@@ -89,7 +89,7 @@ def test_every_row_of_the_table_runs(run: Run, monkeypatch: pytest.MonkeyPatch) 
     found = {name: mean_kl(run, method) for name, method in rows.items()}
     assert len(rows) > 40 and list(rows) == list(tried.rows({}))
     assert all(0 < kl < 10 for kl in found.values()), found
-    assert found["tq4"] < found["tq3"] and found["tq3, last 16 raw"] < found["tq3"]
+    assert found["tq4"] < found["tq3"] and found["tq3, W16"] < found["tq3"]
     assert found["tq3, K less its mean"] < 0.8 * found["tq3"], "keys of this model have large constants"
 
 
