@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-# dtype: rotation, bits of a regular channel, bits of an outlier channel or 0 (docs/formats.md, "The seven dtypes")
+# dtype: rotation, bits of a regular channel, bits of an outlier channel or 0 (docs/formats.md, "The eight dtypes")
 DTYPES: dict[str, tuple[str, int, int]] = {
     "isoquant3": ("quaternion", 3, 0),
     "isoquant4": ("quaternion", 4, 0),
@@ -17,6 +17,7 @@ DTYPES: dict[str, tuple[str, int, int]] = {
     "planarquant4": ("givens", 4, 0),
     "turboquant25": ("hadamard", 2, 3),
     "turboquant35": ("hadamard", 3, 4),
+    "tq3": ("hadamard", 3, 0),
     "tq4": ("hadamard", 4, 0),
 }
 TABLES = {

@@ -21,7 +21,7 @@ from plain_decoder import decode as plain_decode
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MSE_BOUNDS = {
     "isoquant3": 0.027, "isoquant4": 0.0066, "planarquant3": 0.027, "planarquant4": 0.0066,
-    "turboquant25": 0.089, "turboquant35": 0.022, "tq4": 0.0066,
+    "turboquant25": 0.089, "turboquant35": 0.022, "tq3": 0.027, "tq4": 0.0066,
 }  # fmt: skip
 """Relative MSE on Gaussian vectors at head_dim 128; other sizes may be 10 % worse."""
 WITH_OUTLIERS = [name for name, fmt in FORMATS.items() if fmt.outlier_bits]
@@ -476,6 +476,7 @@ GOLDEN = {
     "planarquant4": "553bfe52ea06e8914629218c0813bfe45528c090083df9fd298d36a5de47f8df",
     "turboquant25": "e185c0f6408b743f17952390874eb63f3f9466545cb206214c8d504a13bd8027",
     "turboquant35": "c3962dd3520cca1fc06afb203268a7b0ade1b73794643a3c1884d5f6b54dfaa0",
+    "tq3": "3e9c18a3b67b8bc848ccb255c10a5d79bad0d3f147b03ec449921d74b329fdaa",
     "tq4": "16f86a8f6b98206a36204c2697b9811c21ef35a90e29133496a0b868e7ec75d7",
 }
 """sha256 of the packed `fixed_vectors(128)`. A change here changes the format: caches written before are misread."""

@@ -16,7 +16,7 @@ from packed_kv.layout import MICRO_BLOCK, page_layout
 PACKAGE = Path(__file__).parents[1] / "overlay" / "packed_kv"
 SLOT_BYTES = {
     "isoquant3": 104, "isoquant4": 136, "planarquant3": 104, "planarquant4": 136,
-    "turboquant25": 80, "turboquant35": 112, "tq4": 136,
+    "turboquant25": 80, "turboquant35": 112, "tq3": 104, "tq4": 136,
 }  # fmt: skip
 LAYERS = ("formats", "layout", "codecs", "kernels", "attention", "plugin")
 """A module may import its own layer and those before it."""

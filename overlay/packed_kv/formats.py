@@ -89,6 +89,7 @@ FORMATS: dict[str, Format] = {
         Format("planarquant4", rotation="givens", bits=4),
         Format("turboquant25", rotation="hadamard", bits=2, outlier_bits=3),
         Format("turboquant35", rotation="hadamard", bits=3, outlier_bits=4),
+        Format("tq3", rotation="hadamard", bits=3),
         Format("tq4", rotation="hadamard", bits=4),
     )
 }

@@ -23,6 +23,7 @@ DEMO_KL = {
     "planarquant4": 0.0396,
     "turboquant25": 0.3810,
     "turboquant35": 0.0861,
+    "tq3": 0.1088,
     "tq4": 0.0272,
 }
 """dtype -> mean KL divergence to bf16, in nats, of the demo model over the default text, measured by
