@@ -237,6 +237,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         output: torch.Tensor,
     ) -> None:  # fmt: skip
         """Serve the batch's decodes by the fused route."""
+        assert self.fused is not None
         requests, rows = metadata.decodes, metadata.decode_tokens
         self.fused.attend(
             query[:rows],

@@ -151,25 +151,12 @@ def _decode_kernel(
     first_tile = first_visible // 32
     # Behind the tiles of pages come those of the ring, which has the last RECENT tokens that a query sees, from token
     # `recent` on. All splits get as many tiles: with the ring as a split of its own, programs that found no room in the
-    # first wave began when a ring was done, and the kernel took 12 us longer.
+    # first wave began when a ring was done, and the kernel took longer by as much.
     recent = seq_len
-    ring_low, ring_high = seq_len, seq_len
     if RING_BLOCK > 0:
         recent = tl.maximum(tl.load(ring_first + request), first_visible)
-    page_tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
-    tiles = page_tiles
-    if RING_BLOCK > 0:
-        page_tiles = tl.maximum(page_tiles, 0)
-        tiles = page_tiles + tl.cdiv(tl.maximum(seq_len - recent, 0), 32)
-    tiles_a_split = tl.cdiv(tiles, splits)
-    low = split * tiles_a_split
-    high = tl.minimum(low + tiles_a_split, tiles)
-    if RING_BLOCK > 0:
-        ring_low = recent + 32 * tl.maximum(low - page_tiles, 0)
-        ring_high = tl.minimum(recent + 32 * tl.maximum(high - page_tiles, 0), seq_len)
-        high = tl.minimum(high, page_tiles)
-    low += first_tile
-    high += first_tile
+    low, high, page_tiles = _share(split, splits, seq_len, recent, first_tile, RING_BLOCK, RECENT)
+    low, high = first_tile + low, first_tile + tl.minimum(high, page_tiles)
 
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
@@ -261,6 +248,12 @@ def _decode_kernel(
     valid = columns < count * QUERY_GROUP
     unit = OVER_UNIT
     if RING_BLOCK > 0:
+        # Worked out again: as few registers as can be are taken while the loop runs.
+        ring_low, ring_high, page_tiles = _share(
+            again(tl.program_id(0)), splits, seq_len, recent, first_visible // 32, RING_BLOCK, RECENT
+        )
+        ring_low = recent + 32 * tl.maximum(ring_low - page_tiles, 0)
+        ring_high = tl.minimum(recent + 32 * (ring_high - page_tiles), seq_len)
         if ring_low < ring_high:
             bias, first_bias = maximum, maximum
             if HAS_BIAS:
@@ -277,6 +270,18 @@ def _decode_kernel(
             unit = RING_UNIT
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, unit, GROUPS)  # fmt: skip
+
+
+@triton.jit
+def _share(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
+    """A split's tiles, low .. high - 1 of those of the pages and, behind these, of the ring; tiles of the pages."""
+    page_tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
+    tiles = page_tiles
+    if RING_BLOCK > 0:
+        page_tiles = tl.maximum(page_tiles, 0)
+        tiles = page_tiles + tl.cdiv(tl.maximum(seq_len - recent, 0), 32)
+    a_split = tl.cdiv(tiles, splits)
+    return split * a_split, tl.minimum(split * a_split + a_split, tiles), page_tiles
 
 
 @triton.jit

@@ -196,7 +196,7 @@ def attend_ring(
         for g in tl.static_range(GROUPS):
             word = _byte(scale_words[(GROUPS + g) // 4 - GROUPS // 4], (GROUPS + g) % 4)
             for n in tl.static_range(1, 4):
-                of_token = scale_words[n * A_TOKEN + (GROUPS + g) // 4 - GROUPS // 4]
+                of_token: tl.tensor = scale_words[n * A_TOKEN + (GROUPS + g) // 4 - GROUPS // 4]
                 word |= _byte(of_token, (GROUPS + g) % 4) << (8 * n)
             value_scales += (word,)
         new_maximum = tl.maximum(maximum, tl.max(scores - headroom(value_scales), 0))
