@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from packed_kv_quality.engines import KV_CACHE_BYTES, engine, kv_tokens, model_of, scheduler
+from contextlib import AbstractContextManager
+from typing import Any
+
+from packed_kv_quality import engines
+from packed_kv_quality.engines import KV_CACHE_BYTES, kv_tokens, model_of, scheduler
 from packed_kv_quality.teacher_forced import mean_kl, teacher_forced_logits
+from vllm import LLM
 
 __all__ = ["KV_CACHE_BYTES", "engine", "kv_tokens", "mean_kl", "model_of", "scheduler", "teacher_forced_logits"]
+
+
+def engine(
+    model: str, kv_cache_dtype: str, *, recent_tokens: int | None = 0, **options: Any
+) -> AbstractContextManager[LLM]:
+    """An engine without a recent window, as tests of pages want it; None: with the one that it has by default."""
+    given = dict(options.pop("additional_config", {}))
+    if recent_tokens is not None and isinstance(given.get("packed_kv", {}), dict):
+        given["packed_kv"] = {"recent_tokens": recent_tokens, **given.get("packed_kv", {})}
+    return engines.engine(model, kv_cache_dtype, additional_config=given, **options)

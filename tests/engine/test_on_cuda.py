@@ -35,9 +35,10 @@ def greedy(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["isoquant4", "turboquant25"])
 def test_graphs_give_eager_tokens(name: str, demo_model: str) -> None:
-    with engine(demo_model, name) as llm:
+    with engine(demo_model, name, recent_tokens=None) as llm:
         eager = greedy(llm)
-    with engine(demo_model, name, enforce_eager=False, compilation_config=graphs(0, "FULL_DECODE_ONLY")) as llm:
+    options = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
+    with engine(demo_model, name, recent_tokens=None, **options) as llm:
         assert greedy(llm) == eager
 
 
@@ -45,7 +46,8 @@ def test_compiled_graphs_give_compiled_tokens(demo_model: str) -> None:
     """torch.compile (which refuses graph breaks) rounds otherwise than eager mode, so graphs are compared with none."""
     found = {}
     for mode in ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE"):
-        with engine(demo_model, "isoquant4", enforce_eager=False, compilation_config=graphs(3, mode)) as llm:
+        options = {"enforce_eager": False, "compilation_config": graphs(3, mode), "recent_tokens": None}
+        with engine(demo_model, "isoquant4", **options) as llm:
             found[mode] = greedy(llm)
     assert found["PIECEWISE"] == found["NONE"]
     assert found["FULL_AND_PIECEWISE"] == found["NONE"]
@@ -86,6 +88,26 @@ def test_prefill_routes_agree(name: str, calibrated: bool, demo_model: str, tmp_
     assert costs["decoded"] == pytest.approx(costs["in_pytorch"], rel=0.25)
 
 
+@pytest.mark.parametrize("name", ["tq4", "turboquant25"])
+def test_recent_window_on_every_route(name: str, demo_model: str) -> None:
+    """Decodes and chunks of 64 with a window of 64 cost a fraction of what they cost without, whatever the route; the
+    kernels' rings and PyTorch's cost the same."""
+    with engine(demo_model, "auto") as llm:
+        token_ids = llm.get_tokenizer().encode(TEXT)[:600]
+        bf16 = teacher_forced_logits(llm, token_ids, 64)
+    costs = {}
+    for window in (0, 64):
+        with engine(demo_model, name, recent_tokens=window) as llm:
+            routes = {chunk: teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 64)}
+            for implementation in implementations(llm):
+                implementation.prefill = None
+            routes["in_pytorch"] = teacher_forced_logits(llm, token_ids, 64)
+        costs[window] = {route: mean_kl(bf16, logits) for route, logits in routes.items()}
+    print(f"{name}: KL", costs)
+    assert all(costs[64][route] < 0.2 * costs[0][route] for route in costs[0])
+    assert costs[64][1] == pytest.approx(costs[64]["in_pytorch"], rel=0.3)
+
+
 @pytest.mark.parametrize("make", [tiny_models.mistral, tiny_models.gemma2, tiny_models.gemma3])
 def test_windows_and_soft_caps(make, tmp_path: Path) -> None:
     """No further from bf16 than the PyTorch route, which reads the chunk's own tokens back as well."""
@@ -124,7 +146,9 @@ def generate_with_ngram(model: str, drafts: int) -> tuple[list[int], list[int], 
     found: list = []
     for speculation in (None, ngram):
         options = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
-        with engine(model, "tq4", dtype="float16", speculative_config=speculation, **options) as llm:
+        with engine(
+            model, "tq4", dtype="float16", speculative_config=speculation, recent_tokens=None, **options
+        ) as llm:
             passes: list[object] = []
             model_of(llm).compute_logits = count_calls(model_of(llm).compute_logits, passes)
             prompt = llm.get_tokenizer().encode("one two three four five six seven eight nine ten\n" * 12)

@@ -35,19 +35,29 @@ def prompts(llm: LLM) -> list[dict]:
     return [{"prompt_token_ids": ids} for ids in (*requests, rest[1000:1500])]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+WITH_WINDOW = ("tq4", "turboquant25")
+"""Dtypes that CI also tests with a recent window: a minute each."""
+CASES = [*((name, 0) for name in FORMATS), *((name, 64) for name in WITH_WINDOW)]
+
+
+@pytest.mark.parametrize(("name", "recent_tokens"), CASES)
 def test_batched_chunked_cached_preempted_equals_alone(
-    name: str, demo_model: str, monkeypatch: pytest.MonkeyPatch
+    name: str, recent_tokens: int, demo_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a recent window: without the prefix cache, as tokens before a hit are in no ring."""
     multiply_in_float64(monkeypatch, centred=name in CENTRED)
-    # 70 blocks of 32 tokens hold two thirds of what the seven requests need at once.
-    with engine(demo_model, name, dtype="float32", block_size=32, num_gpu_blocks_override=70) as llm:
+    # 70 blocks of 32 tokens hold two thirds of what the seven requests need at once. Rings take 4 to 6 blocks each.
+    options = {"num_gpu_blocks_override": 70 + (30 if recent_tokens else 0), "enable_prefix_caching": not recent_tokens}
+    with engine(
+        demo_model, name, dtype="float32", block_size=32, recent_tokens=recent_tokens,
+        scheduler_reserve_full_isl=False, **options,
+    ) as llm:  # fmt: skip
         requests = prompts(llm)
         alone = []
         for request in requests:
             llm.reset_prefix_cache()
             (result,) = llm.generate(request, SAMPLING, use_tqdm=False)
-            assert result.num_cached_tokens == 0
+            assert not result.num_cached_tokens
             alone.append(result.outputs[0].token_ids)
 
         llm.reset_prefix_cache()
@@ -55,8 +65,11 @@ def test_batched_chunked_cached_preempted_equals_alone(
         monkeypatch.setattr(scheduler(llm), "max_num_scheduled_tokens", 88)
         together = llm.generate(requests, SAMPLING, use_tqdm=False)
         assert preempted, "nothing was preempted: the cache is too large for this test"
-        assert sum(result.num_cached_tokens for result in together) >= 200, "no prefix was cached"
+        if not recent_tokens:
+            assert sum(result.num_cached_tokens for result in together) >= 200, "no prefix was cached"
         assert [result.outputs[0].token_ids for result in together] == alone
+        pool = scheduler(llm).kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are lost"
 
 
 def multiply_in_float64(monkeypatch: pytest.MonkeyPatch, *, centred: bool = False) -> None:

@@ -98,12 +98,13 @@ def attend(
                 hidden |= (distance < recent.window) & (kv_positions >= recent.first)
             state.update(part, _scores(rows[:, part], key, hidden, options, bias, part, start == 0), value)
     if recent is not None and recent.key.shape[1]:
+        key, value = recent.key.to(rows.dtype), recent.value.to(rows.dtype)
         distance = positions[:, None] - torch.arange(recent.first, seq_len, device=query.device)
         hidden = (distance < 0) | (distance >= min(window, recent.window))
         for row in range(0, tokens, rows_at_once):
             part = slice(row, min(row + rows_at_once, tokens))
-            scores = _scores(rows[:, part], recent.key, hidden[part], options, bias, part, recent.first == 0)
-            state.update(part, scores, recent.value)
+            scores = _scores(rows[:, part], key, hidden[part], options, bias, part, recent.first == 0)
+            state.update(part, scores, value)
     return codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
 
 

@@ -1,0 +1,120 @@
+"""The recent window in real engines: what it is worth, which models have it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import tiny_models
+import torch
+from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
+from packed_kv.attention.options import OptionError
+from packed_kv.attention.recent import DEFAULT_TOKENS
+from packed_kv_quality.engines import bytes_per_request
+from packed_kv_quality.teacher_forced import logits
+from vllm import LLM, SamplingParams
+
+TEXT = topics["assignment"] + topics["class"]
+
+
+def test_nearest_tokens_cost_most(demo_model: str) -> None:
+    """The default window takes nine tenths off the cost, and a longer one more. Rings are as large as they say.
+
+    docs/quality.md has a real model's figures.
+    """
+    with engine(demo_model, "auto") as llm:
+        token_ids = llm.get_tokenizer().encode(TEXT)[:400]
+        bf16 = teacher_forced_logits(llm, token_ids, 8)
+    costs, tokens = {}, {}
+    for window in (0, None, 200):
+        with engine(demo_model, "turboquant25", recent_tokens=window) as llm:
+            costs[window] = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 8))
+            tokens[window] = kv_tokens(llm)
+            # 6 layers; blocks of 4 tokens take the packed block's bytes: 2 heads x 16 tokens x 80.
+            length = DEFAULT_TOKENS if window is None else window
+            assert bytes_per_request(llm) == (6 * (-(-(length + 1) // 4) + 1) * 2 * 16 * 80 if length else 0)
+    print(f"turboquant25: KL without {costs[0]:.4f}, by default {costs[None]:.4f}, with 200 {costs[200]:.4f}")
+    assert costs[None] < costs[0] / 10
+    assert costs[200] < costs[None] / 3
+    assert tokens[200] < tokens[None] < tokens[0]
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_models.mistral, tiny_models.gemma3, tiny_models.gemma4], ids=["mistral", "gemma3", "gemma4"]
+)
+def test_models(make, tmp_path: Path) -> None:
+    """Sliding and full layers, shared caches: with a window as long as the sliding one, or the text, little is left to
+    pay for, in whatever chunks the text is read."""
+    model = tiny_models.save(make(), tmp_path)
+    token_ids = torch.randint(3, 250, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256}
+    with engine(model, "auto", **options) as llm:
+        plain = teacher_forced_logits(llm, token_ids, 90)
+    with engine(model, "turboquant25", **options) as llm:
+        packed = mean_kl(plain, teacher_forced_logits(llm, token_ids, 7))
+    with engine(model, "turboquant25", recent_tokens=None, **options) as llm:
+        costs = [mean_kl(plain, teacher_forced_logits(llm, token_ids, chunk)) for chunk in (1, 7)]
+    print(f"{make.__name__}: KL without a window {packed:.6f}, with {costs[0]:.6f}, {costs[1]:.6f}")
+    assert max(costs) < packed / 3
+    assert costs[0] == pytest.approx(costs[1], rel=0.02)
+
+
+def test_a_prefix_hit_costs_little_and_never_a_wrong_token(demo_model: str) -> None:
+    """Behind a hit the first tokens find no ring for what lies before it, and read pages: no worse than without a
+    window; well behind it nothing is left of that."""
+    prefix, window = 256, 32
+    with engine(demo_model, "auto") as llm:
+        token_ids = llm.get_tokenizer().encode(TEXT)[: prefix + 128]
+        bf16 = teacher_forced_logits(llm, token_ids, 8)[prefix:]
+    found = {}
+    for name, recent_tokens in (("hit", window), ("fresh", window), ("pages", 0)):
+        with engine(demo_model, "turboquant25", recent_tokens=recent_tokens) as llm:
+            if name == "hit":
+                newest_logits(llm, token_ids[: prefix + 1])
+            found[name] = newest_logits(llm, token_ids)[-len(bf16) :]
+    near, far = slice(0, 8), slice(3 * window, None)
+    cost = {name: [mean_kl(bf16[part], rows[part]) for part in (near, far)] for name, rows in found.items()}
+    print(f"KL near and far: {cost}")
+    assert not torch.equal(found["hit"][near], found["fresh"][near]), "the prefix was not cached"
+    assert cost["hit"][0] < cost["pages"][0]
+    assert cost["hit"][1] < cost["pages"][1] / 5
+    assert cost["hit"][1] == pytest.approx(cost["fresh"][1], rel=0.35)
+
+
+def newest_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
+    """Logits of the tokens that the engine computes, in chunks of 8, those of a prefix-cache hit left out."""
+    rows: list[torch.Tensor] = []
+    hook = model_of(llm).register_forward_hook(lambda _module, _inputs, output: rows.append(output.clone()))
+    core = scheduler(llm)
+    before, core.max_num_scheduled_tokens = core.max_num_scheduled_tokens, 8
+    sampling = SamplingParams(max_tokens=1, temperature=0)
+    llm.generate({"prompt_token_ids": token_ids}, sampling, use_tqdm=False)
+    core.max_num_scheduled_tokens = before
+    hook.remove()
+    return logits(llm, torch.cat(rows))
+
+
+@pytest.mark.parametrize(
+    ("recent_tokens", "options", "message"),
+    [
+        (-1, {}, "packed_kv.recent_tokens is -1; write a whole number, or 0 for no window"),
+        ("64", {}, "packed_kv.recent_tokens is '64'; write a whole number"),
+        (True, {}, "packed_kv.recent_tokens is True; write a whole number"),
+        (300, {}, "packed_kv.recent_tokens 300 is more than the model's context of 256 tokens; write at most 256"),
+        (64, {"disable_hybrid_kv_cache_manager": True}, "64 is not possible with --disable-hybrid-kv-cache-manager"),
+        (64, {"kv_cache_dtype_skip_layers": ["0"]}, "64 is not possible with --kv-cache-dtype-skip-layers"),
+    ],
+)
+def test_refused(recent_tokens: object, options: dict, message: str, demo_model: str) -> None:
+    given = {"additional_config": {"packed_kv": {"recent_tokens": recent_tokens}}, **options}
+    with (
+        pytest.raises((OptionError, ValueError, RuntimeError), match=message),
+        engine(demo_model, "tq4", max_model_len=256, load_format="dummy", **given),
+    ):
+        pass
+
+
+def test_what_cannot_have_a_window_runs_without_one(demo_model: str) -> None:
+    with engine(demo_model, "tq4", disable_hybrid_kv_cache_manager=True, recent_tokens=None) as llm:
+        assert bytes_per_request(llm) == 0
