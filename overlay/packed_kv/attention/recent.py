@@ -67,7 +67,9 @@ def recent_tokens(config: VllmConfig) -> int:
         raise OptionError(
             f"--additional-config: packed_kv.recent_tokens {asked} is more than {what} tokens; write at most {bound}"
         )
-    return min(asked or DEFAULT_TOKENS, bound)
+    tokens = min(asked or DEFAULT_TOKENS, bound)
+    logger.info_once("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens, scope="local")
+    return tokens
 
 
 def _without(config: VllmConfig) -> str | None:
