@@ -54,7 +54,7 @@ def test_store_stays_in_registers(store_resources, name, arch):
     resources = store_resources[name, arch]
     assert not resources.spills
     assert resources.shared_bytes == 0
-    # 32 warps of an SM fill 64 Ki registers at 64 each. With a ring, ptxas takes more on sm_120, which nobody has timed.
+    # 32 warps of an SM fill 64 Ki registers at 64 each. With a ring, ptxas takes more on sm_120, as yet not timed.
     assert resources.registers <= (80 if arch == 120 and name in RING_BLOCK else 64)
     assert resources.count("RED") > 0 and resources.count("ATOM") == 0  # nothing waits for an atomic
 
