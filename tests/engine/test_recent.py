@@ -28,7 +28,7 @@ def test_nearest_tokens_cost_most(demo_model: str) -> None:
         bf16 = teacher_forced_logits(llm, token_ids, 8)
     costs, tokens = {}, {}
     for window in (0, None, 200):
-        with engine(demo_model, "turboquant25", recent_tokens=window) as llm:
+        with engine(demo_model, "turboquant25", recent_tokens=window, block_size=16) as llm:
             costs[window] = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 8))
             tokens[window] = kv_tokens(llm)
             # 6 layers; blocks of 4 tokens take the packed block's bytes: 2 heads x 16 tokens x 80.

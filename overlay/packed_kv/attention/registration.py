@@ -167,14 +167,14 @@ def _connectors(config: KVTransferConfig | None) -> list[str]:
 
 def _unsupported_in(config: VllmConfig) -> list[str]:
     """What would read or write the pages behind our back."""
+    if config.speculative_config and config.speculative_config.method == "extract_hidden_states":  # has a connector
+        return ["speculative method extract_hidden_states not supported (it stores hidden states as KV)"]
     reasons = []
     for connector in _connectors(config.kv_transfer_config):
         if "LMCache" in connector:
             reasons.append(f"KV connector {connector} not supported (it assumes two numbers a channel)")
         elif connector not in CONNECTORS:
             reasons.append(f"KV connector {connector} not supported (its pages' keys do not name their format)")
-    if config.speculative_config and config.speculative_config.method == "extract_hidden_states":
-        reasons.append("speculative method extract_hidden_states not supported (it stores hidden states as KV)")
     if config.cache_config.kv_sharing_fast_prefill:
         reasons.append("--kv-sharing-fast-prefill not supported (the host learns of its batches too late)")
     return reasons
