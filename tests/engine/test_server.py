@@ -27,10 +27,15 @@ from vllm import SamplingParams
 VLLM = Path(sysconfig.get_path("scripts")) / "vllm"
 DTYPE, NAME, TOKENS = "isoquant4", "demo", 24
 START_SECONDS = 240
-NAMES = ("Victor", "Anna", "Peter", "Clara", "Martin", "Julia", "Oscar", "Helen")
 PROMPTS = [
-    f"Remember this: the secret number of {name} is {48213 + 6131 * i}. Question: what is the secret number of {name}?"
-    for i, name in enumerate(NAMES)
+    "Remember this: the secret number of Julia is 78868. Question: what is the secret number of Julia?",
+    "Once upon a time there was a king who",
+    "The river runs through the",
+    "To make bread you need",
+    "In 1815 the armies of Europe",
+    "She opened the door and",
+    "The price of corn in London",
+    "It was a dark night and the",
 ]
 
 
@@ -108,21 +113,24 @@ def wait_until_healthy(server: Server, process: subprocess.Popen) -> None:
 def expected(demo_model: str) -> list[str]:
     """What an engine in this process completes, one prompt at a time."""
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0)
-    with engine(demo_model, DTYPE, dtype="float32") as llm:
+    with engine(demo_model, DTYPE, dtype="float32", recent_tokens=None) as llm:
         return [llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
 
 
 def test_startup_line(server: Server) -> None:
-    """One line: dtype, bytes per token, KV tokens, ratio, fingerprint; the tokens are those that vLLM reports."""
+    """One line: dtype, bytes per token, KV tokens, ratio, fingerprint. The worker does not know what the rings of all
+    requests take, and says so; vLLM's own figure is a little less."""
     text = server.log.read_text()
     (line,) = re.findall(r"KV cache dtype .*", text)
-    tokens = re.search(r"KV cache size: ([\d,]+) tokens", text)[1]
+    reported = int(re.search(r"KV cache size: ([\d,]+) tokens", text)[1].replace(",", ""))
     stored = 6 * 2 * FORMATS[DTYPE].slot_bytes(128)
-    assert re.fullmatch(
-        rf"KV cache dtype {DTYPE}: {stored} bytes per token \(bf16: {6 * 2 * 512}\), {tokens} KV tokens, "
+    found = re.fullmatch(
+        rf"KV cache dtype {DTYPE}: {stored} bytes per token \(bf16: {6 * 2 * 512}\), up to ([\d,]+) KV tokens, "
         r"3\.76 times the tokens of bf16, page format [0-9a-f]{16}",
         line,
     )
+    assert found
+    assert 0.7 < reported / int(found[1].replace(",", "")) < 1
 
 
 def test_models(server: Server) -> None:

@@ -37,7 +37,7 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     """Log dtype, bytes per token, KV tokens, ratio and fingerprint, once a process, when the cache has its real size.
 
     KV tokens are those that the engine counts. A worker in a process of its own is not told: it knows the blocks, and
-    that is the same where all layers attend to everything; layers of several kinds share the blocks.
+    that is the same where all layers attend to everything; layers of several kinds share the blocks, and so do rings.
     """
     cache = vllm_config.cache_config
     if not cache.num_gpu_blocks:
@@ -61,7 +61,7 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
 
 def _all_layers_attend_to_everything(vllm_config: VllmConfig) -> bool:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    return all(getattr(layer, "sliding_window", 0) is None for layer in layers if hasattr(layer, "kv_cache_dtype"))
+    return all(getattr(layer, "sliding_window", 0) is None for layer in layers)
 
 
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
