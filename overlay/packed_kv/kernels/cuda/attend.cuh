@@ -1,0 +1,206 @@
+// Attention of one warp over tiles of tokens, for 8 columns: a column is a query head of a query token.
+//
+// TWICE: up to 4 columns. The tensor core has 8, so the queries stand there twice: columns 0 to 3 take part in even
+// groups of channels, 4 to 7 in odd ones. One product of K then serves two groups, and work on scales halves.
+// A "set" is what shares products of K and scaled weights: two groups, or one where there are more columns.
+#pragma once
+#include "codes.cuh"
+
+constexpr bool TWICE = COLUMNS == 4;
+constexpr int SETS = TWICE ? GROUPS / 2 : GROUPS;
+constexpr int GROUPS_A_SET = GROUPS / SETS;
+
+constexpr bool set_has_offset(int set) {
+    return group_bits(set * GROUPS_A_SET) == 2 || group_bits(set * GROUPS_A_SET + GROUPS_A_SET - 1) == 2;
+}
+
+// This lane's place in the operands: row and column of `mma`, and the half of the columns that its own are in.
+struct Lane {
+    int index, row, column;
+    INLINE Lane() : index(threadIdx.x % 32), row(index / 4), column(index % 4) {}
+};
+
+// What a warp carries from tile to tile. Weights are 2^(score - maximum), where `maximum` is any number that keeps them
+// in fp16: it moves only when a lane's weights of a tile reach `ceiling` together, which costs one vote a tile. Then the
+// largest becomes 2^headroom: small enough for weights to grow, large enough for products with V's small scales to
+// keep their bits. Scales of 2 and more leave no such room.
+struct State {
+    float output[GROUPS][2][4];  // [group][channels 0-15, 16-31], rows are channels
+    float scaled_weights[SETS][4];
+    float maximum[2], total[2];  // of this lane's columns; totals of its own tokens
+    float ceiling, headroom;
+
+    INLINE State() : maximum{-1e30f, -1e30f}, total{0, 0}, ceiling(0), headroom(10) {
+        for_each<GROUPS * 8>([&](auto i) { output[i.value / 8][i.value / 4 % 2][i.value % 4] = 0; });
+        for_each<SETS * 4>([&](auto i) { scaled_weights[i.value / 4][i.value % 4] = 0; });
+    }
+    INLINE void shrink(int column, float factor) {
+        total[column] *= factor;
+        for_each<GROUPS * 4>([&](auto i) { output[i.value / 4][i.value / 2 % 2][i.value % 2 * 2 + column] *= factor; });
+        for_each<SETS>([&](auto set) {
+            if constexpr (HAS_OFFSET) scaled_weights[set.value][column] *= factor;
+        });
+    }
+};
+
+struct Queries {
+    u32 pairs[GROUPS][4];   // [group][channels 8 k + 2 column ..]
+    float start[SETS][2];   // of a score's sum: minus what the offset of 2-bit codes adds
+};
+
+// Weights of TILES micro-blocks from their scores; SCORE_UNIT: of a score, in powers of 2.
+template <int TILES>
+INLINE void weigh(const State& state, const float (&scores)[TILES][4], float score_unit, float (&weights)[TILES][4],
+                  float (&sums)[2]) {
+    for_each<TILES * 4>([&](auto i) {
+        constexpr int tile = i.value / 4, r = i.value % 4;
+        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], score_unit, -state.maximum[r % 2]));
+    });
+    for_each<2>([&](auto c) {
+        sums[c.value] = 0;
+        for_each<TILES>([&](auto t) { sums[c.value] += weights[t.value][c.value] + weights[t.value][2 + c.value]; });
+    });
+}
+
+// Scores to weights, as right operands [TILES][n3]; scales: those of V.
+template <int TILES>
+INLINE void soften(State& state, const float (&scores)[TILES][4], float score_unit, const u32 (&scales)[TILES][SETS],
+                   u32 (&operands)[TILES][2]) {
+    float weights[TILES][4], sums[2];
+    weigh(state, scores, score_unit, weights, sums);
+    u32 bytes = 0;
+    for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
+    bool large = bytes & 0x80808080;  // a scale of 2 or more
+    if (any_lane(!(sums[0] + sums[1] < state.ceiling) || (large && state.headroom > 0))) {
+        if (any_lane(large)) state.headroom = -2;
+        state.ceiling = state.headroom > 0 ? 16384 : 1;
+        for_each<2>([&](auto c) {
+            float top = -1e30f / score_unit;
+            for_each<TILES>([&](auto t) {
+                top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
+            });
+            for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
+            float maximum = maximum_of(state.maximum[c.value], top * score_unit - state.headroom);
+            state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
+            state.maximum[c.value] = maximum;
+        });
+        weigh(state, scores, score_unit, weights, sums);
+    }
+    state.total[0] += sums[0], state.total[1] += sums[1];
+    for_each<TILES>([&](auto t) {
+        operands[t.value][0] = transpose_matrix(to_halves(weights[t.value][0], weights[t.value][1]));
+        operands[t.value][1] = transpose_matrix(to_halves(weights[t.value][2], weights[t.value][3]));
+    });
+}
+
+// Scores of 16 tokens, rows of an accumulator. `decode` makes a group's pairs; `scale` gives the two scales of a set.
+template <class Decode, class Scale>
+INLINE void score(const Queries& queries, bool has_offset, Decode&& decode, Scale&& scale, float (&scores)[4]) {
+    for_each<SETS>([&](auto s) {
+        constexpr int set = s.value;
+        float sums[4];
+        for_each<GROUPS_A_SET>([&](auto i) {
+            constexpr int group = set * GROUPS_A_SET + i.value;
+            u32 pairs[8];
+            decode(Index<group>{}, pairs);
+            const u32* q = queries.pairs[group];
+            if constexpr (i.value == 0) {
+                float c0 = has_offset && set_has_offset(set) ? queries.start[set][0] : 0;
+                float c1 = has_offset && set_has_offset(set) ? queries.start[set][1] : 0;
+                mma(sums, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1], c0, c1, c0, c1);
+            } else {
+                mma(sums, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1]);
+            }
+            mma(sums, pairs[2], pairs[6], pairs[3], pairs[7], q[2], q[3]);
+        });
+        float low, high;
+        scale(s, low, high);
+        for_each<4>([&](auto r) {
+            float factor = r.value < 2 ? low : high;
+            if constexpr (set == 0) scores[r.value] = sums[r.value] * factor;
+            else scores[r.value] = __fmaf_rn(sums[r.value], factor, scores[r.value]);
+        });
+    });
+    if constexpr (TWICE) for_each<4>([&](auto r) { scores[r.value] += shuffle_xor(scores[r.value], 2); });
+}
+
+// Adds 16 tokens' V, weighed by `operands`; scales: [set], a byte a token, n3 n0.
+template <class Decode>
+INLINE void add_values(State& state, bool has_offset, Decode&& decode, const u32 (&scales)[SETS],
+                       const u32 (&operands)[2]) {
+    for_each<SETS>([&](auto s) {
+        constexpr int set = s.value;
+        u32 low = multiply_halves(scale_pair(scales[set], 0x4140), operands[0]);
+        u32 high = multiply_halves(scale_pair(scales[set], 0x4342), operands[1]);
+        if constexpr (set_has_offset(set)) {
+            constexpr u32 ones = 0x3C003C00;
+            if (has_offset) mma(state.scaled_weights[set], ones, ones, ones, ones, low, high);
+        }
+        for_each<GROUPS_A_SET>([&](auto i) {
+            constexpr int group = set * GROUPS_A_SET + i.value;
+            u32 pairs[8];
+            decode(Index<group>{}, pairs);
+            mma(state.output[group][0], pairs[0], pairs[2], pairs[1], pairs[3], low, high);
+            mma(state.output[group][1], pairs[4], pairs[6], pairs[5], pairs[7], low, high);
+        });
+    });
+}
+
+// Which of a query's keys are read from pages and which from the ring, and what its first one adds.
+struct Request {
+    int start, count, seq_len, recent;  // the ring has tokens from `recent` on
+
+    INLINE Request(const Arguments& a, int request) {
+        start = a.query_start[request], count = a.query_start[request + 1] - start;
+        seq_len = a.seq_lens[request];
+        recent = RING_BLOCK ? max(a.ring_first[request], 0) : seq_len;
+    }
+    // The end of what a query reads from pages, which sees tokens below `limit`.
+    INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, max(limit - RECENT, recent)) : limit; }
+    INLINE int limit(int column) const { return seq_len - count + column / QUERY_GROUP + 1; }
+    INLINE bool has(int column) const { return column < COLUMNS && column < count * QUERY_GROUP; }
+    INLINE long long row(int head, int column) const {
+        return ((long long)(start + column / QUERY_GROUP) * KV_HEADS + head) * QUERY_GROUP + column % QUERY_GROUP;
+    }
+};
+
+// A column of this lane's accumulators, 0 or 1, as one of the request's.
+INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
+
+// Adds to token 0's scores what its key's own mean gives; `unit`: of a score.
+INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float unit,
+                           float (&scores)[4]) {
+    if (lane.row != 0) return;
+    for (int c = 0; c < 2; c++)
+        if (request.has(own_column(lane, c)))
+            scores[c] += a.query_bias[2 * request.row(head, own_column(lane, c)) + 1] / unit;
+}
+
+INLINE Queries load_queries(const Arguments& a, const Request& request, int head, const Lane& lane) {
+    Queries queries;
+    const u32* q = (const u32*)a.query + request.row(head, lane.row % COLUMNS) * (HEAD_DIM / 2) + lane.column;
+    const bool there = request.has(lane.row % COLUMNS);
+    float sums[GROUPS];
+    for_each<GROUPS>([&](auto g) {
+        constexpr int group = g.value;
+        const bool takes_part = there && (!TWICE || lane.row / 4 == group % 2);
+        sums[group] = 0;
+        for_each<4>([&](auto k) {
+            u32 pair = takes_part ? q[group * 16 + 4 * k.value] : 0;
+            queries.pairs[group][k.value] = pair;
+            if constexpr (group_bits(group) == 2) sums[group] += low_float(pair) + high_float(pair);
+        });
+    });
+    for_each<SETS>([&](auto set) {
+        if constexpr (set_has_offset(set.value)) {
+            float sum = sums[set.value * GROUPS_A_SET] + (TWICE ? sums[set.value * GROUPS_A_SET + 1] : 0);
+            sum += shuffle_xor(sum, 1);
+            sum += shuffle_xor(sum, 2);
+            queries.start[set.value][0] = -UNIT * shuffle(sum, 8 * lane.column);
+            queries.start[set.value][1] = -UNIT * shuffle(sum, 8 * lane.column + 4);
+        } else {
+            queries.start[set.value][0] = queries.start[set.value][1] = 0;
+        }
+    });
+    return queries;
+}

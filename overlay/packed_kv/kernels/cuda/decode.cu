@@ -1,0 +1,182 @@
+// Split-KV decode attention over packed pages for sm_90, the second implementation of `kernels/decode.py`.
+//
+// Grid: (blocks of a pair, KV heads, requests). A block is WARPS warps; each has a contiguous share of the pair's pages and
+// streams them through a ring of its own in shared memory: one lane copies a tile of 32 tokens with bulk copies, STAGES
+// tiles ahead, so that no register holds bytes that are under way and no instruction moves them but one.
+// With one warp the results are partial, for `merge.py`; with more they are final. `launch.py` gives the constants:
+//
+//   HEAD_DIM, GROUP_BITS, TABLE_*       of the format          KV_HEADS, QUERY_GROUP, COLUMNS     of the model
+//   MICRO_BLOCKS                        of a page              RING_BLOCK, RECENT, HAS_BIAS       as in decode.py
+//   WARPS, STAGES, BLOCKS, OUTPUT       warps of a block, its stages, blocks of a multiprocessor; 0 fp16, 1 bf16, 2 fp32
+struct Arguments {
+    const void* query;
+    const unsigned char* cache;
+    const int *block_table, *query_start, *seq_lens;
+    const float* query_bias;
+    const unsigned char* ring;
+    const int *ring_table, *ring_first;
+    const void* matrix;
+    void* output;
+    float *partial_output, *partial_stats;
+    int* counters;  // zeros, and left so
+    unsigned table_stride, block_stride, head_stride, ring_table_stride, ring_block_stride, ring_head_stride;
+    unsigned matrix_head_stride, output_token_stride, output_head_stride;
+};
+
+#include "attend.cuh"
+#include "combine.cuh"
+#include "ring.cuh"
+
+constexpr int TILE_BYTES = 2 * MICRO_BLOCK_BYTES;
+constexpr int RING_BYTES = WARPS * STAGES * TILE_BYTES;
+static_assert(SHARED_BYTES >= RING_BYTES + WARPS * STAGES * 8 && (WARPS == 1 || SHARED_BYTES >= COMBINE_BYTES), "");
+
+// The pages of one (request, KV head) pair, and where a tile of 32 tokens lies in them.
+struct Pages {
+    const u8* cache;
+    const int* table;
+    u32 block_stride;
+    int last_micro_block;
+
+    // Entries of the block table for a tile; its second micro-block is the first again where the sequence has ended.
+    INLINE void find(int tile, u32 (&entries)[2]) const {
+        for (int i = 0; i < (MICRO_BLOCKS % 2 ? 2 : 1); i++)
+            entries[i] = table[min(2 * tile + i, last_micro_block) / MICRO_BLOCKS];
+    }
+    INLINE void copy(int tile, const u32 (&entries)[2], u32 target, u32 barrier) const {
+        auto place = [&](int micro_block, u32 entry) {
+            return cache + (u64)entry * block_stride + micro_block % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
+        };
+        if constexpr (MICRO_BLOCKS % 2 == 0) {
+            copy_bulk<TILE_BYTES>(target, barrier, place(2 * tile, entries[0]));
+        } else {
+            copy_bulk<MICRO_BLOCK_BYTES>(target, barrier, place(2 * tile, entries[0]),
+                                         place(min(2 * tile + 1, last_micro_block), entries[1]));
+        }
+    }
+};
+
+// Tiles of pages and of the ring (16 tokens each) are dealt out evenly, the ring's to the first splits.
+struct Share {
+    int low, count;
+
+    INLINE Share(const Request& request, int split, int splits) {
+        const int pages = (max(request.page_limit(request.seq_len), 0) + 31) / 32;
+        const int ring = RING_BLOCK ? max(request.seq_len - request.recent + 15, 0) / 16 : 0;
+        const int own = (pages + ring + splits - 1) / splits - ring / splits, more = ring % splits;
+        low = split * own - min(split, more);
+        count = max(0, min(own - (split < more), pages - low));
+    }
+};
+
+INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2], u32 (&value)[SETS]) {
+    const u32 keys = micro_block + KEY_SCALES + lane.row * (2 * GROUPS);
+    if constexpr (GROUPS == 4) load_shared_2(keys, key);
+    else key[0] = load_shared(keys);
+    const u32 values = micro_block + VALUE_SCALES + lane.column * (4 * GROUPS);
+    if constexpr (TWICE) {
+        for_each<SETS>([&](auto set) { value[set.value] = load_shared(values + lane.row / 4 * 4 + 8 * set.value); });
+    } else if constexpr (GROUPS == 4) {
+        load_shared_4(values, value);
+    } else {
+        load_shared_2(values, value);
+    }
+}
+
+// A tile at an end: nothing of tokens that a query does not see, and nothing of bytes that may be anything.
+INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[2][4], u32 (&scales)[2][SETS]) {
+    const Request request(a, again(blockIdx.z));
+    if (HAS_BIAS && first_token == 0) add_first_bias(a, request, again(blockIdx.y), lane, 1 / UNIT, scores[0]);
+    for_each<2>([&](auto b) {
+        const int token = first_token + 16 * b.value;
+        for_each<4>([&](auto r) {
+            const int limit = request.page_limit(request.limit(own_column(lane, r.value % 2)));
+            if (token + lane.row + r.value / 2 * 8 >= limit) scores[b.value][r.value] = minus_infinity();
+        });
+        u32 stored = 0;
+        for_each<4>([&](auto i) {
+            if (token + 2 * lane.column + i.value / 2 * 8 + i.value % 2 < request.seq_len) stored |= 0xFFu << 8 * i.value;
+        });
+        for_each<SETS>([&](auto set) { scales[b.value][set.value] &= stored; });
+    });
+}
+
+INLINE void attend_tile(const Arguments& a, State& state, const Queries& queries, const Tables& tables, const Lane& lane,
+                        u32 tile, int first_token, int masked_from) {
+    float scores[2][4];
+    u32 scales[2][SETS], operands[2][2];
+    const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
+    for_each<2>([&](auto b) {
+        const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
+        Words words;
+        load_words(words, micro_block, lane.index);
+        u32 key_scales[GROUPS / 2];
+        load_scales(micro_block, lane, key_scales, scales[b.value]);
+        score(
+            queries, true, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
+            [&](auto set, float& low, float& high) {
+                constexpr int word = set.value * GROUPS_A_SET / 2;
+                const u32 pair = scale_pair(key_scales[word], TWICE ? key_selector : set.value % 2 ? 0x4342 : 0x4140);
+                low = low_float(pair), high = high_float(pair);
+            },
+            scores[b.value]);
+    });
+    if (__builtin_expect(first_token + 32 > masked_from || (HAS_BIAS && first_token == 0), 0))
+        mask(a, lane, first_token, scores, scales);
+    soften(state, scores, 1 / UNIT, scales, operands);
+    for_each<2>([&](auto b) {
+        Words words;
+        load_words(words, tile + b.value * MICRO_BLOCK_BYTES + VALUE_CODES, lane.index);
+        add_values(
+            state, true, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
+            scales[b.value], operands[b.value]);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
+    const Lane lane;
+    const int warp = threadIdx.x / 32, head = blockIdx.y, index = blockIdx.z;
+    const int split = blockIdx.x * WARPS + warp, splits = gridDim.x * WARPS;
+    const u32 shared = shared_address(shared_memory());
+    const u32 stages = again(shared + warp * STAGES * TILE_BYTES), barriers = again(shared + RING_BYTES + warp * STAGES * 8);
+    if (lane.index < STAGES) barrier_init(barriers + 8 * lane.index);
+    barrier_init_fence();
+    sync_warp();
+
+    const Request request(a, index);
+    if (request.count <= 0) return;
+    const Share share(request, split, splits);
+    const Pages pages{a.cache + (u64)head * a.head_stride, a.block_table + (u64)index * a.table_stride, a.block_stride,
+                      (request.seq_len - 1) / 16};
+    u32 entries[STAGES][2];
+    for_each<STAGES>([&](auto s) {
+        if (s.value < share.count) pages.find(share.low + s.value, entries[s.value]);
+    });
+    for_each<STAGES>([&](auto s) {
+        if (s.value < share.count)
+            pages.copy(share.low + s.value, entries[s.value], stages + s.value * TILE_BYTES, barriers + 8 * s.value);
+    });
+
+    State state;
+    {
+        const Queries queries = load_queries(a, request, head, lane);
+        if (RING_BLOCK) attend_ring(a, request, index, head, split, splits, queries, lane, state);
+        const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = share.low + share.count;
+        const Tables tables((u32)(request.seq_len >> 31));
+        u32 stage = stages, barrier = barriers, parity = 0;
+#pragma unroll 1
+        for (int tile = share.low; tile < last; tile++) {
+            u32 next[2];
+            pages.find(tile + STAGES, next);
+            barrier_wait(barrier, parity);
+            attend_tile(a, state, queries, tables, lane, stage, 32 * tile, masked_from);
+            sync_warp();
+            if (tile + STAGES < last) pages.copy(tile + STAGES, next, stage, barrier);
+            stage += TILE_BYTES, barrier += 8;
+            if (stage == stages + STAGES * TILE_BYTES) stage = stages, barrier = barriers, parity ^= 1;
+        }
+    }
+    finish(state);
+    if constexpr (WARPS == 1) store_partial(a, request, head, split, splits, lane, state);
+    else combine_and_rotate(a, request, head, index, warp, lane, state);
+}

@@ -1,0 +1,174 @@
+// The instructions of sm_90 that C++ has no words for. No headers are included: NVRTC then needs none on the machine.
+// An fp16 pair is a u32, the element of the lower index in the lower half. Shared memory is addressed in bytes, as PTX does.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define INLINE __device__ __forceinline__
+
+INLINE u32 prmt(u32 low, u32 high, u32 selector) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+    return result;
+}
+
+// ---- fp16 and fp32
+
+INLINE u32 multiply_halves(u32 a, u32 b) {
+    u32 result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+INLINE u32 add_halves(u32 a, u32 b) {
+    u32 result;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+// The upper half in both. An addition of -0 does it in another pipe than that of shifts and PRMT, which is the busy one.
+INLINE u32 upper_half(u32 pair) {
+    u32 result;
+    asm("{ .reg .b16 l, u; .reg .b32 x, z; mov.b32 {l, u}, %1; mov.b32 x, {u, u}; mov.b32 z, 0x80008000;"
+        " add.rn.f16x2 %0, x, z; }" : "=r"(result) : "r"(pair));
+    return result;
+}
+INLINE float low_float(u32 pair) {
+    float result;
+    asm("{ .reg .b16 l, u; mov.b32 {l, u}, %1; cvt.f32.f16 %0, l; }" : "=f"(result) : "r"(pair));
+    return result;
+}
+INLINE float high_float(u32 pair) {
+    float result;
+    asm("{ .reg .b16 l, u; mov.b32 {l, u}, %1; cvt.f32.f16 %0, u; }" : "=f"(result) : "r"(pair));
+    return result;
+}
+INLINE u32 to_halves(float low, float high) {
+    u32 result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+INLINE u32 to_bfloats(float low, float high) {
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+INLINE float exp2_fast(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+INLINE float maximum_of(float a, float b) {
+    float result;
+    asm("max.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+INLINE float minus_infinity() { return __int_as_float(0xFF800000); }
+// tf32, to nearest: the tensor core truncates.
+INLINE u32 to_tf32(float x) { return (__float_as_int(x) + 0x1000u) & 0xFFFFE000u; }
+
+// ---- the warp
+
+// D = A B + C of m16n8k16, fp16 with fp32 sums. Lane 4 r + c: A rows r (a0, a2) and r + 8 (a1, a3), columns 2 c and
+// 2 c + 1 (a0, a1) and 8 more (a2, a3); B rows as A's columns, column r; C and D as A's rows, columns 2 c and 2 c + 1.
+INLINE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+        " {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+}
+INLINE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma(d, a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]);
+}
+// m16n8k8 in tf32: columns of A are c (a0, a1) and c + 4 (a2, a3).
+INLINE void mma_tf32(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+        " {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// An 8 x 8 matrix of fp16, lane 4 r + c holding row r, columns 2 c and 2 c + 1.
+INLINE u32 transpose_matrix(u32 pair) {
+    u32 result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+INLINE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+INLINE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lane); }
+INLINE bool any_lane(bool predicate) { return __any_sync(0xFFFFFFFFu, predicate); }
+INLINE void sync_warp() { __syncwarp(); }
+INLINE void sync_block() { __syncthreads(); }
+
+// ---- memory
+
+INLINE u8* shared_memory() {
+    extern __shared__ __align__(128) u8 shared[];
+    return shared;
+}
+INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+INLINE u32 load_shared(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+INLINE u32 load_shared_half(u32 address) {
+    u16 half;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address));
+    return half;
+}
+INLINE void load_shared_2(u32 address, u32* words) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+}
+INLINE void load_shared_4(u32 address, u32* words) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address));
+}
+struct __align__(16) Quad { u32 x, y, z, w; };
+INLINE Quad load_constant_16(const void* pointer) {
+    Quad q;
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(pointer));
+    return q;
+}
+// Past the L1, which does not see what other multiprocessors wrote.
+INLINE float load_from_l2(const float* pointer) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(pointer) : "memory");
+    return x;
+}
+INLINE int atomic_add(int* pointer, int x) { return atomicAdd(pointer, x); }
+INLINE void memory_fence() { __threadfence(); }
+
+// A value that the compiler takes for a new one: what comes of it is computed where it is needed, not early and kept.
+INLINE u32 again(u32 x) {
+    u32 result;
+    asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(x));
+    return result;
+}
+
+// ---- bulk copies into shared memory, and the barriers that count their bytes
+
+INLINE void barrier_init(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+}
+INLINE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+INLINE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+                 " @!done bra again; }" :: "r"(barrier), "r"(parity) : "memory");
+}
+// One lane of the warp copies BYTES from each source, one behind the other.
+template <int BYTES>
+INLINE void copy_bulk(u32 target, u32 barrier, const u8* source) {
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff;"
+                 " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0]; }"
+                 :: "r"(barrier), "n"(BYTES), "r"(target), "l"(source) : "memory");
+}
+template <int BYTES>
+INLINE void copy_bulk(u32 target, u32 barrier, const u8* first, const u8* second) {
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff;"
+                 " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %4, [%0];"
+                 " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%5], [%6], %4, [%0]; }"
+                 :: "r"(barrier), "n"(2 * BYTES), "r"(target), "l"(first), "n"(BYTES), "r"(target + BYTES), "l"(second)
+                 : "memory");
+}

@@ -1,0 +1,41 @@
+"""The CUDA kernel on a CPU: compiled by g++ with an emulation of the instructions (emulator/ptx.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from packed_kv.kernels.cuda import launch
+from packed_kv.kernels.cuda.nvrtc import HEADERS, MAIN, read_source
+
+FOLDER = Path(__file__).parent / "emulator"
+
+
+@cache
+def build(constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    folder = Path(tempfile.gettempdir()) / "packed_kv_emulator"
+    sources = {name: read_source(name) for name in (MAIN, *HEADERS) if name != "ptx.cuh"}
+    sources |= {path.name: path.read_text() for path in FOLDER.iterdir()}
+    folder /= hashlib.sha256(repr((constants, sorted(sources.items()))).encode()).hexdigest()[:16]
+    library = folder / "decode.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in sources.items():
+            (folder / name).write_text(text)
+        subprocess.run(
+            ["g++", "-O1", "-std=c++20", "-mf16c", "-shared", "-fPIC", "-w",
+             *(f"-D{name}={value}" for name, value in constants), "-o", library, folder / "launch.cpp"],
+            check=True,
+        )  # fmt: skip
+    return ctypes.CDLL(str(library))
+
+
+def run(constants: dict[str, str], shape: launch.Grid, kv_heads: int, requests: int, *arguments: object) -> None:
+    """Run a variant; `arguments`: of `launch.pack_arguments`, on the CPU."""
+    buffer = bytearray(launch.ARGUMENTS.size)
+    launch.pack_arguments(buffer, *arguments)  # type: ignore[arg-type]
+    build(tuple(constants.items())).launch(bytes(buffer), shape.blocks, kv_heads, requests)

@@ -1,0 +1,245 @@
+// The kernel's instructions on a CPU, one lane after the other: stands in for kernels/cuda/ptx.cuh, in g++.
+//
+// Each thread of a block is a fiber. An operation of a whole warp or block waits until all its lanes have come, and fails if
+// they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier; until then their
+// target is poison, as is shared memory that nothing wrote.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define INLINE inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+using std::max;
+using std::min;
+
+struct Place { u32 x, y, z; };
+static Place threadIdx, blockIdx, gridDim;
+
+// ---- fibers
+
+struct Meeting {  // of a warp, or of a block
+    int arrived = 0, generation = 0, operation = 0;
+    u32 in[32][8], out[32][4];
+};
+struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+struct Barrier { int completed = 0; std::vector<std::function<void()>> copies; bool armed = false; };
+
+static std::vector<Fiber> fibers;
+static std::vector<Meeting> warps;
+static Meeting whole_block;
+static std::vector<u8> block_memory;
+static std::map<u32, Barrier> barriers;
+static ucontext_t scheduler;
+static int running;
+
+static void fail(const char* what) {
+    fprintf(stderr, "emulator: %s (thread %d of block %u %u %u)\n", what, running, blockIdx.x, blockIdx.y, blockIdx.z);
+    abort();
+}
+static void yield() {
+    int self = running;
+    swapcontext(&fibers[self].context, &scheduler);
+    running = self, threadIdx.x = self;
+}
+static void meet(Meeting& meeting, int members, int operation, const std::function<void()>& finish) {
+    if (meeting.arrived == 0) meeting.operation = operation;
+    if (meeting.operation != operation) fail("lanes meet in different operations");
+    int generation = meeting.generation;
+    if (++meeting.arrived == members) {
+        meeting.arrived = 0;
+        finish();
+        meeting.generation++;
+    }
+    while (meeting.generation == generation) yield();
+}
+static int lane() { return running % 32; }
+static Meeting& warp() { return warps[running / 32]; }
+enum { MMA = 1, MMA_TF32, TRANSPOSE, SHUFFLE, ANY, WARP, BLOCK, COPY };
+
+// ---- fp16
+
+static float to_float(u16 bits) { _Float16 x; memcpy(&x, &bits, 2); return x; }
+static u16 to_half(float x) { _Float16 h = x; u16 bits; memcpy(&bits, &h, 2); return bits; }
+INLINE float __int_as_float(u32 x) { float f; memcpy(&f, &x, 4); return f; }
+INLINE u32 __float_as_int(float f) { u32 x; memcpy(&x, &f, 4); return x; }
+INLINE float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+INLINE float low_float(u32 pair) { return to_float(pair & 0xFFFF); }
+INLINE float high_float(u32 pair) { return to_float(pair >> 16); }
+INLINE u32 to_halves(float low, float high) { return to_half(low) | (u32)to_half(high) << 16; }
+INLINE u32 to_bfloats(float low, float high) {
+    auto round = [](float x) { u32 bits = __float_as_int(x); return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; };
+    return round(low) | round(high) << 16;
+}
+INLINE u32 multiply_halves(u32 a, u32 b) { return to_halves(low_float(a) * low_float(b), high_float(a) * high_float(b)); }
+INLINE u32 add_halves(u32 a, u32 b) { return to_halves(low_float(a) + low_float(b), high_float(a) + high_float(b)); }
+INLINE u32 upper_half(u32 pair) { return (pair >> 16) * 0x10001u; }
+INLINE float exp2_fast(float x) { return exp2f(x); }
+INLINE float maximum_of(float a, float b) { return fmaxf(a, b); }
+INLINE float minus_infinity() { return -INFINITY; }
+INLINE u32 to_tf32(float x) { return (__float_as_int(x) + 0x1000u) & 0xFFFFE000u; }
+INLINE u32 prmt(u32 low, u32 high, u32 selector) {
+    u64 bytes = (u64)high << 32 | low;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 select = selector >> (4 * i) & 15, byte = bytes >> (8 * (select & 7)) & 0xFF;
+        if (select & 8) byte = byte & 0x80 ? 0xFF : 0;
+        result |= byte << (8 * i);
+    }
+    return result;
+}
+
+// ---- the warp
+
+static void mma_of(Meeting& w, bool tf32) {
+    for (int target = 0; target < 32; target++)
+        for (int r = 0; r < 4; r++) {
+            int row = target / 4 + r / 2 * 8, column = target % 4 * 2 + r % 2;
+            double sum = 0;
+            for (int k = 0; k < (tf32 ? 8 : 16); k++) {
+                int in_a = tf32 ? row % 8 * 4 + k % 4 : row % 8 * 4 + k % 8 / 2;
+                int in_b = tf32 ? column * 4 + k % 4 : column * 4 + k % 8 / 2;
+                u32 a = w.in[in_a][row / 8 + (tf32 ? k / 4 : k / 8) * 2], b = w.in[in_b][4 + (tf32 ? k / 4 : k / 8)];
+                if (tf32) sum += (double)__int_as_float(a & 0xFFFFE000u) * __int_as_float(b & 0xFFFFE000u);
+                else sum += (double)to_float(a >> (k % 2 * 16)) * to_float(b >> (k % 2 * 16));
+            }
+            w.out[target][r] = __float_as_int((float)sum);
+        }
+}
+static void run_mma(float (&d)[4], const u32 (&in)[6], float c0, float c1, float c2, float c3, bool tf32) {
+    memcpy(warp().in[lane()], in, sizeof in);
+    meet(warp(), 32, tf32 ? MMA_TF32 : MMA, [=] { mma_of(warp(), tf32); });
+    const u32* out = warp().out[lane()];
+    d[0] = __int_as_float(out[0]) + c0, d[1] = __int_as_float(out[1]) + c1;
+    d[2] = __int_as_float(out[2]) + c2, d[3] = __int_as_float(out[3]) + c3;
+}
+INLINE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+    run_mma(d, {a0, a1, a2, a3, b0, b1}, c0, c1, c2, c3, false);
+}
+INLINE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    run_mma(d, {a0, a1, a2, a3, b0, b1}, d[0], d[1], d[2], d[3], false);
+}
+INLINE void mma_tf32(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    run_mma(d, {a0, a1, a2, a3, b0, b1}, d[0], d[1], d[2], d[3], true);
+}
+static u32 exchange(int operation, u32 x, u32 detail, const std::function<u32(Meeting&, int)>& result) {
+    warp().in[lane()][0] = x, warp().in[lane()][1] = detail;
+    meet(warp(), 32, operation, [&] {
+        Meeting& w = warp();
+        for (int i = 0; i < 32; i++) w.out[i][0] = result(w, i);
+    });
+    return warp().out[lane()][0];
+}
+INLINE u32 transpose_matrix(u32 pair) {
+    return exchange(TRANSPOSE, pair, 0, [](Meeting& w, int i) {
+        auto element = [&](int row, int column) { return w.in[row * 4 + column / 2][0] >> (column % 2 * 16) & 0xFFFF; };
+        return element(i % 4 * 2, i / 4) | element(i % 4 * 2 + 1, i / 4) << 16;
+    });
+}
+INLINE float shuffle(float x, int source) {
+    return __int_as_float(exchange(SHUFFLE, __float_as_int(x), source, [](Meeting& w, int i) {
+        return w.in[w.in[i][1] & 31][0];
+    }));
+}
+INLINE float shuffle_xor(float x, int mask) { return shuffle(x, lane() ^ mask); }
+INLINE bool any_lane(bool predicate) {
+    return exchange(ANY, predicate, 0, [](Meeting& w, int) {
+        u32 any = 0;
+        for (auto& in : w.in) any |= in[0];
+        return any;
+    });
+}
+INLINE void sync_warp() { meet(warp(), 32, WARP, [] {}); }
+INLINE void sync_block() { meet(whole_block, fibers.size(), BLOCK, [] {}); }
+
+// ---- memory
+
+INLINE u8* shared_memory() { return block_memory.data(); }
+INLINE u32 shared_address(const void* pointer) { return (const u8*)pointer - block_memory.data(); }
+static const u8* shared_at(u32 address, u32 size) {
+    if (address % size || address + size > block_memory.size()) fail("shared memory is read out of bounds or misaligned");
+    return &block_memory[address];
+}
+INLINE u32 load_shared(u32 address) { u32 word; memcpy(&word, shared_at(address, 4), 4); return word; }
+INLINE u32 load_shared_half(u32 address) { u16 half; memcpy(&half, shared_at(address, 2), 2); return half; }
+INLINE void load_shared_2(u32 address, u32* words) { memcpy(words, shared_at(address, 8), 8); }
+INLINE void load_shared_4(u32 address, u32* words) { memcpy(words, shared_at(address, 16), 16); }
+struct alignas(16) Quad { u32 x, y, z, w; };
+INLINE Quad load_constant_16(const void* pointer) { return *(const Quad*)pointer; }
+INLINE float load_from_l2(const float* pointer) { return *pointer; }
+INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }
+INLINE void memory_fence() {}
+INLINE u32 again(u32 x) { return x; }
+
+// ---- bulk copies
+
+INLINE void barrier_init(u32 barrier) { barriers[barrier] = Barrier{}; }
+INLINE void barrier_init_fence() {}
+INLINE void barrier_wait(u32 address, u32 parity) {
+    Barrier& barrier = barriers.at(address);
+    if (barrier.completed % 2 != (int)parity) return;
+    if (!barrier.armed) fail("waits for a copy that nothing started");
+    for (auto& copy : barrier.copies) copy();
+    barrier.copies.clear(), barrier.armed = false, barrier.completed++;
+}
+static void start_copy(u32 barrier, u32 target, const u8* source, u32 bytes) {
+    if ((u64)source % 16 || target % 16 || bytes % 16 || barriers.at(barrier).completed < 0) fail("a copy is misaligned");
+    memset((void*)shared_at(target, 1), 0xEE, bytes);
+    barriers.at(barrier).copies.push_back([=] { memcpy((void*)shared_at(target, 1), source, bytes); });
+}
+static void start_copies(u32 barrier, const std::function<void()>& copies) {
+    meet(warp(), 32, COPY, [&] {
+        if (barriers.at(barrier).armed) fail("a stage is filled again before it was waited for");
+        barriers.at(barrier).armed = true;
+        copies();
+    });
+}
+template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
+    start_copies(barrier, [=] { start_copy(barrier, target, source, BYTES); });
+}
+template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* first, const u8* second) {
+    start_copies(barrier, [=] {
+        start_copy(barrier, target, first, BYTES);
+        start_copy(barrier, target + BYTES, second, BYTES);
+    });
+}
+
+// ---- the launch
+
+static void run_block(int threads, int shared_bytes, void (*body)()) {
+    fibers.clear(), fibers.resize(threads);
+    warps.assign(threads / 32, Meeting{});
+    whole_block = Meeting{};
+    block_memory.assign(shared_bytes, 0xEE);
+    barriers.clear();
+    for (int i = 0; i < threads; i++) {
+        Fiber& fiber = fibers[i];
+        fiber.done = false;
+        fiber.stack.resize(1 << 16);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, body, 0);
+    }
+    for (int left = threads; left;) {
+        left = 0;
+        for (int i = 0; i < threads; i++)
+            if (!fibers[i].done) {
+                running = i, threadIdx = {(u32)i, 0, 0}, left++;
+                swapcontext(&scheduler, &fibers[i].context);
+            }
+    }
+}
