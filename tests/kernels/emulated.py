@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from packed_kv.kernels.cuda import launch
-from packed_kv.kernels.cuda.nvrtc import HEADERS, MAIN, read_source
+from packed_kv.kernels.cuda.source import HEADERS, MAIN, read_source
 
 FOLDER = Path(__file__).parent / "emulator"
 

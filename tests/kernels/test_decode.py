@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from implementations import attend_pages
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.decode import decode
-from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
+from packed_kv.kernels.merge import rotate_query, rotation_matrix
 from packed_kv.layout import page_layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,7 +16,7 @@ BOUND = 2e-3
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, dtype=torch.float16, size=1.0, **transforms):  # fmt: skip
+        window=None, soft_cap=None, dtype=torch.float16, size=1.0, kernel="triton", **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
@@ -47,16 +47,12 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
     if bias_rows is not None:
         bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
-    partial = torch.full((len(query), kv_heads * group, splits, head_dim), float("nan"), device=DEVICE)
-    stats = torch.full((len(query), kv_heads * group, splits, 2), float("nan"), device=DEVICE)
-    decode(
-        page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), partial, stats,
-        max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
-    )  # fmt: skip
     output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    merge(partial, stats, rotation_matrix(codec.value, kv_heads, inverse=True),
-          output.view(len(query), kv_heads, group, head_dim))  # fmt: skip
+    attend_pages(
+        kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
+        output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
+    )  # fmt: skip
     return output.double(), expected
 
 

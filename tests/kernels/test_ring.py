@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from implementations import attend_pages
 from packed_kv.attention.recent_plan import plan
 from packed_kv.codecs import ring as reference
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.decode import decode
-from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
+from packed_kv.kernels.merge import rotate_query, rotation_matrix
 from packed_kv.kernels.ring import gather_ring, plan_ring
 from packed_kv.kernels.store import store_tokens
 from packed_kv.layout import page_layout, ring_slot_bytes
@@ -66,7 +66,7 @@ def ring_of(requests: list[tuple[int, int]], window: int, block_size: int, kv_he
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (140, 0)), query_lens=None, splits=3,
-        recent=32, block_size=8, window=None, soft_cap=None, **channels):  # fmt: skip
+        recent=32, block_size=8, window=None, soft_cap=None, kernel="triton", **channels):  # fmt: skip
     """Kernel output and the reference in float64. Of `requests` (tokens, from the prefix cache) the newest are decoded.
 
     All tokens but those of the prefix cache were written to the ring in order, so older ones were overwritten.
@@ -113,16 +113,12 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
             expected[one] = attention(query[one].double(), k[seen], v[seen], scale, soft_cap)
     rotated = torch.empty(len(query), kv_heads, group, head_dim, dtype=torch.float16, device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale)
-    partial = torch.full((len(query), kv_heads * group, splits, head_dim), float("nan"), device=DEVICE)
-    stats = torch.full((len(query), kv_heads * group, splits, 2), float("nan"), device=DEVICE)
-    decode(
-        page_layout(FORMATS[name], head_dim), rotated, pages, page_table.to(DEVICE), start, seq_lens, partial, stats,
-        max_query_len=max(query_lens), sliding_window=window, logits_soft_cap=soft_cap,
-        ring=Ring(ring_cache, table, first, recent),
-    )  # fmt: skip
     output = torch.full(query.shape, float("nan"), dtype=torch.float32, device=DEVICE)
-    merge(partial, stats, rotation_matrix(codec.value, kv_heads, inverse=True),
-          output.view(len(query), kv_heads, group, head_dim))  # fmt: skip
+    attend_pages(
+        kernel, page_layout(FORMATS[name], head_dim), rotated, pages, page_table.to(DEVICE), start, seq_lens,
+        rotation_matrix(codec.value, kv_heads, inverse=True), output, splits, max_query_len=max(query_lens),
+        sliding_window=window, logits_soft_cap=soft_cap, ring=Ring(ring_cache, table, first, recent),
+    )  # fmt: skip
     return output.double(), expected
 
 

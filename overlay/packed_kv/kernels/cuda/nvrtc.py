@@ -9,23 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from importlib import resources
 from pathlib import Path
 
 from cuda.bindings import driver, nvrtc
 
-HEADERS = ("ptx.cuh", "codes.cuh", "attend.cuh", "ring.cuh", "combine.cuh")
-MAIN = "decode.cu"
+from .source import HEADERS, MAIN, read_source
+
 OPTIONS = ("--gpu-architecture=sm_90", "--std=c++17", "-default-device", "-lineinfo")
 
 
 class CompileError(RuntimeError):
     """NVRTC or the driver refused the kernel; the message has their log."""
-
-
-def read_source(name: str) -> str:
-    """A file of the kernel."""
-    return resources.files(__package__).joinpath(name).read_text()
 
 
 def cubin(constants: dict[str, str]) -> bytes:
@@ -64,9 +58,7 @@ def _keep(path: Path, code: bytes) -> None:
 def _compile(sources: dict[str, str], options: tuple[str, ...]) -> bytes:
     headers = [sources[name].encode() for name in HEADERS]
     names = [name.encode() for name in HEADERS]
-    program = _checked(
-        nvrtc.nvrtcCreateProgram(sources[MAIN].encode(), MAIN.encode(), len(headers), headers, names)
-    )
+    program = _checked(nvrtc.nvrtcCreateProgram(sources[MAIN].encode(), MAIN.encode(), len(headers), headers, names))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -84,13 +76,9 @@ def load(code: bytes, name: str, shared_bytes: int) -> driver.CUfunction:
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute
     _checked(
-        driver.cuFuncSetAttribute(
-            function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
-        )
+        driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
     )
-    _checked(
-        driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-    )
+    _checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
     return function
 
 
