@@ -14,23 +14,27 @@ constexpr bool set_has_offset(int set) {
     return group_bits(set * GROUPS_A_SET) == 2 || group_bits(set * GROUPS_A_SET + GROUPS_A_SET - 1) == 2;
 }
 
-// This lane's place in the operands: row and column of `mma`, and the half of the columns that its own are in.
+// This lane's place in the operands: row and column of `mma`.
 struct Lane {
     int index, row, column;
-    INLINE Lane() : index(threadIdx.x % 32), row(index / 4), column(index % 4) {}
+    INLINE Lane() : index(again(threadIdx.x % 32)), row(again(index / 4)), column(again(index % 4)) {}
 };
 
 // What a warp carries from tile to tile. Weights are 2^(score - maximum), where `maximum` is any number that keeps them
 // in fp16: it moves only when a lane's weights of a tile reach `ceiling` together, which costs one vote a tile. Then the
-// largest becomes 2^headroom: small enough for weights to grow, large enough for products with V's small scales to
-// keep their bits. Scales of 2 and more leave no such room.
+// largest becomes 2^HEADROOM: small enough for weights to grow, large enough for products with V's small scales to
+// keep their bits. Scales of 2 and more leave no such room: from the first one on, no weight is above 1.
+constexpr float HEADROOM = 10;
+constexpr u32 LARGE_SCALES = 0x80808080;
+
 struct State {
     float output[GROUPS][2][4];  // [group][channels 0-15, 16-31], rows are channels
     float scaled_weights[SETS][4];
     float maximum[2], total[2];  // of this lane's columns; totals of its own tokens
-    float ceiling, headroom;
+    float ceiling;
+    u32 watched;  // bits of scales that end the headroom; 0: it has ended
 
-    INLINE State() : maximum{-1e30f, -1e30f}, total{0, 0}, ceiling(0), headroom(10) {
+    INLINE State() : maximum{-1e30f, -1e30f}, total{0, 0}, ceiling(0), watched(LARGE_SCALES) {
         for_each<GROUPS * 8>([&](auto i) { output[i.value / 8][i.value / 4 % 2][i.value % 4] = 0; });
         for_each<SETS * 4>([&](auto i) { scaled_weights[i.value / 4][i.value % 4] = 0; });
     }
@@ -56,9 +60,10 @@ INLINE void weigh(const State& state, const float (&scores)[TILES][4], float sco
         constexpr int tile = i.value / 4, r = i.value % 4;
         weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], score_unit, -state.maximum[r % 2]));
     });
-    for_each<2>([&](auto c) {
-        sums[c.value] = 0;
-        for_each<TILES>([&](auto t) { sums[c.value] += weights[t.value][c.value] + weights[t.value][2 + c.value]; });
+    for_each<TILES * 2>([&](auto i) {
+        constexpr int tile = i.value / 2, c = i.value % 2;
+        const float sum = weights[tile][c] + weights[tile][2 + c];
+        sums[c] = tile == 0 ? sum : sums[c] + sum;
     });
 }
 
@@ -70,17 +75,17 @@ INLINE void soften(State& state, const float (&scores)[TILES][4], float score_un
     weigh(state, scores, score_unit, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
-    bool large = bytes & 0x80808080;  // a scale of 2 or more
-    if (any_lane(!(sums[0] + sums[1] < state.ceiling) || (large && state.headroom > 0))) {
-        if (any_lane(large)) state.headroom = -2;
-        state.ceiling = state.headroom > 0 ? 16384 : 1;
+    if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
+        if (any_lane(bytes & LARGE_SCALES)) state.watched = 0;
+        const float headroom = state.watched ? HEADROOM : -2;
+        state.ceiling = state.watched ? 16384 : 1;
         for_each<2>([&](auto c) {
             float top = -1e30f / score_unit;
             for_each<TILES>([&](auto t) {
                 top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
             });
             for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
-            float maximum = maximum_of(state.maximum[c.value], top * score_unit - state.headroom);
+            float maximum = maximum_of(state.maximum[c.value], top * score_unit - headroom);
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });

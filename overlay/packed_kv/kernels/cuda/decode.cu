@@ -41,11 +41,11 @@ struct Pages {
     // Entries of the block table for a tile; its second micro-block is the first again where the sequence has ended.
     INLINE void find(int tile, u32 (&entries)[2]) const {
         for (int i = 0; i < (MICRO_BLOCKS % 2 ? 2 : 1); i++)
-            entries[i] = table[min(2 * tile + i, last_micro_block) / MICRO_BLOCKS];
+            entries[i] = table[(u32)min(2 * tile + i, last_micro_block) / MICRO_BLOCKS];
     }
     INLINE void copy(int tile, const u32 (&entries)[2], u32 target, u32 barrier) const {
         auto place = [&](int micro_block, u32 entry) {
-            return cache + (u64)entry * block_stride + micro_block % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
+            return cache + (u64)entry * block_stride + (u32)micro_block % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
         };
         if constexpr (MICRO_BLOCKS % 2 == 0) {
             copy_bulk<TILE_BYTES>(target, barrier, place(2 * tile, entries[0]));
@@ -146,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     const Request request(a, index);
     if (request.count <= 0) return;
     const Share share(request, split, splits);
-    const Pages pages{a.cache + (u64)head * a.head_stride, a.block_table + (u64)index * a.table_stride, a.block_stride,
-                      (request.seq_len - 1) / 16};
+    const Pages pages{again(a.cache + (u64)head * a.head_stride), again(a.block_table + (u64)index * a.table_stride),
+                      a.block_stride, (request.seq_len - 1) / 16};
     u32 entries[STAGES][2];
     for_each<STAGES>([&](auto s) {
         if (s.value < share.count) pages.find(share.low + s.value, entries[s.value]);

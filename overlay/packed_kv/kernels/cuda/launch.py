@@ -41,7 +41,7 @@ class Grid:
 
 
 def grid(pairs: int, multiprocessors: int) -> Grid:
-    """The grid for a number of (request, KV head) pairs: it knows no sequence length, so that a CUDA graph can hold it."""
+    """The grid for a number of (request, KV head) pairs. No sequence length counts: a CUDA graph can hold it."""
     places = multiprocessors * WARPS_A_MULTIPROCESSOR // FUSED_WARPS
     blocks = max(1, places // pairs)
     waves = -(-pairs * blocks // places)

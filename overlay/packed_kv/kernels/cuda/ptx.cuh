@@ -144,6 +144,11 @@ INLINE u32 again(u32 x) {
     asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(x));
     return result;
 }
+template <class T> INLINE T* again(T* pointer) {
+    T* result;
+    asm volatile("mov.b64 %0, %1;" : "=l"(result) : "l"(pointer));
+    return result;
+}
 
 // ---- bulk copies into shared memory, and the barriers that count their bytes
 
