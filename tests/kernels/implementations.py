@@ -35,7 +35,7 @@ def attend_pages(
     rows = (tokens, kv_heads * group, shape.blocks)
     partial = torch.full((*rows, head_dim), float("nan"), device=query.device)
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
-    output = output.view(query.shape)
+    output = output.view(tokens, kv_heads, group, -1)
     batch = (query, cache, block_table, query_start, seq_lens)
     if kernel == "triton":
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
@@ -43,7 +43,7 @@ def attend_pages(
         return
     assert not options.pop("sliding_window") and not options.pop("logits_soft_cap"), options
     if kernel == "cuda":
-        cuda = launch.CudaDecode(page, matrix, kv_heads, group, len(seq_lens))
+        cuda = launch.CudaDecode(page, matrix, kv_heads, group)
         cuda(shape, *batch, partial, stats, output, max_query_len=max_query_len, **options)
         counters = cuda.counters
     else:
@@ -62,11 +62,11 @@ def _emulate(
 
     query, cache, *_, seq_lens = batch
     _, kv_heads, group, _ = query.shape
-    constants = launch.constants(
-        page, kv_heads=kv_heads, group=group, columns=4 if group * max_query_len <= 4 else 8,
-        block_size=cache.shape[2], ring_block=ring.cache.shape[2] if ring else 0, recent=ring.window if ring else 0,
-        has_bias=query_bias is not None, output=output.dtype, warps=shape.warps,
+    variant = launch.Variant(
+        shape.warps, 4 if group * max_query_len <= 4 else 8, cache.shape[2], ring.cache.shape[2] if ring else 0,
+        ring.window if ring else 0, query_bias is not None, output.dtype,
     )  # fmt: skip
+    constants = launch.constants(page, kv_heads, group, variant)
     counters = torch.zeros(len(seq_lens) * kv_heads, dtype=torch.int32)
     emulated.run(
         constants, shape, kv_heads, len(seq_lens), *batch, query_bias, ring, launch.pack_matrix(matrix), output,

@@ -1,5 +1,6 @@
-"""The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by three.
+"""The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by two or three.
 
+Decode attention has two implementations: `kernels/cuda` where it serves a layer, and the portable `kernels/decode.py`.
 No host sync, and no allocation once vLLM's profiling run has sized the workspace.
 """
 
@@ -8,15 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
+from ..kernels.cuda import COLUMNS, refusal
+from ..kernels.cuda.launch import CudaDecode, Grid
 from ..kernels.decode import MAX_REGISTERS, decode, split_count
 from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
 from .routes import MAX_COLUMNS
+
+logger = init_logger("vllm.packed_kv")
 
 
 class FusedDecode:
@@ -26,9 +32,12 @@ class FusedDecode:
         codec: of the layer, on a CUDA device.
         query_heads, kv_heads: of this rank.
         options: scale, window and soft cap.
+        longest_decode: query tokens of a request with its drafts.
     """
 
-    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, longest_decode: int
+    ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.group = query_heads // kv_heads
         self.bias_rows = codec.query_bias_rows(capped=bool(options.logits_soft_cap))
@@ -37,6 +46,17 @@ class FusedDecode:
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
         self.max_registers = MAX_REGISTERS if properties.major == 9 else None
+        refused = refusal(
+            (properties.major, properties.minor), codec.key.head_dim, self.group, longest_decode,
+            options.sliding_window, options.logits_soft_cap,
+        )  # fmt: skip
+        self.cuda: CudaDecode | None = None
+        if refused is None:
+            self.cuda = CudaDecode(codec.layout, self.from_rotated, kv_heads, self.group)
+        served_by = (
+            "the CUDA kernel" if refused is None else f"the Triton kernel; the CUDA kernel does not take {refused}"
+        )
+        logger.info_once("KV cache: decodes are served by %s", served_by, scope="local")
 
     def store(
         self,
@@ -74,16 +94,29 @@ class FusedDecode:
             ring: of these requests, their new tokens included; None: there is none.
         """
         tokens, _, head_dim = query.shape
-        splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, head_dim, splits)
+        cuda = self.cuda if self.group * max_query_len <= COLUMNS else None
+        grid = self._grid(len(seq_lens), cuda)
+        rotated, partial, stats, *bias = self.reserve(tokens, head_dim, grid.blocks)
         query_bias = bias[0] if bias else None
         rotate_query(query, self.to_rotated, rotated, self.options.scale, self.bias_rows, query_bias)
-        decode(
-            self.codec.layout, rotated, cache, block_table, query_start, seq_lens, partial, stats,
-            query_bias=query_bias, max_query_len=max_query_len, sliding_window=self.options.sliding_window,
-            logits_soft_cap=self.options.logits_soft_cap, max_registers=self.max_registers, ring=ring,
-        )  # fmt: skip
-        merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
+        batch = (rotated, cache, block_table, query_start, seq_lens, partial, stats)
+        result = output.view(tokens, self.kv_heads, self.group, head_dim)
+        if cuda is not None:
+            cuda(grid, *batch, result, max_query_len=max_query_len, query_bias=query_bias, ring=ring)
+        else:
+            decode(
+                self.codec.layout, *batch, query_bias=query_bias, max_query_len=max_query_len,
+                sliding_window=self.options.sliding_window, logits_soft_cap=self.options.logits_soft_cap,
+                max_registers=self.max_registers, ring=ring,
+            )  # fmt: skip
+        if not grid.is_final:
+            merge(partial, stats, self.from_rotated, result)
+
+    def _grid(self, requests: int, cuda: CudaDecode | None) -> Grid:
+        """Of the decode kernel; the Triton one has a warp a split."""
+        if cuda is not None:
+            return cuda.grid(requests)
+        return Grid(1, split_count(requests * self.kv_heads, self.multiprocessors))
 
     def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""

@@ -114,7 +114,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             from .prefill import FlashPrefill
 
             shape = (self.codec, self.num_heads, self.num_kv_heads, self.options)
-            self.fused = FusedDecode(*shape)
+            self.fused = FusedDecode(*shape, self.longest_decode)
             if self.flash_attention is not None:
                 self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, self.flash_attention)
 
@@ -211,9 +211,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.fused is None:
             write_ring(ring, slots, *self.codec.prepare(*new))
         else:
-            self.fused.store(
-                kv_cache, metadata.slot_mapping[rows], *new, ring=ring, ring_slots=slots, only_ring=True
-            )
+            self.fused.store(kv_cache, metadata.slot_mapping[rows], *new, ring=ring, ring_slots=slots, only_ring=True)
 
     def _attend_in_pytorch(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

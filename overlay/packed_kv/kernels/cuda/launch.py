@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from ...codecs.ring import Ring
 from ...formats import MAGNITUDES
 from ...layout import MICRO_BLOCK, PageLayout
 from ..ring import check_ring
+from . import COLUMNS
 
 if TYPE_CHECKING:
     from cuda.bindings import driver
@@ -21,6 +23,8 @@ OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 WARPS_A_MULTIPROCESSOR = 16
 """Of 128 registers."""
 FUSED_WARPS = 8
+STAGES = 2
+"""Tiles of 32 tokens that a warp has under way."""
 MAX_SPLITS = 128
 """Of `merge`."""
 FULL_ENOUGH = 0.85
@@ -40,9 +44,14 @@ class Grid:
         return self.warps > 1
 
 
+def _places(multiprocessors: int) -> int:
+    """Blocks of `FUSED_WARPS` that run at once."""
+    return multiprocessors * WARPS_A_MULTIPROCESSOR // FUSED_WARPS
+
+
 def grid(pairs: int, multiprocessors: int) -> Grid:
     """The grid for a number of (request, KV head) pairs. No sequence length counts: a CUDA graph can hold it."""
-    places = multiprocessors * WARPS_A_MULTIPROCESSOR // FUSED_WARPS
+    places = _places(multiprocessors)
     blocks = max(1, places // pairs)
     waves = -(-pairs * blocks // places)
     if blocks <= FUSED_WARPS and pairs * blocks >= FULL_ENOUGH * waves * places:
@@ -50,25 +59,25 @@ def grid(pairs: int, multiprocessors: int) -> Grid:
     return Grid(1, max(1, min(MAX_SPLITS, multiprocessors * WARPS_A_MULTIPROCESSOR // pairs)))
 
 
-def constants(
-    page: PageLayout,
-    *,
-    kv_heads: int,
-    group: int,
-    columns: int,
-    block_size: int,
-    ring_block: int,
-    recent: int,
-    has_bias: bool,
-    output: torch.dtype,
-    warps: int,
-    stages: int = 2,
-) -> dict[str, str]:
-    """What `decode.cu` is compiled with. columns: 4 or 8; ring_block: tokens of a ring's block, 0: no ring."""
+class Variant(NamedTuple):
+    """What a batch decides of the kernel's constants. columns: 4 or 8; ring_block: tokens of a ring's block, or 0."""
+
+    warps: int
+    columns: int
+    block_size: int
+    ring_block: int
+    recent: int
+    has_bias: bool
+    output: torch.dtype
+
+
+def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant, stages: int = STAGES) -> dict[str, str]:
+    """What `decode.cu` is compiled with."""
+    warps, columns = variant.warps, variant.columns
     bits = page.vector.group_bits
     head_dim = 32 * len(bits)
     unit = 32 if 2 in bits else 128  # `codes.cuh` has the reason
-    two = [unit + sign * unit * level for sign in (1, -1) for level in MAGNITUDES[2]] if 2 in bits else [0] * 4
+    two = [unit + sign * unit * level for sign in (1, -1) for level in MAGNITUDES[2]] if 2 in bits else [0.0] * 4
     pages = warps * stages * (2 * page.micro_block_bytes + 8)
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     values: dict[str, object] = {
@@ -81,11 +90,11 @@ def constants(
         "KV_HEADS": kv_heads,
         "QUERY_GROUP": group,
         "COLUMNS": columns,
-        "MICRO_BLOCKS": block_size // MICRO_BLOCK,
-        "RING_BLOCK": ring_block,
-        "RECENT": recent,
-        "HAS_BIAS": int(has_bias),
-        "OUTPUT": OUTPUTS[output],
+        "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
+        "RING_BLOCK": variant.ring_block,
+        "RECENT": variant.recent,
+        "HAS_BIAS": int(variant.has_bias),
+        "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
         "STAGES": stages,
         "BLOCKS": WARPS_A_MULTIPROCESSOR // warps,
@@ -153,17 +162,17 @@ class CudaDecode:
         page: layout of the cache.
         matrix: `rotation_matrix(..., inverse=True)` of the V codec.
         kv_heads, group: KV heads, and query heads of each.
-        max_requests: of a batch.
     """
 
-    def __init__(self, page: PageLayout, matrix: torch.Tensor, kv_heads: int, group: int, max_requests: int) -> None:
+    def __init__(self, page: PageLayout, matrix: torch.Tensor, kv_heads: int, group: int) -> None:
         self.page, self.kv_heads, self.group = page, kv_heads, group
         self.matrix = pack_matrix(matrix)
-        self.counters = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=matrix.device)
         self.multiprocessors = torch.cuda.get_device_properties(matrix.device).multi_processor_count
+        # Of pairs that have several blocks: fewer than there are places for blocks.
+        self.counters = torch.zeros(_places(self.multiprocessors), dtype=torch.int32, device=matrix.device)
         self.arguments = bytearray(ARGUMENTS.size)
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
-        self.functions: dict[tuple[object, ...], tuple[driver.CUfunction, int]] = {}
+        self.functions: dict[Variant, tuple[driver.CUfunction, int]] = {}
 
     def grid(self, requests: int) -> Grid:
         return grid(requests * self.kv_heads, self.multiprocessors)
@@ -188,10 +197,11 @@ class CudaDecode:
         `shape.is_final`, `output` is filled, else the partial results are."""
         from cuda.bindings import driver
 
-        ring_shape = (0, 0) if ring is None else (ring.cache.shape[2], ring.window)
-        columns = 4 if self.group * max_query_len <= 4 else 8
-        key = (shape.warps, columns, cache.shape[2], ring_shape, query_bias is not None, output.dtype)
-        function, shared_bytes = self.functions.get(key) or self._prepare(key, query, cache, ring)
+        variant = Variant(
+            shape.warps, 4 if self.group * max_query_len <= 4 else COLUMNS, cache.shape[2],
+            ring.cache.shape[2] if ring else 0, ring.window if ring else 0, query_bias is not None, output.dtype,
+        )  # fmt: skip
+        function, shared_bytes = self.functions.get(variant) or self._prepare(variant, query, cache, ring)
         pack_arguments(
             self.arguments, query, cache, block_table, query_start, seq_lens, query_bias, ring, self.matrix, output,
             partial_output, partial_stats, self.counters,
@@ -205,11 +215,9 @@ class CudaDecode:
             raise RuntimeError(f"the decode kernel was not launched: {status.name}")
 
     def _prepare(
-        self, key: tuple[object, ...], query: torch.Tensor, cache: torch.Tensor, ring: Ring | None
+        self, variant: Variant, query: torch.Tensor, cache: torch.Tensor, ring: Ring | None
     ) -> tuple[driver.CUfunction, int]:
         """Check what the kernel takes for granted of a variant's tensors, compile the variant and load it."""
-        from .nvrtc import cubin, load
-
         assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
         assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
         assert cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
@@ -218,11 +226,16 @@ class CudaDecode:
             assert ring.cache.data_ptr() % 4 == 0 and not any(n % 4 for n in ring.cache.stride()[:2]), (
                 ring.cache.stride()
             )
-        warps, columns, block_size, (ring_block, recent), has_bias, output = key
-        values = constants(
-            self.page, kv_heads=self.kv_heads, group=self.group, columns=columns, block_size=block_size,
-            ring_block=ring_block, recent=recent, has_bias=has_bias, output=output, warps=warps,
-        )  # fmt: skip
+        values = constants(self.page, self.kv_heads, self.group, variant)
         shared_bytes = int(values["SHARED_BYTES"])
-        self.functions[key] = load(cubin(values), "decode", shared_bytes), shared_bytes
-        return self.functions[key]
+        self.functions[variant] = _function(tuple(values.items()), shared_bytes, cache.device.index), shared_bytes
+        return self.functions[variant]
+
+
+@functools.cache
+def _function(constants: tuple[tuple[str, str], ...], shared_bytes: int, device: int) -> driver.CUfunction:
+    """The kernel with its constants, for all layers of a process."""
+    from .nvrtc import cubin, load
+
+    with torch.cuda.device(device):
+        return load(cubin(dict(constants)), "decode", shared_bytes)

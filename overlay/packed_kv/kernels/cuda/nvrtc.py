@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from cuda.bindings import driver, nvrtc
 
@@ -82,7 +83,7 @@ def load(code: bytes, name: str, shared_bytes: int) -> driver.CUfunction:
     return function
 
 
-def _checked(result: tuple) -> object:
+def _checked(result: tuple[Any, ...]) -> Any:
     """What a call of the binding gave besides its status. Raises CompileError."""
     status, *values = result
     if int(status):
