@@ -1,27 +1,32 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
-    python benchmarks/kernels.py [--dtypes NAME ...] [--splits N ...] [--csv FILE]
+    python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
-replays are timed with events. `attention` is without the rotation of the query: the decode kernel and the merge.
-`bandwidth` is the packed bytes over that, as a share of what a copy of 4 GB moves on the same card. 32 query and 8 KV
-heads of 128 channels, as in an 8B model.
+replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
+of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
+of what a copy of 4 GB moves on the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import triton
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import decode as decode_module
+from packed_kv.kernels.cuda.launch import CudaDecode, Grid
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
-from packed_kv.layout import page_layout
+from packed_kv.layout import page_layout, ring_slot_bytes
 from rows import append, commit_here, machine
 
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
@@ -36,64 +41,124 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / milliseconds * 1e3
 
 
-def time_layer(name: str, requests: int, context: int, splits: int, registers: int) -> tuple[list[float], list[float]]:
-    """p20, p50 and p80 of microseconds a layer: all three kernels; attention and merge."""
-    codec, page = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda"), page_layout(FORMATS[name], HEAD_DIM)
-    blocks = requests * context // BLOCK_SIZE
-    shape = (blocks, KV_HEADS, BLOCK_SIZE, codec.slot_bytes)
-    caches = [torch.randint(0, 0xF2, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
-    tables = [torch.randperm(blocks, device="cuda").to(torch.int32).view(requests, -1) for _ in range(LAYERS)]
-    query = torch.randn(requests, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    output = torch.empty_like(query)
-    grouped = (requests, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM)
-    rotated = torch.empty(grouped, dtype=torch.float16, device="cuda")
-    partial = torch.empty(requests, QUERY_HEADS, splits, HEAD_DIM, device="cuda")
-    stats = torch.empty(requests, QUERY_HEADS, splits, 2, device="cuda")
-    start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-    seq_lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
-    forward = rotation_matrix(codec.key, KV_HEADS)
-    backward = rotation_matrix(codec.value, KV_HEADS, inverse=True)
+class Layers:
+    """A batch and several layers' caches of it, of random codes and of scales as data has them."""
 
-    def round_of_layers(rotates: bool) -> None:
-        for cache, table in zip(caches, tables, strict=True):
-            if rotates:
-                rotate_query(query, forward, rotated, HEAD_DIM**-0.5)
-            decode(
-                page, rotated, cache, table, start, seq_lens, partial, stats, max_query_len=1, max_registers=registers
-            )
-            merge(partial, stats, backward, output.view(grouped))
+    def __init__(self, name: str, requests: int, context: int, recent: int) -> None:
+        self.codec, self.page = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda"), page_layout(FORMATS[name], HEAD_DIM)
+        blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes
+        shape = (blocks, KV_HEADS, BLOCK_SIZE, slot_bytes)
+        self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
+        for cache in self.caches:
+            scales = cache.view(blocks, KV_HEADS, BLOCK_SIZE // 16, -1)[..., self.page.key_scales :]
+            scales.copy_(torch.randint(0x64, 0x74, scales.shape, dtype=torch.uint8, device="cuda"))
+        self.tables = [torch.randperm(blocks, device="cuda").to(torch.int32).view(requests, -1) for _ in self.caches]
+        self.query = torch.randn(requests, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.output = torch.empty_like(self.query)
+        self.start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+        self.seq_lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+        self.rings = [self._ring(requests, context, recent) if recent else None for _ in self.caches]
 
-    def microseconds(rotates: bool) -> list[float]:
-        torch.cuda.synchronize()  # the benchmark runs on a stream of its own
-        times = triton.testing.do_bench_cudagraph(lambda: round_of_layers(rotates), rep=100, quantiles=[0.2, 0.5, 0.8])
-        return [milliseconds * 1e3 / LAYERS for milliseconds in times]
+    @staticmethod
+    def _ring(requests: int, context: int, recent: int) -> Ring:
+        block_size = 8
+        each = recent // block_size + 2
+        cache = torch.randint(
+            0, 256, (requests * each, KV_HEADS, block_size, ring_slot_bytes(HEAD_DIM)), dtype=torch.uint8, device="cuda"
+        )
+        cache[..., 2 * HEAD_DIM :] = 0x60
+        entries = torch.arange(-(-context // block_size), device="cuda") % each
+        table = torch.arange(requests, device="cuda")[:, None] * each + entries
+        first = torch.full((requests,), context - recent, dtype=torch.int32, device="cuda")
+        return Ring(cache, table.to(torch.int32), first, recent)
 
-    return microseconds(True), microseconds(False)
+    def rounds(self, kernel: str, splits: int | None, registers: int) -> dict[str, Callable[[], None]]:
+        """Attention of all layers by `kernel`, with the rotation of the query and without."""
+        requests, group = len(self.query), QUERY_HEADS // KV_HEADS
+        forward = rotation_matrix(self.codec.key, KV_HEADS)
+        backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
+        cuda = CudaDecode(self.page, backward, KV_HEADS, group) if kernel == "cuda" else None
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        grid = Grid(1, splits or decode_module.split_count(requests * KV_HEADS, multiprocessors))
+        if cuda is not None and splits is None:
+            grid = cuda.grid(requests)
+        rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
+        partial = torch.empty(requests, QUERY_HEADS, grid.blocks, HEAD_DIM, device="cuda")
+        stats = torch.empty(requests, QUERY_HEADS, grid.blocks, 2, device="cuda")
+        output = self.output.view(rotated.shape)
+
+        def round_of_layers(rotates: bool) -> None:
+            for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
+                batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
+                if rotates:
+                    rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
+                if cuda is not None:
+                    cuda(grid, *batch, output, max_query_len=1, ring=ring)
+                else:
+                    decode(self.page, *batch, max_query_len=1, max_registers=registers, ring=ring)
+                if not grid.is_final:
+                    merge(partial, stats, backward, output)
+
+        rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
+        return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
+
+
+def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Microseconds a layer of each round, p20, p50 and p80 of 7 visits of 5 replays."""
+    graphs, times = {name: captured(function) for name, function in rounds.items()}, {name: [] for name in rounds}
+    for name in [name for _ in range(7) for name in graphs]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+        graphs[name].replay()
+        events[0].record()
+        for event in events[1:]:
+            graphs[name].replay()
+            event.record()
+        torch.cuda.synchronize()
+        times[name] += [start.elapsed_time(end) * 1e3 / LAYERS for start, end in pairwise(events)]
+    return {name: statistics.quantiles(found, n=10)[1::3] for name, found in times.items()}
+
+
+def captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
-    parser.add_argument("--splits", nargs="+", type=int, help="split counts to try (default: what the backend takes)")
-    parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS)
+    parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda"))
+    parser.add_argument("--recent", type=int, default=0, help="tokens read from the ring (default: 0, no ring)")
+    parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
+    parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for name in options.dtypes:
         for requests, context in SHAPES:
+            layers = Layers(name, requests, context, options.recent)
+            rounds: dict[str, Callable[[], None]] = {}
+            for kernel in options.kernels:
+                rounds |= layers.rounds(kernel, options.splits, options.max_registers)
+            times = interleaved(rounds)
             packed = requests * context * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
-            for splits in options.splits or [decode_module.split_count(requests * KV_HEADS, multiprocessors)]:
-                (p20, p50, p80), attention = time_layer(name, requests, context, splits, options.max_registers)
+            for kernel in options.kernels:
+                (p20, p50, p80), attention = times[f"{kernel} all"], times[kernel]
                 share = packed / (attention[1] * 1e-6) / bandwidth
-                case = f"{name:13} {requests:4} x {context:5}  {splits:3} splits"
+                case = f"{name:13} {requests:4} x {context:5}  {kernel:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
-                    "dtype": name, "requests": requests, "context": context, "splits": splits,
-                    "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
+                    "dtype": name, "requests": requests, "context": context, "recent": options.recent,
+                    "kernel": kernel, "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
                 if options.csv:
