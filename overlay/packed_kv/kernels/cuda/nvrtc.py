@@ -16,7 +16,7 @@ from cuda.bindings import driver, nvrtc
 
 from .source import HEADERS, MAIN, read_source
 
-OPTIONS = ("--gpu-architecture=sm_90", "--std=c++17", "-default-device", "-lineinfo")
+OPTIONS = ("--gpu-architecture=sm_90", "--std=c++17", "-default-device")
 
 
 class CompileError(RuntimeError):
