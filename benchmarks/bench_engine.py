@@ -48,11 +48,13 @@ def graph_sizes(max_requests: int) -> list[int]:
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
     recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
+    memory_share: float = 0.9,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
     `recent_tokens`: of the packed dtypes' recent window; None: their default. `chunk`: tokens of a step.
     `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
+    `memory_share`: of the device; less where engines share it.
     """
     from vllm import LLM
 
@@ -63,7 +65,7 @@ def start(
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=False, max_model_len=max_model_len, max_num_batched_tokens=chunk,
-        max_num_seqs=max_requests, gpu_memory_utilization=0.9, kv_cache_memory_bytes=kv_cache_memory,
+        max_num_seqs=max_requests, gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
         tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
         compilation_config=compilation, **options,
     )  # fmt: skip

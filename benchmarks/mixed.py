@@ -46,10 +46,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--profile", type=int, default=0, help="profiled steps of a kind (default: none)")
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
     add("--recent-tokens", type=int, help="of the packed dtypes' recent window (default: theirs; 0: none)")
-    add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
+    add("--kv-cache-memory", type=float, nargs="+", help="bytes of KV cache, one number or one a dtype (default: all "
+        "that the device has left)")  # fmt: skip
+    add("--together", action="store_true", help="start all engines at once, to save time; measure one after the other")
     add("--no-compile", action="store_true", help="neither torch.compile nor piecewise graphs, to start sooner")
     workers.add_arguments(parser, timeout=400)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.together and not options.kv_cache_memory:
+        parser.error("--together needs --kv-cache-memory: bytes of KV cache of each dtype")
+    return options
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:
@@ -57,22 +62,27 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     import bench_engine as engine
     from vllm import LLM  # noqa: F401  (takes seconds; the rest waits for the device)
 
-    if not workers.wait_for_device():
+    if not options.together and not workers.wait_for_device():
         return
     started = time.monotonic()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     longest = max(options.prompts + [context for _, context in shapes]) + SPARE_TOKENS + options.first + options.steps
     most = max(requests for requests, _ in shapes) + 8
-    memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
+    memory = options.kv_cache_memory and int(
+        dict(zip(options.dtypes, options.kv_cache_memory * len(options.dtypes), strict=False))[dtype]
+    )
     compilation = None if options.no_compile else {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
     with tempfile.TemporaryDirectory() as folder:
         llm = engine.start(
             options.model or engine.write_model(folder), dtype, longest, most, memory,
             recent_tokens=options.recent_tokens, chunk=options.step_tokens, compilation=compilation,
+            memory_share=0.1 if options.together else 0.9,
         )  # fmt: skip
         device = engine.Engine(llm)
     made_with = {"recent_tokens": options.recent_tokens, "attention": device.attention(), **rows.machine()}
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
+    if options.together and not workers.wait_for_device():
+        return
     device.fill_pages()
     for requests, context in shapes:
         for prompt in options.prompts:
@@ -103,4 +113,4 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    sys.exit(workers.run(__file__, arguments, measure))
+    sys.exit(workers.run(__file__, arguments, measure, arguments.together))

@@ -1,6 +1,7 @@
 """One process a dtype, one after the other: each measures, and its rows go into CSV files as they come.
 
-The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done.
+The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
+`together`, all processes start at once: then their engines must fit the device side by side.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def emit(file: str, row: dict[str, object]) -> None:
     print("ROW " + json.dumps([file, row]), flush=True)
 
 
-def run(script: str, options: argparse.Namespace, measure: Callable[[str, argparse.Namespace], None]) -> int:
+def run(
+    script: str, options: argparse.Namespace, measure: Callable[[str, argparse.Namespace], None], together: bool = False
+) -> int:
     """Measure each of `options.dtypes` in a process of its own, made by running `script` again; an exit code.
 
     `measure` is called in these processes, after which `wait_for_device` says when. A line that begins with the dtype's
@@ -63,11 +66,11 @@ def run(script: str, options: argparse.Namespace, measure: Callable[[str, argpar
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{i}.log") for i in range(len(options.dtypes))]
-        workers = [_start(script, options.dtypes[0], logs[0])]
+        workers: list[subprocess.Popen[str]] = []
         try:
             for i, dtype in enumerate(options.dtypes):
-                if i + 1 < len(options.dtypes):
-                    workers.append(_start(script, options.dtypes[i + 1], logs[i + 1]))
+                for ahead in range(len(workers), len(options.dtypes) if together else min(i + 2, len(options.dtypes))):
+                    workers.append(_start(script, options.dtypes[ahead], logs[ahead]))
                 started = time.monotonic()
                 if not _collect(dtype, workers[i], logs[i], options, commit):
                     failed.append(dtype)
