@@ -9,6 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
 from packed_kv.kernels.cuda import launch
 from packed_kv.kernels.cuda.source import HEADERS, MAIN, read_source
 
@@ -34,8 +35,9 @@ def build(constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def run(constants: dict[str, str], shape: launch.Grid, kv_heads: int, requests: int, *arguments: object) -> None:
-    """Run a variant; `arguments`: of `launch.pack_arguments`, on the CPU."""
-    buffer = bytearray(launch.ARGUMENTS.size)
-    launch.pack_arguments(buffer, *arguments)  # type: ignore[arg-type]
-    build(tuple(constants.items())).launch(bytes(buffer), shape.blocks, kv_heads, requests)
+def run(
+    constants: dict[str, str], blocks: tuple[int, int, int], output: torch.Tensor, step: bytes, layer: bytes
+) -> None:
+    """Run a variant; `step` and `layer`: arguments on the CPU."""
+    arguments = launch.OF_CALL.pack(output.data_ptr()) + step + layer
+    build(tuple(constants.items())).launch(arguments, *blocks)

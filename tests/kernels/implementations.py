@@ -31,7 +31,7 @@ def attend_pages(
     kernel: "triton"; "cuda"; or "cuda emulated" on the CPU, for which `splits` may say the grid.
     """
     tokens, kv_heads, group, head_dim = query.shape
-    shape = splits if isinstance(splits, launch.Grid) else launch.Grid(launch.FUSED_WARPS, splits)
+    shape = splits if isinstance(splits, launch.Grid) else launch.Grid(8, splits, is_final=True)
     rows = (tokens, kv_heads * group, shape.blocks)
     partial = torch.full((*rows, head_dim), float("nan"), device=query.device)
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
@@ -41,35 +41,23 @@ def attend_pages(
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
         merge(partial, stats, matrix, output)
         return
-    assert not options.pop("sliding_window") and not options.pop("logits_soft_cap"), options
+    assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
+    bias, ring = options.pop("query_bias", None), options.pop("ring", None)
+    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring)
+    packed, counters = launch.pack_matrix(matrix), torch.zeros(2112, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
-        cuda = launch.CudaDecode(page, matrix, kv_heads, group)
-        cuda(shape, *batch, partial, stats, output, max_query_len=max_query_len, **options)
-        counters = cuda.counters
+        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None)
+        cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
-        counters = _emulate(page, batch, matrix, output, partial, stats, shape, max_query_len, **options)
+        import emulated
+
+        variant = launch.Variant(
+            shape.warps, shape.is_final, launch.columns_of(group, max_query_len), cache.shape[2],
+            ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
+        )  # fmt: skip
+        constants = launch.constants(page, kv_heads, group, variant)
+        layer = launch.layer_arguments(cache, ring, output, packed, counters)
+        emulated.run(constants, (shape.blocks, kv_heads, len(seq_lens)), output, step, layer)
     if not shape.is_final:
         merge(partial, stats, matrix, output)
     assert not counters.any(), "not left for the next launch"
-
-
-def _emulate(
-    page: PageLayout, batch: tuple[torch.Tensor, ...], matrix: torch.Tensor, output: torch.Tensor,
-    partial: torch.Tensor, stats: torch.Tensor, shape: launch.Grid, max_query_len: int, *, query_bias: Any = None,
-    ring: Any = None,
-) -> torch.Tensor:  # fmt: skip
-    import emulated
-
-    query, cache, *_, seq_lens = batch
-    _, kv_heads, group, _ = query.shape
-    variant = launch.Variant(
-        shape.warps, 4 if group * max_query_len <= 4 else 8, cache.shape[2], ring.cache.shape[2] if ring else 0,
-        ring.window if ring else 0, query_bias is not None, output.dtype,
-    )  # fmt: skip
-    constants = launch.constants(page, kv_heads, group, variant)
-    counters = torch.zeros(len(seq_lens) * kv_heads, dtype=torch.int32)
-    emulated.run(
-        constants, shape, kv_heads, len(seq_lens), *batch, query_bias, ring, launch.pack_matrix(matrix), output,
-        partial, stats, counters,
-    )  # fmt: skip
-    return counters

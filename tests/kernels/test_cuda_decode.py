@@ -40,18 +40,18 @@ def gpu_only(**options: Any) -> Any:
     [
         {"name": "isoquant4", "seq_lens": (1, 37, 300)},
         {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 2, "query_lens": (4, 0, 3),
-         "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5)},
+         "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5, False)},
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
         gpu_only(name="turboquant35", seq_lens=(33, 16), block_size=32, dtype=torch.float32),
         gpu_only(name="turboquant25", seq_lens=(100, 37), splits=1, dtype=torch.bfloat16),
-        gpu_only(name="isoquant4", head_dim=64, group=8, seq_lens=(70,), splits=Grid(1, 5)),
+        gpu_only(name="isoquant4", head_dim=64, group=8, seq_lens=(70,), splits=Grid(1, 5, False)),
         gpu_only(name="isoquant3", head_dim=64, group=7, seq_lens=(70,), block_size=48),
         gpu_only(name="turboquant35", head_dim=64, group=2, query_lens=(2, 0, 1), seq_lens=(5, 9, 100)),
         gpu_only(name="turboquant25", group=1, query_lens=(1, 7), seq_lens=(1, 70)),
         gpu_only(name="isoquant4", seq_lens=(40,), size=1e-5, dtype=torch.float32),
         gpu_only(name="turboquant25", seq_lens=(40,), size=1e4, dtype=torch.float32),
         gpu_only(name="tq4", seq_lens=(9000, 4097), splits=8),
-        gpu_only(name="turboquant25", seq_lens=(9000, 4097), splits=Grid(1, 100)),
+        gpu_only(name="turboquant25", seq_lens=(9000, 4097), splits=Grid(1, 100, False)),
     ],
     ids=str,
 )  # fmt: skip
@@ -82,9 +82,9 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "query_lens": (3, 2, 1), "recent": 16, "group": 2, "block_size": 4},
         gpu_only(name="isoquant4"),
         gpu_only(name="turboquant25", head_dim=64, requests=((50, 44), (50, 50), (100, 16)), block_size=4),
-        gpu_only(name="isoquant4", recent=1, splits=Grid(1, 2), group=8),
+        gpu_only(name="isoquant4", recent=1, splits=Grid(1, 2, False), group=8),
         gpu_only(name="isoquant4", head_dim=64, recent=200, requests=((140, 0), (30, 0))),
-        gpu_only(name="tq3", recent=64, requests=((1000, 0), (2049, 1000)), splits=Grid(1, 20)),
+        gpu_only(name="tq3", recent=64, requests=((1000, 0), (2049, 1000)), splits=Grid(1, 20, False)),
     ],
     ids=str,
 )  # fmt: skip
@@ -100,7 +100,7 @@ def test_resources(name: str, columns: int, tmp_path: Path) -> None:
     """128 registers, so that 16 warps fit a multiprocessor; few words spilled, as they are outside of the loop."""
     from packed_kv.kernels.cuda.nvrtc import cubin
 
-    variant = Variant(8, columns, 16, ring_block=8, recent=64, has_bias=False, output=torch.bfloat16)
+    variant = Variant(8, True, columns, 16, ring_block=8, recent=64, has_bias=False, output=torch.bfloat16)
     (tmp_path / "decode.cubin").write_bytes(cubin(constants(page_layout(FORMATS[name], 128), 8, 4, variant)))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run(
@@ -122,4 +122,5 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
 def test_grid_fills_the_card(pairs: int) -> None:
     shape, places = grid(pairs, 132), 132 * 16
     warps = pairs * shape.blocks * shape.warps
+    assert shape.is_final == (shape.warps > 1)
     assert shape.blocks == 128 if pairs < 17 else warps / (-(-warps // places) * places) > 0.8

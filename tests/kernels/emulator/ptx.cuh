@@ -36,7 +36,7 @@ struct Meeting {  // of a warp, or of a block
     u32 in[32][8], out[32][4];
 };
 struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
-struct Barrier { int completed = 0; std::vector<std::function<void()>> copies; bool armed = false; };
+struct Barrier { int completed = 0; u32 expected = 0, started = 0; std::vector<std::function<void()>> copies; };
 
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> warps;
@@ -191,28 +191,39 @@ INLINE void barrier_init(u32 barrier) { barriers[barrier] = Barrier{}; }
 INLINE void barrier_init_fence() {}
 INLINE void barrier_wait(u32 address, u32 parity) {
     Barrier& barrier = barriers.at(address);
-    if (barrier.completed % 2 != (int)parity) return;
-    if (!barrier.armed) fail("waits for a copy that nothing started");
-    for (auto& copy : barrier.copies) copy();
-    barrier.copies.clear(), barrier.armed = false, barrier.completed++;
+    if (!barrier.expected && barrier.completed % 2 == (int)parity) fail("waits for a copy that nothing announced");
+    for (int i = 0; barrier.completed % 2 == (int)parity; i++) {
+        if (i > 1000) fail("waits for bytes that nothing copies");
+        if (barrier.started < barrier.expected) {
+            yield();  // another lane has yet to start its piece
+            continue;
+        }
+        for (auto& copy : barrier.copies) copy();
+        barrier = Barrier{barrier.completed + 1};
+    }
+}
+INLINE void expect_bytes(u32 barrier, u32 bytes) {
+    if (barriers.at(barrier).expected) fail("a stage is filled again before it was waited for");
+    barriers.at(barrier).expected = bytes;
 }
 static void start_copy(u32 barrier, u32 target, const u8* source, u32 bytes) {
-    if ((u64)source % 16 || target % 16 || bytes % 16 || barriers.at(barrier).completed < 0) fail("a copy is misaligned");
+    if ((u64)source % 16 || target % 16 || bytes % 16) fail("a copy is misaligned");
     memset((void*)shared_at(target, 1), 0xEE, bytes);
+    barriers.at(barrier).started += bytes;
     barriers.at(barrier).copies.push_back([=] { memcpy((void*)shared_at(target, 1), source, bytes); });
 }
-static void start_copies(u32 barrier, const std::function<void()>& copies) {
-    meet(warp(), 32, COPY, [&] {
-        if (barriers.at(barrier).armed) fail("a stage is filled again before it was waited for");
-        barriers.at(barrier).armed = true;
-        copies();
-    });
+template <int BYTES> void copy_piece(u32 target, u32 barrier, const u8* source) {
+    start_copy(barrier, target, source, BYTES);
 }
 template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
-    start_copies(barrier, [=] { start_copy(barrier, target, source, BYTES); });
+    meet(warp(), 32, COPY, [=] {
+        expect_bytes(barrier, BYTES);
+        start_copy(barrier, target, source, BYTES);
+    });
 }
 template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* first, const u8* second) {
-    start_copies(barrier, [=] {
+    meet(warp(), 32, COPY, [=] {
+        expect_bytes(barrier, 2 * BYTES);
         start_copy(barrier, target, first, BYTES);
         start_copy(barrier, target + BYTES, second, BYTES);
     });
@@ -229,7 +240,7 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
     for (int i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
         fiber.done = false;
-        fiber.stack.resize(1 << 16);
+        fiber.stack.resize(1 << 18);
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
         fiber.context.uc_link = nullptr;

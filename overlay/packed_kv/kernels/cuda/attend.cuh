@@ -162,6 +162,9 @@ struct Request {
     }
     // The end of what a query reads from pages, which sees tokens below `limit`.
     INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, max(limit - RECENT, recent)) : limit; }
+    // Tiles of 16 tokens, from one that begins at a multiple of 16.
+    INLINE int first_ring_tile() const { return recent / 16; }
+    INLINE int ring_tiles() const { return recent < seq_len ? (seq_len + 15) / 16 - recent / 16 : 0; }
     INLINE int limit(int column) const { return seq_len - count + column / QUERY_GROUP + 1; }
     INLINE bool has(int column) const { return column < COLUMNS && column < count * QUERY_GROUP; }
     INLINE long long row(int head, int column) const {

@@ -49,7 +49,10 @@ INLINE void store_partial(const Arguments& a, const Request& request, int head, 
 }
 
 // Sums of `count` parts, output(i) and statistics(i) of part i, as `merge.py` makes them.
-struct Sum { float maximum, total, output; };
+struct Sum {
+    float maximum, total, output;
+    INLINE float mean() const { return total > 0 ? output / total : 0; }
+};
 template <class Statistics, class Output>
 INLINE Sum combine(int count, Statistics&& statistics, Output&& output) {
     Sum sum{-1e30f, 0, 0};
@@ -115,14 +118,39 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
     });
 }
 
-// Warps of a block, then blocks of a pair: the last one to arrive combines what all have written.
-INLINE void combine_and_rotate(const Arguments& a, const Request& request, int head, int index, int warp,
-                               const Lane& lane, const State& state) {
+// The last block of a pair combines what all have written. Returns whether this is the last one.
+INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, int index, float* combined) {
+    const int blocks = gridDim.x;
+    int* last = (int*)(combined + COLUMNS * ROW);
+    memory_fence();
+    sync_block();
+    if (threadIdx.x == 0) {
+        int* counter = a.counters + index * KV_HEADS + head;
+        *last = atomic_add(counter, 1) == blocks - 1;
+        if (*last) *counter = 0;  // for the next launch
+    }
+    sync_block();
+    if (!*last) return false;
+    memory_fence();
+    for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
+        const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
+        const long long slot = request.row(head, column) * blocks;
+        if (!request.has(column)) continue;
+        const Sum sum = combine(
+            blocks, [&](int b, int what) { return load_from_l2(a.partial_stats + 2 * (slot + b) + what); },
+            [&](int b) { return load_from_l2(a.partial_output + (slot + b) * HEAD_DIM + channel); });
+        combined[column * ROW + channel] = sum.mean();
+    }
+    return true;
+}
+
+// What follows a warp's tiles, in blocks of several.
+INLINE void combine_warps(const Arguments& a, const Request& request, int head, int index, int warp, const Lane& lane,
+                          const State& state) {
     float* statistics = (float*)shared_memory();
     float *outputs = statistics + 2 * WARPS * COLUMNS, *combined = outputs + WARPS * COLUMNS * ROW;
-    int* last = (int*)(combined + COLUMNS * ROW);
-    const int blocks = gridDim.x;
-    sync_block();  // the pages that lay here are used
+    const bool is_alone = IS_FINAL && gridDim.x == 1;
+    sync_block();  // the tiles that lay here are used
     for_outputs(
         state, lane,
         [&](int column, int channel, float x) { outputs[(warp * COLUMNS + column) * ROW + channel] = x; },
@@ -131,42 +159,25 @@ INLINE void combine_and_rotate(const Arguments& a, const Request& request, int h
             statistics[(warp * COLUMNS + column) * 2 + 1] = total;
         });
     Matrix matrix;
-    matrix.load(a, head, warp, lane);
+    if (is_alone) matrix.load(a, head, warp, lane);  // under way while the warps are combined
     sync_block();
     for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
         const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-        Sum sum = combine(
+        const Sum sum = combine(
             WARPS, [&](int w, int what) { return statistics[(w * COLUMNS + column) * 2 + what]; },
             [&](int w) { return outputs[(w * COLUMNS + column) * ROW + channel]; });
-        if (blocks == 1) {
-            combined[column * ROW + channel] = sum.total > 0 ? sum.output / sum.total : 0;
+        if (is_alone) {
+            combined[column * ROW + channel] = sum.mean();
         } else if (request.has(column)) {
-            const long long slot = request.row(head, column) * blocks + blockIdx.x;
+            const long long slot = request.row(head, column) * gridDim.x + blockIdx.x;
             a.partial_output[slot * HEAD_DIM + channel] = sum.output;
             if (channel == 0) a.partial_stats[2 * slot] = sum.maximum, a.partial_stats[2 * slot + 1] = sum.total;
         }
     }
-    if (blocks > 1) {
-        memory_fence();
-        sync_block();
-        if (threadIdx.x == 0) {
-            int* counter = a.counters + index * KV_HEADS + head;
-            const int before = atomic_add(counter, 1);
-            *last = before == blocks - 1;
-            if (*last) *counter = 0;  // for the next launch
-        }
-        sync_block();
-        if (!*last) return;
-        memory_fence();
-        for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
-            const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-            const long long slot = request.row(head, column) * blocks;
-            if (!request.has(column)) continue;
-            Sum sum = combine(
-                blocks, [&](int b, int what) { return load_from_l2(a.partial_stats + 2 * (slot + b) + what); },
-                [&](int b) { return load_from_l2(a.partial_output + (slot + b) * HEAD_DIM + channel); });
-            combined[column * ROW + channel] = sum.total > 0 ? sum.output / sum.total : 0;
-        }
+    if (!IS_FINAL) return;
+    if (!is_alone) {
+        if (!combine_blocks(a, request, head, index, combined)) return;
+        matrix.load(a, head, warp, lane);
     }
     sync_block();
     rotate_back(a, request, head, warp, lane, matrix, combined);

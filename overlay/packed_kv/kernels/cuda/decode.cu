@@ -3,23 +3,29 @@
 // Grid: (blocks of a pair, KV heads, requests). A block is WARPS warps; each has a contiguous share of the pair's pages and
 // streams them through a ring of its own in shared memory: one lane copies a tile of 32 tokens with bulk copies, STAGES
 // tiles ahead, so that no register holds bytes that are under way and no instruction moves them but one.
-// With one warp the results are partial, for `merge.py`; with more they are final. `launch.py` gives the constants:
+// Tiles of the ring of recent tokens go the same way, before those of pages. IS_FINAL: the blocks of a pair write the
+// output; else each block's results are partial, for `merge.py`. `launch.py` gives the constants:
 //
 //   HEAD_DIM, GROUP_BITS, TABLE_*       of the format          KV_HEADS, QUERY_GROUP, COLUMNS     of the model
 //   MICRO_BLOCKS                        of a page              RING_BLOCK, RECENT, HAS_BIAS       as in decode.py
-//   WARPS, STAGES, BLOCKS, OUTPUT       warps of a block, its stages, blocks of a multiprocessor; 0 fp16, 1 bf16, 2 fp32
+//   WARPS, STAGES, BLOCKS               warps of a block, stages of a warp, blocks of a multiprocessor
+//   IS_FINAL, OUTPUT                    see above; 0: fp16, 1: bf16, 2: fp32
+//   STAGE_BYTES, SHARED_BYTES           of a stage, and of a block
 struct Arguments {
+    // of a call
+    void* output;
+    // of a step
     const void* query;
-    const unsigned char* cache;
     const int *block_table, *query_start, *seq_lens;
     const float* query_bias;
-    const unsigned char* ring;
     const int *ring_table, *ring_first;
-    const void* matrix;
-    void* output;
     float *partial_output, *partial_stats;
+    unsigned table_stride, ring_table_stride;
+    // of a layer
+    const unsigned char *cache, *ring;
+    const void* matrix;
     int* counters;  // zeros, and left so
-    unsigned table_stride, block_stride, head_stride, ring_table_stride, ring_block_stride, ring_head_stride;
+    unsigned block_stride, head_stride, ring_block_stride, ring_head_stride;
     unsigned matrix_head_stride, output_token_stride, output_head_stride;
 };
 
@@ -28,8 +34,10 @@ struct Arguments {
 #include "ring.cuh"
 
 constexpr int TILE_BYTES = 2 * MICRO_BLOCK_BYTES;
-constexpr int RING_BYTES = WARPS * STAGES * TILE_BYTES;
-static_assert(SHARED_BYTES >= RING_BYTES + WARPS * STAGES * 8 && (WARPS == 1 || SHARED_BYTES >= COMBINE_BYTES), "");
+constexpr int ALL_STAGES = WARPS * STAGES * STAGE_BYTES;
+static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RING_TILE_BYTES), "a tile in a stage");
+static_assert(SHARED_BYTES >= ALL_STAGES + WARPS * STAGES * 8, "stages and their barriers");
+static_assert(WARPS == 1 || SHARED_BYTES >= COMBINE_BYTES, "what warps leave for each other");
 
 // The pages of one (request, KV head) pair, and where a tile of 32 tokens lies in them.
 struct Pages {
@@ -56,14 +64,16 @@ struct Pages {
     }
 };
 
-// Tiles of pages and of the ring (16 tokens each) are dealt out evenly, the ring's to the first splits.
+// Tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has tiles split,
+// split + splits, ... of the ring and `count` of the pages from `low` on.
 struct Share {
-    int low, count;
+    int ring, low, count;
 
     INLINE Share(const Request& request, int split, int splits) {
         const int pages = (max(request.page_limit(request.seq_len), 0) + 31) / 32;
-        const int ring = RING_BLOCK ? max(request.seq_len - request.recent + 15, 0) / 16 : 0;
-        const int own = (pages + ring + splits - 1) / splits - ring / splits, more = ring % splits;
+        const int tiles = request.ring_tiles(), more = tiles % splits;
+        const int own = (pages + tiles + splits - 1) / splits - tiles / splits;
+        ring = tiles / splits + (split < more);
         low = split * own - min(split, more);
         count = max(0, min(own - (split < more), pages - low));
     }
@@ -133,50 +143,74 @@ INLINE void attend_tile(const Arguments& a, State& state, const Queries& queries
     });
 }
 
+// The stages of a warp, which are used in turn.
+struct Stages {
+    u32 first, first_barrier, stage, barrier, parity;
+
+    INLINE Stages(int warp, const Lane& lane) {
+        const u32 shared = shared_address(shared_memory());
+        stage = first = again(shared + warp * STAGES * STAGE_BYTES);
+        barrier = first_barrier = again(shared + ALL_STAGES + warp * STAGES * 8);
+        parity = 0;
+        if (lane.index < STAGES) barrier_init(barrier + 8 * lane.index);
+        barrier_init_fence();
+        sync_warp();
+    }
+    INLINE void next() {
+        stage += STAGE_BYTES, barrier += 8;
+        if (stage == first + STAGES * STAGE_BYTES) stage = first, barrier = first_barrier, parity ^= 1;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
     const Lane lane;
     const int warp = threadIdx.x / 32, head = blockIdx.y, index = blockIdx.z;
     const int split = blockIdx.x * WARPS + warp, splits = gridDim.x * WARPS;
-    const u32 shared = shared_address(shared_memory());
-    const u32 stages = again(shared + warp * STAGES * TILE_BYTES), barriers = again(shared + RING_BYTES + warp * STAGES * 8);
-    if (lane.index < STAGES) barrier_init(barriers + 8 * lane.index);
-    barrier_init_fence();
-    sync_warp();
-
+    Stages stages(warp, lane);
     const Request request(a, index);
     if (request.count <= 0) return;
     const Share share(request, split, splits);
     const Pages pages{again(a.cache + (u64)head * a.head_stride), again(a.block_table + (u64)index * a.table_stride),
                       a.block_stride, (request.seq_len - 1) / 16};
-    u32 entries[STAGES][2];
-    for_each<STAGES>([&](auto s) {
-        if (s.value < share.count) pages.find(share.low + s.value, entries[s.value]);
-    });
-    for_each<STAGES>([&](auto s) {
-        if (s.value < share.count)
-            pages.copy(share.low + s.value, entries[s.value], stages + s.value * TILE_BYTES, barriers + 8 * s.value);
-    });
+    const Ring ring(a, request, index, head);
+    auto copy = [&](int number, u32 stage, u32 barrier) {  // a tile of the share: the ring's first
+        const int tile = share.low + number - share.ring;
+        if (RING_BLOCK && number < share.ring) {
+            ring.copy(request, split + number * splits, stage, barrier, lane);
+        } else if (number < share.ring + share.count) {
+            u32 entries[2];
+            pages.find(tile, entries);
+            pages.copy(tile, entries, stage, barrier);
+        }
+    };
+    for_each<STAGES>([&](auto s) { copy(s.value, stages.stage + s.value * STAGE_BYTES, stages.barrier + s.value * 8); });
 
     State state;
-    {
-        const Queries queries = load_queries(a, request, head, lane);
-        if (RING_BLOCK) attend_ring(a, request, index, head, split, splits, queries, lane, state);
-        const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = share.low + share.count;
-        const Tables tables((u32)(request.seq_len >> 31));
-        u32 stage = stages, barrier = barriers, parity = 0;
+    const Queries queries = load_queries(a, request, head, lane);
+    if (RING_BLOCK && share.ring) {
 #pragma unroll 1
-        for (int tile = share.low; tile < last; tile++) {
-            u32 next[2];
-            pages.find(tile + STAGES, next);
-            barrier_wait(barrier, parity);
-            attend_tile(a, state, queries, tables, lane, stage, 32 * tile, masked_from);
+        for (int number = 0; number < share.ring; number++) {
+            barrier_wait(stages.barrier, stages.parity);
+            attend_ring_tile(a, request, head, split + number * splits, stages.stage, queries, lane, state);
             sync_warp();
-            if (tile + STAGES < last) pages.copy(tile + STAGES, next, stage, barrier);
-            stage += TILE_BYTES, barrier += 8;
-            if (stage == stages + STAGES * TILE_BYTES) stage = stages, barrier = barriers, parity ^= 1;
+            copy(number + STAGES, stages.stage, stages.barrier);
+            stages.next();
         }
+        to_page_unit(state);
+    }
+    const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = share.low + share.count;
+    const Tables tables((u32)(request.seq_len >> 31));
+#pragma unroll 1
+    for (int tile = share.low; tile < last; tile++) {
+        u32 next[2];
+        pages.find(tile + STAGES, next);
+        barrier_wait(stages.barrier, stages.parity);
+        attend_tile(a, state, queries, tables, lane, stages.stage, 32 * tile, masked_from);
+        sync_warp();
+        if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
+        stages.next();
     }
     finish(state);
     if constexpr (WARPS == 1) store_partial(a, request, head, split, splits, lane, state);
-    else combine_and_rotate(a, request, head, index, warp, lane, state);
+    else combine_warps(a, request, head, index, warp, lane, state);
 }

@@ -4,65 +4,57 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...codecs.ring import Ring
 from ...formats import MAGNITUDES
-from ...layout import MICRO_BLOCK, PageLayout
+from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from ..ring import check_ring
 from . import COLUMNS
-
-if TYPE_CHECKING:
-    from cuda.bindings import driver
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 WARPS_A_MULTIPROCESSOR = 16
 """Of 128 registers."""
-FUSED_WARPS = 8
-STAGES = 2
-"""Tiles of 32 tokens that a warp has under way."""
+FINAL_WARPS = (8, 4)
+"""Of a block that writes the output: where a wave has room for all pairs, and where it has not."""
 MAX_SPLITS = 128
 """Of `merge`."""
 FULL_ENOUGH = 0.85
-"""Where fewer of a wave's places are taken by blocks of 8 warps, blocks of 1 and a merge take their place."""
+"""Where fewer of the waves' places are taken by blocks that write the output, blocks of a warp and a merge come in."""
+STAGES = 2
+"""Tiles of 32 tokens that a warp has under way."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """`blocks` a (request, KV head) pair, of `warps` warps; with one warp the results are partial, one a block."""
+class Grid(NamedTuple):
+    """`blocks` a (request, KV head) pair, of `warps` warps. `is_final`: they write the output; else each block writes
+    partial results, as a split does."""
 
     warps: int
     blocks: int
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the output is written, so that no merge follows."""
-        return self.warps > 1
-
-
-def _places(multiprocessors: int) -> int:
-    """Blocks of `FUSED_WARPS` that run at once."""
-    return multiprocessors * WARPS_A_MULTIPROCESSOR // FUSED_WARPS
+    is_final: bool
 
 
 def grid(pairs: int, multiprocessors: int) -> Grid:
     """The grid for a number of (request, KV head) pairs. No sequence length counts: a CUDA graph can hold it."""
-    places = _places(multiprocessors)
+    warps = multiprocessors * WARPS_A_MULTIPROCESSOR
+    final = FINAL_WARPS[pairs * FINAL_WARPS[0] > warps]
+    places = warps // final
     blocks = max(1, places // pairs)
     waves = -(-pairs * blocks // places)
-    if blocks <= FUSED_WARPS and pairs * blocks >= FULL_ENOUGH * waves * places:
-        return Grid(FUSED_WARPS, blocks)
-    return Grid(1, max(1, min(MAX_SPLITS, multiprocessors * WARPS_A_MULTIPROCESSOR // pairs)))
+    if blocks <= FINAL_WARPS[0] and pairs * blocks >= FULL_ENOUGH * waves * places:
+        return Grid(final, blocks, True)
+    return Grid(1, max(1, min(MAX_SPLITS, warps // pairs)), False)
 
 
 class Variant(NamedTuple):
     """What a batch decides of the kernel's constants. columns: 4 or 8; ring_block: tokens of a ring's block, or 0."""
 
     warps: int
+    is_final: bool
     columns: int
     block_size: int
     ring_block: int
@@ -78,7 +70,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant, sta
     head_dim = 32 * len(bits)
     unit = 32 if 2 in bits else 128  # `codes.cuh` has the reason
     two = [unit + sign * unit * level for sign in (1, -1) for level in MAGNITUDES[2]] if 2 in bits else [0.0] * 4
-    pages = warps * stages * (2 * page.micro_block_bytes + 8)
+    ring_tile = MICRO_BLOCK * ring_slot_bytes(head_dim) if variant.ring_block else 0
+    stage = max(2 * page.micro_block_bytes, ring_tile)
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     values: dict[str, object] = {
         "HEAD_DIM": head_dim,
@@ -98,7 +91,9 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant, sta
         "WARPS": warps,
         "STAGES": stages,
         "BLOCKS": WARPS_A_MULTIPROCESSOR // warps,
-        "SHARED_BYTES": max(pages, combine),
+        "IS_FINAL": int(variant.is_final),
+        "STAGE_BYTES": stage,
+        "SHARED_BYTES": max(warps * stages * (stage + 8), combine),
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -120,122 +115,135 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
 
 
-ARGUMENTS = struct.Struct("14Q9I4x")
-"""`Arguments` of decode.cu."""
+def make_counters(device: torch.device) -> torch.Tensor:
+    """Blocks of a pair that are done, where it has several: of fewer pairs than there are places for blocks. Launches
+    leave them 0; layers may share them, as one stream's launches are one after the other."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.zeros(multiprocessors * WARPS_A_MULTIPROCESSOR, dtype=torch.int32, device=device)
 
 
-def pack_arguments(
-    buffer: bytearray,
+OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=9Q2I"), struct.Struct("=4Q7I4x")
+"""`Arguments` of decode.cu, one part behind the other."""
+
+
+def step_arguments(
     query: torch.Tensor,
-    cache: torch.Tensor,
     block_table: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
-    query_bias: torch.Tensor | None,
-    ring: Ring | None,
-    matrix: torch.Tensor,
-    output: torch.Tensor,
     partial_output: torch.Tensor,
     partial_stats: torch.Tensor,
-    counters: torch.Tensor,
-) -> None:
-    """Fill `buffer` with the kernel's arguments; those of `CudaDecode.__call__`."""
-    block_stride, head_stride, *_ = cache.stride()
-    ring_pointers, ring_strides = (0, 0, 0), (0, 0, 0)
+    query_bias: torch.Tensor | None,
+    ring: Ring | None,
+) -> bytes:
+    """What a step decides; see `kernels.decode.decode`. Of `ring`, the table and the first tokens count."""
+    assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
+    table, first = (0, 0) if ring is None else (ring.block_table.data_ptr(), ring.first.data_ptr())
+    return OF_STEP.pack(
+        query.data_ptr(), block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
+        0 if query_bias is None else query_bias.data_ptr(), table, first, partial_output.data_ptr(),
+        partial_stats.data_ptr(), block_table.stride(0), 0 if ring is None else ring.block_table.stride(0),
+    )  # fmt: skip
+
+
+def layer_arguments(
+    cache: torch.Tensor, ring: Ring | None, output: torch.Tensor, matrix: torch.Tensor, counters: torch.Tensor
+) -> bytes:
+    """What a layer decides. Of `ring`, the cache counts; of `output` [tokens, KV heads, queries a KV head, head_dim]
+    the strides; matrix: of `pack_matrix`."""
+    assert cache.stride()[2:] == (cache.shape[3], 1) and output.stride(3) == 1, (cache.stride(), output.stride())
+    assert cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+    strides = (0, 0)
     if ring is not None:
-        ring_pointers = (ring.cache.data_ptr(), ring.block_table.data_ptr(), ring.first.data_ptr())
-        ring_strides = (ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1))
-    ARGUMENTS.pack_into(
-        buffer, 0, query.data_ptr(), cache.data_ptr(), block_table.data_ptr(), query_start.data_ptr(),
-        seq_lens.data_ptr(), 0 if query_bias is None else query_bias.data_ptr(), *ring_pointers,
-        matrix.data_ptr(), output.data_ptr(), partial_output.data_ptr(), partial_stats.data_ptr(),
-        counters.data_ptr(),
-        block_table.stride(0), block_stride, head_stride, *ring_strides,
-        0 if len(matrix) == 1 else matrix.stride(0) // 8, output.stride(0), output.stride(2),
+        strides = ring.cache.stride()[:2]
+        check_ring(ring, cache.shape[1], output.shape[3])
+        piece = math.gcd(MICRO_BLOCK, ring.cache.shape[2]) * ring.cache.shape[3]  # copied at a time
+        assert ring.cache.data_ptr() % 16 == 0 and not any(n % 16 for n in (piece, *strides)), (piece, strides)
+    return OF_LAYER.pack(
+        cache.data_ptr(), 0 if ring is None else ring.cache.data_ptr(), matrix.data_ptr(), counters.data_ptr(),
+        *cache.stride()[:2], *strides, 0 if len(matrix) == 1 else matrix.stride(0) // 8,
+        output.stride(0), output.stride(2),
     )  # fmt: skip
 
 
 class CudaDecode:
-    """Decode attention of the layers of one format and model.
+    """Decode attention over one layer's cache and ring.
 
     Args:
         page: layout of the cache.
-        matrix: `rotation_matrix(..., inverse=True)` of the V codec.
-        kv_heads, group: KV heads, and query heads of each.
+        matrix: of `pack_matrix`.
+        counters: of `make_counters`.
+        cache: uint8 [blocks, KV heads, block_size, slot_bytes].
+        ring: of the layer; None: there is none.
+        output: [tokens, KV heads, queries a KV head, head_dim]: its dtype and strides are those of the calls.
+        has_bias: whether queries come with a bias.
     """
 
-    def __init__(self, page: PageLayout, matrix: torch.Tensor, kv_heads: int, group: int) -> None:
-        self.page, self.kv_heads, self.group = page, kv_heads, group
-        self.matrix = pack_matrix(matrix)
-        self.multiprocessors = torch.cuda.get_device_properties(matrix.device).multi_processor_count
-        # Of pairs that have several blocks: fewer than there are places for blocks.
-        self.counters = torch.zeros(_places(self.multiprocessors), dtype=torch.int32, device=matrix.device)
-        self.arguments = bytearray(ARGUMENTS.size)
+    def __init__(
+        self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
+        output: torch.Tensor, has_bias: bool,
+    ) -> None:  # fmt: skip
+        _, self.kv_heads, self.group, _ = output.shape
+        self.page, self.has_bias, self.output, self.kept = page, has_bias, output.dtype, (matrix, counters)
+        self.block_size = cache.shape[2]
+        self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
+        layer = layer_arguments(cache, ring, output, matrix, counters)
+        self.arguments = bytearray(OF_CALL.size + OF_STEP.size) + layer
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
-        self.functions: dict[Variant, tuple[driver.CUfunction, int]] = {}
+        self.address = ctypes.addressof(self.parameters)
+        self.device, self.launches = cache.device.index, {}  # type: int, dict[tuple[Grid, int], _Function]
 
-    def grid(self, requests: int) -> Grid:
-        return grid(requests * self.kv_heads, self.multiprocessors)
+    def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
+        """Launch on the current stream.
 
-    def __call__(
-        self,
-        shape: Grid,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        partial_output: torch.Tensor,
-        partial_stats: torch.Tensor,
-        output: torch.Tensor,
-        *,
-        max_query_len: int,
-        query_bias: torch.Tensor | None = None,
-        ring: Ring | None = None,
-    ) -> None:
-        """Launch on the current stream. `shape`: of `grid`. The others are those of `decode` and `merge`: where
-        `shape.is_final`, `output` is filled, else the partial results are."""
-        from cuda.bindings import driver
-
-        variant = Variant(
-            shape.warps, 4 if self.group * max_query_len <= 4 else COLUMNS, cache.shape[2],
-            ring.cache.shape[2] if ring else 0, ring.window if ring else 0, query_bias is not None, output.dtype,
+        Args:
+            shape: of `grid`. Where it is final, `output` is filled, else the partial results of `step` are.
+            max_query_len: known on the host.
+            requests: of the step.
+            step: of `step_arguments`.
+            output: see above.
+        """
+        function = self.launches.get((shape, max_query_len))
+        if function is None:
+            function = self.launches[shape, max_query_len] = self._function(shape, max_query_len)
+        OF_CALL.pack_into(self.arguments, 0, output.data_ptr())
+        self.arguments[OF_CALL.size : OF_CALL.size + OF_STEP.size] = step
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        (status,) = function.launch(
+            function.kernel, shape.blocks, self.kv_heads, requests, 32 * shape.warps, 1, 1, function.shared_bytes,
+            stream, self.address, 0,
         )  # fmt: skip
-        function, shared_bytes = self.functions.get(variant) or self._prepare(variant, query, cache, ring)
-        pack_arguments(
-            self.arguments, query, cache, block_table, query_start, seq_lens, query_bias, ring, self.matrix, output,
-            partial_output, partial_stats, self.counters,
-        )  # fmt: skip
-        stream = torch.cuda.current_stream().cuda_stream
-        (status,) = driver.cuLaunchKernel(
-            function, shape.blocks, self.kv_heads, len(seq_lens), 32 * shape.warps, 1, 1, shared_bytes, stream,
-            ctypes.addressof(self.parameters), 0,
-        )  # fmt: skip
-        if int(status):
+        if status:
             raise RuntimeError(f"the decode kernel was not launched: {status.name}")
 
-    def _prepare(
-        self, variant: Variant, query: torch.Tensor, cache: torch.Tensor, ring: Ring | None
-    ) -> tuple[driver.CUfunction, int]:
-        """Check what the kernel takes for granted of a variant's tensors, compile the variant and load it."""
-        assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
-        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-        assert cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-        if ring is not None:
-            check_ring(ring, self.kv_heads, query.shape[-1])
-            assert ring.cache.data_ptr() % 4 == 0 and not any(n % 4 for n in ring.cache.stride()[:2]), (
-                ring.cache.stride()
-            )
-        values = constants(self.page, self.kv_heads, self.group, variant)
-        shared_bytes = int(values["SHARED_BYTES"])
-        self.functions[variant] = _function(tuple(values.items()), shared_bytes, cache.device.index), shared_bytes
-        return self.functions[variant]
+    def _function(self, shape: Grid, max_query_len: int) -> _Function:
+        variant = Variant(
+            shape.warps, shape.is_final, columns_of(self.group, max_query_len), self.block_size, self.ring_block,
+            self.recent, self.has_bias, self.output,
+        )  # fmt: skip
+        return _load(tuple(constants(self.page, self.kv_heads, self.group, variant).items()), self.device)
+
+
+def columns_of(group: int, max_query_len: int) -> int:
+    """Columns that the kernel is compiled for."""
+    assert group * max_query_len <= COLUMNS, (group, max_query_len)
+    return 4 if group * max_query_len <= 4 else COLUMNS
+
+
+class _Function(NamedTuple):
+    launch: Any  # of the driver
+    kernel: Any
+    shared_bytes: int
 
 
 @functools.cache
-def _function(constants: tuple[tuple[str, str], ...], shared_bytes: int, device: int) -> driver.CUfunction:
+def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
     """The kernel with its constants, for all layers of a process."""
+    from cuda.bindings import driver
+
     from .nvrtc import cubin, load
 
+    values = dict(constants)
+    shared_bytes = int(values["SHARED_BYTES"])
     with torch.cuda.device(device):
-        return load(cubin(dict(constants)), "decode", shared_bytes)
+        return _Function(driver.cuLaunchKernel, load(cubin(values), "decode", shared_bytes), shared_bytes)

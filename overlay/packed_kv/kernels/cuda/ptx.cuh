@@ -160,6 +160,15 @@ INLINE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
                  " @!done bra again; }" :: "r"(barrier), "r"(parity) : "memory");
 }
+// By one lane, and by each lane that has a piece of what it announced.
+INLINE void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+template <int BYTES>
+INLINE void copy_piece(u32 target, u32 barrier, const u8* source) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(target), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
+}
 // One lane of the warp copies BYTES from each source, one behind the other.
 template <int BYTES>
 INLINE void copy_bulk(u32 target, u32 barrier, const u8* source) {

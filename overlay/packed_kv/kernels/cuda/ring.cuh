@@ -1,6 +1,4 @@
 // Attention over the ring of recent tokens, 16 at a time: `codecs/ring.py` says what its bytes are, `layout.py` where.
-//
-// A warp does its tiles of the ring first, while the copies of its first pages are under way.
 #pragma once
 #include "attend.cuh"
 
@@ -10,56 +8,69 @@ constexpr float RING_UNIT = 1.f / 128;
 // Two codes of `word`, bytes of code + 128, as fp16: under 0x64 a byte is 1024 + it, and 1152 off that is the code.
 INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64646464, selector), 0xE480E480); }
 
-struct RingTile {
-    const u8 *keys[2], *values[4];  // slots of this lane's tokens: row and row + 8; 2 column, 1 more, and 8 more
+constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
+constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // tokens of a tile that lie in one block
+constexpr int TOKENS_OF_BLOCK = RING_BLOCK ? RING_BLOCK : 16;  // there must be a number without a ring, too
+constexpr int RING_TILE_BYTES = 16 * RING_SLOT;
 
-    INLINE RingTile(const Arguments& a, const Request& request, int index, int head, int first, const Lane& lane) {
-        const u8* ring = a.ring + (u64)head * a.ring_head_stride;
-        const int* table = a.ring_table + (u64)index * a.ring_table_stride;
-        auto slot = [&](int token) {
-            token = min(token, request.seq_len - 1);
-            constexpr int block = RING_BLOCK ? RING_BLOCK : 1;
-            return ring + (u64)(u32)table[token / block] * a.ring_block_stride + token % block * RING_SLOT;
-        };
-        for (int i = 0; i < 2; i++) keys[i] = slot(first + lane.row + 8 * i);
-        for (int i = 0; i < 4; i++) values[i] = slot(first + 2 * lane.column + i % 2 + i / 2 * 8);
+// The ring of one (request, KV head) pair. In shared memory, the slots of a tile's tokens lie one behind the other.
+struct Ring {
+    const u8* cache;
+    const int* table;
+    u32 block_stride;
+
+    INLINE Ring(const Arguments& a, const Request& request, int index, int head)
+        : cache(a.ring + (u64)head * a.ring_head_stride), table(a.ring_table + (u64)index * a.ring_table_stride),
+          block_stride(a.ring_block_stride) {}
+
+    // Each of the first lanes copies a piece. A piece with no token of the ring is another one, whose block is known.
+    INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
+        constexpr int piece_bytes = RING_PIECE * RING_SLOT;
+        if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
+        sync_warp();
+        if (lane.index >= 16 / RING_PIECE) return;
+        int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
+        token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
+        const u32 block = table[token / TOKENS_OF_BLOCK];
+        copy_piece<piece_bytes>(target + lane.index * piece_bytes, barrier,
+                                cache + (u64)block * block_stride + token % TOKENS_OF_BLOCK * RING_SLOT);
     }
 };
-
-INLINE u32 load_word(const u8* pointer) { return *(const u32*)pointer; }
 
 // The scales of a lane's tokens are those of a column's group: an even one in columns 0 to 3, if TWICE.
 INLINE int scale_of(int set, int upper_columns) { return set * GROUPS_A_SET + (TWICE ? upper_columns : 0); }
 
-INLINE void ring_scores(const RingTile& tile, const Queries& queries, const Lane& lane, float (&scores)[4]) {
-    u32 scales[2];
-    for (int i = 0; i < 2; i++) scales[i] = load_word(tile.keys[i] + 2 * HEAD_DIM);
+INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[4]) {
+    const u32 keys = tile + lane.row * RING_SLOT;  // and 8 tokens on
     auto decode = [&](auto group, u32* pairs) {
         for_each<2>([&](auto n3) {
-            const u8* codes = tile.keys[n3.value] + group.value * 32 + lane.column * 8;
+            u32 words[2];
+            load_shared_2(keys + n3.value * 8 * RING_SLOT + group.value * 32 + lane.column * 8, words);
             for_each<2>([&](auto d4) {
-                u32 word = load_word(codes + 4 * d4.value);
-                pairs[4 * n3.value + 2 * d4.value] = ring_pair(word, 0x4140);
-                pairs[4 * n3.value + 2 * d4.value + 1] = ring_pair(word, 0x4342);
+                pairs[4 * n3.value + 2 * d4.value] = ring_pair(words[d4.value], 0x4140);
+                pairs[4 * n3.value + 2 * d4.value + 1] = ring_pair(words[d4.value], 0x4342);
             });
         });
     };
     auto scale = [&](auto set, float& low, float& high) {
-        const int byte = scale_of(set.value, lane.column / 2);
-        low = low_float(scale_pair(scales[0], 0x4440 + byte));
-        high = low_float(scale_pair(scales[1], 0x4440 + byte));
+        const u32 selector = 0x4440 + scale_of(set.value, lane.column / 2);
+        low = low_float(scale_pair(load_shared(keys + 2 * HEAD_DIM), selector));
+        high = low_float(scale_pair(load_shared(keys + 8 * RING_SLOT + 2 * HEAD_DIM), selector));
     };
     score(queries, false, decode, scale, scores);
 }
 
-INLINE void add_ring_values(State& state, const RingTile& tile, const u32 (&scales)[SETS], const u32 (&operands)[2],
+// Of this lane's token number i = n3 n0.
+INLINE int value_token(const Lane& lane, int i) { return 2 * lane.column + i % 2 + i / 2 * 8; }
+
+INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[2],
                             const Lane& lane) {
     auto decode = [&](auto group, u32* pairs) {
         for_each<2>([&](auto n3) {
-            const int offset = HEAD_DIM + group.value * 32 + lane.row * 4;
-            u32 first = load_word(tile.values[2 * n3.value] + offset);
-            u32 second = load_word(tile.values[2 * n3.value + 1] + offset);
-            u32 low = prmt(first, second, 0x5140), high = prmt(first, second, 0x7362);
+            const u32 values = tile + HEAD_DIM + group.value * 32 + lane.row * 4;
+            const u32 first = load_shared(values + value_token(lane, 2 * n3.value) * RING_SLOT);
+            const u32 second = load_shared(values + value_token(lane, 2 * n3.value + 1) * RING_SLOT);
+            const u32 low = prmt(first, second, 0x5140), high = prmt(first, second, 0x7362);
             pairs[n3.value] = ring_pair(low, 0x4140), pairs[2 + n3.value] = ring_pair(low, 0x4342);
             pairs[4 + n3.value] = ring_pair(high, 0x4140), pairs[6 + n3.value] = ring_pair(high, 0x4342);
         });
@@ -67,35 +78,38 @@ INLINE void add_ring_values(State& state, const RingTile& tile, const u32 (&scal
     add_values(state, false, decode, scales, operands);
 }
 
-INLINE void ring_value_scales(const RingTile& tile, const Lane& lane, u32 (&scales)[SETS]) {
+// As of a page's V: a byte a token. 0 of what is no token of the ring, whose bytes may be anything.
+INLINE void ring_value_scales(const Request& request, u32 tile, int first, const Lane& lane, u32 (&scales)[SETS]) {
     u32 words[4];
-    for (int i = 0; i < 4; i++) words[i] = load_word(tile.values[i] + 2 * HEAD_DIM + (GROUPS == 4 ? 4 : 0));
+    for_each<4>([&](auto i) {
+        const int token = value_token(lane, i.value);
+        const bool stored = first + token >= request.recent && first + token < request.seq_len;
+        words[i.value] = stored ? load_shared(tile + token * RING_SLOT + 2 * HEAD_DIM + (GROUPS == 4 ? 4 : 0)) : 0;
+    });
     for_each<SETS>([&](auto set) {
-        u32 byte = scale_of(set.value, lane.row / 4) + (GROUPS == 4 ? 0 : GROUPS), selector = byte | (byte + 4) << 4;
+        const u32 byte = scale_of(set.value, lane.row / 4) + (GROUPS == 4 ? 0 : GROUPS);
+        const u32 selector = byte | (byte + 4) << 4;
         scales[set.value] = prmt(prmt(words[0], words[1], selector), prmt(words[2], words[3], selector), 0x5410);
     });
 }
 
-// Tiles split, split + splits, ... of the ring. `state` is that before any page; after it, outputs are in UNIT.
-INLINE void attend_ring(const Arguments& a, const Request& request, int index, int head, int split, int splits,
-                        const Queries& queries, const Lane& lane, State& state) {
-    const int tiles = (request.seq_len - request.recent + 15) / 16;
-    if (split >= tiles) return;
-#pragma unroll 1
-    for (int number = split; number < tiles; number += splits) {
-        const int first = request.recent + 16 * number;
-        RingTile tile(a, request, index, head, first, lane);
-        float scores[1][4];
-        ring_scores(tile, queries, lane, scores[0]);
-        if (HAS_BIAS && first == 0) add_first_bias(a, request, head, lane, RING_UNIT, scores[0]);
-        for (int r = 0; r < 4; r++) {
-            const int token = first + lane.row + r / 2 * 8, limit = request.limit(own_column(lane, r % 2));
-            if (token >= limit || token < limit - RECENT) scores[0][r] = minus_infinity();
-        }
-        u32 scales[1][SETS], operands[1][2];
-        ring_value_scales(tile, lane, scales[0]);
-        soften(state, scores, RING_UNIT, scales, operands);
-        add_ring_values(state, tile, scales[0], operands[0], lane);
-    }
+// Outputs are in units of RING_UNIT until `to_page_unit`.
+INLINE void attend_ring_tile(const Arguments& a, const Request& request, int head, int number, u32 tile,
+                             const Queries& queries, const Lane& lane, State& state) {
+    const int first = 16 * (request.first_ring_tile() + number);
+    float scores[1][4];
+    ring_scores(tile, queries, lane, scores[0]);
+    if (HAS_BIAS && first == 0) add_first_bias(a, request, head, lane, RING_UNIT, scores[0]);
+    for_each<4>([&](auto r) {
+        const int token = first + lane.row + r.value / 2 * 8, limit = request.limit(own_column(lane, r.value % 2));
+        if (token >= limit || token < max(limit - RECENT, request.recent)) scores[0][r.value] = minus_infinity();
+    });
+    u32 scales[1][SETS], operands[1][2];
+    ring_value_scales(request, tile, first, lane, scales[0]);
+    soften(state, scores, RING_UNIT, scales, operands);
+    add_ring_values(state, tile, scales[0], operands[0], lane);
+}
+
+INLINE void to_page_unit(State& state) {
     for_each<GROUPS * 8>([&](auto i) { state.output[i.value / 8][i.value / 4 % 2][i.value % 4] *= UNIT * RING_UNIT; });
 }
