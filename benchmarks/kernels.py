@@ -23,7 +23,7 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import decode as decode_module
-from packed_kv.kernels.cuda.launch import CudaDecode, Grid
+from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
 from packed_kv.layout import page_layout, ring_slot_bytes
@@ -77,24 +77,28 @@ class Layers:
         requests, group = len(self.query), QUERY_HEADS // KV_HEADS
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
-        cuda = CudaDecode(self.page, backward, KV_HEADS, group) if kernel == "cuda" else None
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        grid = Grid(1, splits or decode_module.split_count(requests * KV_HEADS, multiprocessors))
-        if cuda is not None and splits is None:
-            grid = cuda.grid(requests)
+        grid = cuda.Grid(1, splits or decode_module.split_count(requests * KV_HEADS, multiprocessors), is_final=False)
+        if kernel == "cuda" and splits is None:
+            grid = cuda.grid(requests * KV_HEADS, multiprocessors)
         rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
         partial = torch.empty(requests, QUERY_HEADS, grid.blocks, HEAD_DIM, device="cuda")
         stats = torch.empty(requests, QUERY_HEADS, grid.blocks, 2, device="cuda")
         output = self.output.view(rotated.shape)
+        matrix, counters = cuda.pack_matrix(backward), cuda.make_counters(backward.device)
+        bound, steps = [], []
+        for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
+            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, has_bias=False))
+            steps.append(cuda.step_arguments(rotated, table, self.start, self.seq_lens, partial, stats, None, ring))
 
         def round_of_layers(rotates: bool) -> None:
-            for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
-                batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
+            for i, (cache, table, ring) in enumerate(zip(self.caches, self.tables, self.rings, strict=True)):
                 if rotates:
                     rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
-                if cuda is not None:
-                    cuda(grid, *batch, output, max_query_len=1, ring=ring)
+                if kernel == "cuda":
+                    bound[i](grid, 1, requests, steps[i], output)
                 else:
+                    batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
                     decode(self.page, *batch, max_query_len=1, max_registers=registers, ring=ring)
                 if not grid.is_final:
                     merge(partial, stats, backward, output)

@@ -47,6 +47,7 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     seq_lens = torch.full((requests,), context, dtype=torch.int32, device=device)
     decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens)
+    plan = decode.plan_decodes(tokens, table, query_start, seq_lens, query_tokens)
     flash_attention = find_flash_attention(HEAD_DIM, query.dtype, None)
     prefill = FlashPrefill(codec, QUERY_HEADS, KV_HEADS, options, tokens, requests, flash_attention)
 
@@ -54,7 +55,7 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
         return 1e3 * triton.testing.do_bench(attend, warmup=20, rep=100, return_mode="median")
 
     return (
-        microseconds(lambda: decode.attend(query, cache, table, query_start, seq_lens, query_tokens, output)),
+        microseconds(lambda: decode.attend(query, cache, plan, output)),
         microseconds(lambda: prefill.attend(query, key, value, cache, metadata, 0, output)),
     )
 

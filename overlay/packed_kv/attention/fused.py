@@ -1,5 +1,6 @@
-"""The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by three.
+"""The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by two or three.
 
+The decode kernel has two implementations: `kernels/cuda` where it takes a layer, else the portable `kernels/decode.py`.
 No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
 its first layer (`plan_decodes`, `plan_store`); a layer then only launches.
 """
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
+from ..kernels.cuda import launch as cuda
+from ..kernels.cuda import refusal
 from ..kernels.decode import MAX_REGISTERS, DecodeShape, bind_decode, decode_arguments, decode_grid, split_count
 from ..kernels.launch import Arguments
 from ..kernels.merge import (
@@ -30,16 +34,29 @@ from ..kernels.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
 from .routes import MAX_COLUMNS
 
+logger = init_logger("vllm.packed_kv")
+
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
+class CudaPlan:
+    """Of the CUDA kernel's launch; `tensors` are those whose addresses the arguments are."""
+
+    grid: cuda.Grid
+    max_query_len: int
+    requests: int
+    arguments: bytes
+    tensors: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class DecodePlan:
-    """Grids and arguments of a step's launches, and the splits' tile of the merge."""
+    """Grids and arguments of a step's launches, and the splits' tile of the merge, if one follows."""
 
     rotate: tuple[Grid, Arguments]
-    decode: tuple[Grid, Arguments]
-    merge: tuple[Grid, Arguments]
+    decode: tuple[Grid, Arguments] | CudaPlan
+    merge: tuple[Grid, Arguments] | None
     tile: tuple[int, int]
 
 
@@ -58,9 +75,12 @@ class FusedDecode:
         codec: of the layer, on a CUDA device.
         query_heads, kv_heads: of this rank.
         options: scale, window and soft cap.
+        longest_decode: query tokens of a request, drafts included.
     """
 
-    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+    def __init__(
+        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, longest_decode: int
+    ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.bias_rows = codec.query_bias_rows(capped=bool(options.logits_soft_cap))
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
@@ -72,6 +92,22 @@ class FusedDecode:
             self.bias_rows is not None, MAX_REGISTERS if properties.major == 9 else None,
         )  # fmt: skip
         self.bound: dict[Any, tuple[Any, Any]] = {}
+        self._choose_kernel((properties.major, properties.minor), longest_decode)
+
+    def _choose_kernel(self, capability: tuple[int, int], longest_decode: int) -> None:
+        """Say which decode kernel serves, and prepare what the CUDA one keeps on the device."""
+        shape = self.shape
+        refused = refusal(
+            capability, shape.head_dim, shape.group, longest_decode, shape.sliding_window, shape.logits_soft_cap
+        )
+        logger.info_once(
+            "KV cache: decodes are served by the %s",
+            "CUDA kernel" if refused is None else f"Triton kernel; the CUDA kernel does not take {refused}",
+            scope="local",
+        )
+        self.cuda_tensors: tuple[torch.Tensor, torch.Tensor] | None = None
+        if refused is None:
+            self.cuda_tensors = cuda.pack_matrix(self.from_rotated), cuda.make_counters(self.from_rotated.device)
 
     def plan_store(
         self, slots: torch.Tensor, positions: torch.Tensor, ring_slots: torch.Tensor | None = None
@@ -122,22 +158,23 @@ class FusedDecode:
             ring: of these requests, of any of these layers; None: there is none.
         """
         shape = self.shape
-        splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, shape.head_dim, splits)
-        query_bias = bias[0] if bias else None
-        tile = merge_tile(splits)
-        return DecodePlan(
-            rotate=(rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)),
-            decode=(
-                decode_grid(shape, splits, len(seq_lens), max_query_len),
-                decode_arguments(rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring),
-            ),
-            merge=(
-                merge_grid(tokens, shape.kv_heads, shape.group, tile),
-                merge_arguments(partial, stats, shape.group),
-            ),
-            tile=tile,
-        )
+        pairs = len(seq_lens) * self.kv_heads
+        grid = cuda.Grid(1, split_count(pairs, self.multiprocessors), is_final=False)
+        if self.cuda_tensors is not None:
+            grid = cuda.grid(pairs, self.multiprocessors)
+        rotated, partial, stats, *bias = self.reserve(tokens, shape.head_dim, grid.blocks)
+        batch = (rotated, block_table, query_start, seq_lens, partial, stats, bias[0] if bias else None, ring)
+        decode: tuple[Grid, Arguments] | CudaPlan
+        if self.cuda_tensors is not None:
+            decode = CudaPlan(grid, max_query_len, len(seq_lens), cuda.step_arguments(*batch), batch)
+        else:
+            decode = decode_grid(shape, grid.blocks, len(seq_lens), max_query_len), decode_arguments(*batch)
+        tile = merge_tile(grid.blocks)
+        merge = None
+        if not grid.is_final:
+            merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), merge_arguments(partial, stats, shape.group)
+        rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, bias[0] if bias else None)
+        return DecodePlan(rotate, decode, merge, tile)
 
     def attend(
         self,
@@ -160,16 +197,29 @@ class FusedDecode:
         launches = self._held("decode", held_for)
         if launches is None:
             rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
-            decode = bind_decode(self.codec.layout, self.shape, cache, ring)
-            launches = self._hold("decode", held_for, (rotate, decode, {}))
+            launches = self._hold("decode", held_for, (rotate, self._bind_decode(cache, ring, output), {}))
         rotate, decode, merges = launches
         rotate(plan.rotate[0], (query,), plan.rotate[1])
-        decode(plan.decode[0], (), plan.decode[1])
+        if isinstance(plan.decode, CudaPlan):
+            step = plan.decode
+            decode(step.grid, step.max_query_len, step.requests, step.arguments, output)
+        else:
+            decode(plan.decode[0], (), plan.decode[1])
+        if plan.merge is None:
+            return
         merge = merges.get(plan.tile)
         if merge is None:
-            heads_apart = output.view(len(output), self.kv_heads, self.shape.group, self.shape.head_dim)
-            merge = merges[plan.tile] = bind_merge(heads_apart, self.from_rotated, plan.tile)
+            merge = merges[plan.tile] = bind_merge(self._heads_apart(output), self.from_rotated, plan.tile)
         merge(plan.merge[0], (output,), plan.merge[1])
+
+    def _bind_decode(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> Any:
+        if self.cuda_tensors is None:
+            return bind_decode(self.codec.layout, self.shape, cache, ring)
+        apart = self._heads_apart(output)
+        return cuda.CudaDecode(self.codec.layout, *self.cuda_tensors, cache, ring, apart, self.shape.has_bias)
+
+    def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
+        return output.view(len(output), self.kv_heads, self.shape.group, self.shape.head_dim)
 
     def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""

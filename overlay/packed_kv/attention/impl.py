@@ -116,7 +116,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             from .prefill import FlashPrefill
 
             shape = (self.codec, self.num_heads, self.num_kv_heads, self.options)
-            self.fused = FusedDecode(*shape)
+            self.fused = FusedDecode(*shape, self.longest_decode)
             if self.flash_attention is not None:
                 self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, self.flash_attention)
 
