@@ -68,7 +68,7 @@ static void meet(Meeting& meeting, int members, int operation, const std::functi
 }
 static int lane() { return running % 32; }
 static Meeting& warp() { return warps[running / 32]; }
-enum { MMA = 1, MMA_TF32, TRANSPOSE, SHUFFLE, ANY, WARP, BLOCK, COPY };
+enum { MMA = 1, MMA_TF32, TRANSPOSE, SHUFFLE, ANY, WARP, BLOCK, ELECT };
 
 // ---- fp16
 
@@ -191,11 +191,10 @@ INLINE void barrier_init(u32 barrier) { barriers[barrier] = Barrier{}; }
 INLINE void barrier_init_fence() {}
 INLINE void barrier_wait(u32 address, u32 parity) {
     Barrier& barrier = barriers.at(address);
-    if (!barrier.expected && barrier.completed % 2 == (int)parity) fail("waits for a copy that nothing announced");
     for (int i = 0; barrier.completed % 2 == (int)parity; i++) {
-        if (i > 1000) fail("waits for bytes that nothing copies");
-        if (barrier.started < barrier.expected) {
-            yield();  // another lane has yet to start its piece
+        if (i > 1000) fail("waits for a copy that nothing starts");
+        if (!barrier.expected || barrier.started < barrier.expected) {
+            yield();  // another lane has yet to announce or start it
             continue;
         }
         for (auto& copy : barrier.copies) copy();
@@ -206,27 +205,15 @@ INLINE void expect_bytes(u32 barrier, u32 bytes) {
     if (barriers.at(barrier).expected) fail("a stage is filled again before it was waited for");
     barriers.at(barrier).expected = bytes;
 }
-static void start_copy(u32 barrier, u32 target, const u8* source, u32 bytes) {
-    if ((u64)source % 16 || target % 16 || bytes % 16) fail("a copy is misaligned");
-    memset((void*)shared_at(target, 1), 0xEE, bytes);
-    barriers.at(barrier).started += bytes;
-    barriers.at(barrier).copies.push_back([=] { memcpy((void*)shared_at(target, 1), source, bytes); });
-}
-template <int BYTES> void copy_piece(u32 target, u32 barrier, const u8* source) {
-    start_copy(barrier, target, source, BYTES);
+INLINE bool elect_lane() {
+    meet(warp(), 32, ELECT, [] {});
+    return lane() == 0;
 }
 template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
-    meet(warp(), 32, COPY, [=] {
-        expect_bytes(barrier, BYTES);
-        start_copy(barrier, target, source, BYTES);
-    });
-}
-template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* first, const u8* second) {
-    meet(warp(), 32, COPY, [=] {
-        expect_bytes(barrier, 2 * BYTES);
-        start_copy(barrier, target, first, BYTES);
-        start_copy(barrier, target + BYTES, second, BYTES);
-    });
+    if ((u64)source % 16 || target % 16 || BYTES % 16) fail("a copy is misaligned");
+    memset((void*)shared_at(target, 1), 0xEE, BYTES);
+    barriers.at(barrier).started += BYTES;
+    barriers.at(barrier).copies.push_back([=] { memcpy((void*)shared_at(target, 1), source, BYTES); });
 }
 
 // ---- the launch

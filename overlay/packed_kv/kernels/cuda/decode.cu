@@ -1,13 +1,13 @@
 // Split-KV decode attention over packed pages for sm_90, the second implementation of `kernels/decode.py`.
 //
 // Grid: (blocks of a pair, KV heads, requests). A block is WARPS warps; each has a contiguous share of the pair's pages and
-// streams them through a ring of its own in shared memory: one lane copies a tile of 32 tokens with bulk copies, STAGES
-// tiles ahead, so that no register holds bytes that are under way and no instruction moves them but one.
+// streams them through a ring of its own in shared memory: one lane copies a tile with bulk copies, STAGES tiles
+// ahead, so that no register holds bytes that are under way and no instruction moves them but one.
 // Tiles of the ring of recent tokens go the same way, before those of pages. IS_FINAL: the blocks of a pair write the
 // output; else each block's results are partial, for `merge.py`. `launch.py` gives the constants:
 //
 //   HEAD_DIM, GROUP_BITS, TABLE_*       of the format          KV_HEADS, QUERY_GROUP, COLUMNS     of the model
-//   MICRO_BLOCKS                        of a page              RING_BLOCK, RECENT, HAS_BIAS       as in decode.py
+//   MICRO_BLOCKS, TILE_BLOCKS           of a page, of a tile              RING_BLOCK, RECENT, HAS_BIAS       as in decode.py
 //   WARPS, STAGES, BLOCKS               warps of a block, stages of a warp, blocks of a multiprocessor
 //   IS_FINAL, OUTPUT                    see above; 0: fp16, 1: bf16, 2: fp32
 //   STAGE_BYTES, SHARED_BYTES           of a stage, and of a block
@@ -33,34 +33,33 @@ struct Arguments {
 #include "combine.cuh"
 #include "ring.cuh"
 
-constexpr int TILE_BYTES = 2 * MICRO_BLOCK_BYTES;
+constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int ALL_STAGES = WARPS * STAGES * STAGE_BYTES;
 static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RING_TILE_BYTES), "a tile in a stage");
 static_assert(SHARED_BYTES >= ALL_STAGES + WARPS * STAGES * 8, "stages and their barriers");
 static_assert(WARPS == 1 || SHARED_BYTES >= COMBINE_BYTES, "what warps leave for each other");
 
-// The pages of one (request, KV head) pair, and where a tile of 32 tokens lies in them.
+// The pages of one (request, KV head) pair, and where the micro-blocks of a tile lie in them. Past the end of the sequence
+// they are its last one.
 struct Pages {
     const u8* cache;
     const int* table;
     u32 block_stride;
     int last_micro_block;
 
-    // Entries of the block table for a tile; its second micro-block is the first again where the sequence has ended.
-    INLINE void find(int tile, u32 (&entries)[2]) const {
-        for (int i = 0; i < (MICRO_BLOCKS % 2 ? 2 : 1); i++)
-            entries[i] = table[(u32)min(2 * tile + i, last_micro_block) / MICRO_BLOCKS];
+    INLINE u32 micro_block(int tile, int i) const { return min(TILE_BLOCKS * tile + i, last_micro_block); }
+    // Entries of the block table.
+    INLINE void find(int tile, u32 (&entries)[TILE_BLOCKS]) const {
+        for_each<TILE_BLOCKS>([&](auto i) { entries[i.value] = table[micro_block(tile, i.value) / MICRO_BLOCKS]; });
     }
-    INLINE void copy(int tile, const u32 (&entries)[2], u32 target, u32 barrier) const {
-        auto place = [&](int micro_block, u32 entry) {
-            return cache + (u64)entry * block_stride + (u32)micro_block % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
-        };
-        if constexpr (MICRO_BLOCKS % 2 == 0) {
-            copy_bulk<TILE_BYTES>(target, barrier, place(2 * tile, entries[0]));
-        } else {
-            copy_bulk<MICRO_BLOCK_BYTES>(target, barrier, place(2 * tile, entries[0]),
-                                         place(min(2 * tile + 1, last_micro_block), entries[1]));
-        }
+    INLINE void copy(int tile, const u32 (&entries)[TILE_BLOCKS], u32 target, u32 barrier) const {
+        if (!elect_lane()) return;
+        expect_bytes(barrier, TILE_BYTES);
+        for_each<TILE_BLOCKS>([&](auto i) {
+            const u32 offset = micro_block(tile, i.value) % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
+            copy_bulk<MICRO_BLOCK_BYTES>(target + i.value * MICRO_BLOCK_BYTES, barrier,
+                                         cache + (u64)entries[i.value] * block_stride + offset);
+        });
     }
 };
 
@@ -70,7 +69,7 @@ struct Share {
     int ring, low, count;
 
     INLINE Share(const Request& request, int split, int splits) {
-        const int pages = (max(request.page_limit(request.seq_len), 0) + 31) / 32;
+        const int pages = (max(request.page_limit(request.seq_len), 0) + TILE_TOKENS - 1) / TILE_TOKENS;
         const int tiles = request.ring_tiles(), more = tiles % splits;
         const int own = (pages + tiles + splits - 1) / splits - tiles / splits;
         ring = tiles / splits + (split < more);
@@ -94,10 +93,11 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
 }
 
 // A tile at an end: nothing of tokens that a query does not see, and nothing of bytes that may be anything.
-INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[2][4], u32 (&scales)[2][SETS]) {
+INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][4],
+                 u32 (&scales)[TILE_BLOCKS][SETS]) {
     const Request request(a, again(blockIdx.z));
     if (HAS_BIAS && first_token == 0) add_first_bias(a, request, again(blockIdx.y), lane, 1 / UNIT, scores[0]);
-    for_each<2>([&](auto b) {
+    for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
         for_each<4>([&](auto r) {
             const int limit = request.page_limit(request.limit(own_column(lane, r.value % 2)));
@@ -113,10 +113,10 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
 
 INLINE void attend_tile(const Arguments& a, State& state, const Queries& queries, const Tables& tables, const Lane& lane,
                         u32 tile, int first_token, int masked_from) {
-    float scores[2][4];
-    u32 scales[2][SETS], operands[2][2];
+    float scores[TILE_BLOCKS][4];
+    u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
     const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
-    for_each<2>([&](auto b) {
+    for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
         Words words;
         load_words(words, micro_block, lane.index);
@@ -131,10 +131,10 @@ INLINE void attend_tile(const Arguments& a, State& state, const Queries& queries
             },
             scores[b.value]);
     });
-    if (__builtin_expect(first_token + 32 > masked_from || (HAS_BIAS && first_token == 0), 0))
+    if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane, first_token, scores, scales);
     soften(state, scores, 1 / UNIT, scales, operands);
-    for_each<2>([&](auto b) {
+    for_each<TILE_BLOCKS>([&](auto b) {
         Words words;
         load_words(words, tile + b.value * MICRO_BLOCK_BYTES + VALUE_CODES, lane.index);
         add_values(
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         if (RING_BLOCK && number < share.ring) {
             ring.copy(request, split + number * splits, stage, barrier, lane);
         } else if (number < share.ring + share.count) {
-            u32 entries[2];
+            u32 entries[TILE_BLOCKS];
             pages.find(tile, entries);
             pages.copy(tile, entries, stage, barrier);
         }
@@ -202,10 +202,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     const Tables tables((u32)(request.seq_len >> 31));
 #pragma unroll 1
     for (int tile = share.low; tile < last; tile++) {
-        u32 next[2];
+        u32 next[TILE_BLOCKS];
         pages.find(tile + STAGES, next);
         barrier_wait(stages.barrier, stages.parity);
-        attend_tile(a, state, queries, tables, lane, stages.stage, 32 * tile, masked_from);
+        attend_tile(a, state, queries, tables, lane, stages.stage, TILE_TOKENS * tile, masked_from);
         sync_warp();
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();

@@ -26,7 +26,9 @@ MAX_SPLITS = 128
 FULL_ENOUGH = 0.85
 """Where fewer of the waves' places are taken by blocks that write the output, blocks of a warp and a merge come in."""
 STAGES = 2
-"""Tiles of 32 tokens that a warp has under way."""
+"""Tiles that a warp has under way."""
+TILE_BLOCKS = 2
+"""Micro-blocks of a tile."""
 
 
 class Grid(NamedTuple):
@@ -63,7 +65,9 @@ class Variant(NamedTuple):
     output: torch.dtype
 
 
-def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant, stages: int = STAGES) -> dict[str, str]:
+def constants(
+    page: PageLayout, kv_heads: int, group: int, variant: Variant, stages: int = STAGES, tile_blocks: int = 0
+) -> dict[str, str]:
     """What `decode.cu` is compiled with."""
     warps, columns = variant.warps, variant.columns
     bits = page.vector.group_bits
@@ -71,7 +75,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant, sta
     unit = 32 if 2 in bits else 128  # `codes.cuh` has the reason
     two = [unit + sign * unit * level for sign in (1, -1) for level in MAGNITUDES[2]] if 2 in bits else [0.0] * 4
     ring_tile = MICRO_BLOCK * ring_slot_bytes(head_dim) if variant.ring_block else 0
-    stage = max(2 * page.micro_block_bytes, ring_tile)
+    tile_blocks = tile_blocks or TILE_BLOCKS
+    stage = max(tile_blocks * page.micro_block_bytes, ring_tile)
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     values: dict[str, object] = {
         "HEAD_DIM": head_dim,
@@ -84,6 +89,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant, sta
         "QUERY_GROUP": group,
         "COLUMNS": columns,
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
+        "TILE_BLOCKS": tile_blocks,
         "RING_BLOCK": variant.ring_block,
         "RECENT": variant.recent,
         "HAS_BIAS": int(variant.has_bias),

@@ -160,29 +160,17 @@ INLINE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
                  " @!done bra again; }" :: "r"(barrier), "r"(parity) : "memory");
 }
-// By one lane, and by each lane that has a piece of what it announced.
+INLINE bool elect_lane() {
+    u32 elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
+}
+// What all copies of a barrier's turn bring together, announced by one lane.
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 template <int BYTES>
-INLINE void copy_piece(u32 target, u32 barrier, const u8* source) {
+INLINE void copy_bulk(u32 target, u32 barrier, const u8* source) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(target), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
-}
-// One lane of the warp copies BYTES from each source, one behind the other.
-template <int BYTES>
-INLINE void copy_bulk(u32 target, u32 barrier, const u8* source) {
-    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff;"
-                 " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %1, [%0]; }"
-                 :: "r"(barrier), "n"(BYTES), "r"(target), "l"(source) : "memory");
-}
-template <int BYTES>
-INLINE void copy_bulk(u32 target, u32 barrier, const u8* first, const u8* second) {
-    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff;"
-                 " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%2], [%3], %4, [%0];"
-                 " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%5], [%6], %4, [%0]; }"
-                 :: "r"(barrier), "n"(2 * BYTES), "r"(target), "l"(first), "n"(BYTES), "r"(target + BYTES), "l"(second)
-                 : "memory");
 }

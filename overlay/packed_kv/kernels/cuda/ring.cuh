@@ -32,8 +32,8 @@ struct Ring {
         int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
         token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
         const u32 block = table[token / TOKENS_OF_BLOCK];
-        copy_piece<piece_bytes>(target + lane.index * piece_bytes, barrier,
-                                cache + (u64)block * block_stride + token % TOKENS_OF_BLOCK * RING_SLOT);
+        copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
+                               cache + (u64)block * block_stride + token % TOKENS_OF_BLOCK * RING_SLOT);
     }
 };
 
