@@ -111,10 +111,9 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
     });
 }
 
-INLINE void attend_tile(const Arguments& a, State& state, const Queries& queries, const Tables& tables, const Lane& lane,
-                        u32 tile, int first_token, int masked_from) {
-    float scores[TILE_BLOCKS][4];
-    u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
+// A tile's scores and V's scales.
+INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane& lane, u32 tile,
+                       float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS]) {
     const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
@@ -131,9 +130,19 @@ INLINE void attend_tile(const Arguments& a, State& state, const Queries& queries
             },
             scores[b.value]);
     });
+}
+
+// From scores to weights.
+INLINE void weigh_tile(const Arguments& a, State& state, const Lane& lane, int first_token, int masked_from,
+                       float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
+                       u32 (&operands)[TILE_BLOCKS][2]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane, first_token, scores, scales);
     soften(state, scores, 1 / UNIT, scales, operands);
+}
+
+INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
+                     const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][2]) {
     for_each<TILE_BLOCKS>([&](auto b) {
         Words words;
         load_words(words, tile + b.value * MICRO_BLOCK_BYTES + VALUE_CODES, lane.index);
@@ -200,16 +209,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     }
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = share.low + share.count;
     const Tables tables((u32)(request.seq_len >> 31));
+#if PIPELINED
+    float scores[TILE_BLOCKS][4];
+    u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
+    if (share.count) {
+        barrier_wait(stages.barrier, stages.parity);
+        score_tile(queries, tables, lane, stages.stage, scores, scales);
+        weigh_tile(a, state, lane, TILE_TOKENS * share.low, masked_from, scores, scales, operands);
+#pragma unroll 1
+        for (int tile = share.low; tile < last - 1; tile++) {
+            u32 next[TILE_BLOCKS];
+            pages.find(tile + STAGES, next);
+            const u32 stage = stages.stage, barrier = stages.barrier;
+            stages.next();
+            barrier_wait(stages.barrier, stages.parity);
+            float next_scores[TILE_BLOCKS][4];
+            u32 next_scales[TILE_BLOCKS][SETS];
+            score_tile(queries, tables, lane, stages.stage, next_scores, next_scales);
+            add_tile(state, tables, lane, stage, scales, operands);
+            sync_warp();
+            if (tile + STAGES < last) pages.copy(tile + STAGES, next, stage, barrier);
+            weigh_tile(a, state, lane, TILE_TOKENS * (tile + 1), masked_from, next_scores, next_scales, operands);
+            for_each<TILE_BLOCKS * SETS>([&](auto i) { scales[i.value / SETS][i.value % SETS] = next_scales[i.value / SETS][i.value % SETS]; });
+        }
+        add_tile(state, tables, lane, stages.stage, scales, operands);
+    }
+#else
 #pragma unroll 1
     for (int tile = share.low; tile < last; tile++) {
         u32 next[TILE_BLOCKS];
         pages.find(tile + STAGES, next);
+        float scores[TILE_BLOCKS][4];
+        u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
         barrier_wait(stages.barrier, stages.parity);
-        attend_tile(a, state, queries, tables, lane, stages.stage, TILE_TOKENS * tile, masked_from);
+        score_tile(queries, tables, lane, stages.stage, scores, scales);
+        weigh_tile(a, state, lane, TILE_TOKENS * tile, masked_from, scores, scales, operands);
+        add_tile(state, tables, lane, stages.stage, scales, operands);
         sync_warp();
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();
     }
+#endif
     finish(state);
     if constexpr (WARPS == 1) store_partial(a, request, head, split, splits, lane, state);
     else combine_warps(a, request, head, index, warp, lane, state);

@@ -96,6 +96,7 @@ def constants(
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
         "STAGES": stages,
+        "PIPELINED": int(stages > 2),
         "BLOCKS": WARPS_A_MULTIPROCESSOR // warps,
         "IS_FINAL": int(variant.is_final),
         "STAGE_BYTES": stage,
