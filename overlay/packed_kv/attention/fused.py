@@ -102,7 +102,7 @@ class FusedDecode:
         )
         logger.info_once(
             "KV cache: decodes are served by the %s",
-            "CUDA kernel" if refused is None else f"Triton kernel; the CUDA kernel does not take {refused}",
+            "CUDA kernel" if refused is None else f"Triton kernel (the CUDA kernel does not serve {refused})",
             scope="local",
         )
         self.cuda_tensors: tuple[torch.Tensor, torch.Tensor] | None = None

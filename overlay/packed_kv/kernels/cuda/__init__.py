@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 HEAD_DIMS = (64, 128)
@@ -35,6 +36,17 @@ def refusal(
         return "a sliding window"
     if logits_soft_cap:
         return "a soft cap"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        return "the package cuda-bindings is missing"
+        return "a machine without the package cuda-bindings"
+    from .nvrtc import compiler_version
+
+    try:
+        compiler_version()
+    except RuntimeError as error:  # the binding's word for a library that it cannot load
+        return f"a machine without NVRTC ({str(error).splitlines()[0]})"
     return None

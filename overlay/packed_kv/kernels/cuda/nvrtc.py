@@ -27,8 +27,7 @@ def cubin(constants: dict[str, str]) -> bytes:
     """Machine code of the kernel with its `constants`, from the cache or compiled (2 to 3 s)."""
     sources = {name: read_source(name) for name in (MAIN, *HEADERS)}
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(constants.items())))
-    version = _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((sources, options, version)).encode()).hexdigest()
+    key = hashlib.sha256(repr((sources, options, compiler_version())).encode()).hexdigest()
     path = cache_folder() / f"decode-{key[:32]}.cubin"
     try:
         return path.read_bytes()
@@ -36,6 +35,11 @@ def cubin(constants: dict[str, str]) -> bytes:
         code = _compile(sources, options)
     _keep(path, code)
     return code
+
+
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's. Raises RuntimeError where there is none."""
+    return _checked(nvrtc.nvrtcVersion())
 
 
 def cache_folder() -> Path:
@@ -88,4 +92,4 @@ def _checked(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if int(status):
         raise CompileError(f"{type(status).__name__}: {status.name}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else tuple(values)
