@@ -95,7 +95,8 @@ class FusedDecode:
         """Write new tokens, into the ring too if the plan has `ring_slots`; see `store_tokens`."""
         if plan is None:
             return
-        held_for = (cache.data_ptr(), key.stride(), value.stride(), None if ring is None else ring.data_ptr())
+        ring_address = None if ring is None else ring.data_ptr()
+        held_for = (cache.data_ptr(), key.stride(), value.stride(), key.dtype, ring_address)
         name = ("store", ring is None, only_ring)
         launch = self._held(name, held_for)
         if launch is None:
@@ -156,7 +157,8 @@ class FusedDecode:
             output: as `query`; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
         """
-        held_for = (cache.data_ptr(), query.stride(), output.stride(), None if ring is None else ring.cache.data_ptr())
+        ring_address = None if ring is None else ring.cache.data_ptr()
+        held_for = (cache.data_ptr(), query.stride(), output.stride(), query.dtype, ring_address)
         launches = self._held("decode", held_for)
         if launches is None:
             rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)

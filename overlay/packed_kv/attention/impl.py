@@ -171,7 +171,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             raise RuntimeError(f"{self.kv_cache_dtype}: a prefill is planned on the host; no CUDA graph can hold it")
         if self.prefill is not None:
             own_key, own_value = (None, None) if shared else (key, value)
-            ring = recent.ring(decodes, len(attn_metadata.context)) if recent and not shared else None
+            ring = None
+            if recent and not shared and not attn_metadata.has_new_prompts(decodes):
+                ring = recent.ring(decodes, len(attn_metadata.context))
             self.prefill.attend(query, own_key, own_value, kv_cache, attn_metadata, decodes, output, ring)
         else:
             self._attend_in_pytorch(query, key, value, kv_cache, attn_metadata, recent, decodes, output)

@@ -53,7 +53,10 @@ class PackedMetadata(AttentionMetadata):
 
     def has_new_prompts(self, first: int) -> bool:
         """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
-        return self.query_starts[-1] - self.query_starts[first] == sum(self.context[first:])
+        name = ("new prompts", first)
+        if name not in self.plans:
+            self.plans[name] = self.query_starts[-1] - self.query_starts[first] == sum(self.context[first:])
+        return self.plans[name]
 
     @classmethod
     def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device) -> PackedMetadata:

@@ -155,7 +155,7 @@ class FlashPrefill:
             over_part = over_parts[: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            launch = self._launch("combine", output.stride(), lambda: bind_combine(output))
+            launch = self._launch("combine", (output.stride(), output.dtype), lambda: bind_combine(output))
             combine(output[seen], sums[:, seen], over_part, part_sums, launch)
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
