@@ -178,7 +178,7 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(tile: tuple[int, int], arch: int) -> Case:
+def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.merge:_merge_kernel",
@@ -186,9 +186,11 @@ def merge_case(tile: tuple[int, int], arch: int) -> Case:
         types=dict(
             partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
+            sinks="*bf16", bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, PART=128, ROWS=rows, SPLITS=splits
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, PART=128, ROWS=rows, SPLITS=splits,
+            HAS_SINKS=sinks, HAS_BIAS=sinks,
         ),
         options=dict(num_warps=8 if rows >= 8 else 4),
         unaligned=("rows", "splits"),
@@ -196,7 +198,7 @@ def merge_case(tile: tuple[int, int], arch: int) -> Case:
 
 
 def test_merge_stays_in_registers():
-    keys = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)]
+    keys = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [((8, 8), 90, True)]
     for key, resources in zip(keys, compile_kernels([merge_case(*key) for key in keys]), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

@@ -147,6 +147,7 @@ def flash_attention(
 
 
 QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,8 @@ QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
         (False, {"transformed": True, "logits_soft_cap": 3.0}),
         (False, {"transformed": True, "capacity": 48}),
         (True, {"transformed": True, "sliding_window": 60}),
+        (False, {"transformed": True, "capacity": 48, "sinks": SINKS}),
+        (False, {"sliding_window": 24, "sinks": SINKS}),
     ],
     ids=str,
 )
@@ -207,11 +210,13 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
                 torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
             ]
         expected = torch.empty(QUERY_LENS[i], heads * group, head_dim, device=DEVICE)
-        flash_attention(
+        _, sums = flash_attention(
             query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
             cu_seqlens_k=torch.tensor([0, seq_lens[i]]), max_seqlen_k=seq_lens[i], softmax_scale=0.2, causal=True,
             window_size=((attention.sliding_window or 0) - 1, 0), softcap=attention.logits_soft_cap, out=expected,
         )  # fmt: skip
+        if attention.sinks is not None:
+            expected *= torch.sigmoid(sums.T - attention.sinks)[..., None]
         assert (output[rows].float() - expected).norm() < 1.5e-3 * expected.norm()
 
 

@@ -67,6 +67,10 @@ class PackedAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 

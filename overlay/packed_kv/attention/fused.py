@@ -25,13 +25,13 @@ class FusedDecode:
     Args:
         codec: of the layer, on a CUDA device.
         query_heads, kv_heads: of this rank.
-        options: scale, window and soft cap.
+        options: see `AttentionOptions`.
     """
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.group = query_heads // kv_heads
-        self.bias_rows = codec.query_bias_rows(capped=bool(options.logits_soft_cap))
+        self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
@@ -83,7 +83,9 @@ class FusedDecode:
             query_bias=query_bias, max_query_len=max_query_len, sliding_window=self.options.sliding_window,
             logits_soft_cap=self.options.logits_soft_cap, max_registers=self.max_registers, ring=ring,
         )  # fmt: skip
-        merge(partial, stats, self.from_rotated, output.view(tokens, self.kv_heads, self.group, head_dim))
+        lacking = None if self.options.sinks is None or self.options.logits_soft_cap else query_bias
+        result = output.view(tokens, self.kv_heads, self.group, head_dim)
+        merge(partial, stats, self.from_rotated, result, self.options.sinks, lacking)
 
     def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""

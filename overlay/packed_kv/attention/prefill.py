@@ -17,7 +17,7 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.combine import combine
+from ..kernels.combine import apply_sinks, combine
 from ..kernels.gather import gather, unrotate
 from ..kernels.merge import rotation_matrix
 from ..kernels.ring import gather_ring
@@ -43,7 +43,7 @@ class FlashPrefill:
     Args:
         codec: of the layer.
         query_heads, kv_heads: of this rank.
-        options: scale, window and soft cap.
+        options: see `AttentionOptions`.
         max_tokens, max_requests: of a batch.
         flash_attention: see `find_flash_attention`.
     """
@@ -105,6 +105,8 @@ class FlashPrefill:
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
             combine(output[seen], sums[:, seen], over_part, part_sums)
+        if self.options.sinks is not None:
+            apply_sinks(output, sums, self.options.sinks)
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""

@@ -134,17 +134,18 @@ class PagedCodec:
 
         Returns:
             [tokens, KV heads, queries a KV head, 2]: the query's products with K's mean, for every key (a softmax
-            does not see it, a soft cap before it does), and with the first token's mean less that, for the first key
-            of the sequence alone. None if K has no means.
+            does not see it, a soft cap before it or a sink beside it does), and with the first token's mean less that,
+            for the first key of the sequence alone. None if K has no means.
         """
-        rows = self.query_bias_rows(capped=True)
+        rows = self.query_bias_rows(whole=True)
         return None if rows is None else query @ rows.to(query.dtype).transpose(1, 2)
 
-    def query_bias_rows(self, *, capped: bool) -> torch.Tensor | None:
+    def query_bias_rows(self, *, whole: bool) -> torch.Tensor | None:
         """What a query's two biases are its products with, fp32 [1 or KV heads, 2, head_dim]. None if its scores need
-        none: without means, and with one mean for all tokens unless the scores are `capped`."""
+        none: without means, and with one mean for all tokens unless scores have to be `whole`, for a soft cap or a
+        sink."""
         transform = self.key.transform
-        return transform.mean_rows() if transform.first_mean is not None or capped else None
+        return transform.mean_rows() if transform.first_mean is not None or whole else None
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, KV heads, queries a KV head, head_dim], sums of stored V -> the same, of V."""

@@ -14,6 +14,8 @@ from ..codecs.codec import Codec
 from . import power_of_2
 from .decode import LOG2_E
 
+_LOG2_E = tl.constexpr(LOG2_E)
+
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
     """The matrix M with x @ M = `rotate(x / scale)`, or, inverse, `unrotate(x) / scale`, with the scale of the codec's
@@ -98,21 +100,30 @@ def rotate_query(
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
     partial_output, partial_stats, matrix, output, rows, token_stride, head_stride, matrix_head_stride, splits,
+    sinks, bias,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two."""
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    slot = (row // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + row % QUERY_GROUP) * splits
-    slot = slot[:, None] + split[None, :]
+    place = row // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + row % QUERY_GROUP
+    slot = place[:, None] * splits + split[None, :]
     known = (row < rows)[:, None] & (split < splits)[None, :]
     # [rows, splits, channels]: with splits first, this kernel took 4.9 to 6.3 us where it takes 3.2.
     maxima = tl.load(partial_stats + slot * 2, mask=known, other=-1.0e30)
     totals = tl.load(partial_stats + slot * 2 + 1, mask=known, other=0.0)
-    weights = tl.exp2(maxima - tl.max(maxima, 1)[:, None])
+    top = tl.max(maxima, 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * QUERY_GROUP + row % QUERY_GROUP).to(tl.float32) * _LOG2_E
+        if HAS_BIAS:  # which the scores of all keys lack
+            sink -= tl.load(bias + place * 2, mask=row < rows, other=0.0)
+        top = tl.maximum(top, sink)
+    weights = tl.exp2(maxima - top[:, None])
     total = tl.sum(totals * weights, 1)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
     norm = tl.where(total > 0, 1 / total, 0.0)
 
     part, channel = tl.arange(0, PART), tl.arange(0, PADDED_DIM)
@@ -141,7 +152,12 @@ the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3
 
 
 def merge(
-    partial_output: torch.Tensor, partial_stats: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor
+    partial_output: torch.Tensor,
+    partial_stats: torch.Tensor,
+    matrix: torch.Tensor,
+    output: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    query_bias: torch.Tensor | None = None,
 ) -> None:
     """Combine the splits of `decode` and rotate the result back.
 
@@ -151,9 +167,12 @@ def merge(
         matrix: `rotation_matrix(..., inverse=True)` of the V codec, [1 or KV heads, head_dim, head_dim].
         output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, head_dim], unit stride over channels and the
             heads evenly strided; filled.
+        sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
+        query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.
     """
     tokens, kv_heads, group, head_dim = output.shape
     splits = partial_output.shape[2]
+    assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
     assert splits <= 128, splits
     assert output.stride(-1) == 1, output.stride()
     padded_splits, rows = next(tile for tile in MERGE_TILES if splits <= tile[0])
@@ -161,7 +180,9 @@ def merge(
     _merge_kernel[(-(-tokens * group // rows), kv_heads)](
         partial_output, partial_stats, matrix, output, tokens * group, output.stride(0), output.stride(2),
         0 if len(matrix) == 1 else matrix.stride(0), splits,
+        partial_stats if sinks is None else sinks, partial_stats if query_bias is None else query_bias,
         KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
         PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-        ROWS=rows, SPLITS=padded_splits, num_warps=8 if rows >= 8 or head_dim > 128 else 4,
+        ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=query_bias is not None,
+        num_warps=8 if rows >= 8 or head_dim > 128 else 4,
     )  # fmt: skip
