@@ -1,4 +1,4 @@
-"""Model variety: heads, head sizes, windows, soft caps, skipped and shared layers, activation types, block sizes.
+"""Model variety: heads, head sizes, windows, soft caps, sinks, skipped and shared layers, activation types, block sizes.
 
 The truth is transformers in float64, with K and V sent through the public codec. The engine stores, pages, chunks and
 reads them back, and has to come to the same logits: its own arithmetic is fp32, and a code that flips because of that
@@ -32,6 +32,7 @@ MODELS = {
     "soft_cap": tiny_models.gemma2,
     "interleaved": tiny_models.gemma3,
     "head_sizes_and_shared_layers": tiny_models.gemma4,
+    "attention_sinks": tiny_models.gpt_oss,
 }
 TOKEN_IDS = torch.randint(VOCAB := tiny_models.VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNK = 37
