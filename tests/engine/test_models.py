@@ -1,4 +1,4 @@
-"""Model variety: heads, head sizes, windows, soft caps, sinks, skipped and shared layers, activation types, block sizes.
+"""Model variety: heads, head sizes, windows, soft caps, sinks, skipped and shared layers, activations, block sizes.
 
 The truth is transformers in float64, with K and V sent through the public codec. The engine stores, pages, chunks and
 reads them back, and has to come to the same logits: its own arithmetic is fp32, and a code that flips because of that

@@ -45,8 +45,8 @@ MODELS = (tiny_models.mistral, tiny_models.gemma3, tiny_models.gemma4, tiny_mode
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_models(make, tmp_path: Path) -> None:
-    """Sliding and full layers, shared caches, sinks: with a window as long as the sliding one, or the text, little is left to
-    pay for, in whatever chunks the text is read."""
+    """Sliding and full layers, shared caches, sinks: with a window as long as the sliding one, or the text, little is
+    left to pay for, in whatever chunks the text is read."""
     model = tiny_models.save(make(), tmp_path)
     token_ids = torch.randint(3, 250, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256}
