@@ -25,6 +25,7 @@ from vllm import SamplingParams
 MODELS = {
     "gqa": tiny_models.llama,
     "mha": partial(tiny_models.llama, num_key_value_heads=4),
+    "head_dim_80": partial(tiny_models.llama, head_dim=80),
     "head_dim_96": partial(tiny_models.llama, head_dim=96),
     "head_dim_192": partial(tiny_models.llama, head_dim=192),
     "head_dim_256": partial(tiny_models.llama, head_dim=256),

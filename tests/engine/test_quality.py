@@ -119,12 +119,12 @@ def test_a_dtype_that_the_model_cannot_have_is_refused_with_the_reason(
     sweep: Sweep, demo_model: str, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    tiny_models.save(tiny_models.llama(head_dim=80, vocab_size=4096), model)
+    tiny_models.save(tiny_models.llama(head_dim=72, vocab_size=4096), model)
     for path in Path(demo_model).glob("tokenizer*"):
         shutil.copy(path, model)
     code, found = sweep("--model", str(model), "--kv-cache-memory", "16M", "--dtypes", "tq4", *GENERAL)
     assert code == 1
-    assert "head size must be a multiple of 32" in found["refused"]["tq4"]
+    assert "head size must be a multiple of 16" in found["refused"]["tq4"]
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("isoquant4", 32), ("isoquant4", 1), ("turboquant25", 32)])

@@ -40,7 +40,7 @@ def test_nearest_tokens_cost_most(demo_model: str) -> None:
     assert tokens[200] < tokens[None] < tokens[0]
 
 
-MODELS = (tiny_models.mistral, tiny_models.gemma3, tiny_models.gemma4, tiny_models.gpt_oss)
+MODELS = (tiny_models.mistral, tiny_models.gpt_oss, tiny_models.gemma4)
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)

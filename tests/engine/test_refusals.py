@@ -72,8 +72,8 @@ MODELS = {
         "does not support chunked attention",
     ),
     "head_dim": (
-        lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=80),
-        "head size must be a multiple of 32 (head size 80",
+        lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
+        "head size must be a multiple of 16 (head size 72",
     ),
 }
 """What -> (configuration, words of the refusal)."""

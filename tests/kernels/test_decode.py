@@ -44,12 +44,12 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         value = codec.value.decode(codec.value.encode(value))
         rows = slice(int(start[i]), int(start[i]) + count)
         expected[rows] = attention(query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks)
-    rotated = torch.empty(len(query), kv_heads, group, head_dim, dtype=torch.float16, device=DEVICE)
+    rotated = torch.empty(len(query), kv_heads, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
     bias_rows, bias = codec.query_bias_rows(whole=soft_cap is not None or sinks is not None), None
     if bias_rows is not None:
         bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
-    partial = torch.full((len(query), kv_heads * group, splits, head_dim), float("nan"), device=DEVICE)
+    partial = torch.full((len(query), kv_heads * group, splits, codec.key.stored_dim), float("nan"), device=DEVICE)
     stats = torch.full((len(query), kv_heads * group, splits, 2), float("nan"), device=DEVICE)
     decode(
         page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
@@ -86,7 +86,7 @@ def test_formats(name):
     assert relative_rms(*run(name)) < BOUND
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant25", "turboquant35"])
 def test_head_dims(name, head_dim):
     assert relative_rms(*run(name, head_dim=head_dim, kv_heads=1, seq_lens=(1, 50))) < BOUND
@@ -101,7 +101,7 @@ def test_head_dims(name, head_dim):
         {"group": 7, "kv_heads": 1},
         {"block_size": 32},
         {"block_size": 48},
-        {"splits": 1},
+        {"head_dim": 112, "splits": 1},
         {"splits": 9},
         {"window": 20},
         {"window": 64, "seq_lens": (200, 64, 65)},
@@ -151,6 +151,7 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
     [
         ("tq4", {}),
         ("turboquant25", {"head_dim": 96, "soft_cap": 5.0}),
+        ("tq4", {"head_dim": 80, "kv_heads": 2}),
         ("tq4", {"sinks": torch.bfloat16}),
         ("tq4", {"sinks": torch.bfloat16, "soft_cap": 5.0}),
         ("tq4", {"sinks": torch.bfloat16, "without": "key_first_mean"}),

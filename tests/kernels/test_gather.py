@@ -165,14 +165,17 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
         (True, {"transformed": True, "sliding_window": 60}),
         (False, {"transformed": True, "capacity": 48, "sinks": SINKS}),
         (False, {"sliding_window": 24, "sinks": SINKS}),
+        (False, {"transformed": True, "capacity": 48, "head_dim": 80}),
+        (True, {"capacity": 48, "head_dim": 80}),
     ],
     ids=str,
 )
 def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row sees its prefix as decoded, and its chunk raw (decoded where the layer has no K and V of its own)."""
     generator = torch.Generator().manual_seed(1)
-    head_dim, heads, group, block_size, first = 64, 2, 2, 16, 1
+    heads, group, block_size, first = 2, 2, 16, 1
     options = dict(options)
+    head_dim = options.pop("head_dim", 64)
     capacity = options.pop("capacity", 4096)
     given = transforms(heads, head_dim) if options.pop("transformed", False) else {}
     codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
@@ -181,7 +184,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     attention = AttentionOptions(scale=0.2, **options)
     prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash_attention)
     prefill.capacity = capacity if not shared else max(capacity, sum(QUERY_LENS) + 16 * len(QUERY_LENS))
-    gathered = (prefill.capacity, heads, head_dim)
+    gathered = (prefill.capacity, heads, codec.key.stored_dim)
     shapes = ((gathered, torch.float16), (gathered, torch.float16), ((sum(QUERY_LENS), heads * group, head_dim), None))
     monkeypatch.setattr(
         prefill,

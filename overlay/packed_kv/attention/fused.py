@@ -75,7 +75,7 @@ class FusedDecode:
         """
         tokens, _, head_dim = query.shape
         splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, head_dim, splits)
+        rotated, partial, stats, *bias = self.reserve(tokens, splits)
         query_bias = bias[0] if bias else None
         rotate_query(query, self.to_rotated, rotated, self.options.scale, self.bias_rows, query_bias)
         decode(
@@ -87,18 +87,19 @@ class FusedDecode:
         result = output.view(tokens, self.kv_heads, self.group, head_dim)
         merge(partial, stats, self.from_rotated, result, self.options.sinks, lacking)
 
-    def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
+    def reserve_largest(self, max_requests: int, max_query_len: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
         rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
-        self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.group), head_dim, 1)
+        self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.group), 1)
 
-    def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
+    def reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
+        stored_dim = self.codec.key.stored_dim
         bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
         return current_workspace_manager().get_simultaneous(
-            ((tokens, self.kv_heads, self.group, head_dim), torch.float16),
-            ((tokens, self.query_heads, splits, head_dim), torch.float32),
+            ((tokens, self.kv_heads, self.group, stored_dim), torch.float16),
+            ((tokens, self.query_heads, splits, stored_dim), torch.float32),
             ((tokens, self.query_heads, splits, 2), torch.float32),
             *bias,
         )

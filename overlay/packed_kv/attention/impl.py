@@ -256,7 +256,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
         if self.fused is not None and key is not None:
-            self.fused.reserve_largest(self.max_requests, self.longest_decode, self.head_size)
+            self.fused.reserve_largest(self.max_requests, self.longest_decode)
             if self.prefill is not None:
                 self.prefill.reserve(query.dtype)
             # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.

@@ -112,11 +112,11 @@ class FlashPrefill:
         """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""
         from vllm.v1.worker.workspace import current_workspace_manager
 
-        head_dim = self.codec.key.head_dim
+        key = self.codec.key
         return current_workspace_manager().get_simultaneous(
-            ((self.capacity, self.kv_heads, head_dim), torch.float16),
-            ((self.capacity, self.kv_heads, head_dim), torch.float16),
-            ((self.max_tokens, self.query_heads, head_dim), dtype),
+            ((self.capacity, self.kv_heads, key.stored_dim), torch.float16),
+            ((self.capacity, self.kv_heads, key.stored_dim), torch.float16),
+            ((self.max_tokens, self.query_heads, key.head_dim), dtype),
         )
 
     def _plan(
@@ -149,7 +149,8 @@ class FlashPrefill:
         if ring is not None and part.recent is not None:
             gather_ring(ring, part.recent, key, value)
         key_matrix, value_matrix = self.matrices
-        return [unrotate(key, key_matrix, dtype, self.means, part.first_tokens), unrotate(value, value_matrix, dtype)]
+        key = unrotate(key, key_matrix, dtype, self.means, part.first_tokens)
+        return [x[..., : self.codec.key.head_dim] for x in (key, unrotate(value, value_matrix, dtype))]
 
     def _flash(
         self,

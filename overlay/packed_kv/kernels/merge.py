@@ -19,9 +19,9 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
     """The matrix M with x @ M = `rotate(x / scale)`, or, inverse, `unrotate(x) / scale`, with the scale of the codec's
-    channels: fp16 [1 or KV heads, head_dim, head_dim]."""
+    channels: fp16 [1 or KV heads, stored_dim, stored_dim]; a head's padding has rows and columns, too."""
     per_head = codec.heads is not None
-    identity = torch.eye(codec.head_dim, device=codec.device).unsqueeze(1).repeat(1, kv_heads if per_head else 1, 1)
+    identity = torch.eye(codec.stored_dim, device=codec.device).unsqueeze(1).repeat(1, kv_heads if per_head else 1, 1)
     unscale = codec.transform.unscale
     matrix = unscale(codec.unrotate(identity)) if inverse else codec.rotate(unscale(identity))
     return matrix.transpose(0, 1).to(torch.float16).contiguous()
@@ -31,8 +31,8 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 def _rotate_query_kernel(
     query, matrix, rotated, rows, token_stride, head_stride, matrix_head_stride, scale,
     bias_rows, bias, bias_rows_head_stride,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1)
@@ -44,7 +44,10 @@ def _rotate_query_kernel(
     bias_rows += head.to(tl.int64) * bias_rows_head_stride
     bias0, bias1 = tl.zeros([ROWS, 32], tl.float32), tl.zeros([ROWS, 32], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
-        x = tl.load(source[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
+        known = (row < rows)[:, None]
+        if start + 32 > QUERY_DIM:
+            known = known & (start + part < QUERY_DIM)[None, :]
+        x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0)
         m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         result = tl.dot(x.to(tl.float16), m, result)
@@ -73,9 +76,9 @@ def rotate_query(
     Args:
         query: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels.
         matrix: `rotation_matrix` of the K codec.
-        rotated: fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; filled.
+        rotated: fp16 [tokens, KV heads, queries a KV head, stored_dim], contiguous; filled.
         scale: attention scale.
-        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, head_dim], contiguous, or None.
+        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, stored_dim], contiguous, or None.
         bias: with `bias_rows`: fp32 [tokens, query heads, 2], contiguous; filled with the queries' products with them,
             times `scale` and log2 e too.
     """
@@ -92,8 +95,8 @@ def rotate_query(
         query, matrix, rotated, row_count, query.stride(0), query.stride(1),
         0 if len(matrix) == 1 else matrix.stride(0), scale * LOG2_E,
         *bias_arguments,
-        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=16,
-        HAS_BIAS=bias is not None, num_warps=4,
+        KV_HEADS=kv_heads, QUERY_GROUP=group, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
+        PADDED_DIM=power_of_2(head_dim), ROWS=16, HAS_BIAS=bias is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -102,7 +105,8 @@ def _merge_kernel(
     partial_output, partial_stats, matrix, output, rows, token_stride, head_stride, matrix_head_stride, splits,
     sinks, bias,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two."""
     head = tl.program_id(1)
@@ -143,7 +147,7 @@ def _merge_kernel(
     index = (tl.program_id(0) * ROWS + row).to(tl.int64)
     target = output + index // QUERY_GROUP * token_stride + (head * QUERY_GROUP + index % QUERY_GROUP) * head_stride
     tl.store(target[:, None] + channel[None, :], result.to(output.dtype.element_ty),
-             mask=((row < ROWS) & (index < rows))[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
+             mask=((row < ROWS) & (index < rows))[:, None] & (channel < OUTPUT_DIM)[None, :])  # fmt: skip
 
 
 MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
@@ -162,16 +166,16 @@ def merge(
     """Combine the splits of `decode` and rotate the result back.
 
     Args:
-        partial_output: fp32 [tokens, query heads, up to 128 splits, head_dim].
+        partial_output: fp32 [tokens, query heads, up to 128 splits, stored_dim].
         partial_stats: fp32 [tokens, query heads, splits, 2].
-        matrix: `rotation_matrix(..., inverse=True)` of the V codec, [1 or KV heads, head_dim, head_dim].
+        matrix: `rotation_matrix(..., inverse=True)` of the V codec.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, head_dim], unit stride over channels and the
             heads evenly strided; filled.
         sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
         query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.
     """
-    tokens, kv_heads, group, head_dim = output.shape
-    splits = partial_output.shape[2]
+    tokens, kv_heads, group, output_dim = output.shape
+    splits, head_dim = partial_output.shape[2:]
     assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
     assert splits <= 128, splits
     assert output.stride(-1) == 1, output.stride()
@@ -181,7 +185,7 @@ def merge(
         partial_output, partial_stats, matrix, output, tokens * group, output.stride(0), output.stride(2),
         0 if len(matrix) == 1 else matrix.stride(0), splits,
         partial_stats if sinks is None else sinks, partial_stats if query_bias is None else query_bias,
-        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
+        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
         PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
         ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=query_bias is not None,
         num_warps=8 if rows >= 8 or head_dim > 128 else 4,
