@@ -53,9 +53,10 @@ class Statistics:
 def check_head_size(head_size: int) -> None:
     """Raise UserError for a head that no format stores, or in which there is nothing to choose."""
     if head_size % GROUP_SIZE or head_size <= GROUP_SIZE:
+        dtype = "auto" if head_size % HEAD_DIM_STEP else "tq4"
         raise UserError(
             f"heads of {head_size} channels cannot be calibrated: channels are chosen for whole groups of "
-            f"{GROUP_SIZE}, two or more; run this model with --kv-cache-dtype {'auto' if head_size % HEAD_DIM_STEP else 'tq4'}"
+            f"{GROUP_SIZE}, two or more; run this model with --kv-cache-dtype {dtype}"
         )
 
 

@@ -196,7 +196,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
             sinks="*bf16", bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, PART=128, ROWS=rows, SPLITS=splits,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, OUTPUT_DIM=128, PART=128, ROWS=rows, SPLITS=splits,
             HAS_SINKS=sinks, HAS_BIAS=sinks,
         ),
         options=dict(num_warps=8 if rows >= 8 else 4),
