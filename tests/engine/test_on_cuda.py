@@ -164,6 +164,25 @@ def test_attention_sinks(name: str, calibrated: bool, tmp_path: Path) -> None:
         assert mean_kl(decoded, teacher_forced_logits(llm, token_ids, 1)) < costs[0] / 100
 
 
+def test_many_query_heads_decode_in_graphs(tmp_path: Path) -> None:
+    """32 query heads a KV head are 4 tiles of columns."""
+    model = tiny_models.save(tiny_models.llama(num_attention_heads=32, num_key_value_heads=1), tmp_path)
+    token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    options: dict = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(model, "auto", **options) as llm:
+        bf16 = teacher_forced_logits(llm, token_ids, 70)
+    with engine(model, "tq4", **options) as llm:
+        for implementation in implementations(llm):
+            implementation.prefill = None
+        in_pytorch = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 70))
+    captured = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
+    with engine(model, "tq4", **options, **captured) as llm:
+        assert llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+        decoded = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 1))
+    print(f"tq4: KL decoded {decoded:.4f}, in PyTorch {in_pytorch:.4f}")
+    assert decoded == pytest.approx(in_pytorch, rel=0.3)
+
+
 def implementations(llm: LLM) -> Iterator:
     """The attention implementation of each layer."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()

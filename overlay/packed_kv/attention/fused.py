@@ -12,11 +12,11 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.decode import MAX_REGISTERS, decode, split_count
+from ..kernels.decode import COLUMNS, MAX_REGISTERS, decode, split_count
 from ..kernels.merge import merge, rotate_query, rotation_matrix
 from ..kernels.store import store_tokens
 from .active_blocks import AttentionOptions
-from .routes import MAX_COLUMNS
+from .routes import longest_fused
 
 
 class FusedDecode:
@@ -31,6 +31,8 @@ class FusedDecode:
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.group = query_heads // kv_heads
+        self.programs = kv_heads * -(-self.group // COLUMNS)
+        """Of a query token and split."""
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
@@ -74,7 +76,7 @@ class FusedDecode:
             ring: of these requests, their new tokens included; None: there is none.
         """
         tokens, _, head_dim = query.shape
-        splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
+        splits = split_count(len(seq_lens) * self.programs, self.multiprocessors)
         rotated, partial, stats, *bias = self.reserve(tokens, splits)
         query_bias = bias[0] if bias else None
         rotate_query(query, self.to_rotated, rotated, self.options.scale, self.bias_rows, query_bias)
@@ -90,8 +92,8 @@ class FusedDecode:
     def reserve_largest(self, max_requests: int, max_query_len: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
-        rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
-        self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.group), 1)
+        rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts)
+        self.reserve(rows * min(max_query_len, longest_fused(self.group)), 1)
 
     def reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
