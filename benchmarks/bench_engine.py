@@ -47,25 +47,27 @@ def graph_sizes(max_requests: int) -> list[int]:
 
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
-    recent_tokens: int | None = None,
+    recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
+    memory_share: float = 0.9,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
-    `recent_tokens`: of the packed dtypes' recent window; None: their default.
+    `recent_tokens`: of the packed dtypes' recent window; None: their default. `chunk`: tokens of a step.
+    `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
+    `memory_share`: of the device; less where engines share it.
     """
     from vllm import LLM
 
     options = {} if recent_tokens is None else {"additional_config": {"packed_kv": {"recent_tokens": recent_tokens}}}
-
+    if compilation is None:
+        sizes = graph_sizes(max_requests)
+        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, max_model_len=max_model_len, max_num_batched_tokens=CHUNK,
-        max_num_seqs=max_requests, gpu_memory_utilization=0.9, kv_cache_memory_bytes=kv_cache_memory,
+        enable_prefix_caching=False, max_model_len=max_model_len, max_num_batched_tokens=chunk,
+        max_num_seqs=max_requests, gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
         tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
-        compilation_config={
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": graph_sizes(max_requests)
-        },
-        **options,
+        compilation_config=compilation, **options,
     )  # fmt: skip
 
 
@@ -101,6 +103,25 @@ def attention_backends(worker: Any) -> str:
     return " + ".join(sorted(names))
 
 
+def time_launches(worker: Any) -> None:
+    """In a worker: from now on, keep the host's seconds of each step's launches; see `launch_seconds`."""
+    execute, worker.launch_seconds = worker.model_runner.execute_model, []
+
+    def timed(*args: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        result = execute(*args, **options)
+        worker.launch_seconds.append(time.perf_counter() - started)
+        return result
+
+    worker.model_runner.execute_model = timed
+
+
+def launch_seconds(worker: Any) -> list[float]:
+    """In a worker: since the last call, the seconds in which each step's model was launched, waiting for nothing."""
+    seconds, worker.launch_seconds = worker.launch_seconds, []
+    return seconds
+
+
 @dataclass(frozen=True)
 class Throughput:
     """What a wave of requests took: seconds in all, until all had a token, and of each step in which all decode."""
@@ -124,6 +145,7 @@ class Engine:
         if groups != 1:
             raise ValueError(f"the model has {groups} KV cache groups; the benchmark takes models with one")
         self._added = 0
+        self._timed: set[str] = set()
 
     def attention(self) -> str:
         """Names of the layers' attention backends, with the version where it is FlashAttention."""
@@ -140,24 +162,17 @@ class Engine:
         self.llm.collective_rpc(copy_pages, args=(ids[: tokens // self.block_size], self.blocks))
         self._drain()
 
-    def fits(self, requests: int, context: int, steps: int) -> bool:
-        """Whether the cache holds what `decode_steps` needs."""
+    def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
+        """Whether the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
         tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS
-        return requests * -(-tokens // self.block_size) < self.blocks
+        return requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size) < self.blocks
 
     def decode_steps(self, requests: int, context: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps in which `requests` requests decode, with `context` tokens or a few more.
 
         The pages must have been filled, and the shape must fit.
         """
-        for _ in range(requests):
-            self._add(context, WARM_UP_STEPS + steps + SPARE_TOKENS)
-        for request in self.scheduler.waiting:
-            request.num_computed_tokens = context - 1  # as after a transfer from another engine's cache
-        while self._step() < requests:
-            pass
-        for _ in range(WARM_UP_STEPS):
-            self._step()
+        self._start_decodes(requests, context, steps)
         times = []
         for _ in range(steps):
             started = time.perf_counter()
@@ -167,6 +182,33 @@ class Engine:
                 raise RuntimeError(f"{decoded} of {requests} requests decoded in a step")
         self._drain()
         return times
+
+    def mixed_steps(self, requests: int, context: int, prompt: int, steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of each of `steps` steps in which `requests` requests decode and a new prompt is prefilled, and of
+        the host's launches in each.
+
+        A prompt that is longer than a step's tokens runs in chunks, the next one behind it: steps are full. The pages
+        must have been filled, and what runs must fit.
+        """
+        self._start_decodes(requests, context, steps)
+        limit = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
+        if "mixed" not in self._timed:
+            self._timed.add("mixed")
+            self.llm.collective_rpc(time_launches)
+        if prompt + requests > limit:
+            for _ in range(steps * limit // prompt + 2):
+                self._add(prompt, 1)
+        self.llm.collective_rpc(launch_seconds)
+        times = []
+        for _ in range(steps):
+            if 0 < prompt <= limit - requests:
+                self._add(prompt, 1)
+            started = time.perf_counter()
+            self._step()
+            times.append(time.perf_counter() - started)
+        launches = self.llm.collective_rpc(launch_seconds)[0]
+        self._drain()
+        return times, launches
 
     def prefill(self, tokens: int, repeats: int) -> list[float]:
         """Seconds until the first token of prompts of `tokens` tokens, one at a time, in chunks; a warm-up before."""
@@ -218,6 +260,17 @@ class Engine:
             yield
         finally:
             pool.free_blocks(taken)
+
+    def _start_decodes(self, requests: int, context: int, steps: int) -> None:
+        """Let `requests` requests decode, with `context` tokens, for WARM_UP_STEPS and `steps` more."""
+        for _ in range(requests):
+            self._add(context, WARM_UP_STEPS + steps + SPARE_TOKENS)
+        for request in self.scheduler.waiting:
+            request.num_computed_tokens = context - 1  # as after a transfer from another engine's cache
+        while self._step() < requests:
+            pass
+        for _ in range(WARM_UP_STEPS):
+            self._step()
 
     def _add(self, tokens: int, output: int) -> None:
         from vllm import SamplingParams

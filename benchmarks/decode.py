@@ -12,37 +12,24 @@ throughput: the scheduler gets the blocks of --budget bytes of KV cache, and as 
 out as fit start at once. `output_tokens_s` is over the whole wave, prefill and all; `decode_tokens_s` is requests over
 the median step in which all of them decode. The first is bounded by prefill, which takes most of the time of such
 requests and does not get faster by a smaller cache; the second is what the cache's size buys.
-
-The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from contextlib import nullcontext, suppress
-from pathlib import Path
+from contextlib import nullcontext
 
 import rows
+import workers
 from packed_kv import FORMATS
 
 DTYPES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", *FORMATS)
 SHAPES = ("32x8192", "128x2048", "1x32768", "8x32768")
 SPARE_TOKENS = 64
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is within reach
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
-}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -61,19 +48,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--recent-tokens", type=int, help="of the packed dtypes' recent window (default: theirs; 0: none)")
     add("--tensor-parallel", type=int, default=1, help="devices that share the model (default: %(default)s)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
-    add("--timeout", type=int, default=300, help="seconds a dtype may take (default: %(default)s)")
-    add("--out", type=Path, default=Path("."), help="folder of the CSV files (default: here)")
-    add("--commit", help="for the rows (default: what git says)")
-    add("--worker", help=argparse.SUPPRESS)
+    workers.add_arguments(parser, timeout=300)
     return parser.parse_args()
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:
-    """In a process of its own: measure one dtype and print a line `ROW [file, row]` for each row."""
+    """In a process of its own: measure one dtype."""
     import bench_engine as engine
     from vllm import LLM  # noqa: F401  (takes seconds; the rest waits for the device)
 
-    if not sys.stdin.readline():
+    if not workers.wait_for_device():
         return
     started = time.monotonic()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
@@ -90,7 +74,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
 
     def emit(file: str, **measured: object) -> None:
-        print("ROW " + json.dumps([file, {"dtype": dtype, **measured, **made_with}]), flush=True)
+        workers.emit(file, {"dtype": dtype, **measured, **made_with})
 
     if shapes:
         device.fill_pages()
@@ -116,69 +100,6 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
         )  # fmt: skip
 
 
-def start_worker(dtype: str, log: Path) -> subprocess.Popen[str]:
-    """A process that imports vLLM and measures once it reads a line."""
-    with log.open("w") as errors:
-        return subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--worker", dtype],
-            env={**ENVIRONMENT, **os.environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
-
-
-def collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argparse.Namespace, commit: str) -> bool:
-    """Let a worker measure; write and print its rows. Whether it ended well."""
-    assert worker.stdin is not None and worker.stdout is not None
-    limit = threading.Timer(options.timeout, worker.kill)
-    limit.daemon = True  # else an error here would wait for it
-    limit.start()
-    with suppress(BrokenPipeError):  # it has failed; its log says why
-        worker.stdin.write("go\n")
-        worker.stdin.close()
-    last = ""
-    for line in worker.stdout:
-        last = line.strip() or last
-        if line.startswith("ROW "):
-            file, row = json.loads(line[4:])
-            rows.append(options.out / file, {**row, "commit": commit})
-            hidden = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
-            shown = {key: value for key, value in row.items() if key not in hidden}
-            print(f"{file:14}", *(f"{key} {value} " for key, value in shown.items()), flush=True)
-        elif line.startswith(f"{dtype}: "):
-            print(line, end="", flush=True)
-    code = worker.wait()
-    if code:
-        reason = f"took more than {options.timeout} s" if not limit.is_alive() else f"exit code {code}"
-        print(f"{dtype} failed ({reason}): {last}\n{log.read_text()[-3000:]}", flush=True)
-    limit.cancel()
-    return code == 0
-
-
-def main() -> int:
-    options = parse_arguments()
-    if options.worker:
-        measure(options.worker, options)
-        return 0
-    commit = options.commit or rows.commit_here()
-    options.out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{i}.log") for i in range(len(options.dtypes))]
-        workers = [start_worker(options.dtypes[0], logs[0])]
-        try:
-            for i, dtype in enumerate(options.dtypes):
-                if i + 1 < len(options.dtypes):
-                    workers.append(start_worker(options.dtypes[i + 1], logs[i + 1]))
-                started = time.monotonic()
-                if not collect(dtype, workers[i], logs[i], options, commit):
-                    failed.append(dtype)
-                print(f"{dtype}: {time.monotonic() - started:.0f} s in all", flush=True)
-        finally:
-            for worker in workers:
-                worker.kill()
-    if failed:
-        print(f"failed: {' '.join(failed)}")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = parse_arguments()
+    sys.exit(workers.run(__file__, arguments, measure))

@@ -58,6 +58,20 @@ def test_decode_rows(folder: Path) -> None:
         assert row["attention"] == f"PACKED_KV_{DTYPE.upper()}" and row["commit"] == "abc1234"
 
 
+def test_mixed_rows(tmp_path: Path) -> None:
+    """A prompt in each step, or chunks of prompts; what does not fit the cache beside the decodes is not measured."""
+    from rows import read
+
+    arguments = f"--model {DEMO_MODEL} --dtypes {DTYPE} --shapes 2x128 --prompts 16 150 1500 --step-tokens 64"
+    arguments += f" --steps 2 --first 1 --no-compile --kv-cache-memory {5 << 20} --together --commit abc1234"
+    output = run("mixed.py", *arguments.split(), "--out", str(tmp_path))
+    assert f"{DTYPE}: 2x128 and prompts of 1500 do not fit the KV cache" in output
+    rows = read(tmp_path / "mixed.csv")
+    assert [(row["dtype"], row["prompt"], row["steps"]) for row in rows] == [(DTYPE, "16", "2"), (DTYPE, "150", "2")]
+    for row in rows:
+        assert 0 < float(row["launch_ms"]) < float(row["p80_ms"]) and float(row["first_ms"]) > 0
+
+
 def test_prefill_rows(folder: Path) -> None:
     from rows import read
 

@@ -8,7 +8,7 @@ import pytest
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
-from packed_kv.kernels import decode, merge, store
+from packed_kv.kernels import decode, merge, pages, store
 from packed_kv.layout import page_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -90,7 +90,7 @@ def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False,
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False, HAS_BIAS=bias,
-            MICRO_BLOCKS_A_BLOCK=1, **decode.kernel_layout(page_layout(fmt, head_dim)),
+            MICRO_BLOCKS_A_BLOCK=1, **pages.kernel_layout(page_layout(fmt, head_dim)),
             RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
         ),
         options=dict(

@@ -1,10 +1,12 @@
 """The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by three.
 
-No host sync, and no allocation once vLLM's profiling run has sized the workspace.
+No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
+its first layer (`plan_decodes`, `plan_store`); a layer then only launches.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +14,49 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.decode import COLUMNS, MAX_REGISTERS, decode, split_count
-from ..kernels.merge import merge, rotate_query, rotation_matrix
-from ..kernels.store import store_tokens
+from ..kernels.decode import (
+    COLUMNS,
+    MAX_REGISTERS,
+    DecodeShape,
+    bind_decode,
+    decode_arguments,
+    decode_grid,
+    split_count,
+)
+from ..kernels.launch import Arguments
+from ..kernels.merge import (
+    bind_merge,
+    bind_rotate_query,
+    merge_arguments,
+    merge_grid,
+    merge_tile,
+    rotate_query_arguments,
+    rotate_query_grid,
+    rotation_matrix,
+)
+from ..kernels.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
 from .routes import longest_fused
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Grids and arguments of a step's launches, and the splits' tile of the merge."""
+
+    rotate: tuple[Grid, Arguments]
+    decode: tuple[Grid, Arguments]
+    merge: tuple[Grid, Arguments]
+    tile: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Grid and arguments of a step's launch."""
+
+    grid: Grid
+    arguments: Arguments
 
 
 class FusedDecode:
@@ -30,78 +70,144 @@ class FusedDecode:
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.group = query_heads // kv_heads
-        self.programs = kv_heads * -(-self.group // COLUMNS)
-        """Of a query token and split."""
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
+        self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
-        self.max_registers = MAX_REGISTERS if properties.major == 9 else None
+        self.shape = DecodeShape(
+            kv_heads, query_heads // kv_heads, codec.key.stored_dim, options.sliding_window, options.logits_soft_cap,
+            self.bias_rows is not None, MAX_REGISTERS if properties.major == 9 else None,
+        )  # fmt: skip
+        self.programs = kv_heads * -(-self.shape.group // COLUMNS)
+        """Of a query token and split."""
+        self.bound: dict[Any, tuple[Any, Any]] = {}
+
+    def plan_store(
+        self, slots: torch.Tensor, positions: torch.Tensor, ring_slots: torch.Tensor | None = None
+    ) -> StorePlan | None:
+        """For a step's tokens: see `store_tokens`. `ring_slots`: of the first of them. None: no tokens."""
+        if not len(slots):
+            return None
+        grid = store_grid(self.codec, len(slots), self.kv_heads)
+        return StorePlan(grid, store_arguments(self.codec, slots, positions, ring_slots))
 
     def store(
         self,
         cache: torch.Tensor,
-        slots: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        **ring: Any,
+        plan: StorePlan | None,
+        ring: torch.Tensor | None = None,
+        *,
+        only_ring: bool = False,
     ) -> None:
-        """Write new tokens; see `store_tokens`."""
-        store_tokens(self.codec, cache, slots, key, value, positions, **ring)
+        """Write new tokens, into the ring too if the plan has `ring_slots`; see `store_tokens`."""
+        if plan is None:
+            return
+        held_for = (cache.data_ptr(), key.stride(), value.stride(), None if ring is None else ring.data_ptr())
+        name = ("store", ring is None, only_ring)
+        launch = self._held(name, held_for)
+        if launch is None:
+            launch = self._hold(name, held_for, bind_store(self.codec, cache, key, value, ring, only_ring=only_ring))
+        launch(plan.grid, (key, value), plan.arguments)
+
+    def plan_decodes(
+        self,
+        tokens: int,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_query_len: int,
+        ring: Ring | None = None,
+    ) -> DecodePlan:
+        """For the decodes of a step, and layers of the same heads.
+
+        Args:
+            tokens: query tokens.
+            block_table: int32 [requests, blocks].
+            query_start: int32 [requests + 1].
+            seq_lens: int32 [requests].
+            max_query_len: known on the host.
+            ring: of these requests, of any of these layers; None: there is none.
+        """
+        shape = self.shape
+        splits = split_count(len(seq_lens) * self.programs, self.multiprocessors)
+        rotated, partial, stats, *bias = self.reserve(tokens, splits)
+        query_bias = bias[0] if bias else None
+        tile = merge_tile(splits)
+        return DecodePlan(
+            rotate=(rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)),
+            decode=(
+                decode_grid(shape, splits, len(seq_lens), max_query_len),
+                decode_arguments(rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring),
+            ),
+            merge=(
+                merge_grid(tokens, shape.kv_heads, shape.group, tile),
+                merge_arguments(partial, stats, shape.group, query_bias),
+            ),
+            tile=tile,
+        )
 
     def attend(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_query_len: int,
+        plan: DecodePlan,
         output: torch.Tensor,
         ring: Ring | None = None,
     ) -> None:
         """Attention of requests with few query tokens, over all of their cached tokens.
 
         Args:
-            query: fp16 or bf16 [tokens, query heads, head_dim].
+            query: fp16 or bf16 [tokens or more, query heads, head_dim].
             cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-            block_table: int32 [requests, blocks].
-            query_start: int32 [requests + 1].
-            seq_lens: int32 [requests].
-            max_query_len: known on the host.
-            output: [tokens, query heads, head_dim], filled.
-            ring: of these requests, their new tokens included; None: there is none.
+            plan: of these tokens.
+            output: as `query`; the rows of these tokens are filled.
+            ring: of the layer, the new tokens included; None: there is none.
         """
-        tokens, _, head_dim = query.shape
-        splits = split_count(len(seq_lens) * self.programs, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, splits)
-        query_bias = bias[0] if bias else None
-        rotate_query(query, self.to_rotated, rotated, self.options.scale, self.bias_rows, query_bias)
-        decode(
-            self.codec.layout, rotated, cache, block_table, query_start, seq_lens, partial, stats,
-            query_bias=query_bias, max_query_len=max_query_len, sliding_window=self.options.sliding_window,
-            logits_soft_cap=self.options.logits_soft_cap, max_registers=self.max_registers, ring=ring,
-        )  # fmt: skip
-        lacking = None if self.options.sinks is None or self.options.logits_soft_cap else query_bias
-        result = output.view(tokens, self.kv_heads, self.group, head_dim)
-        merge(partial, stats, self.from_rotated, result, self.options.sinks, lacking)
+        sinks = self.options.sinks
+        places = (cache, sinks, None if ring is None else ring.cache)
+        held_for = ([None if x is None else x.data_ptr() for x in places], query.stride(), output.stride())
+        launches = self._held("decode", held_for)
+        if launches is None:
+            rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
+            decode = bind_decode(self.codec.layout, self.shape, cache, ring)
+            launches = self._hold("decode", held_for, (rotate, decode, {}))
+        rotate, decode, merges = launches
+        rotate(plan.rotate[0], (query,), plan.rotate[1])
+        decode(plan.decode[0], (), plan.decode[1])
+        merge = merges.get(plan.tile)
+        if merge is None:
+            heads_apart = output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
+            merge = bind_merge(heads_apart, self.from_rotated, plan.tile, sinks, has_bias=self.merges_bias)
+            merges[plan.tile] = merge
+        merge(plan.merge[0], (output,), plan.merge[1])
 
     def reserve_largest(self, max_requests: int, max_query_len: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
         rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts)
-        self.reserve(rows * min(max_query_len, longest_fused(self.group)), 1)
+        self.reserve(rows * min(max_query_len, longest_fused(self.shape.group)), 1)
 
     def reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
-        stored_dim = self.codec.key.stored_dim
+        head_dim = self.shape.head_dim
         bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
         return current_workspace_manager().get_simultaneous(
-            ((tokens, self.kv_heads, self.group, stored_dim), torch.float16),
-            ((tokens, self.query_heads, splits, stored_dim), torch.float32),
+            ((tokens, self.kv_heads, self.shape.group, head_dim), torch.float16),
+            ((tokens, self.query_heads, splits, head_dim), torch.float32),
             ((tokens, self.query_heads, splits, 2), torch.float32),
             *bias,
         )
+
+    def _held(self, name: Any, held_for: Any) -> Any:
+        """The launches that were bound for the same tensors; None: there are none."""
+        held = self.bound.get(name)
+        return held[1] if held is not None and held[0] == held_for else None
+
+    def _hold(self, name: Any, held_for: Any, launches: Any) -> Any:
+        """Keep launches, in place of those for other tensors, which vLLM may have freed."""
+        self.bound[name] = held_for, launches
+        return launches

@@ -6,6 +6,7 @@ On CUDA: `fused` for the batch's decodes, `prefill` for the rest. On the CPU, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens
 from .routes import fused_serves
 
 if TYPE_CHECKING:
+    from .fused import DecodePlan, StorePlan
     from .prefill import FlashAttention
 
 logger = init_logger("vllm.packed_kv")
@@ -172,7 +174,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             raise RuntimeError(f"{self.kv_cache_dtype}: a prefill is planned on the host; no CUDA graph can hold it")
         if self.prefill is not None:
             own_key, own_value = (None, None) if shared else (key, value)
-            ring = recent.ring(slice(decodes, None)) if recent and not shared else None
+            ring = recent.ring(decodes, len(attn_metadata.context)) if recent and not shared else None
             self.prefill.attend(query, own_key, own_value, kv_cache, attn_metadata, decodes, output, ring)
         else:
             self._attend_in_pytorch(query, key, value, kv_cache, attn_metadata, recent, decodes, output)
@@ -192,31 +194,50 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         recent: RecentStep | None, decodes: int,
     ) -> None:  # fmt: skip
         """Write the batch's tokens into their pages, and those of decodes by the kernel, which reads them there, into
-        their rings. Prefills read what their rings had before: see `_store_recent`."""
-        tokens = metadata.num_actual_tokens
-        new = (metadata.slot_mapping[:tokens], key[:tokens], value[:tokens], metadata.positions[:tokens])
-        if self.fused is None:
+        their rings. Prefills read what their rings had before: see `_store_recent`. New prompts have nothing there."""
+        tokens, fused = metadata.num_actual_tokens, self.fused
+        if fused is None:
+            new = (metadata.slot_mapping[:tokens], key[:tokens], value[:tokens], metadata.positions[:tokens])
             self.codec.write(kv_cache, *new)
-        elif recent and decodes:
-            slots = recent.metadata.slots[: metadata.decode_tokens]
-            self.fused.store(kv_cache, *new, ring=recent.companion.kv_cache, ring_slots=slots)
-        else:
-            self.fused.store(kv_cache, *new)
+            return
+        in_ring = 0
+        if recent:
+            in_ring = tokens if metadata.has_new_prompts(decodes) else metadata.query_starts[decodes]
+
+        def plan() -> StorePlan | None:
+            ring_slots = recent.metadata.slots[:in_ring] if recent and in_ring else None
+            return fused.plan_store(metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
+
+        ring = recent.companion.kv_cache if recent and in_ring else None
+        fused.store(kv_cache, key, value, self._planned(metadata, recent, ("store", decodes), plan), ring)
 
     def _store_recent(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata,
         recent: RecentStep, decodes: int,
     ) -> None:  # fmt: skip
-        """Write the tokens of the requests from `decodes` on into their rings."""
+        """Write the tokens of the requests from `decodes` on into their rings, unless `_store` has."""
         rows = slice(metadata.query_starts[decodes], metadata.num_actual_tokens)
-        ring, slots = recent.companion.kv_cache, recent.metadata.slots[rows]
-        new = (key[rows], value[rows], metadata.positions[rows])
-        if self.fused is None:
-            write_ring(ring, slots, *self.codec.prepare(*new))
-        else:
-            self.fused.store(
-                kv_cache, metadata.slot_mapping[rows], *new, ring=ring, ring_slots=slots, only_ring=True
-            )
+        ring, fused = recent.companion.kv_cache, self.fused
+        if fused is None:
+            slots = recent.metadata.slots[rows]
+            write_ring(ring, slots, *self.codec.prepare(key[rows], value[rows], metadata.positions[rows]))
+        elif not metadata.has_new_prompts(decodes):
+
+            def plan() -> StorePlan | None:
+                places = (metadata.slot_mapping[rows], metadata.positions[rows], recent.metadata.slots[rows])
+                return fused.plan_store(*places)
+
+            planned = self._planned(metadata, recent, ("ring", decodes), plan)
+            fused.store(kv_cache, key[rows], value[rows], planned, ring, only_ring=True)
+
+    def _planned(
+        self, metadata: PackedMetadata, recent: RecentStep | None, name: tuple, plan: Callable[[], Any]
+    ) -> Any:
+        """What `plan` returns, for the first layer of a step with these heads and this ring; kept for the others."""
+        name += (self.num_heads, self.num_kv_heads, self.head_size, recent and id(recent.metadata))
+        if name not in metadata.plans:
+            metadata.plans[name] = plan()
+        return metadata.plans[name]
 
     def _attend_in_pytorch(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -240,18 +261,18 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         output: torch.Tensor,
     ) -> None:  # fmt: skip
         """Serve the batch's decodes by the fused route."""
-        assert self.fused is not None
-        requests, rows = metadata.decodes, metadata.decode_tokens
-        self.fused.attend(
-            query[:rows],
-            kv_cache,
-            metadata.block_table[:requests],
-            metadata.query_start_loc[: requests + 1],
-            metadata.seq_lens[:requests],
-            metadata.decode_query_len,
-            output[:rows],
-            recent.ring(slice(requests)) if recent else None,
-        )
+        fused, requests = self.fused, metadata.decodes
+        assert fused is not None
+        ring = recent.ring(0, requests) if recent else None
+
+        def plan() -> DecodePlan:
+            return fused.plan_decodes(
+                metadata.decode_tokens, metadata.block_table[:requests], metadata.query_start_loc[: requests + 1],
+                metadata.seq_lens[:requests], metadata.decode_query_len, ring,
+            )  # fmt: skip
+
+        name = ("decode", fused.bias_rows is not None)  # layers with sinks may need a bias that the others do not
+        fused.attend(query, kv_cache, self._planned(metadata, recent, name, plan), output, ring)
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
@@ -266,7 +287,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
             batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device)
             places = torch.arange(tokens, device=key.device)
-            self.fused.store(page, places, key[:tokens], value[:tokens], places)
+            self.fused.store(page, key[:tokens], value[:tokens], self.fused.plan_store(places, places))
             if self.prefill is not None:
                 self.prefill.attend(query, key, value, page, batch, 0, output)
             else:

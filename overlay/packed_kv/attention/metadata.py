@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -24,9 +24,6 @@ from ..layout import MICRO_BLOCK
 from .capacity import check_padding, log_capacity
 from .routes import MAX_COLUMNS, fused_serves
 
-if TYPE_CHECKING:
-    from .prefix import KeyPart
-
 logger = init_logger("vllm.packed_kv")
 
 
@@ -40,7 +37,7 @@ class PackedMetadata(AttentionMetadata):
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
     batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
-    `plans` keeps what the first layer of a kind worked out for the others (`FlashPrefill`).
+    `plans` keeps what the first layer of a kind worked out for the others.
     """
 
     num_actual_tokens: int
@@ -54,7 +51,11 @@ class PackedMetadata(AttentionMetadata):
     decodes: int
     decode_tokens: int
     decode_query_len: int
-    plans: dict[tuple, tuple[KeyPart, list[KeyPart]]] = field(default_factory=dict)
+    plans: dict[tuple, Any] = field(default_factory=dict)
+
+    def has_new_prompts(self, first: int) -> bool:
+        """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
+        return self.query_starts[-1] - self.query_starts[first] == sum(self.context[first:])
 
     @classmethod
     def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device) -> PackedMetadata:

@@ -10,17 +10,26 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.combine import apply_sinks, combine
-from ..kernels.gather import gather, unrotate
+from ..kernels.combine import apply_sinks, bind_combine, bind_sinks, combine
+from ..kernels.gather import (
+    bind_gather,
+    bind_unrotate,
+    gather_arguments,
+    gather_grid,
+    unrotate_arguments,
+    unrotate_grid,
+)
+from ..kernels.launch import Arguments, Launch
 from ..kernels.merge import rotation_matrix
-from ..kernels.ring import gather_ring
+from ..kernels.ring import bind_gather_ring, gather_ring_arguments
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
@@ -33,8 +42,47 @@ PREFIX_TOKENS = 32768
 MAX_HEAD_DIM = {2: 256, 3: 256, 4: 512}
 """FlashAttention version -> the largest head_dim that it serves."""
 
+Launched = tuple[tuple[int, int, int], tuple[torch.Tensor, ...], Arguments]
+"""What a `Launch` is called with."""
 FlashAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """vLLM's `flash_attn_varlen_func`, or one that takes the same arguments."""
+
+
+@dataclass(frozen=True)
+class PartRead:
+    """A part of a step's prefill, and how its keys are read: grid, tensors and arguments of each launch. `key`,
+    `value`: where they are then, in the model's dtype [tokens, KV heads, stored_dim]."""
+
+    part: KeyPart
+    key: torch.Tensor
+    value: torch.Tensor
+    gather: Launched
+    ring: Launched | None
+    unrotate: tuple[Launched, Launched]
+
+    @classmethod
+    def of(
+        cls, part: KeyPart, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, ring: Ring | None = None
+    ) -> PartRead:
+        """`key`, `value`: fp16 memory for at least the part's tokens."""
+        key, value = key[: part.tokens], value[: part.tokens]
+        kv_heads = key.shape[1]
+        micro_blocks = part.micro_blocks
+        of_ring = None
+        if ring is not None and part.recent is not None:
+            arguments = gather_ring_arguments(ring, part.recent, key, value)
+            of_ring = ((len(part.recent), kv_heads, 1), (), arguments)
+        return cls(
+            part,
+            key.view(dtype),
+            value.view(dtype),
+            (gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, part.rows, key, value)),
+            of_ring,
+            (
+                (unrotate_grid(key), (), unrotate_arguments(key, dtype, part.first_tokens)),
+                (unrotate_grid(value), (), unrotate_arguments(value, dtype, None)),
+            ),
+        )
 
 
 class FlashPrefill:
@@ -65,6 +113,7 @@ class FlashPrefill:
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
         self.means = codec.key.transform.mean_rows()
         self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
+        self.bound: dict[Any, tuple[Any, Launch]] = {}
 
     def attend(
         self,
@@ -90,23 +139,27 @@ class FlashPrefill:
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         query, output = query[rows], output[rows]
-        own, parts = self._plan(metadata, first, cache.shape[2], key is None, ring.window if ring else 1)
-        if key is None or value is None:
-            key, value = self._read(cache, own, query.dtype)
-        else:
+        own, own_read, parts, over_parts = self._plan(metadata, first, cache.shape[2], key is None, query.dtype, ring)
+        if key is not None and value is not None:
             key, value = key[rows], value[rows]
+        else:
+            assert own_read is not None
+            key, value = self._read(cache, own_read)
         window = self.options.sliding_window
         left = -1 if window is None else window - 1
         sums = self._flash(query, key, value, own, output, causal=True, window=(left, 0))
-        for part in parts:
+        for read in parts:
+            part = read.part
             seen = slice(part.first_row, part.end_row)
-            key, value = self._read(cache, part, query.dtype, ring)
-            over_part = self.reserve(query.dtype)[2][: part.end_row - part.first_row]
+            key, value = self._read(cache, read, ring)
+            over_part = over_parts[: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            combine(output[seen], sums[:, seen], over_part, part_sums)
-        if self.options.sinks is not None:
-            apply_sinks(output, sums, self.options.sinks)
+            launch = self._launch("combine", output.stride(), lambda: bind_combine(output))
+            combine(output[seen], sums[:, seen], over_part, part_sums, launch)
+        if (sinks := self.options.sinks) is not None:
+            launch = self._launch("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
+            apply_sinks(output, sums, launch)
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""
@@ -120,37 +173,59 @@ class FlashPrefill:
         )
 
     def _plan(
-        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, recent: int
-    ) -> tuple[KeyPart, list[KeyPart]]:
-        """The requests' own part and their prefixes' parts, made for the first layer of a kind, kept for the rest."""
-        plan = (self.options.sliding_window, self.capacity, first, shared, recent)
+        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, dtype: torch.dtype, ring: Ring | None
+    ) -> tuple[KeyPart, PartRead | None, list[PartRead], torch.Tensor]:
+        """The requests' own part, how it is read if it is shared, their prefixes' parts, and memory for attention over
+        these; made for the first layer of a kind, kept for the rest."""
+        recent = ring.window if ring else 1
+        heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim)
+        table = None if ring is None else ring.block_table.data_ptr()
+        plan = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, table)
         if plan not in metadata.plans:
             starts = metadata.query_starts[first:]
             query_lens = [end - start for start, end in pairwise(starts)]
             prefixes = [n - count for n, count in zip(metadata.context[first:], query_lens, strict=True)]
             query_starts = [start - starts[0] for start in starts]
-            table = metadata.block_table[first:]
+            blocks = metadata.block_table[first:]
             spans = prefix_parts(query_lens, prefixes, self.options.sliding_window, self.capacity, shared)
             raw = [Span(request, count, 0, count) for request, count in enumerate(query_lens)]
-            own = own_part(query_lens, prefixes) if shared else raw
+            own = key_part(own_part(query_lens, prefixes) if shared else raw, query_starts, blocks, block_size)
             recent_from = [prefix - recent + 1 for prefix in prefixes]
+            key, value, over_parts = self.reserve(dtype)
             metadata.plans[plan] = (
-                key_part(own, query_starts, table, block_size),
-                [key_part(part, query_starts, table, block_size, recent_from) for part in spans],
+                own,
+                PartRead.of(own, key, value, dtype) if shared else None,
+                [
+                    PartRead.of(key_part(part, query_starts, blocks, block_size, recent_from), key, value, dtype, ring)
+                    for part in spans
+                ],
+                over_parts,
             )
         return metadata.plans[plan]
 
-    def _read(
-        self, cache: torch.Tensor, part: KeyPart, dtype: torch.dtype, ring: Ring | None = None
-    ) -> list[torch.Tensor]:
+    def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
-        key, value = (x[: part.tokens] for x in self.reserve(dtype)[:2])
-        gather(self.codec.layout, cache, part.micro_blocks, part.rows, key, value)
-        if ring is not None and part.recent is not None:
-            gather_ring(ring, part.recent, key, value)
-        key_matrix, value_matrix = self.matrices
-        key = unrotate(key, key_matrix, dtype, self.means, part.first_tokens)
-        return [x[..., : self.codec.key.head_dim] for x in (key, unrotate(value, value_matrix, dtype))]
+        stored_dim = self.codec.key.stored_dim
+        self._launch(
+            "gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads, stored_dim)
+        )(*read.gather)
+        if ring is not None and read.ring is not None:
+            self._launch("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
+        has_first = read.part.first_tokens is not None
+        for name, arguments, matrix, means in zip(
+            ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
+        ):
+            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means, has_first)
+            self._launch((name, has_first), None, bind)(*arguments)
+        head_dim = self.codec.key.head_dim
+        return read.key[..., :head_dim], read.value[..., :head_dim]
+
+    def _launch(self, name: Any, held_for: Any, bind: Callable[[], Launch]) -> Launch:
+        """What `bind` returned for the same tensors; only the last ones', as vLLM may have freed those before."""
+        held = self.bound.get(name)
+        if held is None or held[0] != held_for:
+            held = self.bound[name] = held_for, bind()
+        return held[1]
 
     def _flash(
         self,

@@ -7,7 +7,7 @@ ages, and the prefix cache, offloading and preemption know nothing of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -132,11 +132,12 @@ class RecentLayer(AttentionLayerBase):
 @dataclass
 class RecentMetadata(AttentionMetadata):
     """A batch's rings. `slots` int32 [tokens] and `first` int32 [requests] are those of `recent_plan.plan`; they and
-    `block_table`, int32 [requests, blocks], are on the device."""
+    `block_table`, int32 [requests, blocks], are on the device. `rows` keeps those of some requests."""
 
     block_table: torch.Tensor
     slots: torch.Tensor
     first: torch.Tensor
+    rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -155,10 +156,12 @@ class RecentStep:
         assert isinstance(metadata, dict), "vLLM's micro-batches are not supported"
         return cls(companion, metadata[companion.layer_name], is_shared)
 
-    def ring(self, requests: slice) -> Ring:
-        """What attention of some of the batch's requests reads."""
-        table, first = self.metadata.block_table[requests], self.metadata.first[requests]
-        return Ring(self.companion.kv_cache, table, first, self.companion.window)
+    def ring(self, first: int, end: int) -> Ring:
+        """What attention of the batch's requests `first` .. `end` - 1 reads."""
+        rows = self.metadata.rows
+        if (first, end) not in rows:  # once a step for all layers
+            rows[first, end] = self.metadata.block_table[first:end], self.metadata.first[first:end]
+        return Ring(self.companion.kv_cache, *rows[first, end], self.companion.window)
 
     def views(
         self, codec: PagedCodec, key: torch.Tensor, value: torch.Tensor, batch: PackedMetadata, first: int

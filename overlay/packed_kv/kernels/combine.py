@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from . import power_of_2
+from .launch import Arguments, Launch
 
 
-@triton.jit(do_not_specialize=["sums_stride", "part_sums_stride"])
+@triton.jit(do_not_specialize=["sums_stride", "part_sums_stride"], do_not_specialize_on_alignment=["sums", "part_sums"])
 def _combine_kernel(
-    output, sums, part, part_sums, output_token_stride, output_head_stride, sums_stride, part_sums_stride,
+    output, sums, part_sums, part, sums_stride, part_sums_stride, output_token_stride, output_head_stride,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -36,7 +37,25 @@ def _combine_kernel(
     tl.store(sums + head * sums_stride + token, top + tl.log(total), mask=there)
 
 
-def combine(output: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, part_sums: torch.Tensor) -> None:
+def bind_combine(output: torch.Tensor) -> Launch:
+    """The kernel for outputs of these strides; see `combine`."""
+    _, heads, head_dim = output.shape
+    assert output.stride(2) == 1, output.stride()
+    return Launch(
+        _combine_kernel,
+        Arguments(output.stride(0), output.stride(1)),
+        dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim)),
+        num_warps=4,
+    )
+
+
+def combine(
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    part: torch.Tensor,
+    part_sums: torch.Tensor,
+    launch: Launch | None = None,
+) -> None:
     """Add the attention over further keys to that over some, in place, by their log-sum-exps.
 
     Args:
@@ -44,19 +63,18 @@ def combine(output: torch.Tensor, sums: torch.Tensor, part: torch.Tensor, part_s
         sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
         part: [tokens, query heads, head_dim], contiguous, attention over the further keys.
         part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
+        launch: of `bind_combine` for such outputs; None: made here.
     """
-    tokens, heads, head_dim = part.shape
-    assert output.stride(2) == sums.stride(1) == part_sums.stride(1) == 1 and part.is_contiguous(), part.stride()
-    _combine_kernel[(tokens,)](
-        output, sums, part, part_sums, output.stride(0), output.stride(1), sums.stride(0), part_sums.stride(0),
-        HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim,
-        PADDED_DIM=power_of_2(head_dim), num_warps=4,
-    )  # fmt: skip
+    assert sums.stride(1) == part_sums.stride(1) == 1 and part.is_contiguous(), part.stride()
+    if launch is None:
+        launch = bind_combine(output)
+    step = Arguments(part, sums.stride(0), part_sums.stride(0))
+    launch((len(part), 1, 1), (output, sums, part_sums), step)
 
 
-@triton.jit(do_not_specialize=["sums_stride"])
+@triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=["sums"])
 def _sinks_kernel(
-    output, sums, sinks, output_token_stride, output_head_stride, sums_stride,
+    output, sums, sums_stride, sinks, output_token_stride, output_head_stride,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -70,17 +88,26 @@ def _sinks_kernel(
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
 
 
-def apply_sinks(output: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> None:
+def bind_sinks(output: torch.Tensor, sinks: torch.Tensor) -> Launch:
+    """The kernel for outputs of these strides and these sinks; see `apply_sinks`."""
+    _, heads, head_dim = output.shape
+    assert output.stride(2) == 1 and sinks.is_contiguous(), output.stride()
+    return Launch(
+        _sinks_kernel,
+        Arguments(sinks, output.stride(0), output.stride(1)),
+        dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim)),
+        num_warps=4,
+    )
+
+
+def apply_sinks(output: torch.Tensor, sums: torch.Tensor, launch: Launch) -> None:
     """Let attention over all keys share its weights with the heads' sinks, in place.
 
     Args:
         output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels.
         sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
-        sinks: fp16, bf16 or fp32 [query heads], contiguous: what the logarithm of a sink's weight is.
+        launch: of `bind_sinks` for such outputs, with sinks fp16, bf16 or fp32 [query heads], contiguous: what the
+            logarithm of a sink's weight is.
     """
-    tokens, heads, head_dim = output.shape
-    assert output.stride(2) == sums.stride(1) == 1 and sinks.is_contiguous(), (output.stride(), sums.stride())
-    _sinks_kernel[(tokens,)](
-        output, sums, sinks, output.stride(0), output.stride(1), sums.stride(0),
-        HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), num_warps=4,
-    )  # fmt: skip
+    assert sums.stride(1) == 1, sums.stride()
+    launch((len(output), 1, 1), (output, sums), Arguments(sums.stride(0)))

@@ -7,15 +7,17 @@ are combined, and V's rotation undone, by `merge.py`. The reference is `attentio
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from ..codecs.ring import Ring
-from ..layout import CODE_WORDS, PageLayout
-from .fragments import OVER_UNIT, again, decode_key, decode_value, in_register, load_words
+from ..layout import PageLayout
+from .fragments import OVER_UNIT, again
+from .launch import Arguments, Launch
+from .pages import decode_group, kernel_layout, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
@@ -30,102 +32,14 @@ PROGRAMS_A_MULTIPROCESSOR = 16
 _MASKED = tl.constexpr(-1.0e30)
 
 
-@triton.jit
-def _load_vector_words(base0, base1, chunk_widths: tl.constexpr, lanes):
-    words = ()
-    for chunk in tl.static_range(len(chunk_widths)):
-        offset = lanes * chunk_widths[chunk]
-        words = words + load_words(base0 + offset, base1 + offset, chunk_widths[chunk])
-        base0 += 32 * chunk_widths[chunk]
-        base1 += 32 * chunk_widths[chunk]
-    return words
-
-
-@triton.jit
-def _load_16_bits(pointer0, pointer1):
-    """pointer0, pointer1: to uint16, [32, 1] -> int32 [32, 2]."""
-    both = tl.join(tl.reshape(tl.load(pointer0), [32]), tl.reshape(tl.load(pointer1), [32]))
-    return both.to(tl.int32)
-
-
-@triton.jit
-def _spread_half_word(half):
-    """The signs of an odd last 3-bit group as they lie in a sign word of parity 0: bytes (b0, b0 << 4, b1, b1 << 4)."""
-    return half & 0xF0 | (half & 0x0F) << 12 | (half & 0xF000) << 8 | (half & 0x0F00) << 20
-
-
-@triton.jit
-def _load_key(
-    base0, base1, lanes,
-    CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr, GROUPS: tl.constexpr,
-    SCALES: tl.constexpr,
-):  # fmt: skip
-    """Words and scales of K of 2 micro-blocks at base0 and base1, pointers to int32."""
-    words = _load_vector_words(base0, base1, CHUNKS, lanes)
-    half0, half1 = base0.to(tl.pointer_type(tl.uint16)), base1.to(tl.pointer_type(tl.uint16))
-    if HAS_HALF:
-        offset = HALF_OFFSET // 2 + lanes
-        words = words + (_spread_half_word(_load_16_bits(half0 + offset, half1 + offset)),)
-    scales = ()
-    row = SCALES // 2 + lanes // 4 * GROUPS
-    if GROUPS % 4 == 0:
-        for i in tl.static_range(GROUPS // 4):
-            offset = row // 2 + 2 * i
-            scales = scales + load_words(base0 + offset, base1 + offset, 2)
-    else:
-        for i in tl.static_range(GROUPS):
-            scales = scales + (_load_16_bits(half0 + row + i, half1 + row + i),)
-    return words, scales
-
-
-@triton.jit
-def _load_value(
-    base0, base1, lanes,
-    CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr, GROUPS: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """Words and scales of V of 2 micro-blocks at base0 and base1, pointers to int32."""
-    words = _load_vector_words(base0 + CODES // 4, base1 + CODES // 4, CHUNKS, lanes)
-    if HAS_HALF:
-        half0, half1 = base0.to(tl.pointer_type(tl.uint16)), base1.to(tl.pointer_type(tl.uint16))
-        offset = (CODES + HALF_OFFSET) // 2 + lanes
-        words = words + (_spread_half_word(_load_16_bits(half0 + offset, half1 + offset)),)
-    scales = ()
-    row = SCALES // 4 + lanes % 4 * GROUPS
-    if GROUPS % 4 == 0:
-        for i in tl.static_range(GROUPS // 4):
-            scales = scales + load_words(base0 + row + 4 * i, base1 + row + 4 * i, 4)
-    else:
-        for i in tl.static_range(GROUPS):
-            scales = scales + load_words(base0 + row + i, base1 + row + i, 1)
-    return words, scales
-
-
-@triton.jit
-def _decode_group(
-    words, zero, group: tl.constexpr, is_key: tl.constexpr,
-    GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
-):  # fmt: skip
-    """One group, fp16, as `decode_key` or `decode_value` returns it."""
-    bits: tl.constexpr = GROUP_BITS[group]
-    first: tl.constexpr = FIRST_WORD[group]
-    second: tl.constexpr = SIGN_WORD[group] if bits == 3 else first + (1 if bits == 4 else 0)
-    table = in_register(zero, bits)
-    if is_key:
-        result = decode_key(words[first], words[second], table, bits, PARITY[group])
-    else:
-        result = decode_value(words[first], words[second], table, bits, PARITY[group])
-    return result
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "ring_table_stride"],
     do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens", "ring_table", "ring_first"],
 )
 def _decode_kernel(
-    query, cache, block_table, query_start, seq_lens, partial_output, partial_stats, ring, ring_table, ring_first,
-    table_stride, block_stride, head_stride, ring_table_stride, ring_block_stride, ring_head_stride, soft_cap,
-    query_bias,
+    query, query_bias, block_table, query_start, seq_lens, partial_output, partial_stats, ring_table, ring_first,
+    table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
+    soft_cap,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
@@ -174,8 +88,8 @@ def _decode_kernel(
     if low < high:
         base0, base1 = _tile_bases(cache_head, table, low, last_micro_block, block_stride,
                                    MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-        key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
-        value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
+        key_words, key_scale_words = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+        value_words, value_scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                 VALUE_CODES, VALUE_SCALES)  # fmt: skip
         queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
         for tile in range(low, high):
@@ -183,7 +97,7 @@ def _decode_kernel(
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
             scores = tl.zeros([32, 8], tl.float32)
             for g in tl.static_range(GROUPS):
-                key = _decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+                key = decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
             if HAS_SOFT_CAP and HAS_BIAS:
                 scores += _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)[None, :]
@@ -192,7 +106,7 @@ def _decode_kernel(
                     scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
-            key_words, key_scale_words = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
+            key_words, key_scale_words = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                    KEY_SCALES)  # fmt: skip
             # Scores are in units of VALUE_UNIT up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
@@ -237,11 +151,11 @@ def _decode_kernel(
 
             new_outputs = ()
             for g in tl.static_range(GROUPS):
-                value = _decode_group(value_words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+                value = decode_group(value_words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scaled = scale_weights(pair0, pair1, value_scales[g])
                 new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
             outputs = new_outputs
-            value_words, value_scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
+            value_words, value_scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                     VALUE_CODES, VALUE_SCALES)  # fmt: skip
 
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
@@ -378,31 +292,71 @@ def split_count(programs: int, multiprocessors: int) -> int:
     return max(1, min(128, PROGRAMS_A_MULTIPROCESSOR * multiprocessors // programs))
 
 
-@functools.cache
-def kernel_layout(page: PageLayout) -> dict[str, object]:
-    """The constants of `_decode_kernel` that a page's layout decides."""
-    vector = page.vector
-    first, signs, parity = [], [], []
-    word = threes = 0
-    for bits in vector.group_bits:
-        first.append(word)
-        word += CODE_WORDS[bits]
-        signs.append(vector.code_words + threes // 2 if bits == 3 else 0)
-        parity.append(threes % 2 if bits == 3 else 0)
-        threes += bits == 3
-    return {
-        "MICRO_BLOCK_WORDS": page.micro_block_bytes // 4,
-        "GROUP_BITS": vector.group_bits,
-        "FIRST_WORD": tuple(first),
-        "SIGN_WORD": tuple(signs),
-        "PARITY": tuple(parity),
-        "CHUNKS": vector.chunks,
-        "HALF_OFFSET": 128 * sum(vector.chunks),
-        "HAS_HALF": bool(vector.half_words),
-        "VALUE_CODES": page.value_codes,
-        "KEY_SCALES": page.key_scales,
-        "VALUE_SCALES": page.value_scales,
-    }
+@dataclass(frozen=True)
+class DecodeShape:
+    """What decides the variant of the kernel, beside the cache: heads of a rank, and a layer's options.
+
+    `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
+    softmax, or None; `has_bias`: the queries come with a bias (`rotate_query`); `max_registers` of a thread at head_dim
+    up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    has_bias: bool = False
+    max_registers: int | None = None
+
+
+def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring: Ring | None) -> Launch:
+    """The kernel over one layer's cache and ring; see `decode`. Of `ring`, the cache and the window count."""
+    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+    if ring is not None:
+        check_ring(ring, shape.kv_heads, shape.head_dim)
+    of_ring = cache if ring is None else ring.cache
+    soft_cap = shape.logits_soft_cap or 0.0
+    limited = shape.max_registers is not None and shape.head_dim <= 128
+    return Launch(
+        _decode_kernel,
+        Arguments(
+            cache, of_ring, cache.stride(0) // 4, cache.stride(1) // 4, of_ring.stride(0), of_ring.stride(1),
+            soft_cap * LOG2_E,
+        ),
+        dict(
+            KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, HEAD_DIM=shape.head_dim,
+            WINDOW=shape.sliding_window or 0, HAS_SOFT_CAP=bool(soft_cap), HAS_BIAS=shape.has_bias,
+            MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
+            RING_BLOCK=ring.cache.shape[2] if ring else 0, RECENT=ring.window if ring else 0,
+        ),
+        num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": shape.max_registers} if limited else {}),
+    )  # fmt: skip
+
+
+def decode_arguments(
+    query: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    partial_output: torch.Tensor,
+    partial_stats: torch.Tensor,
+    query_bias: torch.Tensor | None,
+    ring: Ring | None,
+) -> Arguments:
+    """What a step decides; see `decode`. Of `ring`, the table and the first tokens count."""
+    assert query.is_contiguous(), query.stride()
+    table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
+    return Arguments(
+        query, partial_stats if query_bias is None else query_bias, block_table, query_start, seq_lens,
+        partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
+    )  # fmt: skip
+
+
+def decode_grid(shape: DecodeShape, splits: int, requests: int, max_query_len: int) -> tuple[int, int, int]:
+    """Programs of the kernel; `max_query_len` is known on the host, so that a CUDA graph can hold the launch."""
+    return splits, shape.kv_heads * -(-shape.group * max_query_len // COLUMNS), requests
 
 
 def decode(
@@ -422,7 +376,7 @@ def decode(
     max_registers: int | None = None,
     ring: Ring | None = None,
 ) -> None:
-    """Launch the kernel on a batch of requests with at most `max_query_len` query tokens each.
+    """Launch the kernel once, on a batch of requests with at most `max_query_len` query tokens each.
 
     Args:
         page: layout of the cache.
@@ -435,33 +389,17 @@ def decode(
         partial_output: fp32 [tokens, query heads, splits, head_dim], not normalised.
         partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, their maximum or up to 15
             less, and the sum of weights, in powers of 2.
-        max_query_len: known on the host, so that a CUDA graph can hold the launch.
+        max_query_len: see `decode_grid`.
         query_bias: of `rotate_query`, fp32 [tokens, query heads, 2], contiguous; None where scores need none.
-        sliding_window: tokens that a query sees, itself included.
-        logits_soft_cap: cap of the scores before the softmax.
-        max_registers: of a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
+        sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
         ring: of the layer's recent tokens, read there and not in the pages; None: there is none.
     """
     _, kv_heads, group, head_dim = query.shape
-    splits = partial_output.shape[2]
-    assert query.is_contiguous(), query.stride()
-    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    tiles = -(-group * max_query_len // COLUMNS)
-    if ring is not None:
-        check_ring(ring, kv_heads, head_dim)
-        ring_arguments = (ring.cache, ring.block_table, ring.first)
-        ring_strides = (ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1))
-    else:
-        ring_arguments, ring_strides = (cache, block_table, seq_lens), (0, 0, 0)
-    _decode_kernel[(splits, kv_heads * tiles, seq_lens.shape[0])](
-        query, cache, block_table, query_start, seq_lens, partial_output, partial_stats, *ring_arguments,
-        block_table.stride(0), cache.stride(0) // 4, cache.stride(1) // 4, *ring_strides,
-        (logits_soft_cap or 0.0) * LOG2_E, partial_stats if query_bias is None else query_bias,
-        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim,
-        WINDOW=sliding_window or 0, HAS_SOFT_CAP=bool(logits_soft_cap), HAS_BIAS=query_bias is not None,
-        MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
-        RING_BLOCK=ring.cache.shape[2] if ring else 0, RECENT=ring.window if ring else 0,
-        num_warps=1, num_stages=1, enable_fp_fusion=True,
-        **({} if max_registers is None or head_dim > 128 else {"maxnreg": max_registers}),
+    has_bias = query_bias is not None
+    shape = DecodeShape(kv_heads, group, head_dim, sliding_window, logits_soft_cap, has_bias, max_registers)
+    launch = bind_decode(page, shape, cache, ring)
+    grid = decode_grid(shape, partial_output.shape[2], seq_lens.shape[0], max_query_len)
+    step = decode_arguments(
+        query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
     )  # fmt: skip
+    launch(grid, (), step)

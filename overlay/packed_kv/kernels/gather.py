@@ -13,17 +13,18 @@ import triton.language as tl
 
 from ..layout import MICRO_BLOCK, PageLayout
 from . import power_of_2
-from .decode import _decode_group, _load_key, _load_value, kernel_layout
 from .fragments import OVER_UNIT, as_key, as_value
+from .launch import Arguments, Launch
+from .pages import decode_group, kernel_layout, load_key, load_value
 from .scales import scale_byte
 
 ROWS_A_PROGRAM = 64
 """Vectors that `unrotate` turns with one load of the matrix."""
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["micro_blocks", "rows"])
 def _gather_kernel(
-    cache, micro_blocks, rows, count, key, value, block_stride, head_stride,
+    micro_blocks, rows, count, key, value, cache, block_stride, head_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
     MICRO_BLOCK_WORDS: tl.constexpr, GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr,
     PARITY: tl.constexpr, CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
@@ -48,14 +49,14 @@ def _gather_kernel(
     channel = tl.arange(0, 32)
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.zeros([32, 2], tl.int32)
-    words, scales = _load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+    words, scales = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
     for g in tl.static_range(GROUPS):
-        x = _decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+        x = decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
         x = _scaled(x, _key_scales(scales, g, GROUPS))
         tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
-    words, scales = _load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
+    words, scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
     for g in tl.static_range(GROUPS):
-        x = _decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+        x = decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
         x = _scaled(x, _value_scales(scales[g]))
         tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
 
@@ -84,6 +85,33 @@ def _value_scales(word):
     return as_value(tl.broadcast_to(scales, [8, 4, 2, 2, 2, 2, 2]))
 
 
+def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int, head_dim: int) -> Launch:
+    """The kernel for one layer's cache; see `gather`."""
+    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+    return Launch(
+        _gather_kernel,
+        Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),
+        dict(
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK,
+            **kernel_layout(page),
+        ),
+        num_warps=1, num_stages=1,
+    )  # fmt: skip
+
+
+def gather_arguments(
+    micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Arguments:
+    """What a step decides; see `gather`."""
+    assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
+    return Arguments(micro_blocks, rows, len(micro_blocks), key, value)
+
+
+def gather_grid(micro_blocks: torch.Tensor, kv_heads: int) -> tuple[int, int, int]:
+    return -(-len(micro_blocks) // 2), kv_heads, 1
+
+
 def gather(
     page: PageLayout,
     cache: torch.Tensor,
@@ -102,20 +130,13 @@ def gather(
         key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
     """
     _, kv_heads, head_dim = key.shape
-    count = len(micro_blocks)
-    assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
-    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    _gather_kernel[(-(-count // 2), kv_heads)](
-        cache, micro_blocks, rows, count, key, value, cache.stride(0) // 4, cache.stride(1) // 4,
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK,
-        **kernel_layout(page), num_warps=1, num_stages=1,
-    )  # fmt: skip
+    launch = bind_gather(page, cache, kv_heads, head_dim)
+    launch(gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, rows, key, value))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["first"])
 def _unrotate_kernel(
-    vectors, matrix, means, first, result, rows, matrix_head_stride, means_head_stride,
+    vectors, first, result, rows, matrix, means, matrix_head_stride, means_head_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
     CENTRED: tl.constexpr, HAS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -142,6 +163,36 @@ def _unrotate_kernel(
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
+def bind_unrotate(
+    matrix: torch.Tensor, kv_heads: int, head_dim: int, means: torch.Tensor | None, has_first: bool
+) -> Launch:
+    """The kernel for one layer's K or V; see `unrotate`."""
+    assert means is None or means.is_contiguous(), means.stride()
+    matrix_stride = 0 if len(matrix) == 1 else matrix.stride(0)
+    means_stride = 0 if means is None or len(means) == 1 else means.stride(0)
+    return Launch(
+        _unrotate_kernel,
+        Arguments(matrix, matrix if means is None else means, matrix_stride, means_stride),
+        dict(
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
+            CENTRED=means is not None, HAS_FIRST=has_first and means is not None,
+        ),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, first: torch.Tensor | None) -> Arguments:
+    """What a step decides; see `unrotate`."""
+    assert vectors.is_contiguous(), vectors.stride()
+    assert first is None or (len(first) == len(vectors) and first.dtype == torch.bool), (first.shape, vectors.shape)
+    flags = vectors.view(torch.uint8) if first is None else first.view(torch.uint8)
+    return Arguments(vectors, flags, vectors.view(dtype), len(vectors))
+
+
+def unrotate_grid(vectors: torch.Tensor) -> tuple[int, int, int]:
+    return -(-len(vectors) // ROWS_A_PROGRAM), vectors.shape[1], 1
+
+
 def unrotate(
     vectors: torch.Tensor,
     matrix: torch.Tensor,
@@ -162,18 +213,7 @@ def unrotate(
     Returns:
         the memory of `vectors` as `dtype`, [rows, KV heads, head_dim].
     """
-    rows, kv_heads, head_dim = vectors.shape
-    assert vectors.is_contiguous(), vectors.stride()
-    assert means is None or means.is_contiguous(), means.stride()
-    assert first is None or (len(first) == rows and first.dtype == torch.bool), (first.shape, rows)
-    result = vectors.view(dtype)
-    if means is None:
-        means, first = matrix, None  # not read
-    matrix_stride, means_stride = (0 if len(x) == 1 else x.stride(0) for x in (matrix, means))
-    _unrotate_kernel[(-(-rows // ROWS_A_PROGRAM), kv_heads)](
-        vectors, matrix, means, matrix if first is None else first.view(torch.uint8), result, rows,
-        matrix_stride, means_stride,
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
-        CENTRED=means is not matrix, HAS_FIRST=first is not None, num_warps=4,
-    )  # fmt: skip
-    return result
+    _, kv_heads, head_dim = vectors.shape
+    launch = bind_unrotate(matrix, kv_heads, head_dim, means, first is not None)
+    launch(unrotate_grid(vectors), (), unrotate_arguments(vectors, dtype, first))
+    return vectors.view(dtype)

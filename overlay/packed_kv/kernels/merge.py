@@ -13,8 +13,11 @@ import triton.language as tl
 from ..codecs.codec import Codec
 from . import power_of_2
 from .decode import LOG2_E
+from .launch import Arguments, Launch
 
 _LOG2_E = tl.constexpr(LOG2_E)
+QUERY_ROWS = 16
+"""Of a program of `rotate_query`: the least that the tensor core takes."""
 
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
@@ -29,8 +32,8 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotate_query_kernel(
-    query, matrix, rotated, rows, token_stride, head_stride, matrix_head_stride, scale,
-    bias_rows, bias, bias_rows_head_stride,
+    query, rotated, bias, rows, matrix, token_stride, head_stride, matrix_head_stride, scale,
+    bias_rows, bias_rows_head_stride,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -63,6 +66,39 @@ def _rotate_query_kernel(
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
+def bind_rotate_query(
+    query: torch.Tensor, kv_heads: int, matrix: torch.Tensor, scale: float, bias_rows: torch.Tensor | None = None
+) -> Launch:
+    """The kernel for queries of these strides; see `rotate_query`."""
+    head_dim = matrix.shape[2]
+    assert query.stride(2) == 1, query.stride()
+    assert bias_rows is None or bias_rows.is_contiguous(), bias_rows.stride()
+    rows = matrix if bias_rows is None else bias_rows
+    return Launch(
+        _rotate_query_kernel,
+        Arguments(matrix, query.stride(0), query.stride(1), _head_stride(matrix), scale * LOG2_E, rows,
+                  _head_stride(rows)),
+        dict(
+            KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
+            PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, HAS_BIAS=bias_rows is not None,
+        ),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def rotate_query_arguments(rotated: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
+    """What a step decides; see `rotate_query`."""
+    tokens, kv_heads, group, _ = rotated.shape
+    assert rotated.is_contiguous(), rotated.stride()
+    assert bias is None or (bias.shape == (tokens, kv_heads * group, 2) and bias.is_contiguous()), bias.shape
+    return Arguments(rotated, rotated if bias is None else bias, tokens * group)
+
+
+def rotate_query_grid(rotated: torch.Tensor) -> tuple[int, int, int]:
+    tokens, kv_heads, group, _ = rotated.shape
+    return -(-tokens * group // QUERY_ROWS), kv_heads, 1
+
+
 def rotate_query(
     query: torch.Tensor,
     matrix: torch.Tensor,
@@ -71,7 +107,7 @@ def rotate_query(
     bias_rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Rotate queries and multiply them by `scale` and log2 e.
+    """Rotate queries and multiply them by `scale` and log2 e, once.
 
     Args:
         query: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels.
@@ -82,28 +118,20 @@ def rotate_query(
         bias: with `bias_rows`: fp32 [tokens, query heads, 2], contiguous; filled with the queries' products with them,
             times `scale` and log2 e too.
     """
-    tokens, kv_heads, group, head_dim = rotated.shape
-    assert query.stride(-1) == 1, query.stride()
-    assert rotated.is_contiguous(), rotated.stride()
-    bias_arguments = (rotated, rotated, 0)
-    if bias is not None:
-        assert bias_rows is not None and bias_rows.is_contiguous() and bias.is_contiguous(), bias.stride()
-        assert bias.shape == (tokens, kv_heads * group, 2), bias.shape
-        bias_arguments = (bias_rows, bias, 0 if len(bias_rows) == 1 else bias_rows.stride(0))
-    row_count = tokens * group
-    _rotate_query_kernel[(-(-row_count // 16), kv_heads)](
-        query, matrix, rotated, row_count, query.stride(0), query.stride(1),
-        0 if len(matrix) == 1 else matrix.stride(0), scale * LOG2_E,
-        *bias_arguments,
-        KV_HEADS=kv_heads, QUERY_GROUP=group, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-        PADDED_DIM=power_of_2(head_dim), ROWS=16, HAS_BIAS=bias is not None, num_warps=4,
-    )  # fmt: skip
+    assert (bias is None) == (bias_rows is None)
+    launch = bind_rotate_query(query, rotated.shape[1], matrix, scale, bias_rows)
+    launch(rotate_query_grid(rotated), (query,), rotate_query_arguments(rotated, bias))
+
+
+def _head_stride(of_heads: torch.Tensor) -> int:
+    """Stride over heads, 0 where one serves all."""
+    return 0 if len(of_heads) == 1 else of_heads.stride(0)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
-    partial_output, partial_stats, matrix, output, rows, token_stride, head_stride, matrix_head_stride, splits,
-    sinks, bias,
+    output, partial_output, partial_stats, bias, rows, splits, matrix, token_stride, head_stride, matrix_head_stride,
+    sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -155,6 +183,51 @@ MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
 the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
 
 
+def merge_tile(splits: int) -> tuple[int, int]:
+    """The tile of `MERGE_TILES` for so many splits."""
+    assert splits <= MERGE_TILES[-1][0], splits
+    return next(tile for tile in MERGE_TILES if splits <= tile[0])
+
+
+def bind_merge(
+    output: torch.Tensor,
+    matrix: torch.Tensor,
+    tile: tuple[int, int],
+    sinks: torch.Tensor | None = None,
+    *,
+    has_bias: bool = False,
+) -> Launch:
+    """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: see `merge`."""
+    _, kv_heads, group, output_dim = output.shape
+    assert output.stride(-1) == 1, output.stride()
+    assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
+    head_dim = matrix.shape[2]
+    padded_dim = power_of_2(head_dim)
+    padded_splits, rows = tile
+    return Launch(
+        _merge_kernel,
+        Arguments(matrix, output.stride(0), output.stride(2), _head_stride(matrix), matrix if sinks is None else sinks),
+        dict(
+            KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
+            PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
+            ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=has_bias,
+        ),
+        num_warps=8 if rows >= 8 or head_dim > 128 else 4,
+    )  # fmt: skip
+
+
+def merge_arguments(
+    partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, query_bias: torch.Tensor | None
+) -> Arguments:
+    """What a step decides; see `merge`."""
+    bias = partial_stats if query_bias is None else query_bias
+    return Arguments(partial_output, partial_stats, bias, partial_output.shape[0] * group, partial_output.shape[2])
+
+
+def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
+    return -(-tokens * group // tile[1]), kv_heads, 1
+
+
 def merge(
     partial_output: torch.Tensor,
     partial_stats: torch.Tensor,
@@ -163,7 +236,7 @@ def merge(
     sinks: torch.Tensor | None = None,
     query_bias: torch.Tensor | None = None,
 ) -> None:
-    """Combine the splits of `decode` and rotate the result back.
+    """Combine the splits of `decode` and rotate the result back, once.
 
     Args:
         partial_output: fp32 [tokens, query heads, up to 128 splits, stored_dim].
@@ -174,19 +247,8 @@ def merge(
         sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
         query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.
     """
-    tokens, kv_heads, group, output_dim = output.shape
-    splits, head_dim = partial_output.shape[2:]
-    assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
-    assert splits <= 128, splits
-    assert output.stride(-1) == 1, output.stride()
-    padded_splits, rows = next(tile for tile in MERGE_TILES if splits <= tile[0])
-    padded_dim = power_of_2(head_dim)
-    _merge_kernel[(-(-tokens * group // rows), kv_heads)](
-        partial_output, partial_stats, matrix, output, tokens * group, output.stride(0), output.stride(2),
-        0 if len(matrix) == 1 else matrix.stride(0), splits,
-        partial_stats if sinks is None else sinks, partial_stats if query_bias is None else query_bias,
-        KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
-        PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-        ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=query_bias is not None,
-        num_warps=8 if rows >= 8 or head_dim > 128 else 4,
-    )  # fmt: skip
+    tokens, kv_heads, group, _ = output.shape
+    tile = merge_tile(partial_output.shape[2])
+    step = merge_arguments(partial_output, partial_stats, group, query_bias)
+    launch = bind_merge(output, matrix, tile, sinks, has_bias=query_bias is not None)
+    launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)

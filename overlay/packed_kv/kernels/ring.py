@@ -16,6 +16,7 @@ from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
 from ..layout import ring_slot_bytes
 from . import power_of_2
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
+from .launch import Arguments, Launch
 from .quantize import _product, of
 from .scales import headroom, over_scores, scale_byte, scale_weights, transpose_weights
 
@@ -79,9 +80,7 @@ def store_ring(vector, scale_at, x, group, index, stored, IS_KEY: tl.constexpr):
 # Bytes u = code + 128 of a word as fp16 pairs: under 0x64, a byte is 1024 + u, and 1152 off it leaves the code.
 _BIASED = "prmt.b32 ${0}, {1}, b, {2}; add.rn.f16x2 ${0}, ${0}, c;"
 _HEAD = "{ .reg .b32 b, c, x, y; mov.b32 b, 0x64646464; mov.b32 c, 0xe480e480; "
-_KEY_PAIRS = tl.constexpr(
-    _HEAD + _BIASED.format(0, "$2", "0x4140") + _BIASED.format(1, "$2", "0x4342") + " }"
-)
+_KEY_PAIRS = tl.constexpr(_HEAD + _BIASED.format(0, "$2", "0x4140") + _BIASED.format(1, "$2", "0x4342") + " }")
 _VALUE_PAIRS = tl.constexpr(
     _HEAD + "prmt.b32 x, $4, $5, 0x5140; prmt.b32 y, $4, $5, 0x7362;"
     + "".join(_BIASED.format(i, "xy"[i // 2], ("0x4140", "0x4342")[i % 2]) for i in range(4)) + " }"
@@ -102,9 +101,7 @@ def _key_pairs(word):
     if IS_INTERPRETED:
         result = (_pair(word, word, 0, 1), _pair(word, word, 2, 3))
     else:
-        result = tl.inline_asm_elementwise(
-            _KEY_PAIRS, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1
-        )
+        result = tl.inline_asm_elementwise(_KEY_PAIRS, "=&r,=&r,r", [word], dtype=(tl.int32,) * 2, is_pure=True, pack=1)
     return result
 
 
@@ -165,8 +162,12 @@ def attend_ring(
             high_slots += (_slots(ring_head, table, tl.minimum(token + 8, seq_len - 1), block_stride, BLOCK, SLOT),)
         for n in tl.static_range(4):
             token = base + 8 * (n // 2) + 2 * column + n % 2
-            slots += ((_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),
-                       _slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT)),)
+            slots += (
+                (
+                    _slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),
+                    _slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT),
+                ),
+            )
         scores = tl.zeros([32, 8], tl.float32)
         low_scales, high_scales = (), ()
         for i in tl.static_range((GROUPS + 3) // 4):
@@ -273,9 +274,11 @@ def plan_ring(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["spans"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "first", "spans", "key", "value"]
+)
 def _gather_ring_kernel(
-    ring, table, first, spans, key, value, table_stride, block_stride, head_stride,
+    table, first, spans, key, value, table_stride, ring, block_stride, head_stride,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (spans, KV heads)."""
@@ -303,6 +306,24 @@ def _gather_ring_kernel(
             tl.store(out, x, mask=there[:, None])
 
 
+def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
+    """The kernel for one layer's ring; see `gather_ring`. Of `ring`, the cache counts."""
+    cache = ring.cache
+    check_ring(ring, cache.shape[1], head_dim)
+    return Launch(
+        _gather_ring_kernel,
+        Arguments(cache, cache.stride(0), cache.stride(1)),
+        dict(KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2]),
+        num_warps=4,
+    )
+
+
+def gather_ring_arguments(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Arguments:
+    """What a step decides; see `gather_ring`. Of `ring`, the table and the first tokens count."""
+    assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
+    return Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
+
+
 def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Write the tokens that the ring has over those that `gather` read from the pages, still rotated.
 
@@ -313,13 +334,8 @@ def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch
         key, value: fp16 [rows, KV heads, head_dim], contiguous.
     """
     _, kv_heads, head_dim = key.shape
-    check_ring(ring, kv_heads, head_dim)
-    assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
-    _gather_ring_kernel[(len(spans), kv_heads)](
-        ring.cache, ring.block_table, ring.first, spans, key, value,
-        ring.block_table.stride(0), ring.cache.stride(0), ring.cache.stride(1),
-        KV_HEADS=kv_heads, GROUPS=head_dim // GROUP_SIZE, BLOCK=ring.cache.shape[2], num_warps=4,
-    )  # fmt: skip
+    launch = bind_gather_ring(ring, head_dim)
+    launch((len(spans), kv_heads, 1), (), gather_ring_arguments(ring, spans, key, value))
 
 
 def check_ring(ring: Ring, kv_heads: int, head_dim: int) -> None:

@@ -30,12 +30,83 @@ from ..codecs.pages import PagedCodec
 from ..formats import GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
+from .launch import Arguments, Launch
 from .quantize import hadamard, load_rotated, quantize, search_scale
 from .ring import store_ring
 from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
+
+
+def bind_store(
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ring: torch.Tensor | None = None,
+    *,
+    only_ring: bool = False,
+) -> Launch:
+    """The kernel for one layer's cache and ring, and keys and values of these strides; see `store_tokens`."""
+    _, heads, block_size, slot_bytes = cache.shape
+    assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
+    assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
+    assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
+    assert key.dtype == value.dtype and key.shape == value.shape, (key.dtype, value.dtype, key.shape, value.shape)
+    assert key.shape[1:] == (heads, codec.key.head_dim), (key.shape, heads)
+    assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
+    assert ring is not None or not only_ring
+    for part in (codec.key, codec.value):
+        assert part.heads in (None, heads), (part.heads, heads)
+    if ring is not None:
+        assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
+        assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
+    channels = [codec.key.channels, codec.value.channels]
+    tables = channels if codec.transform_tables is None else codec.transform_tables
+    of_ring = cache if ring is None else ring
+    return Launch(
+        store_kernel,
+        Arguments(
+            cache, cache.stride(0), cache.stride(1),
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            codec.key.rotation_constants,
+            *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
+            *(x for table in tables for x in (table, 0 if len(table) == 1 else table.stride(0))),
+            of_ring, of_ring.stride(0), of_ring.stride(1),
+        ),
+        dict(
+            TRANSFORMED=codec.transform_tables is not None,
+            FIRST=codec.transform_tables is not None and codec.key.transform.first_mean is not None,
+            HEADS=heads, BLOCK_SIZE=block_size, ROWS=_rows(codec.key.fmt, codec.key.head_dim),
+            ORDERED=codec.key.order is not None or codec.value.order is not None,
+            HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
+            **store_constants(codec.key.fmt, codec.key.head_dim),
+        ),
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def store_arguments(
+    codec: PagedCodec, slots: torch.Tensor, positions: torch.Tensor | None, ring_slots: torch.Tensor | None
+) -> Arguments:
+    """What a step decides; see `store_tokens`. What the codec does not look at need not be there."""
+    assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
+    if codec.transform_tables is None or codec.key.transform.first_mean is None:
+        positions = slots  # not read
+    else:
+        assert positions is not None and positions.is_contiguous() and positions.dtype == torch.int64, positions
+        assert len(positions) >= len(slots), (positions.shape, slots.shape)
+    if ring_slots is None:
+        ring_slots = slots[:0]
+    assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
+    return Arguments(slots, len(slots), positions, ring_slots, len(ring_slots))
+
+
+def store_grid(codec: PagedCodec, tokens: int, heads: int) -> tuple[int, int, int]:
+    fmt, head_dim = codec.key.fmt, codec.key.head_dim
+    groups = [power_of_2(groups) for _, groups, *_ in store_constants(fmt, head_dim)["SECTIONS"]]
+    return sum(-(-tokens * heads // (_rows(fmt, head_dim) // count)) for count in groups), 2, 1
 
 
 def store_tokens(
@@ -66,77 +137,17 @@ def store_tokens(
         ring_slots: int32 [up to tokens], contiguous: where the first so many tokens go in the ring; as `slots`.
         only_ring: leave the pages alone.
     """
-    _, heads, block_size, slot_bytes = cache.shape
-    assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
-    assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
-    assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
-    assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
-    assert key.dtype == value.dtype and key.shape == value.shape, (key.dtype, value.dtype, key.shape, value.shape)
-    assert key.shape[1:] == (heads, codec.key.head_dim) and len(key) >= len(slots), (key.shape, slots.shape)
-    assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
-    for part in (codec.key, codec.value):
-        assert part.heads in (None, heads), (part.heads, heads)
-    constants = store_constants(codec.key.fmt, codec.key.head_dim)
-    padded = [power_of_2(groups) for _, groups, *_ in constants["SECTIONS"]]
-    rows = max(ROWS, *padded)
-    programs = sum(-(-len(slots) * heads // (rows // groups)) for groups in padded)
-    if not programs:
-        return
-    if ring is None or ring_slots is None:
-        assert not only_ring
-        ring, ring_slots = cache, slots[:0]
-        has_ring = False
-    else:
-        assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
-        assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
-        assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
-        has_ring = True
-    store_kernel[(programs, 2)](
-        cache,
-        cache.stride(0),
-        cache.stride(1),
-        slots,
-        len(slots),
-        key,
-        key.stride(0),
-        key.stride(1),
-        value,
-        value.stride(0),
-        value.stride(1),
-        codec.key.rotation_constants,
-        codec.key.channels,
-        0 if codec.key.channels.ndim == 1 else codec.key.channels.stride(0),
-        codec.value.channels,
-        0 if codec.value.channels.ndim == 1 else codec.value.channels.stride(0),
-        *transform_arguments(codec, slots, positions),
-        ring,
-        ring.stride(0),
-        ring.stride(1),
-        ring_slots,
-        len(ring_slots),
-        HEADS=heads,
-        BLOCK_SIZE=block_size,
-        ROWS=rows,
-        ORDERED=codec.key.order is not None or codec.value.order is not None,
-        HAS_PAGES=not only_ring,
-        RING_BLOCK=ring.shape[2] if has_ring else 0,
-        **constants,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    assert len(key) >= len(slots), (key.shape, slots.shape)
+    assert (ring is None) == (ring_slots is None)
+    launch = bind_store(codec, cache, key, value, ring, only_ring=only_ring)
+    if len(slots):
+        grid = store_grid(codec, len(slots), cache.shape[1])
+        launch(grid, (key, value), store_arguments(codec, slots, positions, ring_slots))
 
 
-def transform_arguments(codec: PagedCodec, slots: torch.Tensor, positions: torch.Tensor | None) -> tuple[Any, ...]:
-    """The kernel's arguments that centre and scale, from positions_ptr to FIRST. What is not there is never read."""
-    if codec.transform_tables is None:
-        return slots, slots, 0, slots, 0, False, False
-    key, value = codec.transform_tables
-    strides = [0 if len(table) == 1 else table.stride(0) for table in (key, value)]
-    if codec.key.transform.first_mean is None:
-        return slots, key, strides[0], value, strides[1], True, False
-    assert positions is not None and positions.is_contiguous() and positions.dtype == torch.int64, positions
-    assert len(positions) >= len(slots), (positions.shape, slots.shape)
-    return positions, key, strides[0], value, strides[1], True, True
+def _rows(fmt: Format, head_dim: int) -> int:
+    """Rows of a program: a vector's section fits."""
+    return max(ROWS, *(power_of_2(groups) for _, groups, *_ in store_constants(fmt, head_dim)["SECTIONS"]))
 
 
 @functools.cache
@@ -174,18 +185,22 @@ padded_groups = triton.constexpr_function(power_of_2)
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "ring_tokens"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"]
+    do_not_specialize=["tokens", "ring_tokens"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "ring_slots_ptr"],
 )
 def store_kernel(
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    tokens,
+    positions_ptr,
+    ring_slots_ptr,
+    ring_tokens,
     cache_ptr,
     cache_block_stride,
     cache_head_stride,
-    slots_ptr,
-    tokens,
-    key_ptr,
     key_token_stride,
     key_head_stride,
-    value_ptr,
     value_token_stride,
     value_head_stride,
     constants_ptr,
@@ -193,18 +208,15 @@ def store_kernel(
     key_channels_stride,
     value_channels_ptr,
     value_channels_stride,
-    positions_ptr,
     key_table_ptr,
     key_table_stride,
     value_table_ptr,
     value_table_stride,
-    TRANSFORMED: tl.constexpr,
-    FIRST: tl.constexpr,
     ring_ptr,
     ring_block_stride,
     ring_head_stride,
-    ring_slots_ptr,
-    ring_tokens,
+    TRANSFORMED: tl.constexpr,
+    FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,

@@ -1,0 +1,118 @@
+"""One process a dtype, one after the other: each measures, and its rows go into CSV files as they come.
+
+The next dtype's process imports vLLM while this one's engine starts; it touches the device when this one is done. With
+`together`, all processes start at once: then their engines must fit the device side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import rows
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is within reach
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of bench_engine.py run in the workers
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy
+}
+HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
+"""Columns that are not printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, timeout: int) -> None:
+    """The options that `run` reads."""
+    add = parser.add_argument
+    add("--timeout", type=int, default=timeout, help="seconds a dtype may take (default: %(default)s)")
+    add("--out", type=Path, default=Path("."), help="folder of the CSV files (default: here)")
+    add("--commit", help="for the rows (default: what git says)")
+    add("--worker", help=argparse.SUPPRESS)
+
+
+def wait_for_device() -> bool:
+    """In a worker, which has imported what takes long: whether it is its turn."""
+    return bool(sys.stdin.readline())
+
+
+def emit(file: str, row: dict[str, object]) -> None:
+    """In a worker: hand over a row for `file`."""
+    print("ROW " + json.dumps([file, row]), flush=True)
+
+
+def run(
+    script: str, options: argparse.Namespace, measure: Callable[[str, argparse.Namespace], None], together: bool = False
+) -> int:
+    """Measure each of `options.dtypes` in a process of its own, made by running `script` again; an exit code.
+
+    `measure` is called in these processes, after which `wait_for_device` says when. A line that begins with the dtype's
+    name and a colon is passed on.
+    """
+    if options.worker:
+        measure(options.worker, options)
+        return 0
+    commit = options.commit or rows.commit_here()
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{i}.log") for i in range(len(options.dtypes))]
+        workers: list[subprocess.Popen[str]] = []
+        try:
+            for i, dtype in enumerate(options.dtypes):
+                for ahead in range(len(workers), len(options.dtypes) if together else min(i + 2, len(options.dtypes))):
+                    workers.append(_start(script, options.dtypes[ahead], logs[ahead]))
+                started = time.monotonic()
+                if not _collect(dtype, workers[i], logs[i], options, commit):
+                    failed.append(dtype)
+                print(f"{dtype}: {time.monotonic() - started:.0f} s in all", flush=True)
+        finally:
+            for worker in workers:
+                worker.kill()
+    if failed:
+        print(f"failed: {' '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _start(script: str, dtype: str, log: Path) -> subprocess.Popen[str]:
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, script, *sys.argv[1:], "--worker", dtype],
+            env={**ENVIRONMENT, **os.environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+
+
+def _collect(dtype: str, worker: subprocess.Popen[str], log: Path, options: argparse.Namespace, commit: str) -> bool:
+    """Let a worker measure; write and print its rows. Whether it ended well."""
+    assert worker.stdin is not None and worker.stdout is not None
+    limit = threading.Timer(options.timeout, worker.kill)
+    limit.daemon = True  # else an error here would wait for it
+    limit.start()
+    with suppress(BrokenPipeError):  # it has failed; its log says why
+        worker.stdin.write("go\n")
+        worker.stdin.close()
+    last = ""
+    for line in worker.stdout:
+        last = line.strip() or last
+        if line.startswith("ROW "):
+            file, row = json.loads(line[4:])
+            rows.append(options.out / file, {**row, "commit": commit})
+            shown = {key: value for key, value in row.items() if key not in HIDDEN}
+            print(f"{file:14}", *(f"{key} {value} " for key, value in shown.items()), flush=True)
+        elif line.startswith(f"{dtype}: "):
+            print(line, end="", flush=True)
+    code = worker.wait()
+    if code:
+        reason = f"took more than {options.timeout} s" if not limit.is_alive() else f"exit code {code}"
+        print(f"{dtype} failed ({reason}): {last}\n{log.read_text()[-3000:]}", flush=True)
+    limit.cancel()
+    return code == 0

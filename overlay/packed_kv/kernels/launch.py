@@ -1,0 +1,100 @@
+"""Launch a Triton kernel again and again without asking its JIT.
+
+`kernel[grid](...)` looks at every argument anew to find the variant that was compiled for it: 16 to 42 us on the host
+of an H200, of which the launch itself is 5 to 7. A step that mixes prompts with decodes is not in a CUDA graph, and has
+four to ten launches in each layer. So what is the same in all calls is bound once, what is the same for all layers of a
+step is made once a step (`Arguments`), and only addresses change with each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+
+class Arguments:
+    """Arguments of a kernel, in its order: tensors and numbers, and as a launch wants them: addresses and numbers."""
+
+    def __init__(self, *values: torch.Tensor | float) -> None:
+        self.values = values
+        self.raw: tuple[Any, ...] = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
+
+
+class Launch:
+    """A kernel with the arguments and constants that stay.
+
+    Args:
+        kernel: a JIT function, whose parameters come in this order: tensors that differ from call to call, what a step
+            decides, `fixed`, and the constexpr ones. It may specialize on the dtype of the first two, and on the
+            alignment of tensors to 16 bytes, but on no number (`do_not_specialize`).
+        fixed: arguments that stay.
+        constants: values of the constexpr parameters, by name.
+        options: of the compilation: `num_warps` and so on.
+
+    Raises TypeError in the first call if the kernel is specialized on a number that is not in `fixed`.
+    """
+
+    def __init__(self, kernel: Any, fixed: Arguments, constants: dict[str, Any], **options: Any) -> None:
+        self.kernel, self.fixed, self.constants, self.options = kernel, fixed, constants, options
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
+        """Launch on the current stream of the current device, which must be that of the tensors.
+
+        Args:
+            grid: programs in each dimension.
+            tensors: the first arguments.
+            step: those behind them; of the same dtypes in each call.
+        """
+        compiled = self.compiled
+        if compiled is None:
+            self._first(grid, tensors, step)
+            return
+        addresses = [x.data_ptr() for x in tensors]
+        unaligned = 0
+        for i in self.aligned:
+            unaligned |= addresses[i]
+        for i in self.aligned_of_step:
+            unaligned |= step.raw[i]
+        if unaligned & 15 or [x.dtype for x in tensors] != self.dtypes:
+            self._by_jit(grid, tensors, step)
+            return
+        stream = self.stream_of(self.device)
+        compiled.run(
+            *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *addresses, *step.raw, *self.last
+        )  # fmt: skip
+
+    def _by_jit(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> Any:
+        values = (*tensors, *step.values, *self.fixed.values)
+        return self.kernel[grid](*values, **self.constants, **self.options)
+
+    def _first(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
+        """Compile, launch and keep what later calls need. Under the interpreter there is nothing to keep."""
+        compiled = self._by_jit(grid, tensors, step)
+        unspecialized = self._names("do_not_specialize")
+        any_address = unspecialized | self._names("do_not_specialize_on_alignment")
+        aligned, addresses = [], [x.data_ptr() for x in tensors] + list(step.raw)
+        for i, (name, value) in enumerate(zip(self.kernel.arg_names, (*tensors, *step.values), strict=False)):
+            if isinstance(value, torch.Tensor):
+                if name not in any_address:
+                    aligned.append(i)
+            elif name not in unspecialized:
+                raise TypeError(f"{self.kernel.__name__}: {name} changes from step to step: do not specialize on it")
+        if compiled is None or any(addresses[i] % 16 for i in aligned):
+            return  # compiled for less than later calls will bring: the next one compiles again
+        self.aligned = [i for i in aligned if i < len(tensors)]
+        self.aligned_of_step = [i - len(tensors) for i in aligned if i >= len(tensors)]
+        self.dtypes = [x.dtype for x in tensors]
+        constants = [self.constants[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr]
+        self.last = (*self.fixed.raw, *constants)
+        driver = triton.runtime.driver.active
+        self.device, self.stream_of = driver.get_current_device(), driver.get_current_stream
+        self.compiled = compiled
+
+    def _names(self, option: str) -> set[str]:
+        """Parameters that the kernel's decorator names; the interpreter keeps them elsewhere."""
+        kept = getattr(self.kernel, "kwargs", None)
+        return set((getattr(self.kernel, option) if kept is None else kept[option]) or ())

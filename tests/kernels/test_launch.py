@@ -1,0 +1,78 @@
+"""A bound launch hands the driver what the JIT would, and asks the JIT where it cannot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packed_kv.kernels import launch
+from packed_kv.kernels.launch import Arguments, Launch
+
+
+class Kernel:
+    """Stands for a JIT function of (x, table, count, weight, SIZE); keeps what it and its compiled form are given."""
+
+    arg_names = ("x", "table", "count", "weight", "SIZE")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in arg_names)
+    do_not_specialize_on_alignment = ("table",)
+    __name__ = "kernel"
+
+    def __init__(self, do_not_specialize: tuple[str, ...] = ("count",)) -> None:
+        self.do_not_specialize = do_not_specialize
+        self.by_jit: list[tuple] = []
+        self.direct: list[tuple] = []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.by_jit.append((grid, arguments, constants))
+            return SimpleNamespace(run=lambda *a: self.direct.append(a), function="function", packed_metadata="packed")
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: ("stream", device))
+    monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=active))
+
+
+def bound(kernel: Kernel) -> tuple[Launch, torch.Tensor]:
+    weight = torch.zeros(16)
+    return Launch(kernel, Arguments(weight), {"SIZE": 32}, num_warps=1), weight
+
+
+def test_later_calls_do_not_ask_the_jit() -> None:
+    kernel, x, table = Kernel(), torch.zeros(64), torch.zeros(64, dtype=torch.int32)
+    kept, weight = bound(kernel)
+    kept((2, 1, 1), (x,), Arguments(table, 5))
+    assert kernel.by_jit == [((2, 1, 1), (x, table, 5, weight), {"SIZE": 32, "num_warps": 1})]
+    other = torch.zeros(64)
+    kept((7, 1, 1), (other,), Arguments(table[1:], 6))  # of a table, any address will do
+    assert len(kernel.by_jit) == 1
+    pointers = (other.data_ptr(), table.data_ptr() + 4, 6, weight.data_ptr())
+    stream = ("stream", 3)
+    assert kernel.direct == [(7, 1, 1, stream, "function", "packed", None, None, None, *pointers, 32)]
+
+
+@pytest.mark.parametrize("x", [torch.zeros(64)[1:], torch.zeros(64, dtype=torch.float16)], ids=["address", "dtype"])
+def test_what_was_not_compiled_for_goes_through_the_jit(x: torch.Tensor) -> None:
+    kernel, step = Kernel(), Arguments(torch.zeros(4, dtype=torch.int32), 5)
+    kept, weight = bound(kernel)
+    kept((1, 1, 1), (torch.zeros(64),), step)
+    kept((1, 1, 1), (x,), step)
+    assert len(kernel.by_jit) == 2 and kernel.by_jit[1][1] == (x, *step.values, weight) and not kernel.direct
+
+
+def test_a_first_call_with_an_odd_address_is_not_kept() -> None:
+    kernel, step = Kernel(), Arguments(torch.zeros(4, dtype=torch.int32), 5)
+    kept, _ = bound(kernel)
+    for x in (torch.zeros(64)[1:], torch.zeros(64), torch.zeros(64)):
+        kept((1, 1, 1), (x,), step)
+    assert len(kernel.by_jit) == 2 and len(kernel.direct) == 1
+
+
+def test_a_number_that_changes_may_not_be_specialized_on() -> None:
+    kept, _ = bound(Kernel(do_not_specialize=()))
+    with pytest.raises(TypeError, match="kernel: count changes from step to step"):
+        kept((1, 1, 1), (torch.zeros(64),), Arguments(torch.zeros(4, dtype=torch.int32), 5))
