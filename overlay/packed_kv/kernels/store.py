@@ -32,7 +32,7 @@ from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
 from .launch import Arguments, Launch
 from .quantize import hadamard, load_rotated, quantize, search_scale
-from .ring import store_ring
+from .ring import ring_slot, store_ring
 from .words import store_codes
 
 ROWS = 8
@@ -308,7 +308,7 @@ def _store_section(
         in_ring = place >= 0
         place = tl.where(in_ring, place, 0)
         entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * ((66 * HEAD_GROUPS + 7) // 8 * 8)  # see layout.py
+        entry += place % RING_BLOCK * ring_slot(32 * HEAD_GROUPS)
         scales = entry + 64 * HEAD_GROUPS
         if is_key:
             store_ring(entry, scales, x, FIRST_GROUP + group, index, in_ring, True)
