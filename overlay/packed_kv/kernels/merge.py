@@ -197,7 +197,8 @@ def bind_merge(
     *,
     has_bias: bool = False,
 ) -> Launch:
-    """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: see `merge`."""
+    """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: take the bias of the
+    step's arguments off the sinks."""
     _, kv_heads, group, output_dim = output.shape
     assert output.stride(-1) == 1, output.stride()
     assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
