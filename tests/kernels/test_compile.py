@@ -204,8 +204,41 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
     )  # fmt: skip
 
 
-def test_merge_stays_in_registers():
-    keys = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [((8, 8), 90, True)]
-    for key, resources in zip(keys, compile_kernels([merge_case(*key) for key in keys]), strict=True):
+def rotate_query_case() -> Case:
+    """Of heads of 80 channels."""
+    return Case(
+        kernel="packed_kv.kernels.merge:_rotate_query_kernel",
+        arch=90,
+        types=dict(
+            query="*bf16", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16", token_stride="i32",
+            head_stride="i32", matrix_head_stride="i32", scale="fp32", bias_rows="*fp32", bias_rows_head_stride="i32",
+        ),
+        constants=dict(
+            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=merge.QUERY_ROWS, HAS_BIAS=True
+        ),
+        options=dict(num_warps=4),
+        unaligned=("rows",),
+    )  # fmt: skip
+
+
+def sinks_case() -> Case:
+    return Case(
+        kernel="packed_kv.kernels.combine:_sinks_kernel",
+        arch=90,
+        types=dict(
+            output="*bf16", sums="*fp32", sums_stride="i32", sinks="*bf16", output_token_stride="i32",
+            output_head_stride="i32",
+        ),
+        constants=dict(HEADS=64, PADDED_HEADS=64, HEAD_DIM=64, PADDED_DIM=64),
+        options=dict(num_warps=4),
+        unaligned=("sums", "sums_stride"),
+    )  # fmt: skip
+
+
+def test_what_stands_around_decode_stays_in_registers():
+    merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [((8, 8), 90, True)]
+    cases = [merge_case(*key) for key in merges] + [rotate_query_case(), sinks_case()]
+    keys = [*merges, "rotate_query", "sinks"]
+    for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have
