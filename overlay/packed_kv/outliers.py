@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS
+from .formats import FORMATS, HEAD_DIM_STEP
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
@@ -163,7 +163,8 @@ def _calibration(path: str, content: Any) -> Calibration:
     try:
         FORMATS[recipe].group_bits(head_size)
     except ValueError:
-        raise _FaultError(f"head_size must be a positive multiple of 32, got {_short(head_size)}") from None
+        rule = f"head_size must be a positive multiple of {HEAD_DIM_STEP}"
+        raise _FaultError(f"{rule}, got {_short(head_size)}") from None
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     listed = content.get("layers")

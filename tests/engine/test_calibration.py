@@ -130,6 +130,20 @@ def test_a_file_by_name_comes_first(model: Path, tmp_path: Path, monkeypatch: py
     assert mean_kl(expected, ours) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "sizes"),
+    [(tiny_models.gpt_oss(), "tq4", (4, 1, 64)), (tiny_models.llama(head_dim=80), "turboquant35", (3, 2, 80))],
+    ids=["sinks", "head_dim_80"],
+)
+def test_means_beside_sinks_and_in_padded_heads(config, name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    """A sink sees the constant that a mean takes off the scores of all keys."""
+    model, file = Path(tiny_models.save(config, tmp_path)), content(*sizes, version=2)
+    write(model, file)
+    ours = logits(model, name)
+    expected = true_logits(str(model), TOKEN_IDS, name, channels=lambda *at: channels(file, name, *at))
+    assert mean_kl(expected, ours) < 1e-4
+
+
 def test_layers_that_share_a_cache_read_it_with_the_channels_of_its_layer(tmp_path: Path) -> None:
     model = Path(tiny_models.save(tiny_models.gemma4(global_head_dim=64), tmp_path))
     file = content(4, KV_HEADS, HEAD_DIM)

@@ -137,7 +137,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
 
 
 def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None:
-    if model.get_head_size() <= GROUP_SIZE:  # tq-calibrate could not make one
+    if model.get_head_size() <= GROUP_SIZE or model.get_head_size() % GROUP_SIZE:  # tq-calibrate could not make one
         return
     if fmt.outlier_bits:
         logger.warning_once(

@@ -14,7 +14,15 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.decode import MAX_REGISTERS, DecodeShape, bind_decode, decode_arguments, decode_grid, split_count
+from ..kernels.decode import (
+    COLUMNS,
+    MAX_REGISTERS,
+    DecodeShape,
+    bind_decode,
+    decode_arguments,
+    decode_grid,
+    split_count,
+)
 from ..kernels.launch import Arguments
 from ..kernels.merge import (
     bind_merge,
@@ -28,7 +36,7 @@ from ..kernels.merge import (
 )
 from ..kernels.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
-from .routes import MAX_COLUMNS
+from .routes import longest_fused
 
 Grid = tuple[int, int, int]
 
@@ -57,20 +65,23 @@ class FusedDecode:
     Args:
         codec: of the layer, on a CUDA device.
         query_heads, kv_heads: of this rank.
-        options: scale, window and soft cap.
+        options: see `AttentionOptions`.
     """
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.bias_rows = codec.query_bias_rows(capped=bool(options.logits_soft_cap))
+        self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
+        self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
         self.shape = DecodeShape(
-            kv_heads, query_heads // kv_heads, codec.key.head_dim, options.sliding_window, options.logits_soft_cap,
+            kv_heads, query_heads // kv_heads, codec.key.stored_dim, options.sliding_window, options.logits_soft_cap,
             self.bias_rows is not None, MAX_REGISTERS if properties.major == 9 else None,
         )  # fmt: skip
+        self.programs = kv_heads * -(-self.shape.group // COLUMNS)
+        """Of a query token and split."""
         self.bound: dict[Any, tuple[Any, Any]] = {}
 
     def plan_store(
@@ -123,8 +134,8 @@ class FusedDecode:
             ring: of these requests, of any of these layers; None: there is none.
         """
         shape = self.shape
-        splits = split_count(len(seq_lens) * self.kv_heads, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, shape.head_dim, splits)
+        splits = split_count(len(seq_lens) * self.programs, self.multiprocessors)
+        rotated, partial, stats, *bias = self.reserve(tokens, splits)
         query_bias = bias[0] if bias else None
         tile = merge_tile(splits)
         return DecodePlan(
@@ -135,7 +146,7 @@ class FusedDecode:
             ),
             merge=(
                 merge_grid(tokens, shape.kv_heads, shape.group, tile),
-                merge_arguments(partial, stats, shape.group),
+                merge_arguments(partial, stats, shape.group, query_bias),
             ),
             tile=tile,
         )
@@ -157,8 +168,10 @@ class FusedDecode:
             output: as `query`; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
         """
-        ring_address = None if ring is None else ring.cache.data_ptr()
-        held_for = (cache.data_ptr(), query.stride(), output.stride(), query.dtype, ring_address)
+        sinks = self.options.sinks
+        places = (cache, sinks, None if ring is None else ring.cache)
+        addresses = [None if x is None else x.data_ptr() for x in places]
+        held_for = (addresses, query.stride(), output.stride(), query.dtype)
         launches = self._held("decode", held_for)
         if launches is None:
             rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
@@ -169,18 +182,20 @@ class FusedDecode:
         decode(plan.decode[0], (), plan.decode[1])
         merge = merges.get(plan.tile)
         if merge is None:
-            heads_apart = output.view(len(output), self.kv_heads, self.shape.group, self.shape.head_dim)
-            merge = merges[plan.tile] = bind_merge(heads_apart, self.from_rotated, plan.tile)
+            heads_apart = output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
+            merge = bind_merge(heads_apart, self.from_rotated, plan.tile, sinks, has_bias=self.merges_bias)
+            merges[plan.tile] = merge
         merge(plan.merge[0], (output,), plan.merge[1])
 
-    def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
+    def reserve_largest(self, max_requests: int, max_query_len: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
-        rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
-        self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.shape.group), head_dim, 1)
+        rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts)
+        self.reserve(rows * min(max_query_len, longest_fused(self.shape.group)), 1)
 
-    def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
+    def reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
+        head_dim = self.shape.head_dim
         bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
         return current_workspace_manager().get_simultaneous(
             ((tokens, self.kv_heads, self.shape.group, head_dim), torch.float16),

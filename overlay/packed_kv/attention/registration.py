@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from ..formats import FORMATS, GROUP_SIZE, Format
+from ..formats import FORMATS, HEAD_DIM_STEP, Format
 from ..layout import MICRO_BLOCK
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 RULES = {
-    "head_size not supported": f"head size must be a multiple of {GROUP_SIZE}",
+    "head_size not supported": f"head size must be a multiple of {HEAD_DIM_STEP}",
     "block_size not supported": f"block size must be a multiple of {MICRO_BLOCK}",
     "compute capability not supported": "compute capability must be 8.0 or later",
 }
