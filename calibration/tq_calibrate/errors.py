@@ -7,6 +7,10 @@ class UserError(Exception):
     """Bad input; the message is one line that names the value and the remedy. `main` prints it and exits with 2."""
 
 
+class UnsupportedError(UserError):
+    """A model that transformers does not know or cannot load, though another engine may."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's error that says anything, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
