@@ -102,7 +102,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         return None
     path = read_options(config.additional_config).calibration
     if path is None:
-        path = _model_folder(model.model, model.revision) / FILE_NAME
+        path = model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
             _say_that_there_is_none(path, fmt, model)
             return None
@@ -167,7 +167,7 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     """
     model = config.model_config
     named = read_options(config.additional_config).calibration
-    path = named or _model_folder(model.model, model.revision) / FILE_NAME
+    path = named or model_folder(model.model, model.revision) / FILE_NAME
     if not path.is_file():
         return {}
     file = load(path)
@@ -176,8 +176,8 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     return {layer: arguments for layer, arguments in layers.items() if arguments}
 
 
-def _model_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files are: its own folder, or the snapshot of a model of the Hugging Face Hub."""
+def model_folder(model: str, revision: str | None) -> Path:
+    """Where a model's files are: its own folder, that of a GGUF file, or the snapshot of a model of the Hugging Face Hub."""
     path = Path(model)
     if path.exists():
         return path.parent if path.is_file() else path
