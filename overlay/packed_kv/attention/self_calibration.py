@@ -39,6 +39,8 @@ MODEL_OPTIONS = (
     "quantization", "quantization_config", "hf_overrides", "hf_config_path", "config_format", "model_impl",
 )  # fmt: skip
 """Arguments of an engine that decide what its model computes; with its dtype and `load_format`."""
+PROGRESS = ("loading ", "calibrating: ", "choosing: ")
+"""Beginnings of the lines in which tq-calibrate tells how far it is."""
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model", ".tiktoken", ".py"}
 """Of the files of a folder that make a model."""
 
@@ -89,7 +91,7 @@ def _model_options(config: VllmConfig) -> dict[str, Any]:
     model = config.model_config
     found = {name: getattr(model, name, None) for name in MODEL_OPTIONS}
     found["load_format"] = config.load_config.load_format
-    options = {name: value for name, value in found.items() if value}
+    options = {name: value for name, value in found.items() if value and (name, value) != ("tokenizer", model.model)}
     for name, value in options.items():
         try:
             json.dumps(value)
@@ -137,7 +139,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _calibrate(path: Path, config: VllmConfig) -> None:
-    """Run tq-calibrate. What it says on stderr, its progress for one, goes into the log. Raises CalibrationError."""
+    """Run tq-calibrate, with its progress in the log. Raises CalibrationError."""
     model, parallel = config.model_config, config.parallel_config
     options = _model_options(config) | {
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -153,7 +155,7 @@ def _calibrate(path: Path, config: VllmConfig) -> None:
     ]
     logger.info("KV cache calibration: none for %s yet; making %s, once", model.model, path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_DP_")}
-    environment.setdefault("TQDM_MININTERVAL", "5")
+    environment = {"TQDM_MININTERVAL": "5", "PYTHONWARNINGS": "ignore", **environment}
     reason = "tq-calibrate said nothing; its output is above"
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
@@ -163,8 +165,10 @@ def _calibrate(path: Path, config: VllmConfig) -> None:
             for line in map(str.strip, process.stderr):
                 if line.startswith("tq-calibrate: "):
                     reason = line.removeprefix("tq-calibrate: ")
-                elif line:
+                elif line.startswith(PROGRESS):
                     logger.info("KV cache calibration: %s", line)
+                elif line:
+                    print(line, file=sys.stderr)
         except BaseException:  # told to stop: leave no orphan that holds the devices
             process.terminate()
             raise
