@@ -41,20 +41,24 @@ class VllmModel:
     """A model as vLLM configures it; `options` are arguments of vLLM's `LLM`. Raises UserError."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, Any]) -> None:
-        if dtype == "auto" and current_platform.is_cpu():
-            dtype = "float32"  # as for transformers: what is gathered should not depend on who runs the model
         self.name = model
         self.options: dict[str, Any] = {"dtype": dtype, **options}
-        try:
-            self.config: ModelConfig = EngineArgs(model=model, **self.options).create_model_config()
-        except RUN_ERRORS as error:
-            raise self._refusal(error) from error
+        self.config = self._config()
+        if self.options["dtype"] == "auto" and current_platform.is_cpu() and not self.config.quantization:
+            self.options["dtype"] = "float32"  # as transformers has it there; kernels of packed weights do not
+            self.config = self._config()
         if self.config.use_mla:
             raise UserError(
                 f"{model} has latent attention (MLA), so no K and V per head to calibrate; serve it with "
                 "--kv-cache-dtype auto"
             )
         check_head_size(self.config.get_head_size())
+
+    def _config(self) -> ModelConfig:
+        try:
+            return EngineArgs(model=self.name, **self.options).create_model_config()
+        except RUN_ERRORS as error:
+            raise self._refusal(error) from error
 
     @property
     def longest(self) -> int:
