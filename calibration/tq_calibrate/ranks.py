@@ -30,7 +30,7 @@ def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
 
 def _join_heads(ranks: list[LayerSums], kv_heads: int) -> LayerSums:
     first = ranks[0]
-    if len(first.key) == kv_heads:
+    if all(torch.equal(rank.value_weight, first.value_weight) for rank in ranks):  # all have all heads
         return first
     copies = max(1, len(ranks) * len(first.key) // kv_heads)
     sharing = [ranks[at : at + copies] for at in range(0, len(ranks), copies)]  # ranks with the same KV heads

@@ -65,11 +65,6 @@ class VllmModel:
         """Tokens that the model reads."""
         return self.config.max_model_len
 
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that it knows."""
-        return self.config.get_vocab_size()
-
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that vLLM has for the model. Raises UserError."""
         try:
@@ -81,6 +76,11 @@ class VllmModel:
 
     def run(self, sequences: list[list[int]], progress: Callable[[int], object]) -> Statistics:
         """Statistics over whole sequences, one at a time; `progress` is told the tokens of each. Raises UserError."""
+        largest = max(map(max, sequences))
+        if largest >= self.config.get_vocab_size():
+            raise UserError(
+                f"{self.name}: its tokenizer gives token {largest}, its vocabulary has {self.config.get_vocab_size()}"
+            )
         longest = max(map(len, sequences)) + 1
         engine: dict[str, Any] = {
             "max_model_len": longest,
@@ -106,7 +106,7 @@ class VllmModel:
             raise self._refusal(error) from error
         if not sums.layers:
             raise UserError(f"{self.name} has no layers with K and V that vLLM would keep, so nothing to calibrate")
-        _check_passes(self.name, sums, sequences)
+        check_passes(self.name, sums, sequences)
         statistics = sums.statistics()
         statistics.source = {
             "engine": f"vllm {vllm.__version__}",
@@ -143,7 +143,7 @@ def _engine(model: str, options: dict[str, Any]) -> Iterator[LLM]:
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
-def _check_passes(model: str, sums: Any, sequences: list[list[int]]) -> None:
+def check_passes(model: str, sums: Any, sequences: list[list[int]]) -> None:
     """Raise UserError unless every layer saw each sequence in one forward pass of its own, without padding."""
     expected = (sum(map(len, sequences)), len(sequences))
     for layer, seen in sums.layers.items():
