@@ -47,13 +47,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--context", type=_context, metavar="N",
                        help="tokens of a sequence, as many as you serve (default 2048, or what it reads)")  # fmt: skip
     model.add_argument("--engine", choices=ENGINES,
-                       help="what runs the model (default: transformers, or vllm where transformers cannot load it)")  # fmt: skip
+                       help="what runs the model (default: transformers, or vllm if that cannot load it)")  # fmt: skip
     model.add_argument("--engine-options", type=_object, default={}, metavar="JSON",
-                       help='arguments of vLLM\'s LLM, such as {"tensor_parallel_size": 2}; with --engine vllm')  # fmt: skip
+                       help='for --engine vllm: arguments of its LLM, as {"tensor_parallel_size": 2}')  # fmt: skip
     model.add_argument("--batch-size", type=_positive, default=4, metavar="N",
                        help="sequences at once (default 4; vllm: 1)")  # fmt: skip
     model.add_argument("--device", default="auto",
-                       help="cpu, cuda or cuda:N (default: cuda if there is one; vllm runs where it was built for)")  # fmt: skip
+                       help="cpu, cuda or cuda:N (default: cuda if there is one; not for vllm)")  # fmt: skip
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                        help="dtype to run in (default: float32 on a CPU, else that of the checkpoint)")  # fmt: skip
     model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
 """What transformers raises about a folder that is no model, a damaged file, or a missing quantization library."""
 
+CONFIGS = ("config.json", "params.json")
+"""Of a model's folder: one of them tells what it is, in Hugging Face's or in Mistral's way."""
+
 SEQUENCE_LENGTH = 2048
 """Tokens of a sequence, if the model reads that many."""
 
@@ -39,8 +42,11 @@ def load_config(model: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model)
     except LOAD_ERRORS as error:
-        missing = isinstance(error, OSError) and not Path(model).is_file()  # a file is a GGUF
-        fault = UserError if missing else UnsupportedError
+        path = Path(model)
+        known = path.is_file() or any((path / name).is_file() for name in CONFIGS)  # a file is a GGUF
+        if not path.exists():
+            known = not isinstance(error, OSError)  # of the Hub, and there
+        fault = UnsupportedError if known else UserError
         raise fault(f"{model} is not a model that transformers can read ({first_line(error)})") from error
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
@@ -64,7 +70,9 @@ def model_folder(model: str) -> Path:
     try:
         return Path(cached_file(model, "config.json")).parent
     except OSError as error:
-        raise UserError(f"{model} has no folder for a calibration file ({first_line(error)}); name one by --out") from error
+        raise UserError(
+            f"{model} has no folder for a calibration file ({first_line(error)}); name one by --out"
+        ) from error
 
 
 def shape_of(config: PretrainedConfig) -> Shape:

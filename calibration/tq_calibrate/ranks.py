@@ -35,7 +35,8 @@ def _join_heads(ranks: list[LayerSums], kv_heads: int) -> LayerSums:
     copies = max(1, len(ranks) * len(first.key) // kv_heads)
     sharing = [ranks[at : at + copies] for at in range(0, len(ranks), copies)]  # ranks with the same KV heads
     # Queries and the columns that they fill are dealt out among these ranks: a mean and a sum over query heads.
-    whole = LayerSums(kv_heads, first.key.shape[1], torch.cat([_stack(same, "value_weight").sum(0) for same in sharing]))
+    columns = torch.cat([_stack(same, "value_weight").sum(0) for same in sharing])
+    whole = LayerSums(kv_heads, first.key.shape[1], columns)
     whole.query_squares = torch.cat([_stack(same, "query_squares").mean(0) for same in sharing])
     for name in OF_KEYS_AND_VALUES:
         setattr(whole, name, torch.cat([getattr(same[0], name) for same in sharing]))

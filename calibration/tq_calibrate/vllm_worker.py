@@ -31,7 +31,7 @@ class CalibrationWorker:
 
     def tq_calibrate_start(self) -> None:
         """Add up what the layers of this worker get from now on. Raises UserError for a layer without a number."""
-        self.tq_calibrate = Sums()
+        self.tq_calibrate, model = Sums(), self.get_model()
         names: dict[int, str] = {}
         for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
             if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
@@ -42,7 +42,7 @@ class CalibrationWorker:
             if number is None or number in names:
                 raise UserError(f"layer {name} has no number of its own, so a calibration file cannot name it")
             names[number] = name
-            layer.forward = functools.partial(_record, self.tq_calibrate, number, self.get_model(), layer, layer.forward)
+            layer.forward = functools.partial(_record, self.tq_calibrate, number, model, layer, layer.forward)
 
     def tq_calibrate_sums(self) -> tuple[int, Sums]:
         """This worker's tensor-parallel rank, and the sums of its heads, on the CPU."""

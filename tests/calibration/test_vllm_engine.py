@@ -119,9 +119,7 @@ def test_sequences_that_vllm_did_not_run_as_they_are_are_refused(tokens: int, pa
         (["--engine", "llama.cpp"], "invalid choice: 'llama.cpp'"),
     ],
 )
-def test_options_that_exclude_each_other(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_exclude_each_other(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:
         main(["model", str(DEMO_MODEL), *options])
     assert exit_code.value.code == 2 and message in capsys.readouterr().err

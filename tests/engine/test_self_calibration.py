@@ -30,7 +30,7 @@ Popen = subprocess.Popen
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    return tiny_models.save(tiny_models.llama(vocab_size=4096), tmp_path / "model")
+    return tiny_models.save(tiny_models.llama(vocab_size=4096, num_hidden_layers=1), tmp_path / "model")
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_an_engine_calibrates_its_model_once(
         config = llm.llm_engine.vllm_config
         path = Path(config.additional_config["packed_kv"]["calibration"])
         assert path.parent == cache and all(layer.key_mean for layer in load(path).layers.values())
-        layer = config.compilation_config.static_forward_context["model.layers.2.self_attn.attn"]
+        layer = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
         assert layer.impl.calibration.file == load(path)
     assert log[0] == f"KV cache calibration: none for {model} yet; making {path}, once"
     assert any("calibrating: 100%" in line for line in log)
@@ -97,7 +97,7 @@ def test_one_of_several_processes_calibrates(
     model: str, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock of one file descriptor excludes those of other threads as it does those of other processes."""
-    commands = instead(monkeypatch, copies(write(tmp_path, content(3))))
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
     configs = [settings(model) for _ in range(3)]
     threads = [threading.Thread(target=resolve_auto, args=[config]) for config in configs]
     for thread in threads:
@@ -109,9 +109,9 @@ def test_one_of_several_processes_calibrates(
 
 
 def test_files_next_to_the_model_and_by_name_come_first(model: str, tmp_path: Path) -> None:
-    other = write(tmp_path, content(3))
+    other = write(tmp_path, content(1))
     assert resolved(settings(model, additional_config={"packed_kv": {"calibration": str(other)}})) == other
-    beside = write(Path(model), content(3))
+    beside = write(Path(model), content(1))
     config = settings(model, additional_config={"packed_kv": {"calibration": "auto", "recent_tokens": 7}, "other": 1})
     assert resolved(config) == beside
     assert config.additional_config["packed_kv"]["recent_tokens"] == 7 and config.additional_config["other"] == 1
@@ -120,7 +120,7 @@ def test_files_next_to_the_model_and_by_name_come_first(model: str, tmp_path: Pa
 def test_the_command_runs_the_model_as_the_engine_does(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = instead(monkeypatch, copies(write(tmp_path, content(3))))
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
     path = resolved(settings(model, hf_overrides={"rope_theta": 5e5}, gpu_memory_utilization=0.5))
     (command,) = commands
     assert command[1:] == [
@@ -144,7 +144,7 @@ def test_what_decides_a_file_is_in_its_name(model: str, monkeypatch: pytest.Monk
     weights = Path(model) / "model.safetensors"
     os.utime(weights, ns=(1, 1))
     names.add(cached_file(plain))
-    write(Path(model), content(3))
+    write(Path(model), content(1))
     names.add(cached_file(plain))  # its own file is not what decides
     monkeypatch.setattr(self_calibration, "VERSION", self_calibration.VERSION + 1)
     names.add(cached_file(plain))

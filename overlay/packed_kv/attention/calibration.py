@@ -177,7 +177,7 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
 
 
 def model_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files are: its own folder, that of a GGUF file, or the snapshot of a model of the Hugging Face Hub."""
+    """Where a model's files are: its own folder, that of its file, or the snapshot of one of the Hugging Face Hub."""
     path = Path(model)
     if path.exists():
         return path.parent if path.is_file() else path
