@@ -139,6 +139,8 @@ def test_what_decides_a_file_is_in_its_name(model: str, monkeypatch: pytest.Monk
         settings(model, dtype="bfloat16"),
         settings(model, hf_overrides={"rope_theta": 5e5}),
         settings(model, load_format="dummy"),
+        settings(model, dtype="bfloat16", quantization="int8_per_channel_weight_only"),
+        settings(model, revision="branch"),
     ]
     names = {cached_file(config) for config in (plain, *others)}
     weights = Path(model) / "model.safetensors"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs
+from vllm.config.quantization import resolve_quantization_config
 from vllm.logger import init_logger
 
 from ..outliers import FILE_NAME, VERSION, CalibrationError, load
@@ -67,7 +68,7 @@ def cached_file(config: VllmConfig) -> Path:
     decides = {
         "version": VERSION,
         "files": _identity(model),
-        "options": {**_model_options(config), "revision": None},  # the files say it better
+        "options": _model_options(config),
         "dtype": _dtype(model),
         "context": min(CONTEXT, model.max_model_len),
     }
@@ -91,6 +92,8 @@ def _model_options(config: VllmConfig) -> dict[str, Any]:
     model = config.model_config
     found = {name: getattr(model, name, None) for name in MODEL_OPTIONS}
     found["load_format"] = config.load_config.load_format
+    if found["quantization_config"] == resolve_quantization_config(model.quantization, None):
+        del found["quantization_config"]  # a name says it all
     options = {name: value for name, value in found.items() if value and (name, value) != ("tokenizer", model.model)}
     for name, value in options.items():
         try:
