@@ -71,7 +71,7 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
     text = read_text(options.text)
     sequences = token_sequences(text, model.tokenizer(), options.tokens, context, options.seed)
     print(f"loading {options.model} ...", file=sys.stderr)
-    with tqdm(total=options.tokens, unit=" tokens", unit_scale=True, desc="calibrating", delay=0.01) as bar:
+    with tqdm(total=options.tokens, unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics = model.run(sequences, bar.update)
     statistics.source |= {
         "method": "packed_kv_activations_v1",

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,6 @@ from vllm.engine.arg_utils import EngineArgs
 TOKENIZER = Path(__file__).parents[2] / "models" / "demo-7m"
 AUTO: dict[str, Any] = {"additional_config": {"packed_kv": {"calibration": "auto"}}}
 OPTIONS: dict[str, Any] = {"tokenizer": str(TOKENIZER), "dtype": "float32", "max_model_len": 512, **AUTO}
-Popen = subprocess.Popen
 
 
 @pytest.fixture
@@ -64,10 +63,16 @@ def instead(monkeypatch: pytest.MonkeyPatch, script: str) -> list[list[str]]:
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen:
         commands.append(command)
-        return Popen([sys.executable, "-c", f"import sys, time, shutil\n{script}", *command], **options)
+        return subprocess.Popen([sys.executable, "-c", f"import sys, time, shutil\n{script}", *command], **options)
 
-    monkeypatch.setattr(self_calibration.subprocess, "Popen", popen)
+    replace_popen(monkeypatch, popen)
     return commands
+
+
+def replace_popen(monkeypatch: pytest.MonkeyPatch, popen: Callable[..., subprocess.Popen]) -> None:
+    """For the module alone: vLLM starts programs, too."""
+    constants = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
+    monkeypatch.setattr(self_calibration, "subprocess", SimpleNamespace(Popen=popen, **constants))
 
 
 def copies(file: Path) -> str:
@@ -80,6 +85,8 @@ def test_an_engine_calibrates_its_model_once(
 ) -> None:
     """All of it: the engine core asks, tq-calibrate runs, the layers have the means; the next engine finds the file."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    short = ("--tokens", "512")  # the command's own number takes too long for a test
+    replace_popen(monkeypatch, lambda command, **how: subprocess.Popen([*command, *short], **how))
     with engine(model, "tq4", **OPTIONS) as llm:
         config = llm.llm_engine.vllm_config
         path = Path(config.additional_config["packed_kv"]["calibration"])
