@@ -110,6 +110,12 @@ def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: in
     return list(heads[first : first + kv_heads])
 
 
+def layer_number(name: str) -> int | None:
+    """The number of the layer that a module of vLLM belongs to, by its name: the only part that is a number, if any."""
+    numbers = [int(part) for part in name.split(".") if re.fullmatch(r"[0-9]+", part)]
+    return numbers[0] if len(numbers) == 1 else None
+
+
 def load(path: str | os.PathLike[str]) -> Calibration:
     """Read and check a file, once per state of the file. Raises CalibrationError."""
     path = os.path.abspath(path)

@@ -223,11 +223,12 @@ def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (named("nowhere.json"), "nowhere.json: cannot be read (No such file or directory)"),
-        (named(""), "packed_kv.calibration is ''; write the path of a file"),
+        (named("Auto"), "packed_kv.calibration is 'Auto', and there is no such file; write \"auto\" or the path"),
+        (named(""), "packed_kv.calibration is ''; write \"auto\" or the path of a file"),
         ({"additional_config": {"packed_kv": "a.json"}}, "packed_kv is 'a.json'; write"),
         ({"additional_config": {"packed_kv": {"calibrations": "a.json"}}}, "'calibrations': 'a.json'}; write"),
     ],
-    ids=["missing", "empty", "string", "misspelt"],
+    ids=["missing", "word", "empty", "string", "misspelt"],
 )
 def test_a_wrong_name_stops_the_start(options: dict, words: str, model: Path) -> None:
     assert words in refusal(model, "turboquant25", **options)
@@ -273,10 +274,10 @@ def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeyp
     snapshot = tmp_path / "models--someone--model" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    assert calibration._model_folder("someone/model", "0123") == snapshot
-    assert calibration._model_folder("someone/other", None) == Path("someone/other")
-    assert calibration._model_folder(str(plain_model), None) == plain_model
-    assert calibration._model_folder(str(plain_model / "config.json"), None) == plain_model
+    assert calibration.model_folder("someone/model", "0123") == snapshot
+    assert calibration.model_folder("someone/other", None) == Path("someone/other")
+    assert calibration.model_folder(str(plain_model), None) == plain_model
+    assert calibration.model_folder(str(plain_model / "config.json"), None) == plain_model
 
 
 def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:

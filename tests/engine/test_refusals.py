@@ -242,7 +242,7 @@ class TestUnpatched:
 
     @pytest.fixture(autouse=True)
     def unpatched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(registration.cache_config, "kv_cache_page_format")
+        monkeypatch.delattr(registration.cache_config, "prepare_kv_cache_dtype")
         monkeypatch.setattr(registration, "register_format", lambda _fmt: pytest.fail("registered"))
         monkeypatch.setattr(registration.cache_config, "KV_CACHE_DTYPES", ["auto"])
 
