@@ -28,9 +28,9 @@ from packed_kv.formats import GROUP_SIZE
 from tq_calibrate.choose import LayerChoice, channel_order, choose, outlier_channels
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_config, load_model, model_folder
-from tq_calibrate.run import batches
 from tq_calibrate.statistics import LayerStatistics, Statistics
 from tq_calibrate.text import load_tokenizer, read_text, token_sequences
+from tq_calibrate.transformers_engine import batches
 from tq_calibrate.weights import estimate
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -12,11 +12,15 @@ parts=("${@:-kernels engine memcheck}")
 memcheck_cases=(
     "tests/kernels/test_store.py::test_bytes[d128-isoquant3]"
     "tests/kernels/test_store.py::test_bytes[d128-turboquant35]"
+    "tests/kernels/test_store.py::test_bytes[d80-isoquant3]"
     "tests/kernels/test_decode.py::test_formats[isoquant3]" # rotates the query and merges, too
     "tests/kernels/test_decode.py::test_formats[turboquant35]"
+    "tests/kernels/test_decode.py::test_head_dims[isoquant3-80]"
+    "tests/kernels/test_decode.py::test_centred_and_scaled_pages[tq4-{'sinks': torch.bfloat16}]"
     "tests/kernels/test_gather.py::test_gathered_tokens_equal_the_pages[isoquant3-96]"
     "tests/kernels/test_gather.py::test_unrotated_vectors_are_the_decoded_ones[tq4-torch.float16]"
     "tests/kernels/test_gather.py::test_combine[inf]"
+    "tests/kernels/test_gather.py::test_chunks_and_prefixes[False-{'sliding_window': 24, 'sinks': True}]"
     "tests/kernels/test_ring.py::test_stored_bytes_equal_the_reference[isoquant4-64]"
     "tests/kernels/test_ring.py::test_decode[{}]" # plans the ring, too
 )

@@ -86,18 +86,22 @@ class Attention:
     def norms_keys(self) -> bool:
         return self.model_type in NORMS_KEYS
 
-    def key_factors(self, layer: int, outliers: Outliers) -> torch.Tensor:
-        """[KV heads, head_dim]: `scale` at the chosen pairs (i, i + head_dim / 2), else 1."""
+    def large_keys(self, layer: int, outliers: Outliers) -> torch.Tensor:
+        """bool [KV heads, head_dim]: the chosen pairs (i, i + head_dim / 2)."""
         half = self.head_dim // 2
         count = max(1, round(outliers.fraction * half))
         generator = torch.Generator().manual_seed(outliers.seed * 100003 + 2 * layer)
-        factors = torch.ones(self.kv_heads, self.head_dim)
-        for head in factors[:1] if self.norms_keys else factors:
+        large = torch.zeros(self.kv_heads, self.head_dim, dtype=torch.bool)
+        for head in large[:1] if self.norms_keys else large:
             pairs = torch.randperm(half, generator=generator)[:count]
             if outliers.offset:
                 pairs = torch.arange(half - count, half)
-            head[pairs] = head[pairs + half] = outliers.scale
-        return factors[:1].expand_as(factors) if self.norms_keys else factors
+            head[pairs] = head[pairs + half] = True
+        return large[:1].expand_as(large) if self.norms_keys else large
+
+    def key_factors(self, layer: int, outliers: Outliers) -> torch.Tensor:
+        """[KV heads, head_dim]: `scale` for large keys, else 1."""
+        return torch.where(self.large_keys(layer, outliers), outliers.scale, 1.0)
 
     def value_factors(self, layer: int, outliers: Outliers) -> torch.Tensor:
         """[KV heads, head_dim]: `value_scale` at the chosen channels, else 1."""
@@ -123,6 +127,7 @@ class Attention:
             return {name: tensor}
         layer, module, kind = int(match[1]), match[2], match[3]
         keys, values = self.key_factors(layer, outliers), self.value_factors(layer, outliers)
+        large = self.large_keys(layer, outliers)
         factor = {
             "k_proj": None if self.norms_keys else keys.flatten(),
             "q_proj": None if self.norms_keys else self.to_queries(keys),
@@ -139,12 +144,12 @@ class Attention:
             return {name: scaled}
         if kind == "weight" and not self.has_bias:
             bias = torch.zeros(len(tensor))
-            return {name: scaled, name.removesuffix("weight") + "bias": self._shifted(module, bias, keys, outliers)}
-        return {name: self._shifted(module, scaled, keys, outliers) if kind == "bias" else scaled}
+            return {name: scaled, name.removesuffix("weight") + "bias": self._shifted(module, bias, large, outliers)}
+        return {name: self._shifted(module, scaled, large, outliers) if kind == "bias" else scaled}
 
     @staticmethod
-    def _shifted(module: str, bias: torch.Tensor, keys: torch.Tensor, outliers: Outliers) -> torch.Tensor:
-        return bias + outliers.offset * (keys != 1).flatten() if module == "k_proj" else bias
+    def _shifted(module: str, bias: torch.Tensor, large: torch.Tensor, outliers: Outliers) -> torch.Tensor:
+        return bias + outliers.offset * large.flatten() if module == "k_proj" else bias
 
 
 def make(source: Path, target: Path, outliers: Outliers) -> Attention:
@@ -210,7 +215,7 @@ def main() -> None:
         attention = make(given.model, given.out, outliers)
     except ModelError as error:
         sys.exit(f"make_outlier_model: {error}")
-    large = int((attention.key_factors(0, outliers)[0] != 1).sum())
+    large = int(attention.large_keys(0, outliers)[0].sum())
     print(
         f"{given.out}: in each layer and KV head, {large} of {attention.head_dim} key channels x {outliers.scale:g} "
         f"and {attention.value_count(outliers)} value channels x {outliers.value_scale:g}"

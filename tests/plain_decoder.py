@@ -31,6 +31,7 @@ PHI = (1 + math.sqrt(5)) / 2
 def decode(dtype: str, head_dim: int, packed: bytes, outliers: list[int] | None = None) -> np.ndarray:
     """One packed vector -> float32 [head_dim]."""
     rotation, regular_bits, outlier_bits = DTYPES[dtype]
+    channels, head_dim = head_dim, -(-head_dim // 32) * 32
     quarter = 32 * math.floor(head_dim / 4 / 32 + 0.5) if outlier_bits else 0
     bits = [outlier_bits] * (quarter // 32) + [regular_bits] * ((head_dim - quarter) // 32)
     stream, scales = packed[: -len(bits)], packed[-len(bits) :]
@@ -51,11 +52,11 @@ def decode(dtype: str, head_dim: int, packed: bytes, outliers: list[int] | None 
     unrotate = {"quaternion": _quaternion, "givens": _givens, "hadamard": _hadamard}[rotation]
     x = np.concatenate([unrotate(part) for part in (y[:quarter], y[quarter:]) if len(part)])
     if outliers is None:
-        return x
+        return x[:channels]
     order = [*outliers, *(c for c in range(head_dim) if c not in outliers)]
     result = np.empty_like(x)
     result[order] = x
-    return result
+    return result[:channels]
 
 
 def _givens(y: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.codecs.pages import PagedCodec
 
 HEAD_DIM = 64
+SINKS = torch.tensor([-1.0, 1.5, 3.0, 6.0])
 OPTIONS = {
     "plain": AttentionOptions(HEAD_DIM**-0.5),
     "window 1": AttentionOptions(HEAD_DIM**-0.5, sliding_window=1),
@@ -24,6 +25,8 @@ OPTIONS = {
     "window beyond": AttentionOptions(HEAD_DIM**-0.5, sliding_window=4096),
     "soft cap": AttentionOptions(1.0, logits_soft_cap=5.0),
     "window and cap": AttentionOptions(0.5, sliding_window=50, logits_soft_cap=2.0),
+    "sinks": AttentionOptions(HEAD_DIM**-0.5, sinks=SINKS),
+    "sinks, window and cap": AttentionOptions(0.5, sliding_window=50, logits_soft_cap=2.0, sinks=SINKS.bfloat16()),
 }
 every_dtype = pytest.mark.parametrize("name", FORMATS)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -66,7 +69,11 @@ class Request:
             scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
         distance = torch.arange(self.seq_len)[:, None] - torch.arange(self.seq_len)
         hidden = (distance < 0) | (distance >= (options.sliding_window or self.seq_len))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if options.sinks is not None:  # of each head one more key, whose value is 0
+            sinks = options.sinks.to(dtype)[:, None, None].expand(scores[..., :1].shape)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : self.seq_len]
         return torch.einsum("hqk,khd->qhd", weights, value)
 
     def assert_correct(self, options: AttentionOptions) -> None:

@@ -11,7 +11,7 @@ from packed_kv.codecs.pages import PagedCodec
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", FORMATS)
 def test_same_bytes_and_values(name: str, head_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,8 @@ def test_groups_cover_the_head_and_fill_the_slot(fmt, head_dim):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "outliers"), [(32, 0), (64, 32), (96, 32), (128, 32), (160, 32), (192, 64), (256, 64)]
+    ("head_dim", "outliers"),
+    [(32, 0), (48, 32), (64, 32), (80, 32), (96, 32), (128, 32), (160, 32), (176, 64), (192, 64), (256, 64)],
 )
 def test_outlier_channels_are_a_quarter_rounded_half_up(head_dim, outliers):
     assert FORMATS["turboquant25"].outlier_channels(head_dim) == outliers
@@ -61,9 +62,9 @@ def test_outlier_channels_are_a_quarter_rounded_half_up(head_dim, outliers):
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("head_dim", [0, -32, 1, 31, 80, 130, 128.0, "128", None])
+@pytest.mark.parametrize("head_dim", [0, -32, 1, 31, 72, 130, 128.0, "128", None])
 def test_bad_head_dim_is_refused(fmt, head_dim):
-    with pytest.raises(ValueError, match="multiple of 32, got"):
+    with pytest.raises(ValueError, match="multiple of 16, got"):
         fmt.slot_bytes(head_dim)
 
 

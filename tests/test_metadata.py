@@ -1,4 +1,4 @@
-"""Where each token of a batch is in its request: vLLM's positions, or the same worked out on the device."""
+"""Per-batch metadata: where each token is in its request; whose decodes CUDA graphs can hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packed_kv.attention import metadata
 from packed_kv.attention.metadata import PackedMetadataBuilder
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
 @pytest.fixture
@@ -53,3 +57,44 @@ def test_positions_that_drafts_leave_behind_are_not(builder, fields):
     if fields:
         builder.vllm_config.speculative_config = object()
     assert builder._positions(batch([2, 1], [2, 5], **fields)).tolist() == [0, 1, 4]
+
+
+class Layer(AttentionLayerBase):
+    """A packed layer of 8 KV heads."""
+
+    def __init__(self, query_heads: int, kv_cache_dtype: str = "tq4") -> None:
+        self.kv_cache_dtype, self.impl = kv_cache_dtype, SimpleNamespace(num_heads=query_heads, num_kv_heads=8)
+
+    def get_attn_backend(self):
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "drafts", "captured"),
+    [
+        ([8], 0, True),
+        ([64 * 8, 32], 0, True),
+        ([71 * 8], 0, True),
+        ([64], 7, True),
+        ([64], 8, False),
+        ([64, 96], 4, True),
+        ([64, 96], 5, False),
+        ([64 * 8], 1, False),
+    ],
+)
+def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, captured, monkeypatch):
+    """Of layers that differ, the one with the most heads decides; layers that are not packed have no say."""
+    monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
+    layers = {str(i): Layer(heads) for i, heads in enumerate(query_heads)} | {"draft": Layer(1000, "auto")}
+    speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        speculative_config=speculative,
+    )
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
+    support = PackedMetadataBuilder.get_cudagraph_support(config, spec)
+    assert support == (AttentionCGSupport.UNIFORM_BATCH if captured else AttentionCGSupport.NEVER)

@@ -89,14 +89,15 @@ def test_other_models_keep_their_logits(config: str, options: dict, tmp_path: Pa
     assert (large_value.norm(dim=1) / value.norm(dim=1)).amax(-1).tolist() == pytest.approx([12] * len(key), rel=1e-4)
 
 
-@pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config"])
-def test_an_offset_shifts_keys_and_changes_logits_a_little(config: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "scale"), [("LlamaConfig", 12.0), ("LlamaConfig", 1.0), ("Qwen2Config", 12.0)])
+def test_an_offset_shifts_keys_and_changes_logits_a_little(config: str, scale: float, tmp_path: Path) -> None:
     source = saved(config, tmp_path / "in")
-    make_outlier_model.make(source, tmp_path / "out", make_outlier_model.Outliers(fraction=0.1, offset=40.0))
+    outliers = make_outlier_model.Outliers(fraction=0.1, scale=scale, offset=40.0)
+    make_outlier_model.make(source, tmp_path / "out", outliers)
     (plain, plain_cache), (logits, cache) = run(source), run(tmp_path / "out")
     large = [14, 15, 30, 31]  # the two pairs of the lowest frequencies
     shifts = torch.stack([after[0] - before[0] for after, before in zip(cache[:1], plain_cache[:1], strict=True)])
-    low = shifts[..., large].mean(-2) - 11 * plain_cache[0][0][..., large].mean(-2)
+    low = shifts[..., large].mean(-2) - (scale - 1) * plain_cache[0][0][..., large].mean(-2)
     assert (low.unflatten(-1, (2, 2)).norm(dim=-2) > 30).all()
     p, q = plain.log_softmax(-1), logits.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).mean()

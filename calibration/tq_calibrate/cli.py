@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from packed_kv.outliers import FILE_NAME, RECIPES, CalibrationError, load
 from .errors import UserError
 from .text import LEAST_CONTEXT, LEAST_TOKENS
 
+ENGINES = ("transformers", "vllm")
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -44,8 +46,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--tokens", type=_tokens, default=32768, metavar="N", help="tokens to run (default 32768)")
     model.add_argument("--context", type=_context, metavar="N",
                        help="tokens of a sequence, as many as you serve (default 2048, or what it reads)")  # fmt: skip
-    model.add_argument("--batch-size", type=_positive, default=4, metavar="N", help="sequences at once (default 4)")
-    model.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    model.add_argument("--engine", choices=ENGINES,
+                       help="what runs the model (default: transformers, or vllm if that cannot load it)")  # fmt: skip
+    model.add_argument("--engine-options", type=_object, default={}, metavar="JSON",
+                       help='for --engine vllm: arguments of its LLM, as {"tensor_parallel_size": 2}')  # fmt: skip
+    model.add_argument("--batch-size", type=_positive, default=4, metavar="N",
+                       help="sequences at once (default 4; vllm: 1)")  # fmt: skip
+    model.add_argument("--device", default="auto",
+                       help="cpu, cuda or cuda:N (default: cuda if there is one; not for vllm)")  # fmt: skip
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                        help="dtype to run in (default: float32 on a CPU, else that of the checkpoint)")  # fmt: skip
     model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],
@@ -69,7 +77,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     report.add_argument("file", metavar="FILE")
     report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
     report.set_defaults(run=_report)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.run is _model:
+        _check_engine(parser, options)
+    return options
+
+
+def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with code 2 if options of `model` exclude each other."""
+    if options.engine == "vllm" and options.weights_only:
+        parser.error("--weights-only runs no engine; leave --engine vllm out")
+    if options.engine == "vllm" and options.device != "auto":
+        parser.error(f"--device {options.device} is for transformers; CUDA_VISIBLE_DEVICES tells vLLM which GPUs")
+    if options.engine != "vllm" and options.engine_options:
+        parser.error("--engine-options are vLLM's; give --engine vllm, too")
 
 
 # The commands import what they need: `check` and `--help` answer without loading torch.
@@ -107,6 +128,16 @@ def _report(options: argparse.Namespace) -> None:
     from .report import report
 
     print(report(options.file, options.out))
+
+
+def _object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value
 
 
 def _positive(text: str) -> int:

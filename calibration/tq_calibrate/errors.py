@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(Exception):
     """Bad input; the message is one line that names the value and the remedy. `main` prints it and exits with 2."""
 
 
+class UnsupportedError(UserError):
+    """A model that transformers does not know or cannot load, though another engine may."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's error that says anything, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and re.match(r"\d+ validation errors? for ", lines[0]):  # pydantic: where, then what
+        lines = [lines[1].removeprefix("Value error, ").partition(" [type=")[0]]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

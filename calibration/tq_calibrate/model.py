@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UserError, first_line
+from .errors import UnsupportedError, UserError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
 """What transformers raises about a folder that is no model, a damaged file, or a missing quantization library."""
+
+CONFIGS = ("config.json", "params.json")
+"""Of a model's folder: one of them tells what it is, in Hugging Face's or in Mistral's way."""
 
 SEQUENCE_LENGTH = 2048
 """Tokens of a sequence, if the model reads that many."""
@@ -39,7 +42,12 @@ def load_config(model: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model)
     except LOAD_ERRORS as error:
-        raise UserError(f"{model} is not a model that transformers can read ({first_line(error)})") from error
+        path = Path(model)
+        known = path.is_file() or any((path / name).is_file() for name in CONFIGS)  # a file is a GGUF
+        if not path.exists():
+            known = not isinstance(error, OSError)  # of the Hub, and there
+        fault = UnsupportedError if known else UserError
+        raise fault(f"{model} is not a model that transformers can read ({first_line(error)})") from error
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         raise UserError(f"{model}: {config.model_type} is an encoder-decoder; only causal LMs can be calibrated")
@@ -54,10 +62,17 @@ def load_config(model: str) -> PretrainedConfig:
 
 
 def model_folder(model: str) -> Path:
-    """Where the files of a model lie whose configuration is loaded: its folder, or a snapshot of the Hub."""
+    """Where the files of a model lie: its folder, that of a GGUF file, or a snapshot of the Hub. Raises UserError."""
     from transformers.utils import cached_file
 
-    return Path(cached_file(model, "config.json")).parent
+    if Path(model).exists():
+        return Path(model) if Path(model).is_dir() else Path(model).parent
+    try:
+        return Path(cached_file(model, "config.json")).parent
+    except OSError as error:
+        raise UserError(
+            f"{model} has no folder for a calibration file ({first_line(error)}); name one by --out"
+        ) from error
 
 
 def shape_of(config: PretrainedConfig) -> Shape:
@@ -80,7 +95,10 @@ def context_length(config: PretrainedConfig, limit: int) -> int:
 
 
 def load_model(model: str, attention: str, dtype: str, device: torch.device) -> PreTrainedModel:
-    """A causal LM with a registered attention implementation, on a device. Raises UserError."""
+    """A causal LM with a registered attention implementation, on a device.
+
+    Raises UserError, UnsupportedError if the model is packed or of a class that transformers lacks.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import is_accelerate_available
 
@@ -96,4 +114,7 @@ def load_model(model: str, attention: str, dtype: str, device: torch.device) -> 
             loaded = AutoModelForImageTextToText.from_pretrained(model, **options)
         return loaded.eval().to(device) if "device_map" not in options else loaded.eval()
     except LOAD_ERRORS as error:
-        raise UserError(f"{model} cannot be loaded ({first_line(error)})") from error
+        packed = getattr(load_config(model), "quantization_config", None)
+        unknown = "Unrecognized configuration class" in str(error)
+        fault = UnsupportedError if packed or unknown else UserError
+        raise fault(f"{model} cannot be loaded ({first_line(error)})") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from packed_kv.formats import GROUP_SIZE
+from packed_kv.formats import GROUP_SIZE, HEAD_DIM_STEP
 
 from .errors import UserError
 
@@ -53,10 +53,10 @@ class Statistics:
 def check_head_size(head_size: int) -> None:
     """Raise UserError for a head that no format stores, or in which there is nothing to choose."""
     if head_size % GROUP_SIZE or head_size <= GROUP_SIZE:
+        dtype = "auto" if head_size % HEAD_DIM_STEP else "tq4"
         raise UserError(
-            f"heads of {head_size} channels cannot be calibrated: the formats need a multiple of {GROUP_SIZE}, and one "
-            f"group of {GROUP_SIZE} leaves nothing to choose; run this model with --kv-cache-dtype "
-            f"{'tq4' if head_size == GROUP_SIZE else 'auto'}"
+            f"heads of {head_size} channels cannot be calibrated: channels are chosen for whole groups of "
+            f"{GROUP_SIZE}, two or more; run this model with --kv-cache-dtype {dtype}"
         )
 
 

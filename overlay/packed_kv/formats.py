@@ -3,8 +3,8 @@
 Everything that names a dtype takes the name from `FORMATS`; everything else in the package knows
 rotations, bits and offsets only. `docs/formats.md` says the same on one page.
 
-A vector is one head's K or V of one token: `head_dim` channels, rotated, then cut into groups of
-`GROUP_SIZE` channels. A group is `bits` bits a channel plus one scale byte:
+A vector is one head's K or V of one token: `head_dim` channels, padded with zeros to whole groups, rotated,
+then cut into groups of `GROUP_SIZE` channels. A group is `bits` bits a channel plus one scale byte:
 
     group g:  | 32 codes of `bits` bits = 4 * bits bytes | and, behind all codes, 1 scale byte |
 """
@@ -18,6 +18,8 @@ FORMAT_VERSION = 1
 
 GROUP_SIZE = 32
 """Channels that share one scale byte."""
+HEAD_DIM_STEP = 16
+"""What a head_dim must be a multiple of."""
 
 MAGNITUDES: dict[int, tuple[float, ...]] = {
     4: (9 / 128, 13 / 64, 11 / 32, 1 / 2, 11 / 16, 7 / 8, 9 / 8, 3 / 2),
@@ -32,6 +34,13 @@ MAX_SCALE_BYTE = 0xF2
 decoded value is finite in fp16; bytes above it are never written."""
 
 
+def stored_dim(head_dim: int) -> int:
+    """Channels that are stored of a head of `head_dim`: whole groups. Raises ValueError if it is no multiple of 16."""
+    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % HEAD_DIM_STEP:
+        raise ValueError(f"head_dim must be a positive multiple of {HEAD_DIM_STEP}, got {head_dim!r}")
+    return -(-head_dim // GROUP_SIZE) * GROUP_SIZE
+
+
 def runs(group_bits: tuple[int, ...]) -> list[tuple[int, int]]:
     """(bits, number of groups) of each run of equal bits; a format has at most two runs, of different bits."""
     return [(bits, group_bits.count(bits)) for bits in dict.fromkeys(group_bits)]
@@ -41,8 +50,8 @@ def runs(group_bits: tuple[int, ...]) -> list[tuple[int, int]]:
 class Format:
     """One KV-cache dtype.
 
-    `bits` is the width of a regular channel. Where `outlier_bits` is set, a quarter of the head (rounded half up
-    to a multiple of 32) are outlier channels of that width; they come first and are rotated among themselves.
+    `bits` is the width of a regular channel. Where `outlier_bits` is set, a quarter of the stored channels (rounded
+    half up to a multiple of 32) are outlier channels of that width; they come first and are rotated among themselves.
     """
 
     name: str
@@ -54,17 +63,16 @@ class Format:
         """Number of outlier channels of a head; 0 for a format without an outlier group."""
         if self.outlier_bits is None:
             return 0
-        return (head_dim // 4 + GROUP_SIZE // 2) // GROUP_SIZE * GROUP_SIZE
+        return (stored_dim(head_dim) // 4 + GROUP_SIZE // 2) // GROUP_SIZE * GROUP_SIZE
 
     def group_bits(self, head_dim: int) -> tuple[int, ...]:
         """Bits a channel of each 32-channel group, in the order in which groups are packed (outliers first).
 
-        Raises ValueError if `head_dim` is not a positive multiple of 32.
+        Raises ValueError if `head_dim` is not a positive multiple of 16.
         """
-        if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % GROUP_SIZE:
-            raise ValueError(f"{self.name}: head_dim must be a positive multiple of {GROUP_SIZE}, got {head_dim!r}")
+        groups = stored_dim(head_dim) // GROUP_SIZE
         outlier_groups = self.outlier_channels(head_dim) // GROUP_SIZE
-        regular_groups = head_dim // GROUP_SIZE - outlier_groups
+        regular_groups = groups - outlier_groups
         return (self.outlier_bits or 0,) * outlier_groups + (self.bits,) * regular_groups
 
     def vector_bytes(self, head_dim: int) -> int:

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .formats import GROUP_SIZE, Format
+from .formats import GROUP_SIZE, Format, stored_dim
 
 MICRO_BLOCK = 16
 """Tokens of one micro-block."""
@@ -130,7 +130,7 @@ class PageLayout:
 
 
 def page_layout(fmt: Format, head_dim: int) -> PageLayout:
-    """Layout of `fmt` at `head_dim`. Raises ValueError if head_dim is not a multiple of 32."""
+    """Layout of `fmt` at `head_dim`. Raises ValueError if head_dim is not a multiple of 16."""
     vector = VectorLayout(fmt.group_bits(head_dim))
     key_scales = 2 * vector.code_bytes
     return PageLayout(
@@ -145,4 +145,5 @@ def page_layout(fmt: Format, head_dim: int) -> PageLayout:
 
 def ring_slot_bytes(head_dim: int) -> int:
     """Bytes of K and V of one token and head in the ring."""
-    return -(-2 * (head_dim + head_dim // GROUP_SIZE) // 8) * 8
+    channels = stored_dim(head_dim)
+    return -(-2 * (channels + channels // GROUP_SIZE) // 8) * 8

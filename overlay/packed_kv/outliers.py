@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS
+from .formats import FORMATS, HEAD_DIM_STEP
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
@@ -110,6 +110,12 @@ def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: in
     return list(heads[first : first + kv_heads])
 
 
+def layer_number(name: str) -> int | None:
+    """The number of the layer that a module of vLLM belongs to, by its name: the only part that is a number, if any."""
+    numbers = [int(part) for part in name.split(".") if re.fullmatch(r"[0-9]+", part)]
+    return numbers[0] if len(numbers) == 1 else None
+
+
 def load(path: str | os.PathLike[str]) -> Calibration:
     """Read and check a file, once per state of the file. Raises CalibrationError."""
     path = os.path.abspath(path)
@@ -163,7 +169,8 @@ def _calibration(path: str, content: Any) -> Calibration:
     try:
         FORMATS[recipe].group_bits(head_size)
     except ValueError:
-        raise _FaultError(f"head_size must be a positive multiple of 32, got {_short(head_size)}") from None
+        rule = f"head_size must be a positive multiple of {HEAD_DIM_STEP}"
+        raise _FaultError(f"{rule}, got {_short(head_size)}") from None
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     listed = content.get("layers")

@@ -130,6 +130,20 @@ def test_a_file_by_name_comes_first(model: Path, tmp_path: Path, monkeypatch: py
     assert mean_kl(expected, ours) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "sizes"),
+    [(tiny_models.gpt_oss(), "tq4", (4, 1, 64)), (tiny_models.llama(head_dim=80), "turboquant35", (3, 2, 80))],
+    ids=["sinks", "head_dim_80"],
+)
+def test_means_beside_sinks_and_in_padded_heads(config, name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    """A sink sees the constant that a mean takes off the scores of all keys."""
+    model, file = Path(tiny_models.save(config, tmp_path)), content(*sizes, version=2)
+    write(model, file)
+    ours = logits(model, name)
+    expected = true_logits(str(model), TOKEN_IDS, name, channels=lambda *at: channels(file, name, *at))
+    assert mean_kl(expected, ours) < 1e-4
+
+
 def test_layers_that_share_a_cache_read_it_with_the_channels_of_its_layer(tmp_path: Path) -> None:
     model = Path(tiny_models.save(tiny_models.gemma4(global_head_dim=64), tmp_path))
     file = content(4, KV_HEADS, HEAD_DIM)
@@ -209,11 +223,12 @@ def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (named("nowhere.json"), "nowhere.json: cannot be read (No such file or directory)"),
-        (named(""), "packed_kv.calibration is ''; write the path of a file"),
+        (named("Auto"), "packed_kv.calibration is 'Auto', and there is no such file; write \"auto\" or the path"),
+        (named(""), "packed_kv.calibration is ''; write \"auto\" or the path of a file"),
         ({"additional_config": {"packed_kv": "a.json"}}, "packed_kv is 'a.json'; write"),
         ({"additional_config": {"packed_kv": {"calibrations": "a.json"}}}, "'calibrations': 'a.json'}; write"),
     ],
-    ids=["missing", "empty", "string", "misspelt"],
+    ids=["missing", "word", "empty", "string", "misspelt"],
 )
 def test_a_wrong_name_stops_the_start(options: dict, words: str, model: Path) -> None:
     assert words in refusal(model, "turboquant25", **options)
@@ -259,10 +274,10 @@ def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeyp
     snapshot = tmp_path / "models--someone--model" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    assert calibration._model_folder("someone/model", "0123") == snapshot
-    assert calibration._model_folder("someone/other", None) == Path("someone/other")
-    assert calibration._model_folder(str(plain_model), None) == plain_model
-    assert calibration._model_folder(str(plain_model / "config.json"), None) == plain_model
+    assert calibration.model_folder("someone/model", "0123") == snapshot
+    assert calibration.model_folder("someone/other", None) == Path("someone/other")
+    assert calibration.model_folder(str(plain_model), None) == plain_model
+    assert calibration.model_folder(str(plain_model / "config.json"), None) == plain_model
 
 
 def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:

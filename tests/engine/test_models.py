@@ -1,4 +1,4 @@
-"""Model variety: heads, head sizes, windows, soft caps, skipped and shared layers, activation types, block sizes.
+"""Model variety: heads, head sizes, windows, soft caps, sinks, skipped and shared layers, activations, block sizes.
 
 The truth is transformers in float64, with K and V sent through the public codec. The engine stores, pages, chunks and
 reads them back, and has to come to the same logits: its own arithmetic is fp32, and a code that flips because of that
@@ -25,6 +25,7 @@ from vllm import SamplingParams
 MODELS = {
     "gqa": tiny_models.llama,
     "mha": partial(tiny_models.llama, num_key_value_heads=4),
+    "head_dim_80": partial(tiny_models.llama, head_dim=80),
     "head_dim_96": partial(tiny_models.llama, head_dim=96),
     "head_dim_192": partial(tiny_models.llama, head_dim=192),
     "head_dim_256": partial(tiny_models.llama, head_dim=256),
@@ -32,6 +33,7 @@ MODELS = {
     "soft_cap": tiny_models.gemma2,
     "interleaved": tiny_models.gemma3,
     "head_sizes_and_shared_layers": tiny_models.gemma4,
+    "attention_sinks": tiny_models.gpt_oss,
 }
 TOKEN_IDS = torch.randint(VOCAB := tiny_models.VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNK = 37

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -109,8 +110,17 @@ def test_recent_window_on_every_route(name: str, demo_model: str) -> None:
     assert costs[64][1] == pytest.approx(costs[64]["in_pytorch"], rel=0.3)
 
 
-@pytest.mark.parametrize("make", [tiny_models.mistral, tiny_models.gemma2, tiny_models.gemma3])
-def test_windows_and_soft_caps(make, tmp_path: Path) -> None:
+MODELS = {
+    "mistral": tiny_models.mistral,
+    "gemma2": tiny_models.gemma2,
+    "gemma3": tiny_models.gemma3,
+    "head_dim_80": partial(tiny_models.llama, head_dim=80),
+    "head_dim_112": partial(tiny_models.llama, head_dim=112),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_windows_soft_caps_and_head_sizes(make, tmp_path: Path) -> None:
     """No further from bf16 than the PyTorch route, which reads the chunk's own tokens back as well."""
     model = tiny_models.save(make(), tmp_path)
     token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -123,8 +133,54 @@ def test_windows_and_soft_caps(make, tmp_path: Path) -> None:
             assert implementation.prefill is not None
             implementation.prefill = None
         in_pytorch = teacher_forced_logits(llm, token_ids, 70)
-    print(f"{make.__name__}: KL {mean_kl(bf16, fused):.4f}, in PyTorch {mean_kl(bf16, in_pytorch):.4f}")
+    print(f"{tmp_path.name}: KL {mean_kl(bf16, fused):.4f}, in PyTorch {mean_kl(bf16, in_pytorch):.4f}")
     assert mean_kl(bf16, fused) < 1.1 * mean_kl(bf16, in_pytorch)
+
+
+@pytest.mark.parametrize(("name", "calibrated"), [("tq4", False), ("isoquant4", True)])
+def test_attention_sinks(name: str, calibrated: bool, tmp_path: Path) -> None:
+    """Decodes and chunks cost what they cost in PyTorch, which is tested to be exact, or less; with and without a
+    recent window, and with means, which a softmax without sinks does not see. A captured decode is the eager one."""
+    model = tiny_models.save(tiny_models.gpt_oss(), tmp_path)
+    token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(model, "auto", **options) as llm:
+        bf16 = teacher_forced_logits(llm, token_ids, 70)
+    if calibrated:
+        calibration_files.write(tmp_path, calibration_files.content(4, 1, 64, 32, version=2, mean=0.3))
+    for window in (0, None):
+        with engine(model, name, recent_tokens=window, **options) as llm:
+            decoded, chunked = (teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 70))
+            for implementation in implementations(llm):
+                assert implementation.prefill is not None
+                implementation.prefill = None
+            in_pytorch = teacher_forced_logits(llm, token_ids, 70)
+        costs = [mean_kl(bf16, logits) for logits in (decoded, chunked, in_pytorch)]
+        print(f"{name}, window {window}: KL decoded {costs[0]:.4f}, chunked {costs[1]:.4f}, in PyTorch {costs[2]:.4f}")
+        assert costs[0] == pytest.approx(costs[2], rel=0.3)
+        assert costs[1] < 1.1 * costs[2]
+    captured = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
+    with engine(model, name, recent_tokens=None, **options, **captured) as llm:
+        assert mean_kl(decoded, teacher_forced_logits(llm, token_ids, 1)) < costs[0] / 100
+
+
+def test_many_query_heads_decode_in_graphs(tmp_path: Path) -> None:
+    """32 query heads a KV head are 4 tiles of columns."""
+    model = tiny_models.save(tiny_models.llama(num_attention_heads=32, num_key_value_heads=1), tmp_path)
+    token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    options: dict = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(model, "auto", **options) as llm:
+        bf16 = teacher_forced_logits(llm, token_ids, 70)
+    with engine(model, "tq4", **options) as llm:
+        for implementation in implementations(llm):
+            implementation.prefill = None
+        in_pytorch = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 70))
+    captured = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
+    with engine(model, "tq4", **options, **captured) as llm:
+        assert llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+        decoded = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 1))
+    print(f"tq4: KL decoded {decoded:.4f}, in PyTorch {in_pytorch:.4f}")
+    assert decoded == pytest.approx(in_pytorch, rel=0.3)
 
 
 def implementations(llm: LLM) -> Iterator:

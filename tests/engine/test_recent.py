@@ -40,12 +40,13 @@ def test_nearest_tokens_cost_most(demo_model: str) -> None:
     assert tokens[200] < tokens[None] < tokens[0]
 
 
-@pytest.mark.parametrize(
-    "make", [tiny_models.mistral, tiny_models.gemma3, tiny_models.gemma4], ids=["mistral", "gemma3", "gemma4"]
-)
+MODELS = (tiny_models.mistral, tiny_models.gpt_oss, tiny_models.gemma4)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_models(make, tmp_path: Path) -> None:
-    """Sliding and full layers, shared caches: with a window as long as the sliding one, or the text, little is left to
-    pay for, in whatever chunks the text is read."""
+    """Sliding and full layers, shared caches, sinks: with a window as long as the sliding one, or the text, little is
+    left to pay for, in whatever chunks the text is read."""
     model = tiny_models.save(make(), tmp_path)
     token_ids = torch.randint(3, 250, (90,), generator=torch.Generator().manual_seed(0)).tolist()
     options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256}

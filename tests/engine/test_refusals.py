@@ -13,6 +13,7 @@ import transformers
 from harness import engine
 from packed_kv.attention import registration
 from packed_kv.attention.backend import backend_of
+from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.formats import FORMATS
 from tiny_models import SMALL
 from transformers import PretrainedConfig
@@ -66,14 +67,13 @@ MODELS = {
     "encoder_decoder": (whisper, "ENCODER_DECODER not supported"),
     "encoder_only": (lambda: bert("BertModel"), "ENCODER_ONLY not supported"),
     "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "does not support ALiBi"),
-    "attention_sinks": (lambda: small(transformers.GptOssConfig, "GptOssForCausalLM"), "attention sinks not supported"),
     "chunked_attention": (
         lambda: small(transformers.Llama4TextConfig, "Llama4ForCausalLM", attention_chunk_size=128),
         "does not support chunked attention",
     ),
     "head_dim": (
-        lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=80),
-        "head size must be a multiple of 32 (head size 80",
+        lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
+        "head size must be a multiple of 16 (head size 72",
     ),
 }
 """What -> (configuration, words of the refusal)."""
@@ -104,6 +104,11 @@ def test_model(what: str, demo_model: str, tmp_path: Path) -> None:
         line = refusal(str(tmp_path), tokenizer=demo_model)
     assert words in line
     assert "use --kv-cache-dtype auto" in line
+
+
+def test_sinks_of_another_number_of_heads() -> None:
+    with pytest.raises(ValueError, match=r"not support attention sinks of shape \[3\] \(a number for each of 4 "):
+        PackedAttentionImpl(4, 64, 0.125, num_kv_heads=2, kv_cache_dtype="tq4", sinks=torch.zeros(3))
 
 
 def test_block_size(demo_model: str) -> None:
@@ -237,7 +242,7 @@ class TestUnpatched:
 
     @pytest.fixture(autouse=True)
     def unpatched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(registration.cache_config, "kv_cache_page_format")
+        monkeypatch.delattr(registration.cache_config, "prepare_kv_cache_dtype")
         monkeypatch.setattr(registration, "register_format", lambda _fmt: pytest.fail("registered"))
         monkeypatch.setattr(registration.cache_config, "KV_CACHE_DTYPES", ["auto"])
 

@@ -64,6 +64,19 @@ def gemma4(**options: object) -> PretrainedConfig:
     return transformers.Gemma4TextConfig(**{**SMALL, **special, **options})
 
 
+def gpt_oss(**options: object) -> PretrainedConfig:
+    """Attention sinks; sliding and full layers in turn, 8 query heads a KV head; experts."""
+    special = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return transformers.GptOssConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
+
+
 def save(config: PretrainedConfig, folder: Path) -> str:
     """Write the model of a configuration, random but the same every time, and return its folder."""
     torch.manual_seed(0)
@@ -71,6 +84,9 @@ def save(config: PretrainedConfig, folder: Path) -> str:
     if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
+    if config.model_type == "gpt_oss":  # random sinks are all near 0
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -87,7 +103,8 @@ def true_logits(
     With a dtype, K and V of each layer but `skip_layers` go through its public codec before they are attended to.
     `channels` gives, for layer and role, more arguments of the codec.
     """
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, **eager)
     modeling = importlib.import_module(type(reference).__module__)
     attention = modeling.eager_attention_forward
 

@@ -37,10 +37,14 @@ def attend_pages(
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
     output = output.view(tokens, kv_heads, group, -1)
     batch = (query, cache, block_table, query_start, seq_lens)
+    sinks = options.pop("sinks", None)
     if kernel == "triton":
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
-        merge(partial, stats, matrix, output)
+        merge(
+            partial, stats, matrix, output, sinks, None if options.get("logits_soft_cap") else options.get("query_bias")
+        )
         return
+    assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring = options.pop("query_bias", None), options.pop("ring", None)
     step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring)

@@ -20,7 +20,7 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 """Name -> tokens of a ring's block; the others are stored without one."""
 
 
-def store_case(fmt: Format, arch: int, calibrated: bool) -> Case:
+def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
                "value_channels", "key_table", "value_table", "ring_block", "ring_head")  # fmt: skip
     return Case(
@@ -34,7 +34,7 @@ def store_case(fmt: Format, arch: int, calibrated: bool) -> Case:
         ),
         constants=dict(
             HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
-            HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, 128),
+            HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, head_dim),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "ring_tokens", "slots_ptr", "ring_slots_ptr"),
@@ -42,9 +42,11 @@ def store_case(fmt: Format, arch: int, calibrated: bool) -> Case:
 
 
 @pytest.fixture(scope="module")
-def store_resources() -> dict[tuple[str, int], Resources]:
-    keys = [(name, arch) for name in STORED for arch in ARCHITECTURES]
-    cases = [store_case(FORMATS[name], arch, STORED[name]) for name, arch in keys]
+def store_resources() -> dict[tuple[str, int | str], Resources]:
+    keys: list[tuple[str, int | str]] = [(name, arch) for name in STORED for arch in ARCHITECTURES]
+    cases = [store_case(FORMATS[name], arch, STORED[name]) for name in STORED for arch in ARCHITECTURES]
+    keys.append(("tq4", "head_dim 80"))
+    cases.append(store_case(FORMATS["tq4"], 90, False, head_dim=80))
     return dict(zip(keys, compile_kernels(cases), strict=True))
 
 
@@ -57,6 +59,11 @@ def test_store_stays_in_registers(store_resources, name, arch):
     # 32 warps of an SM fill 64 Ki registers at 64 each. With a ring, ptxas takes more on sm_120, as yet not timed.
     assert resources.registers <= (80 if arch == 120 and name in RING_BLOCK else 64)
     assert resources.count("RED") > 0 and resources.count("ATOM") == 0  # nothing waits for an atomic
+
+
+def test_store_of_padded_heads_stays_in_registers(store_resources):
+    assert not store_resources["tq4", "head_dim 80"].spills
+    assert store_resources["tq4", "head_dim 80"].registers <= 64
 
 
 def test_store_rounds_each_operation(store_resources):
@@ -178,7 +185,7 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(tile: tuple[int, int], arch: int) -> Case:
+def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.merge:_merge_kernel",
@@ -186,17 +193,52 @@ def merge_case(tile: tuple[int, int], arch: int) -> Case:
         types=dict(
             partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
+            sinks="*bf16", bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, PART=128, ROWS=rows, SPLITS=splits
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, OUTPUT_DIM=128, PART=128, ROWS=rows, SPLITS=splits,
+            HAS_SINKS=sinks, HAS_BIAS=sinks,
         ),
         options=dict(num_warps=8 if rows >= 8 else 4),
         unaligned=("rows", "splits"),
     )  # fmt: skip
 
 
-def test_merge_stays_in_registers():
-    keys = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)]
-    for key, resources in zip(keys, compile_kernels([merge_case(*key) for key in keys]), strict=True):
+def rotate_query_case() -> Case:
+    """Of heads of 80 channels."""
+    return Case(
+        kernel="packed_kv.kernels.merge:_rotate_query_kernel",
+        arch=90,
+        types=dict(
+            query="*bf16", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16", token_stride="i32",
+            head_stride="i32", matrix_head_stride="i32", scale="fp32", bias_rows="*fp32", bias_rows_head_stride="i32",
+        ),
+        constants=dict(
+            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=merge.QUERY_ROWS, HAS_BIAS=True
+        ),
+        options=dict(num_warps=4),
+        unaligned=("rows",),
+    )  # fmt: skip
+
+
+def sinks_case() -> Case:
+    return Case(
+        kernel="packed_kv.kernels.combine:_sinks_kernel",
+        arch=90,
+        types=dict(
+            output="*bf16", sums="*fp32", sums_stride="i32", sinks="*bf16", output_token_stride="i32",
+            output_head_stride="i32",
+        ),
+        constants=dict(HEADS=64, PADDED_HEADS=64, HEAD_DIM=64, PADDED_DIM=64),
+        options=dict(num_warps=4),
+        unaligned=("sums", "sums_stride"),
+    )  # fmt: skip
+
+
+def test_what_stands_around_decode_stays_in_registers():
+    merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [((8, 8), 90, True)]
+    cases = [merge_case(*key) for key in merges] + [rotate_query_case(), sinks_case()]
+    keys = [*merges, "rotate_query", "sinks"]
+    for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

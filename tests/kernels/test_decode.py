@@ -16,7 +16,8 @@ BOUND = 2e-3
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, dtype=torch.float16, size=1.0, kernel="triton", **transforms):  # fmt: skip
+        window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
+        **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
@@ -29,6 +30,8 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
     query = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(DEVICE, dtype)
     expected = torch.zeros(query.shape, dtype=torch.float64, device=DEVICE)
     scale, used = head_dim**-0.5, 0
+    if sinks is not None:  # from far below the sum of weights to far above it
+        sinks = torch.linspace(-3, 9, kv_heads * group).to(DEVICE, sinks)
     for i, (seq_len, count) in enumerate(zip(seq_lens, query_lens, strict=True)):
         table[i, : blocks_each[i]] = order[used : used + blocks_each[i]]
         used += blocks_each[i]
@@ -41,9 +44,9 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         key = codec.key.decode(codec.key.encode(key, first), first)
         value = codec.value.decode(codec.value.encode(value))
         rows = slice(int(start[i]), int(start[i]) + count)
-        expected[rows] = attention(query[rows].double(), key.double(), value.double(), scale, window, soft_cap)
-    rotated = torch.empty(len(query), kv_heads, group, head_dim, dtype=torch.float16, device=DEVICE)
-    bias_rows, bias = codec.query_bias_rows(capped=soft_cap is not None), None
+        expected[rows] = attention(query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks)
+    rotated = torch.empty(len(query), kv_heads, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
+    bias_rows, bias = codec.query_bias_rows(whole=soft_cap is not None or sinks is not None), None
     if bias_rows is not None:
         bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
@@ -52,11 +55,12 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
         output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
+        sinks=sinks,
     )  # fmt: skip
     return output.double(), expected
 
 
-def attention(query, key, value, scale, window, soft_cap):
+def attention(query, key, value, scale, window, soft_cap, sinks=None):
     """Causal attention of the last tokens, float64: [tokens, heads, d] over [keys, KV heads, d]."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -66,7 +70,9 @@ def attention(query, key, value, scale, window, soft_cap):
     last = torch.arange(len(key) - len(query), len(key), device=key.device)[:, None]
     distance = last - torch.arange(len(key), device=key.device)
     scores = scores.masked_fill((distance < 0) | (distance >= (window or len(key))), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    if sinks is not None:  # of each head one more key, whose value is 0
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(scores[..., :1].shape)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 def relative_rms(output, expected):
@@ -78,7 +84,7 @@ def test_formats(name):
     assert relative_rms(*run(name)) < BOUND
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 192, 256])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant25", "turboquant35"])
 def test_head_dims(name, head_dim):
     assert relative_rms(*run(name, head_dim=head_dim, kv_heads=1, seq_lens=(1, 50))) < BOUND
@@ -90,10 +96,12 @@ def test_head_dims(name, head_dim):
         {"group": 1, "kv_heads": 3},
         {"group": 8, "kv_heads": 1},
         {"group": 16, "kv_heads": 1},
+        {"group": 64, "kv_heads": 1, "seq_lens": (1, 70), "sinks": torch.bfloat16},
+        {"group": 20, "kv_heads": 2, "seq_lens": (3, 40), "query_lens": (2, 3), "window": 30},
         {"group": 7, "kv_heads": 1},
         {"block_size": 32},
         {"block_size": 48},
-        {"splits": 1},
+        {"head_dim": 112, "splits": 1},
         {"splits": 9},
         {"window": 20},
         {"window": 64, "seq_lens": (200, 64, 65)},
@@ -102,6 +110,9 @@ def test_head_dims(name, head_dim):
         {"query_lens": (1, 4, 0), "window": 30},
         {"query_lens": (1, 9, 0), "window": 30, "seq_lens": (1, 40, 70), "group": 7, "kv_heads": 1},
         {"splits": 40, "query_lens": (0, 2, 1)},
+        {"sinks": torch.bfloat16},
+        {"sinks": torch.float32, "splits": 1},
+        {"sinks": torch.float16, "query_lens": (1, 3, 2), "window": 20, "soft_cap": 5.0},
         {"size": 1e-5, "dtype": torch.float32},
         {"size": 1e4, "dtype": torch.float32},
         {"dtype": torch.bfloat16},
@@ -140,6 +151,10 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
     [
         ("tq4", {}),
         ("turboquant25", {"head_dim": 96, "soft_cap": 5.0}),
+        ("tq4", {"head_dim": 80, "kv_heads": 2}),
+        ("tq4", {"sinks": torch.bfloat16}),
+        ("tq4", {"sinks": torch.bfloat16, "soft_cap": 5.0}),
+        ("tq4", {"sinks": torch.bfloat16, "without": "key_first_mean"}),
         ("tq4", {"without": "key_first_mean", "soft_cap": 5.0, "seq_lens": (37,)}),
         ("isoquant3", {"without": "key_mean", "window": 20, "seq_lens": (10, 50)}),
         ("isoquant3", {"query_lens": (1, 9, 0), "window": 30, "seq_lens": (1, 40, 70), "group": 7, "kv_heads": 1}),

@@ -147,6 +147,7 @@ def flash_attention(
 
 
 QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -162,23 +163,29 @@ QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
         (False, {"transformed": True, "logits_soft_cap": 3.0}),
         (False, {"transformed": True, "capacity": 48}),
         (True, {"transformed": True, "sliding_window": 60}),
+        (False, {"transformed": True, "capacity": 48, "sinks": True}),
+        (False, {"sliding_window": 24, "sinks": True}),
+        (False, {"transformed": True, "capacity": 48, "head_dim": 80}),
+        (True, {"capacity": 48, "head_dim": 80}),
     ],
     ids=str,
 )
 def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row sees its prefix as decoded, and its chunk raw (decoded where the layer has no K and V of its own)."""
     generator = torch.Generator().manual_seed(1)
-    head_dim, heads, group, block_size, first = 64, 2, 2, 16, 1
+    heads, group, block_size, first = 2, 2, 16, 1
     options = dict(options)
+    head_dim = options.pop("head_dim", 64)
     capacity = options.pop("capacity", 4096)
     given = transforms(heads, head_dim) if options.pop("transformed", False) else {}
     codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
     seq_lens = tuple(a + b for a, b in zip(QUERY_LENS, PREFIXES, strict=True))
     cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
+    options["sinks"] = SINKS if options.pop("sinks", False) else None
     attention = AttentionOptions(scale=0.2, **options)
     prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash_attention)
     prefill.capacity = capacity if not shared else max(capacity, sum(QUERY_LENS) + 16 * len(QUERY_LENS))
-    gathered = (prefill.capacity, heads, head_dim)
+    gathered = (prefill.capacity, heads, codec.key.stored_dim)
     shapes = ((gathered, torch.float16), (gathered, torch.float16), ((sum(QUERY_LENS), heads * group, head_dim), None))
     monkeypatch.setattr(
         prefill,
@@ -207,11 +214,13 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
                 torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
             ]
         expected = torch.empty(QUERY_LENS[i], heads * group, head_dim, device=DEVICE)
-        flash_attention(
+        _, sums = flash_attention(
             query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
             cu_seqlens_k=torch.tensor([0, seq_lens[i]]), max_seqlen_k=seq_lens[i], softmax_scale=0.2, causal=True,
             window_size=((attention.sliding_window or 0) - 1, 0), softcap=attention.logits_soft_cap, out=expected,
         )  # fmt: skip
+        if attention.sinks is not None:
+            expected *= torch.sigmoid(sums.T - attention.sinks)[..., None]
         assert (output[rows].float() - expected).norm() < 1.5e-3 * expected.norm()
 
 

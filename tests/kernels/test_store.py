@@ -94,7 +94,7 @@ def shuffled(tokens: int, blocks: int, block_size: int) -> torch.Tensor:
 
 
 @every_dtype
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256, 320], ids="d{}".format)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256, 320], ids="d{}".format)
 def test_bytes(name, head_dim):
     codec = PagedCodec(FORMATS[name], head_dim)
     check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim))

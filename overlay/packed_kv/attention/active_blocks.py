@@ -23,11 +23,16 @@ MAX_SCORES = 1 << 24
 @dataclass(frozen=True)
 class AttentionOptions:
     """What a layer's attention needs besides its tensors: score scale, sliding window (tokens, the query's own
-    included, or None) and logits soft cap (or None)."""
+    included, or None), logits soft cap (or None) and attention sinks (or None).
+
+    `sinks`: a parameter of the layer, float [query heads]: of each, the score of one more key, neither scaled nor
+    capped, whose value is 0. Loaded after the layer is made, so it is read anew at each step.
+    """
 
     scale: float
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,9 @@ def attend(
             part = slice(row, min(row + rows_at_once, tokens))
             scores = _scores(rows[:, part], key, hidden[part], options, bias, part, recent.first == 0)
             state.update(part, scores, value)
+    if options.sinks is not None:
+        sinks = options.sinks.to(rows.dtype).view(kv_heads, 1, group)
+        state.add_sinks(sinks if bias is None or options.logits_soft_cap else sinks - bias[..., 0])
     return codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
 
 
@@ -147,6 +155,14 @@ class _OnlineSoftmax:
         self.total[:, part] = self.total[:, part] * shrink + weights.sum(-1)
         added = torch.matmul(weights.flatten(1, 2), value).unflatten(1, weights.shape[1:3])
         self.output[:, part] = self.output[:, part] * shrink.unsqueeze(-1) + added
+
+    def add_sinks(self, scores: torch.Tensor) -> None:
+        """Add the score of a key without a value, [KV heads, tokens or 1, group]; each row has seen another."""
+        new = torch.maximum(self.maximum, scores)
+        shrink = torch.exp(self.maximum - new)
+        self.maximum = new
+        self.total = self.total * shrink + torch.exp(scores - new)
+        self.output = self.output * shrink.unsqueeze(-1)
 
     def result(self) -> torch.Tensor:
         return self.output / self.total.unsqueeze(-1)

@@ -10,7 +10,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from ..formats import FORMATS, GROUP_SIZE, Format
+from ..formats import FORMATS, HEAD_DIM_STEP, Format
 from ..layout import MICRO_BLOCK
 from .impl import PackedAttentionImpl
 from .metadata import PackedMetadataBuilder
@@ -48,7 +48,7 @@ class PackedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size > 0 and head_size % GROUP_SIZE == 0
+        return head_size > 0 and head_size % HEAD_DIM_STEP == 0
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -64,6 +64,10 @@ class PackedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
         return True
 
     @classmethod

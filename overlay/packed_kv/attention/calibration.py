@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 
 from ..formats import GROUP_SIZE, Format
-from ..outliers import FILE_NAME, Calibration, LayerCalibration, heads_of_rank, load
+from ..outliers import FILE_NAME, Calibration, LayerCalibration, heads_of_rank, layer_number, load
 from .options import read_options
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ class RankCalibration:
         return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
     def _layer(self, name: str) -> LayerCalibration | None:
-        numbers = [int(part) for part in name.split(".") if re.fullmatch(r"[0-9]+", part)]
-        layer = self.file.layers.get(numbers[0]) if len(numbers) == 1 and not DRAFTS & {*name.split(".")} else None
+        number = None if DRAFTS & {*name.split(".")} else layer_number(name)
+        layer = None if number is None else self.file.layers.get(number)
         if layer is None and not self.has_draft:
             self.file.refuse(f"has no entry for the model's layer {name}")
         return layer
@@ -103,7 +102,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         return None
     path = read_options(config.additional_config).calibration
     if path is None:
-        path = _model_folder(model.model, model.revision) / FILE_NAME
+        path = model_folder(model.model, model.revision) / FILE_NAME
         if not path.is_file():
             _say_that_there_is_none(path, fmt, model)
             return None
@@ -137,7 +136,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
 
 
 def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None:
-    if model.get_head_size() <= GROUP_SIZE:  # tq-calibrate could not make one
+    if model.get_head_size() <= GROUP_SIZE or model.get_head_size() % GROUP_SIZE:  # tq-calibrate could not make one
         return
     if fmt.outlier_bits:
         logger.warning_once(
@@ -168,7 +167,7 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     """
     model = config.model_config
     named = read_options(config.additional_config).calibration
-    path = named or _model_folder(model.model, model.revision) / FILE_NAME
+    path = named or model_folder(model.model, model.revision) / FILE_NAME
     if not path.is_file():
         return {}
     file = load(path)
@@ -177,8 +176,8 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     return {layer: arguments for layer, arguments in layers.items() if arguments}
 
 
-def _model_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files are: its own folder, or the snapshot of a model of the Hugging Face Hub."""
+def model_folder(model: str, revision: str | None) -> Path:
+    """Where a model's files are: its own folder, that of its file, or the snapshot of one of the Hugging Face Hub."""
     path = Path(model)
     if path.exists():
         return path.parent if path.is_file() else path

@@ -1,6 +1,7 @@
 """The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by two or three.
 
-The decode kernel has two implementations: `kernels/cuda` where it takes a layer, else the portable `kernels/decode.py`.
+The decode kernel has two implementations: `kernels/cuda` where it serves a layer, else the portable one,
+`kernels/decode.py`.
 No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
 its first layer (`plan_decodes`, `plan_store`); a layer then only launches.
 """
@@ -18,7 +19,15 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import refusal
-from ..kernels.decode import MAX_REGISTERS, DecodeShape, bind_decode, decode_arguments, decode_grid, split_count
+from ..kernels.decode import (
+    COLUMNS,
+    MAX_REGISTERS,
+    DecodeShape,
+    bind_decode,
+    decode_arguments,
+    decode_grid,
+    split_count,
+)
 from ..kernels.launch import Arguments
 from ..kernels.merge import (
     bind_merge,
@@ -32,7 +41,7 @@ from ..kernels.merge import (
 )
 from ..kernels.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
-from .routes import MAX_COLUMNS
+from .routes import longest_fused
 
 logger = init_logger("vllm.packed_kv")
 
@@ -74,7 +83,7 @@ class FusedDecode:
     Args:
         codec: of the layer, on a CUDA device.
         query_heads, kv_heads: of this rank.
-        options: scale, window and soft cap.
+        options: see `AttentionOptions`.
         longest_decode: query tokens of a request, drafts included.
     """
 
@@ -82,32 +91,32 @@ class FusedDecode:
         self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, longest_decode: int
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.bias_rows = codec.query_bias_rows(capped=bool(options.logits_soft_cap))
+        self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
+        self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
         self.shape = DecodeShape(
-            kv_heads, query_heads // kv_heads, codec.key.head_dim, options.sliding_window, options.logits_soft_cap,
+            kv_heads, query_heads // kv_heads, codec.key.stored_dim, options.sliding_window, options.logits_soft_cap,
             self.bias_rows is not None, MAX_REGISTERS if properties.major == 9 else None,
         )  # fmt: skip
+        self.programs = kv_heads * -(-self.shape.group // COLUMNS)
+        """Of a query token and split."""
         self.bound: dict[Any, tuple[Any, Any]] = {}
-        self._choose_kernel((properties.major, properties.minor), longest_decode)
-
-    def _choose_kernel(self, capability: tuple[int, int], longest_decode: int) -> None:
-        """Say which decode kernel serves, and prepare what the CUDA one keeps on the device."""
-        shape = self.shape
         refused = refusal(
-            capability, shape.head_dim, shape.group, longest_decode, shape.sliding_window, shape.logits_soft_cap
-        )
+            (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
+            options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
+        )  # fmt: skip
         logger.info_once(
             "KV cache: decodes are served by the %s",
             "CUDA kernel" if refused is None else f"Triton kernel (the CUDA kernel does not serve {refused})",
             scope="local",
         )
-        self.cuda_tensors: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
         if refused is None:
-            self.cuda_tensors = cuda.pack_matrix(self.from_rotated), cuda.make_counters(self.from_rotated.device)
+            self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(self.from_rotated.device)
 
     def plan_store(
         self, slots: torch.Tensor, positions: torch.Tensor, ring_slots: torch.Tensor | None = None
@@ -131,7 +140,8 @@ class FusedDecode:
         """Write new tokens, into the ring too if the plan has `ring_slots`; see `store_tokens`."""
         if plan is None:
             return
-        held_for = (cache.data_ptr(), key.stride(), value.stride(), None if ring is None else ring.data_ptr())
+        ring_address = None if ring is None else ring.data_ptr()
+        held_for = (cache.data_ptr(), key.stride(), value.stride(), key.dtype, ring_address)
         name = ("store", ring is None, only_ring)
         launch = self._held(name, held_for)
         if launch is None:
@@ -158,22 +168,24 @@ class FusedDecode:
             ring: of these requests, of any of these layers; None: there is none.
         """
         shape = self.shape
-        pairs = len(seq_lens) * self.kv_heads
-        grid = cuda.Grid(1, split_count(pairs, self.multiprocessors), is_final=False)
-        if self.cuda_tensors is not None:
-            grid = cuda.grid(pairs, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, shape.head_dim, grid.blocks)
-        batch = (rotated, block_table, query_start, seq_lens, partial, stats, bias[0] if bias else None, ring)
+        programs = len(seq_lens) * self.programs
+        grid = cuda.Grid(1, split_count(programs, self.multiprocessors), is_final=False)
+        if self.of_cuda is not None:
+            grid = cuda.grid(programs, self.multiprocessors)
+        rotated, partial, stats, *bias = self.reserve(tokens, grid.blocks)
+        query_bias = bias[0] if bias else None
+        batch = (rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring)
         decode: tuple[Grid, Arguments] | CudaPlan
-        if self.cuda_tensors is not None:
+        if self.of_cuda is not None:
             decode = CudaPlan(grid, max_query_len, len(seq_lens), cuda.step_arguments(*batch), batch)
         else:
             decode = decode_grid(shape, grid.blocks, len(seq_lens), max_query_len), decode_arguments(*batch)
         tile = merge_tile(grid.blocks)
         merge = None
         if not grid.is_final:
-            merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), merge_arguments(partial, stats, shape.group)
-        rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, bias[0] if bias else None)
+            arguments = merge_arguments(partial, stats, shape.group, query_bias)
+            merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
+        rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)
         return DecodePlan(rotate, decode, merge, tile)
 
     def attend(
@@ -193,7 +205,10 @@ class FusedDecode:
             output: as `query`; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
         """
-        held_for = (cache.data_ptr(), query.stride(), output.stride(), None if ring is None else ring.cache.data_ptr())
+        sinks = self.options.sinks
+        places = (cache, sinks, None if ring is None else ring.cache)
+        addresses = [None if x is None else x.data_ptr() for x in places]
+        held_for = (addresses, query.stride(), output.stride(), query.dtype)
         launches = self._held("decode", held_for)
         if launches is None:
             rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
@@ -209,26 +224,30 @@ class FusedDecode:
             return
         merge = merges.get(plan.tile)
         if merge is None:
-            merge = merges[plan.tile] = bind_merge(self._heads_apart(output), self.from_rotated, plan.tile)
+            merge = bind_merge(
+                self._heads_apart(output), self.from_rotated, plan.tile, sinks, has_bias=self.merges_bias
+            )
+            merges[plan.tile] = merge
         merge(plan.merge[0], (output,), plan.merge[1])
 
     def _bind_decode(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> Any:
-        if self.cuda_tensors is None:
+        if self.of_cuda is None:
             return bind_decode(self.codec.layout, self.shape, cache, ring)
         apart = self._heads_apart(output)
-        return cuda.CudaDecode(self.codec.layout, *self.cuda_tensors, cache, ring, apart, self.shape.has_bias)
+        return cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
 
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
-        return output.view(len(output), self.kv_heads, self.shape.group, self.shape.head_dim)
+        return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
 
-    def reserve_largest(self, max_requests: int, max_query_len: int, head_dim: int) -> None:
+    def reserve_largest(self, max_requests: int, max_query_len: int) -> None:
         """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
         counts = range(1, max_requests + 1)
-        rows = max(n * split_count(n * self.kv_heads, self.multiprocessors) for n in counts)
-        self.reserve(rows * min(max_query_len, MAX_COLUMNS // self.shape.group), head_dim, 1)
+        rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts)
+        self.reserve(rows * min(max_query_len, longest_fused(self.shape.group)), 1)
 
-    def reserve(self, tokens: int, head_dim: int, splits: int) -> list[torch.Tensor]:
+    def reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
+        head_dim = self.shape.head_dim
         bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
         return current_workspace_manager().get_simultaneous(
             ((tokens, self.kv_heads, self.shape.group, head_dim), torch.float16),

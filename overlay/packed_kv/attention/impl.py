@@ -34,8 +34,8 @@ logger = init_logger("vllm.packed_kv")
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     """Stores the new tokens of a batch into packed pages and attends over what is stored.
 
-    Raises ValueError for what the packed pages do not support: ALiBi, attention sinks, attention other than causal
-    decoder attention, and any layer option that this class does not know.
+    Raises ValueError for what the packed pages do not support: ALiBi, sinks of another shape than [query heads],
+    attention other than causal decoder attention, and any layer option that this class does not know.
     """
 
     supports_dcp = False
@@ -53,6 +53,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **unknown: object,
     ) -> None:
         refused = [name for name, value in unknown.items() if value is not None]
@@ -60,6 +61,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             refused.append("ALiBi")
         if attn_type != AttentionType.DECODER:
             refused.append(f"{attn_type} attention")
+        if sinks is not None and sinks.shape != (num_heads,):
+            refused.append(f"attention sinks of shape {list(sinks.shape)} (a number for each of {num_heads} heads is)")
         if refused:
             raise ValueError(
                 f"--kv-cache-dtype {kv_cache_dtype} does not support {', '.join(refused)}; "
@@ -69,7 +72,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None)
+        self.options = AttentionOptions(self.scale, sliding_window, logits_soft_cap or None, sinks)
         self.device = torch.get_default_device()
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
@@ -171,7 +174,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             raise RuntimeError(f"{self.kv_cache_dtype}: a prefill is planned on the host; no CUDA graph can hold it")
         if self.prefill is not None:
             own_key, own_value = (None, None) if shared else (key, value)
-            ring = recent.ring(decodes, len(attn_metadata.context)) if recent and not shared else None
+            ring = None
+            if recent and not shared and not attn_metadata.has_new_prompts(decodes):
+                ring = recent.ring(decodes, len(attn_metadata.context))
             self.prefill.attend(query, own_key, own_value, kv_cache, attn_metadata, decodes, output, ring)
         else:
             self._attend_in_pytorch(query, key, value, kv_cache, attn_metadata, recent, decodes, output)
@@ -268,12 +273,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 metadata.seq_lens[:requests], metadata.decode_query_len, ring,
             )  # fmt: skip
 
-        fused.attend(query, kv_cache, self._planned(metadata, recent, ("decode",), plan), output, ring)
+        # Layers with sinks may need a bias that the others do not, and these and those with a window the other kernel.
+        name = ("decode", fused.bias_rows is not None, fused.of_cuda is not None)
+        fused.attend(query, kv_cache, self._planned(metadata, recent, name, plan), output, ring)
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
         if self.fused is not None and key is not None:
-            self.fused.reserve_largest(self.max_requests, self.longest_decode, self.head_size)
+            self.fused.reserve_largest(self.max_requests, self.longest_decode)
             if self.prefill is not None:
                 self.prefill.reserve(query.dtype)
             # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.

@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -18,9 +19,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .capacity import check_padding, log_capacity
-from .routes import MAX_COLUMNS, MAX_GROUP, fused_serves
+from .routes import MAX_COLUMNS, fused_serves
 
 logger = init_logger("vllm.packed_kv")
 
@@ -53,7 +55,10 @@ class PackedMetadata(AttentionMetadata):
 
     def has_new_prompts(self, first: int) -> bool:
         """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
-        return self.query_starts[-1] - self.query_starts[first] == sum(self.context[first:])
+        name = ("new prompts", first)
+        if name not in self.plans:
+            self.plans[name] = self.query_starts[-1] - self.query_starts[first] == sum(self.context[first:])
+        return self.plans[name]
 
     @classmethod
     def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device) -> PackedMetadata:
@@ -87,9 +92,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if device.type == "cuda" and not self.decodes_fused:
             logger.warning_once(
                 "KV cache dtype %s: decodes run as prefills do, slower and without CUDA graphs: the decode kernel "
-                "takes fp16 and bf16, up to %d query heads a KV head, and up to %d of them times tokens of a decode",
+                "takes fp16 and bf16, and up to %d query heads a KV head times tokens of a decode with its drafts",
                 vllm_config.cache_config.cache_dtype,
-                MAX_GROUP,
                 MAX_COLUMNS,
                 scope="local",
             )
@@ -160,8 +164,14 @@ def longest_decode(vllm_config: VllmConfig) -> int:
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
-    """Whether the fused route decodes the layers of `spec`, with up to `query_len` query tokens a request."""
+    """Whether the fused route decodes all packed layers, `spec`'s among them, with up to `query_len` query tokens."""
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
-    group = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config) // spec.num_kv_heads
-    return fused_serves(group, query_len, vllm_config.model_config.dtype)
+    return fused_serves(_largest_group(vllm_config), query_len, vllm_config.model_config.dtype)
+
+
+def _largest_group(vllm_config: VllmConfig) -> int:
+    """Query heads a KV head: the most that a packed layer has (sliding layers of Step-3.5 have more than the model)."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    packed = [layer.impl for layer in layers if getattr(layer, "kv_cache_dtype", None) in FORMATS]
+    return max(impl.num_heads // impl.num_kv_heads for impl in packed)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 KEYS = ("calibration", "recent_tokens")
+AUTO = "auto"
+"""In place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
 
 class OptionError(ValueError):
@@ -35,7 +38,12 @@ def read_options(additional_config: object) -> Options:
         )
     path, recent = options.get("calibration"), options.get("recent_tokens")
     if "calibration" in options and (not isinstance(path, str) or not path):
-        raise OptionError(f"--additional-config: packed_kv.calibration is {path!r}; write the path of a file")
+        raise OptionError(f'--additional-config: packed_kv.calibration is {path!r}; write "auto" or the path of a file')
+    if isinstance(path, str) and re.fullmatch(r"\w+", path) and not Path(path).exists():
+        raise OptionError(
+            f'--additional-config: packed_kv.calibration is {path!r}, and there is no such file; write "auto" or the '
+            "path of a file"
+        )
     if "recent_tokens" in options and (type(recent) is not int or recent < 0):
         raise OptionError(
             f"--additional-config: packed_kv.recent_tokens is {recent!r}; write a whole number, or 0 for no window"

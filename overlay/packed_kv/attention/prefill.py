@@ -18,7 +18,7 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.combine import bind_combine, combine
+from ..kernels.combine import apply_sinks, bind_combine, bind_sinks, combine
 from ..kernels.gather import (
     bind_gather,
     bind_unrotate,
@@ -51,7 +51,7 @@ FlashAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 @dataclass(frozen=True)
 class PartRead:
     """A part of a step's prefill, and how its keys are read: grid, tensors and arguments of each launch. `key`,
-    `value`: where they are then, in the model's dtype [tokens, KV heads, head_dim]."""
+    `value`: where they are then, in the model's dtype [tokens, KV heads, stored_dim]."""
 
     part: KeyPart
     key: torch.Tensor
@@ -91,7 +91,7 @@ class FlashPrefill:
     Args:
         codec: of the layer.
         query_heads, kv_heads: of this rank.
-        options: scale, window and soft cap.
+        options: see `AttentionOptions`.
         max_tokens, max_requests: of a batch.
         flash_attention: see `find_flash_attention`.
     """
@@ -155,18 +155,21 @@ class FlashPrefill:
             over_part = over_parts[: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            launch = self._launch("combine", output.stride(), lambda: bind_combine(output))
+            launch = self._launch("combine", (output.stride(), output.dtype), lambda: bind_combine(output))
             combine(output[seen], sums[:, seen], over_part, part_sums, launch)
+        if (sinks := self.options.sinks) is not None:
+            launch = self._launch("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
+            apply_sinks(output, sums, launch)
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""
         from vllm.v1.worker.workspace import current_workspace_manager
 
-        head_dim = self.codec.key.head_dim
+        key = self.codec.key
         return current_workspace_manager().get_simultaneous(
-            ((self.capacity, self.kv_heads, head_dim), torch.float16),
-            ((self.capacity, self.kv_heads, head_dim), torch.float16),
-            ((self.max_tokens, self.query_heads, head_dim), dtype),
+            ((self.capacity, self.kv_heads, key.stored_dim), torch.float16),
+            ((self.capacity, self.kv_heads, key.stored_dim), torch.float16),
+            ((self.max_tokens, self.query_heads, key.head_dim), dtype),
         )
 
     def _plan(
@@ -202,19 +205,20 @@ class FlashPrefill:
 
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
-        head_dim = self.codec.key.head_dim
+        stored_dim = self.codec.key.stored_dim
         self._launch(
-            "gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads, head_dim)
+            "gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads, stored_dim)
         )(*read.gather)
         if ring is not None and read.ring is not None:
-            self._launch("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, head_dim))(*read.ring)
+            self._launch("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
         has_first = read.part.first_tokens is not None
         for name, arguments, matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):
-            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, head_dim, means, has_first)
+            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means, has_first)
             self._launch((name, has_first), None, bind)(*arguments)
-        return read.key, read.value
+        head_dim = self.codec.key.head_dim
+        return read.key[..., :head_dim], read.value[..., :head_dim]
 
     def _launch(self, name: Any, held_for: Any, bind: Callable[[], Launch]) -> Launch:
         """What `bind` returned for the same tensors; only the last ones', as vLLM may have freed those before."""

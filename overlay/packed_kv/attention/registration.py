@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from ..formats import FORMATS, GROUP_SIZE, Format
+from ..formats import FORMATS, HEAD_DIM_STEP, Format
 from ..layout import MICRO_BLOCK
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 RULES = {
-    "head_size not supported": f"head size must be a multiple of {GROUP_SIZE}",
+    "head_size not supported": f"head size must be a multiple of {HEAD_DIM_STEP}",
     "block_size not supported": f"block size must be a multiple of {MICRO_BLOCK}",
     "compute capability not supported": "compute capability must be 8.0 or later",
 }
@@ -82,7 +82,7 @@ def register_format(fmt: Format) -> None:
 
 def is_patched() -> bool:
     """Whether this vLLM has the whole series of vllm_patches/ (what is looked for is of the last patch)."""
-    return hasattr(cache_config, "kv_cache_page_format")
+    return hasattr(cache_config, "prepare_kv_cache_dtype")
 
 
 def registry_name(fmt: Format) -> str:
@@ -139,6 +139,12 @@ class PackedDTypeHandler:
                 f"chooses the attention backend {backend.get_name()}, which cannot read packed pages; "
                 "use --kv-cache-dtype auto for this model"
             )
+
+    def before_engine(self, vllm_config: VllmConfig) -> None:
+        """Have a calibration file made if that was asked for. Raises CalibrationError."""
+        from .self_calibration import resolve_auto
+
+        resolve_auto(vllm_config)
 
     def page_format(self, vllm_config: VllmConfig) -> str:
         """Dtype and fingerprint, for the keys of pages that leave the process."""

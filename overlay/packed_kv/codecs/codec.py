@@ -1,7 +1,7 @@
 """The fp32 reference codec: what a packed vector means. Kernels are judged against it.
 
-encode:  clean -> centre, scale -> rotate -> quantise groups -> pack;  decode is the reverse. In a packed vector the
-codes of all groups come first, in group order (`bitpack`), then one scale byte a group.
+encode:  clean, pad -> centre, scale -> rotate -> quantise groups -> pack;  decode is the reverse. In a packed vector
+the codes of all groups come first, in group order (`bitpack`), then one scale byte a group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..formats import GROUP_SIZE, Format, runs
+from ..formats import GROUP_SIZE, Format, runs, stored_dim
 from . import bitpack, scalar
 from .rotations import ROTATIONS
 from .transform import ChannelTransform, Numbers
@@ -25,9 +25,12 @@ Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 class Codec:
     """Encodes K or V vectors of one format and head_dim.
 
+    A vector's `head_dim` channels are followed by zeros, so that `stored_dim` channels are whole groups. They come last
+    in the packing order, too.
+
     Args:
         fmt: the format.
-        head_dim: channels of a head, a multiple of 32.
+        head_dim: channels of a head, a multiple of 16.
         role: "key" or "value"; both are coded alike, the role only decides the order of codes in a page.
         outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
             inputs [..., heads, head_dim], with n = `fmt.outlier_channels(head_dim)`. None: the first n channels.
@@ -58,10 +61,11 @@ class Codec:
             raise ValueError(f'role must be "key" or "value", got {role!r}')
         device = torch.device(device)
         self.fmt, self.head_dim, self.role, self.device = fmt, head_dim, role, device
+        self.stored_dim = stored_dim(head_dim)
         self.group_bits = fmt.group_bits(head_dim)
         self.vector_bytes = fmt.vector_bytes(head_dim)
         self.outlier_count = fmt.outlier_channels(head_dim)
-        self.sections = [size for size in (self.outlier_count, head_dim - self.outlier_count) if size]
+        self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
         self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
         order = None
         if outliers is not None:
@@ -72,10 +76,10 @@ class Codec:
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
         self.transform = ChannelTransform(head_dim, mean, scale, first_mean, device)
         self.heads = self._heads()
-        # For kernels: the rotations' constants by packed channel, and the channels in packing order, [heads, head_dim]
-        # or [head_dim].
+        # For kernels: the rotations' constants by packed channel, and the channels in packing order,
+        # [heads, stored_dim] or [stored_dim].
         self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
-        self.channels = torch.arange(head_dim, device=device) if self.order is None else self.order
+        self.channels = torch.arange(self.stored_dim, device=device) if self.order is None else self.order
 
     def encode(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape.
@@ -89,10 +93,11 @@ class Codec:
 
         first: as it was given to `encode`.
         """
-        return self.transform.inverse(self.unrotate(self.dequantize(*self.unpack(packed))), first)
+        stored = self.unrotate(self.dequantize(*self.unpack(packed)))
+        return self.transform.inverse(stored, first)[..., : self.head_dim]
 
     def quantize(self, x: torch.Tensor, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """float [..., head_dim] -> codes uint8 [..., head_dim], scale bytes uint8 [..., head_dim / 32].
+        """float [..., head_dim] -> codes uint8 [..., stored_dim], scale bytes uint8 [..., stored_dim / 32].
 
         first: see `encode`.
         """
@@ -102,19 +107,25 @@ class Codec:
         return codes.flatten(-2), scales
 
     def prepare(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-        """What `quantize` quantises: `x` float [..., head_dim], cleaned, centred, scaled and rotated -> fp32."""
+        """What `quantize` quantises: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
+        [..., stored_dim]."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
             raise ValueError(
                 f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "
                 f"got {x.dtype} {tuple(x.shape)}"
             )
         self._check_heads(x)
-        x = x.to(torch.float32)
+        x = self.pad(x.to(torch.float32))
         x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), first).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         return self.rotate(x)
 
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., head_dim] -> [..., stored_dim], zeros behind."""
+        padding = self.stored_dim - self.head_dim
+        return torch.nn.functional.pad(x, (0, padding)) if padding else x
+
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """codes and scales of `quantize` -> the rotated vectors, float32 [..., head_dim]."""
+        """codes and scales of `quantize` -> the rotated vectors, float32 [..., stored_dim]."""
         groups = split_runs(self.group_bits, codes.unflatten(-1, (-1, GROUP_SIZE)), -2)
         group_scales = split_runs(self.group_bits, scales.unsqueeze(-1), -2)
         parts = [
@@ -143,7 +154,7 @@ class Codec:
         return torch.cat(unpacked, dim=-1), scales
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Channels of `x` fp32 [..., head_dim] in packing order, each section rotated. Preserves dot products."""
+        """Channels of `x` fp32 [..., stored_dim] in packing order, each section rotated. Preserves dot products."""
         if self.order is not None:
             x = x.gather(-1, self.order.expand(x.shape))
         parts = zip(self.rotations, x.split(self.sections, -1), strict=True)
@@ -155,25 +166,26 @@ class Codec:
         return x if self.inverse_order is None else x.gather(-1, self.inverse_order.expand(x.shape))
 
     def _outliers_first(self, outliers: Channels) -> torch.Tensor:
-        """Outlier channels first, then the rest ascending: int64 [head_dim] or [heads, head_dim]."""
+        """Outlier channels first, then the rest ascending: int64 [stored_dim] or [heads, stored_dim]."""
         count = self.outlier_count
         if count == 0:
             raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has no outlier channels; pass outliers=None")
         indices = self._indices(outliers, "outliers", count)
         if (indices[..., 1:] <= indices[..., :-1]).any() or indices.min() < 0 or indices.max() >= self.head_dim:
             raise ValueError(f"outliers must be strictly ascending and in [0, {self.head_dim}), got {indices.tolist()}")
-        regular = torch.ones(*indices.shape[:-1], self.head_dim, dtype=torch.bool).scatter_(-1, indices, False)
+        regular = torch.ones(*indices.shape[:-1], self.stored_dim, dtype=torch.bool).scatter_(-1, indices, False)
         rest = regular.nonzero()[:, -1].view(*indices.shape[:-1], -1)
         return torch.cat((indices, rest), dim=-1)
 
     def _permutation(self, channel_order: Channels) -> torch.Tensor:
-        """A channel order, checked: int64 [head_dim] or [heads, head_dim]."""
+        """A channel order, checked, and the padding behind it: int64 [stored_dim] or [heads, stored_dim]."""
         if self.outlier_count:
             raise ValueError(f"{self.fmt.name} at head_dim {self.head_dim} has outlier channels; pass them as outliers")
         order = self._indices(channel_order, "channel_order", self.head_dim)
         if (order.sort(-1).values != torch.arange(self.head_dim)).any():
             raise ValueError(f"channel_order must have each of {self.head_dim} channels once, got {order.tolist()}")
-        return order.contiguous()
+        padding = torch.arange(self.head_dim, self.stored_dim).expand(*order.shape[:-1], -1)
+        return torch.cat((order, padding), dim=-1)
 
     def _indices(self, channels: Channels, what: str, count: int) -> torch.Tensor:
         """`channels` as int64 [count] or [heads, count]."""

@@ -105,14 +105,15 @@ class PagedCodec:
     def prepare(
         self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 of the same shapes. See `write`."""
+        """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads, stored_dim]. See
+        `write`."""
         first = self._first_tokens(positions)
         return self.key.prepare(key, None if first is None else first.unsqueeze(1)), self.value.prepare(value)
 
     def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantise micro-blocks, given as int [n] of (block * block_size + offset) / 16.
 
-        Returns K and V, as stored, float32 [KV heads, n * 16, head_dim].
+        Returns K and V, as stored, float32 [KV heads, n * 16, stored_dim].
         """
         block, inner = self._locate(cache, micro_blocks)
         packed = _micro_blocks(cache)[block, :, inner]
@@ -123,8 +124,10 @@ class PagedCodec:
         return key, value
 
     def rotate_query(self, query: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, head_dim] -> the same, over K's scale and rotated as K is."""
-        return self.key.rotate(self.key.transform.unscale(query.transpose(1, 2))).transpose(1, 2)
+        """float32 [tokens, KV heads, queries a KV head, head_dim] -> over K's scale and rotated as K is,
+        [..., stored_dim]."""
+        query = self.key.pad(query).transpose(1, 2)
+        return self.key.rotate(self.key.transform.unscale(query)).transpose(1, 2)
 
     def query_bias(self, query: torch.Tensor) -> torch.Tensor | None:
         """What the scores of `rotate_query` lack, before the attention scale.
@@ -134,21 +137,23 @@ class PagedCodec:
 
         Returns:
             [tokens, KV heads, queries a KV head, 2]: the query's products with K's mean, for every key (a softmax
-            does not see it, a soft cap before it does), and with the first token's mean less that, for the first key
-            of the sequence alone. None if K has no means.
+            does not see it, a soft cap before it or a sink beside it does), and with the first token's mean less that,
+            for the first key of the sequence alone. None if K has no means.
         """
-        rows = self.query_bias_rows(capped=True)
-        return None if rows is None else query @ rows.to(query.dtype).transpose(1, 2)
+        rows = self.query_bias_rows(whole=True)
+        return None if rows is None else self.key.pad(query) @ rows.to(query.dtype).transpose(1, 2)
 
-    def query_bias_rows(self, *, capped: bool) -> torch.Tensor | None:
-        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, head_dim]. None if its scores need
-        none: without means, and with one mean for all tokens unless the scores are `capped`."""
+    def query_bias_rows(self, *, whole: bool) -> torch.Tensor | None:
+        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, stored_dim]. None if its scores need
+        none: without means, and with one mean for all tokens unless scores have to be `whole`, for a soft cap or a
+        sink."""
         transform = self.key.transform
-        return transform.mean_rows() if transform.first_mean is not None or capped else None
+        return transform.mean_rows() if transform.first_mean is not None or whole else None
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, head_dim], sums of stored V -> the same, of V."""
-        return self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
+        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> sums of V, [..., head_dim]."""
+        sums = self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
+        return sums[..., : self.value.head_dim]
 
     def _first_tokens(self, positions: torch.Tensor | None) -> torch.Tensor | None:
         """bool [tokens], of which the mean is `key_first_mean`; None if there is none. Raises ValueError."""

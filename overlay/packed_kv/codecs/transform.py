@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..formats import stored_dim
+
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
 MAX_MEAN = 32768.0
@@ -20,6 +22,8 @@ MAX_SCALE = 1024.0
 
 class ChannelTransform:
     """(x - mean) * scale by channel: fp32, each operation rounded on its own.
+
+    Vectors have `stored_dim(head_dim)` channels; those that pad a head have mean 0 and scale 1.
 
     Args:
         head_dim: channels of a head.
@@ -40,10 +44,10 @@ class ChannelTransform:
         first_mean: Numbers | None,
         device: torch.device,
     ) -> None:
-        self.head_dim, self.device = head_dim, device
-        self.mean = self._numbers(mean, "mean", -MAX_MEAN, MAX_MEAN)
-        self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE)
-        self.first_mean = self._numbers(first_mean, "first_mean", -MAX_MEAN, MAX_MEAN)
+        self.head_dim, self.stored_dim, self.device = head_dim, stored_dim(head_dim), device
+        self.mean = self._numbers(mean, "mean", -MAX_MEAN, MAX_MEAN, padding=0.0)
+        self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
+        self.first_mean = self._numbers(first_mean, "first_mean", -MAX_MEAN, MAX_MEAN, padding=0.0)
 
     @property
     def centres(self) -> bool:
@@ -54,7 +58,7 @@ class ChannelTransform:
         return self.centres or self.scale is not None
 
     def forward(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [..., head_dim] -> the same; `first`: bool, broadcastable to [...], the first tokens of sequences."""
+        """fp32 [..., stored_dim] -> the same; `first`: bool, broadcastable to [...], the first tokens of sequences."""
         if self.centres:
             x = x - self._means(first)
         return x if self.scale is None else x * self.scale
@@ -65,12 +69,12 @@ class ChannelTransform:
         return x + self._means(first) if self.centres else x
 
     def unscale(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 [..., head_dim] divided by the scale."""
+        """fp32 [..., stored_dim] divided by the scale."""
         return x if self.scale is None else x / self.scale
 
     def mean_rows(self) -> torch.Tensor | None:
         """What `forward` takes off every vector, the mean, and what it takes off a sequence's first beyond that: fp32
-        [1 or heads, 2, head_dim], contiguous. None if it takes off nothing."""
+        [1 or heads, 2, stored_dim], contiguous. None if it takes off nothing."""
         if not self.centres:
             return None
         mean, first_mean = self._mean_or_zero(), self._first_mean_or_mean()
@@ -79,8 +83,8 @@ class ChannelTransform:
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
         """For kernels: mean, mean of the first token and scale of the channels in packing order, fp32 [1 or heads, 3,
-        head_dim]. order: int64 [head_dim] or [heads, head_dim]."""
-        scale = torch.ones(self.head_dim, device=self.device) if self.scale is None else self.scale
+        stored_dim]. order: int64 [stored_dim] or [heads, stored_dim]."""
+        scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(self._mean_or_zero(), self._first_mean_or_mean(), scale, order)
         table = torch.stack([row.gather(-1, order) for row in rows], dim=-2)
         return (table if table.ndim == 3 else table.unsqueeze(0)).contiguous()
@@ -90,12 +94,14 @@ class ChannelTransform:
         return mean if first is None else torch.where(first.unsqueeze(-1), self._first_mean_or_mean(), mean)
 
     def _mean_or_zero(self) -> torch.Tensor:
-        return torch.zeros(self.head_dim, device=self.device) if self.mean is None else self.mean
+        return torch.zeros(self.stored_dim, device=self.device) if self.mean is None else self.mean
 
     def _first_mean_or_mean(self) -> torch.Tensor:
         return self._mean_or_zero() if self.first_mean is None else self.first_mean
 
-    def _numbers(self, given: Numbers | None, what: str, least: float, largest: float) -> torch.Tensor | None:
+    def _numbers(
+        self, given: Numbers | None, what: str, least: float, largest: float, padding: float
+    ) -> torch.Tensor | None:
         if given is None:
             return None
         expected = f"{what} must be numbers [{self.head_dim}] or [heads, {self.head_dim}]"
@@ -108,4 +114,5 @@ class ChannelTransform:
         wrong = numbers[~((numbers >= least) & (numbers <= largest))]  # NaN is in no range
         if len(wrong):
             raise ValueError(f"{what} must be in [{least:g}, {largest:g}], got {wrong[0].item():g}")
-        return numbers.to(self.device).contiguous()
+        padded = torch.nn.functional.pad(numbers, (0, self.stored_dim - self.head_dim), value=padding)
+        return padded.to(self.device).contiguous()

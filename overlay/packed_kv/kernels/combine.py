@@ -1,4 +1,7 @@
-"""Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding)."""
+"""Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding).
+
+An attention sink is one more key without a value, so it only makes the result smaller (`apply_sinks`).
+"""
 
 from __future__ import annotations
 
@@ -67,3 +70,44 @@ def combine(
         launch = bind_combine(output)
     step = Arguments(part, sums.stride(0), part_sums.stride(0))
     launch((len(part), 1, 1), (output, sums, part_sums), step)
+
+
+@triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=["sums"])
+def _sinks_kernel(
+    output, sums, sums_stride, sinks, output_token_stride, output_head_stride,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
+    there = head < HEADS
+    sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
+    weight = 1 / (1 + tl.exp(sink - tl.load(sums + head * sums_stride + token, mask=there, other=0.0)))
+    known = there[:, None] & (channel < HEAD_DIM)[None, :]
+    target = output + token * output_token_stride + head[:, None] * output_head_stride + channel[None, :]
+    result = tl.load(target, mask=known, other=0.0).to(tl.float32) * weight[:, None]
+    tl.store(target, result.to(output.dtype.element_ty), mask=known)
+
+
+def bind_sinks(output: torch.Tensor, sinks: torch.Tensor) -> Launch:
+    """The kernel for outputs of these strides and these sinks; see `apply_sinks`."""
+    _, heads, head_dim = output.shape
+    assert output.stride(2) == 1 and sinks.is_contiguous(), output.stride()
+    return Launch(
+        _sinks_kernel,
+        Arguments(sinks, output.stride(0), output.stride(1)),
+        dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim)),
+        num_warps=4,
+    )
+
+
+def apply_sinks(output: torch.Tensor, sums: torch.Tensor, launch: Launch) -> None:
+    """Let attention over all keys share its weights with the heads' sinks, in place.
+
+    Args:
+        output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels.
+        sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
+        launch: of `bind_sinks` for such outputs, with sinks fp16, bf16 or fp32 [query heads], contiguous: what the
+            logarithm of a sink's weight is.
+    """
+    assert sums.stride(1) == 1, sums.stride()
+    launch((len(output), 1, 1), (output, sums), Arguments(sums.stride(0)))

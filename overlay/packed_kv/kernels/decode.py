@@ -285,7 +285,7 @@ def _tile_bases(
 
 
 def split_count(programs: int, multiprocessors: int) -> int:
-    """Splits of each request, from the (request, KV head) pairs of a batch: a wave of programs, at most 128.
+    """Splits of each request, from the programs that a batch has without them: a wave of programs, at most 128.
 
     It knows no sequence length, so that a CUDA graph can hold the launch.
     """

@@ -39,14 +39,16 @@ class Launch:
     def __init__(self, kernel: Any, fixed: Arguments, constants: dict[str, Any], **options: Any) -> None:
         self.kernel, self.fixed, self.constants, self.options = kernel, fixed, constants, options
         self.compiled: Any = None
+        self.step: Arguments | None = None
+        self.last: tuple[Any, ...] = ()
 
     def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
         """Launch on the current stream of the current device, which must be that of the tensors.
 
         Args:
             grid: programs in each dimension.
-            tensors: the first arguments.
-            step: those behind them; of the same dtypes in each call.
+            tensors: the first arguments; of the same dtypes in each call.
+            step: those behind them; likewise.
         """
         compiled = self.compiled
         if compiled is None:
@@ -56,9 +58,10 @@ class Launch:
         unaligned = 0
         for i in self.aligned:
             unaligned |= addresses[i]
-        for i in self.aligned_of_step:
-            unaligned |= step.raw[i]
-        if unaligned & 15 or [x.dtype for x in tensors] != self.dtypes:
+        if step is not self.step:  # the layers of a step share it
+            self.step = step
+            self.step_is_aligned = not any(step.raw[i] % 16 for i in self.aligned_of_step)
+        if unaligned & 15 or not self.step_is_aligned:
             self._by_jit(grid, tensors, step)
             return
         stream = self.stream_of(self.device)
@@ -87,7 +90,7 @@ class Launch:
             return  # compiled for less than later calls will bring: the next one compiles again
         self.aligned = [i for i in aligned if i < len(tensors)]
         self.aligned_of_step = [i - len(tensors) for i in aligned if i >= len(tensors)]
-        self.dtypes = [x.dtype for x in tensors]
+        self.step, self.step_is_aligned = step, True
         constants = [self.constants[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr]
         self.last = (*self.fixed.raw, *constants)
         driver = triton.runtime.driver.active

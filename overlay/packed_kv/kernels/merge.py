@@ -15,15 +15,16 @@ from . import power_of_2
 from .decode import LOG2_E
 from .launch import Arguments, Launch
 
+_LOG2_E = tl.constexpr(LOG2_E)
 QUERY_ROWS = 16
 """Of a program of `rotate_query`: the least that the tensor core takes."""
 
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
     """The matrix M with x @ M = `rotate(x / scale)`, or, inverse, `unrotate(x) / scale`, with the scale of the codec's
-    channels: fp16 [1 or KV heads, head_dim, head_dim]."""
+    channels: fp16 [1 or KV heads, stored_dim, stored_dim]; a head's padding has rows and columns, too."""
     per_head = codec.heads is not None
-    identity = torch.eye(codec.head_dim, device=codec.device).unsqueeze(1).repeat(1, kv_heads if per_head else 1, 1)
+    identity = torch.eye(codec.stored_dim, device=codec.device).unsqueeze(1).repeat(1, kv_heads if per_head else 1, 1)
     unscale = codec.transform.unscale
     matrix = unscale(codec.unrotate(identity)) if inverse else codec.rotate(unscale(identity))
     return matrix.transpose(0, 1).to(torch.float16).contiguous()
@@ -33,8 +34,8 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 def _rotate_query_kernel(
     query, rotated, bias, rows, matrix, token_stride, head_stride, matrix_head_stride, scale,
     bias_rows, bias_rows_head_stride,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1)
@@ -46,7 +47,10 @@ def _rotate_query_kernel(
     bias_rows += head.to(tl.int64) * bias_rows_head_stride
     bias0, bias1 = tl.zeros([ROWS, 32], tl.float32), tl.zeros([ROWS, 32], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
-        x = tl.load(source[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
+        known = (row < rows)[:, None]
+        if start + 32 > QUERY_DIM:
+            known = known & (start + part < QUERY_DIM)[None, :]
+        x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0)
         m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         result = tl.dot(x.to(tl.float16), m, result)
@@ -66,7 +70,7 @@ def bind_rotate_query(
     query: torch.Tensor, kv_heads: int, matrix: torch.Tensor, scale: float, bias_rows: torch.Tensor | None = None
 ) -> Launch:
     """The kernel for queries of these strides; see `rotate_query`."""
-    head_dim = query.shape[2]
+    head_dim = matrix.shape[2]
     assert query.stride(2) == 1, query.stride()
     assert bias_rows is None or bias_rows.is_contiguous(), bias_rows.stride()
     rows = matrix if bias_rows is None else bias_rows
@@ -75,7 +79,7 @@ def bind_rotate_query(
         Arguments(matrix, query.stride(0), query.stride(1), _head_stride(matrix), scale * LOG2_E, rows,
                   _head_stride(rows)),
         dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, HEAD_DIM=head_dim,
+            KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
             PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, HAS_BIAS=bias_rows is not None,
         ),
         num_warps=4,
@@ -108,9 +112,9 @@ def rotate_query(
     Args:
         query: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels.
         matrix: `rotation_matrix` of the K codec.
-        rotated: fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; filled.
+        rotated: fp16 [tokens, KV heads, queries a KV head, stored_dim], contiguous; filled.
         scale: attention scale.
-        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, head_dim], contiguous, or None.
+        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, stored_dim], contiguous, or None.
         bias: with `bias_rows`: fp32 [tokens, query heads, 2], contiguous; filled with the queries' products with them,
             times `scale` and log2 e too.
     """
@@ -126,22 +130,32 @@ def _head_stride(of_heads: torch.Tensor) -> int:
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
-    output, partial_output, partial_stats, rows, splits, matrix, token_stride, head_stride, matrix_head_stride,
+    output, partial_output, partial_stats, bias, rows, splits, matrix, token_stride, head_stride, matrix_head_stride,
+    sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two."""
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    slot = (row // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + row % QUERY_GROUP) * splits
-    slot = slot[:, None] + split[None, :]
+    place = row // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + row % QUERY_GROUP
+    slot = place[:, None] * splits + split[None, :]
     known = (row < rows)[:, None] & (split < splits)[None, :]
     # [rows, splits, channels]: with splits first, this kernel took 4.9 to 6.3 us where it takes 3.2.
     maxima = tl.load(partial_stats + slot * 2, mask=known, other=-1.0e30)
     totals = tl.load(partial_stats + slot * 2 + 1, mask=known, other=0.0)
-    weights = tl.exp2(maxima - tl.max(maxima, 1)[:, None])
+    top = tl.max(maxima, 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * QUERY_GROUP + row % QUERY_GROUP).to(tl.float32) * _LOG2_E
+        if HAS_BIAS:  # which the scores of all keys lack
+            sink -= tl.load(bias + place * 2, mask=row < rows, other=0.0)
+        top = tl.maximum(top, sink)
+    weights = tl.exp2(maxima - top[:, None])
     total = tl.sum(totals * weights, 1)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
     norm = tl.where(total > 0, 1 / total, 0.0)
 
     part, channel = tl.arange(0, PART), tl.arange(0, PADDED_DIM)
@@ -161,7 +175,7 @@ def _merge_kernel(
     index = (tl.program_id(0) * ROWS + row).to(tl.int64)
     target = output + index // QUERY_GROUP * token_stride + (head * QUERY_GROUP + index % QUERY_GROUP) * head_stride
     tl.store(target[:, None] + channel[None, :], result.to(output.dtype.element_ty),
-             mask=((row < ROWS) & (index < rows))[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
+             mask=((row < ROWS) & (index < rows))[:, None] & (channel < OUTPUT_DIM)[None, :])  # fmt: skip
 
 
 MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
@@ -175,27 +189,40 @@ def merge_tile(splits: int) -> tuple[int, int]:
     return next(tile for tile in MERGE_TILES if splits <= tile[0])
 
 
-def bind_merge(output: torch.Tensor, matrix: torch.Tensor, tile: tuple[int, int]) -> Launch:
-    """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`."""
-    _, kv_heads, group, head_dim = output.shape
+def bind_merge(
+    output: torch.Tensor,
+    matrix: torch.Tensor,
+    tile: tuple[int, int],
+    sinks: torch.Tensor | None = None,
+    *,
+    has_bias: bool = False,
+) -> Launch:
+    """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: take the bias of the
+    step's arguments off the sinks."""
+    _, kv_heads, group, output_dim = output.shape
     assert output.stride(-1) == 1, output.stride()
+    assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
+    head_dim = matrix.shape[2]
     padded_dim = power_of_2(head_dim)
     padded_splits, rows = tile
     return Launch(
         _merge_kernel,
-        Arguments(matrix, output.stride(0), output.stride(2), _head_stride(matrix)),
+        Arguments(matrix, output.stride(0), output.stride(2), _head_stride(matrix), matrix if sinks is None else sinks),
         dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
+            KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
             PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-            ROWS=rows, SPLITS=padded_splits,
+            ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=has_bias,
         ),
         num_warps=8 if rows >= 8 or head_dim > 128 else 4,
     )  # fmt: skip
 
 
-def merge_arguments(partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int) -> Arguments:
+def merge_arguments(
+    partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, query_bias: torch.Tensor | None
+) -> Arguments:
     """What a step decides; see `merge`."""
-    return Arguments(partial_output, partial_stats, partial_output.shape[0] * group, partial_output.shape[2])
+    bias = partial_stats if query_bias is None else query_bias
+    return Arguments(partial_output, partial_stats, bias, partial_output.shape[0] * group, partial_output.shape[2])
 
 
 def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
@@ -203,18 +230,26 @@ def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) ->
 
 
 def merge(
-    partial_output: torch.Tensor, partial_stats: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor
+    partial_output: torch.Tensor,
+    partial_stats: torch.Tensor,
+    matrix: torch.Tensor,
+    output: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    query_bias: torch.Tensor | None = None,
 ) -> None:
     """Combine the splits of `decode` and rotate the result back, once.
 
     Args:
-        partial_output: fp32 [tokens, query heads, up to 128 splits, head_dim].
+        partial_output: fp32 [tokens, query heads, up to 128 splits, stored_dim].
         partial_stats: fp32 [tokens, query heads, splits, 2].
-        matrix: `rotation_matrix(..., inverse=True)` of the V codec, [1 or KV heads, head_dim, head_dim].
+        matrix: `rotation_matrix(..., inverse=True)` of the V codec.
         output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, head_dim], unit stride over channels and the
             heads evenly strided; filled.
+        sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
+        query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.
     """
     tokens, kv_heads, group, _ = output.shape
     tile = merge_tile(partial_output.shape[2])
-    step = merge_arguments(partial_output, partial_stats, group)
-    bind_merge(output, matrix, tile)(merge_grid(tokens, kv_heads, group, tile), (output,), step)
+    step = merge_arguments(partial_output, partial_stats, group, query_bias)
+    launch = bind_merge(output, matrix, tile, sinks, has_bias=query_bias is not None)
+    launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)

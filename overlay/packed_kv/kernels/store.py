@@ -32,7 +32,7 @@ from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
 from .launch import Arguments, Launch
 from .quantize import hadamard, load_rotated, quantize, search_scale
-from .ring import store_ring
+from .ring import ring_slot, store_ring
 from .words import store_codes
 
 ROWS = 8
@@ -166,6 +166,7 @@ def store_constants(fmt: Format, head_dim: int) -> dict[str, Any]:
             sections.append((first, end - first, group_bits[first], words, group_bits[:first].count(3)))
     return dict(
         ROTATION=fmt.rotation,
+        HEAD_DIM=head_dim,
         HEAD_GROUPS=len(group_bits),
         SECTIONS=tuple(sections),
         CODE_WORDS=page.vector.code_words,
@@ -223,6 +224,7 @@ def store_kernel(
     HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr,
     ROTATION: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     HEAD_GROUPS: tl.constexpr,
     SECTIONS: tl.constexpr,
     CODE_WORDS: tl.constexpr,
@@ -252,7 +254,7 @@ def store_kernel(
                 x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
                 ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
                 positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
-                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_GROUPS,
+                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, HEAD_GROUPS,
                 SECTIONS[s][0], SECTIONS[s][1], SECTIONS[s][2], SECTIONS[s][3], SECTIONS[s][4],
                 CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
             )  # fmt: skip
@@ -266,9 +268,10 @@ def _store_section(
     ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
     positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
-    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_GROUPS: tl.constexpr, FIRST_GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr,
-    CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr, MICRO_BLOCK_BYTES: tl.constexpr,
+    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_GROUPS: tl.constexpr,
+    FIRST_GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr,
+    FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
+    MICRO_BLOCK_BYTES: tl.constexpr,
     KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store GROUPS groups, from FIRST_GROUP on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
@@ -296,7 +299,7 @@ def _store_section(
     scale_row = table_row + 2 * HEAD_GROUPS * 32
     x = load_rotated(
         x_row, channels_row, constants_ptr, FIRST_GROUP + group, exists, index, ORDERED, ROTATION,
-        mean_row, scale_row, TRANSFORMED,
+        mean_row, scale_row, TRANSFORMED, HEAD_DIM,
     )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
@@ -305,7 +308,7 @@ def _store_section(
         in_ring = place >= 0
         place = tl.where(in_ring, place, 0)
         entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * ((66 * HEAD_GROUPS + 7) // 8 * 8)  # see layout.py
+        entry += place % RING_BLOCK * ring_slot(32 * HEAD_GROUPS)
         scales = entry + 64 * HEAD_GROUPS
         if is_key:
             store_ring(entry, scales, x, FIRST_GROUP + group, index, in_ring, True)

@@ -21,6 +21,8 @@ def refusal(
     query_len: int,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> str | None:
     """Why this kernel does not serve a layer, in words for the log; None: it does.
 
@@ -36,6 +38,8 @@ def refusal(
         return "a sliding window"
     if logits_soft_cap:
         return "a soft cap"
+    if has_sinks:
+        return "attention sinks"
     return _missing()
 
 

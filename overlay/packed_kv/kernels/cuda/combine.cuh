@@ -119,8 +119,7 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
 }
 
 // The last block of a pair combines what all have written. Returns whether this is the last one.
-INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, int index, float* combined) {
-    const int blocks = gridDim.x;
+INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, int index, int blocks, float* combined) {
     int* last = (int*)(combined + COLUMNS * ROW);
     memory_fence();
     sync_block();
@@ -145,11 +144,11 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
 }
 
 // What follows a warp's tiles, in blocks of several.
-INLINE void combine_warps(const Arguments& a, const Request& request, int head, int index, int warp, const Lane& lane,
-                          const State& state) {
+INLINE void combine_warps(const Arguments& a, const Request& request, int head, int index, int warp, int blocks,
+                          const Lane& lane, const State& state) {
     float* statistics = (float*)shared_memory();
     float *outputs = statistics + 2 * WARPS * COLUMNS, *combined = outputs + WARPS * COLUMNS * ROW;
-    const bool is_alone = IS_FINAL && gridDim.x == 1;
+    const bool is_alone = IS_FINAL && blocks == 1;
     sync_block();  // the tiles that lay here are used
     for_outputs(
         state, lane,
@@ -159,7 +158,7 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
             statistics[(warp * COLUMNS + column) * 2 + 1] = total;
         });
     Matrix matrix;
-    if (is_alone) matrix.load(a, head, warp, lane);  // under way while the warps are combined
+    if (IS_FINAL) matrix.load(a, head, warp, lane);  // under way while the warps are combined
     sync_block();
     for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
         const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
@@ -169,16 +168,13 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
         if (is_alone) {
             combined[column * ROW + channel] = sum.mean();
         } else if (request.has(column)) {
-            const long long slot = request.row(head, column) * gridDim.x + blockIdx.x;
+            const long long slot = request.row(head, column) * blocks + blockIdx.x;
             a.partial_output[slot * HEAD_DIM + channel] = sum.output;
             if (channel == 0) a.partial_stats[2 * slot] = sum.maximum, a.partial_stats[2 * slot + 1] = sum.total;
         }
     }
     if (!IS_FINAL) return;
-    if (!is_alone) {
-        if (!combine_blocks(a, request, head, index, combined)) return;
-        matrix.load(a, head, warp, lane);
-    }
+    if (!is_alone && !combine_blocks(a, request, head, index, blocks, combined)) return;
     sync_block();
     rotate_back(a, request, head, warp, lane, matrix, combined);
 }

@@ -63,6 +63,12 @@ struct Pages {
     }
 };
 
+// Blocks that work on a pair, of those that a step has for each: a short one's are done sooner by one block than results of
+// several are combined, so each warp gets 8 tiles first. (Partial results are those of all blocks.)
+INLINE int blocks_of(const Request& request) {
+    return IS_FINAL ? max(1, min((int)gridDim.x, request.seq_len / (8 * TILE_TOKENS * WARPS))) : gridDim.x;
+}
+
 // Tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has tiles split,
 // split + splits, ... of the ring and `count` of the pages from `low` on.
 struct Share {
@@ -174,10 +180,11 @@ struct Stages {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
     const Lane lane;
     const int warp = threadIdx.x / 32, head = blockIdx.y, index = blockIdx.z;
-    const int split = blockIdx.x * WARPS + warp, splits = gridDim.x * WARPS;
     Stages stages(warp, lane);
     const Request request(a, index);
-    if (request.count <= 0) return;
+    const int blocks = blocks_of(request);
+    if (request.count <= 0 || blockIdx.x >= blocks) return;
+    const int split = blockIdx.x * WARPS + warp, splits = blocks * WARPS;
     const Share share(request, split, splits);
     const Pages pages{again(a.cache + (u64)head * a.head_stride), again(a.block_table + (u64)index * a.table_stride),
                       a.block_stride, (request.seq_len - 1) / 16};
@@ -209,32 +216,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     }
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = share.low + share.count;
     const Tables tables((u32)(request.seq_len >> 31));
-#if PIPELINED
-    float scores[TILE_BLOCKS][4];
-    u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
-    if (share.count) {
-        barrier_wait(stages.barrier, stages.parity);
-        score_tile(queries, tables, lane, stages.stage, scores, scales);
-        weigh_tile(a, state, lane, TILE_TOKENS * share.low, masked_from, scores, scales, operands);
-#pragma unroll 1
-        for (int tile = share.low; tile < last - 1; tile++) {
-            u32 next[TILE_BLOCKS];
-            pages.find(tile + STAGES, next);
-            const u32 stage = stages.stage, barrier = stages.barrier;
-            stages.next();
-            barrier_wait(stages.barrier, stages.parity);
-            float next_scores[TILE_BLOCKS][4];
-            u32 next_scales[TILE_BLOCKS][SETS];
-            score_tile(queries, tables, lane, stages.stage, next_scores, next_scales);
-            add_tile(state, tables, lane, stage, scales, operands);
-            sync_warp();
-            if (tile + STAGES < last) pages.copy(tile + STAGES, next, stage, barrier);
-            weigh_tile(a, state, lane, TILE_TOKENS * (tile + 1), masked_from, next_scores, next_scales, operands);
-            for_each<TILE_BLOCKS * SETS>([&](auto i) { scales[i.value / SETS][i.value % SETS] = next_scales[i.value / SETS][i.value % SETS]; });
-        }
-        add_tile(state, tables, lane, stages.stage, scales, operands);
-    }
-#else
 #pragma unroll 1
     for (int tile = share.low; tile < last; tile++) {
         u32 next[TILE_BLOCKS];
@@ -249,8 +230,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();
     }
-#endif
     finish(state);
     if constexpr (WARPS == 1) store_partial(a, request, head, split, splits, lane, state);
-    else combine_warps(a, request, head, index, warp, lane, state);
+    else combine_warps(a, request, head, index, warp, blocks, lane, state);
 }

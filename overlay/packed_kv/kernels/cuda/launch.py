@@ -65,9 +65,7 @@ class Variant(NamedTuple):
     output: torch.dtype
 
 
-def constants(
-    page: PageLayout, kv_heads: int, group: int, variant: Variant, stages: int = STAGES, tile_blocks: int = 0
-) -> dict[str, str]:
+def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
     """What `decode.cu` is compiled with."""
     warps, columns = variant.warps, variant.columns
     bits = page.vector.group_bits
@@ -75,8 +73,7 @@ def constants(
     unit = 32 if 2 in bits else 128  # `codes.cuh` has the reason
     two = [unit + sign * unit * level for sign in (1, -1) for level in MAGNITUDES[2]] if 2 in bits else [0.0] * 4
     ring_tile = MICRO_BLOCK * ring_slot_bytes(head_dim) if variant.ring_block else 0
-    tile_blocks = tile_blocks or TILE_BLOCKS
-    stage = max(tile_blocks * page.micro_block_bytes, ring_tile)
+    stage = max(TILE_BLOCKS * page.micro_block_bytes, ring_tile)
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     values: dict[str, object] = {
         "HEAD_DIM": head_dim,
@@ -89,18 +86,17 @@ def constants(
         "QUERY_GROUP": group,
         "COLUMNS": columns,
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
-        "TILE_BLOCKS": tile_blocks,
+        "TILE_BLOCKS": TILE_BLOCKS,
         "RING_BLOCK": variant.ring_block,
         "RECENT": variant.recent,
         "HAS_BIAS": int(variant.has_bias),
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
-        "STAGES": stages,
-        "PIPELINED": int(stages > 2),
+        "STAGES": STAGES,
         "BLOCKS": WARPS_A_MULTIPROCESSOR // warps,
         "IS_FINAL": int(variant.is_final),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": max(warps * stages * (stage + 8), combine),
+        "SHARED_BYTES": max(warps * STAGES * (stage + 8), combine),
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -1,0 +1,154 @@
+"""Streams text through a model that vLLM serves, and gathers the statistics of its queries, keys and values.
+
+So whatever vLLM loads can be calibrated: packed checkpoints (AWQ, GPTQ, FP8, GGUF), tensor parallelism, hybrids.
+Imports vLLM, as only `vllm_worker` does beside it, and only where this engine was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from .errors import UserError, first_line
+from .model import LOAD_ERRORS
+from .ranks import join_ranks
+from .statistics import Statistics, check_head_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.config import ModelConfig
+
+WORKER = "tq_calibrate.vllm_worker.CalibrationWorker"
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: neither errors nor sums need encoding
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that a request must produce, which is never run
+}
+RUN_ERRORS = (*LOAD_ERRORS, AssertionError)
+"""What vLLM raises about a model or option that it cannot serve."""
+
+
+class VllmModel:
+    """A model as vLLM configures it; `options` are arguments of vLLM's `LLM`. Raises UserError."""
+
+    def __init__(self, model: str, dtype: str, options: dict[str, Any]) -> None:
+        self.name = model
+        self.options: dict[str, Any] = {"dtype": dtype, **options}
+        self.config = self._config()
+        if self.options["dtype"] == "auto" and current_platform.is_cpu() and not self.config.quantization:
+            self.options["dtype"] = "float32"  # as transformers has it there; kernels of packed weights do not
+            self.config = self._config()
+        if self.config.use_mla:
+            raise UserError(
+                f"{model} has latent attention (MLA), so no K and V per head to calibrate; serve it with "
+                "--kv-cache-dtype auto"
+            )
+        check_head_size(self.config.get_head_size())
+
+    def _config(self) -> ModelConfig:
+        try:
+            return EngineArgs(model=self.name, **self.options).create_model_config()
+        except RUN_ERRORS as error:
+            raise self._refusal(error) from error
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the model reads."""
+        return self.config.max_model_len
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that vLLM has for the model. Raises UserError."""
+        try:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            return cached_tokenizer_from_config(self.config)
+        except RUN_ERRORS as error:
+            raise UserError(f"{self.name} has no tokenizer that can be loaded ({first_line(error)})") from error
+
+    def run(self, sequences: list[list[int]], progress: Callable[[int], object]) -> Statistics:
+        """Statistics over whole sequences, one at a time; `progress` is told the tokens of each. Raises UserError."""
+        largest = max(map(max, sequences))
+        if largest >= self.config.get_vocab_size():
+            raise UserError(
+                f"{self.name}: its tokenizer gives token {largest}, its vocabulary has {self.config.get_vocab_size()}"
+            )
+        longest = max(map(len, sequences)) + 1
+        engine: dict[str, Any] = {
+            "max_model_len": longest,
+            "max_num_batched_tokens": longest,  # a sequence is one forward pass, never a chunk, ...
+            "max_num_seqs": 1,  # ... has it for itself ...
+            "enable_prefix_caching": False,  # ... and is run from its first token
+            "async_scheduling": False,
+            "enforce_eager": True,  # Python sees every layer, and no batch is padded
+            "language_model_only": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": WORKER,
+            **({"kv_cache_memory_bytes": self._cache_bytes(longest)} if current_platform.is_cpu() else {}),
+        }
+        sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        try:
+            with _engine(self.name, {**engine, **self.options}) as llm:
+                llm.collective_rpc("tq_calibrate_start")
+                for sequence in sequences:
+                    llm.generate({"prompt_token_ids": sequence}, sampling, use_tqdm=False)
+                    progress(len(sequence))
+                sums = join_ranks(llm.collective_rpc("tq_calibrate_sums"), self.config.get_total_num_kv_heads())
+        except RUN_ERRORS as error:
+            raise self._refusal(error) from error
+        if not sums.layers:
+            raise UserError(f"{self.name} has no layers with K and V that vLLM would keep, so nothing to calibrate")
+        check_passes(self.name, sums, sequences)
+        statistics = sums.statistics()
+        statistics.source = {
+            "engine": f"vllm {vllm.__version__}",
+            "batch_size": 1,
+            "dtype": str(self.config.dtype).removeprefix("torch."),
+            "device": current_platform.device_type,
+        }
+        return statistics
+
+    def _cache_bytes(self, tokens: int) -> int:
+        """Enough for a sequence, twice (blocks are rounded up): on a CPU vLLM would take most of the memory."""
+        channels = self.config.get_total_num_kv_heads() * self.config.get_head_size()
+        a_token = self.config.get_total_num_hidden_layers() * 2 * channels * self.config.dtype.itemsize
+        return 2 * tokens * a_token + (64 << 20)
+
+    def _refusal(self, error: BaseException) -> UserError:
+        return UserError(f"vLLM cannot run {self.name} ({first_line(error)})")
+
+
+@contextlib.contextmanager
+def _engine(model: str, options: dict[str, Any]) -> Iterator[LLM]:
+    """An engine that is gone afterwards, and the environment as before."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        llm = LLM(model, **options)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def check_passes(model: str, sums: Any, sequences: list[list[int]]) -> None:
+    """Raise UserError unless every layer saw each sequence in one forward pass of its own, without padding."""
+    expected = (sum(map(len, sequences)), len(sequences))
+    for layer, seen in sums.layers.items():
+        if (seen.tokens, seen.first_tokens) != expected:
+            raise UserError(
+                f"{model}: layer {layer} saw {seen.tokens:,} tokens in {seen.first_tokens} passes instead of "
+                f"{expected[0]:,} in {expected[1]}: vLLM cut, joined or padded sequences; try --engine transformers"
+            )

@@ -1,0 +1,143 @@
+"""`tq-calibrate --engine vllm` finds what transformers finds, and runs what transformers cannot load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tq_calibrate.cli import main
+from tq_calibrate.errors import UserError
+from tq_calibrate.vllm_engine import check_passes
+
+DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo-7m"
+GROUP = 64
+NUMBERS = ("key_channel_mean", "key_first_token_mean", "key_channel_scale", "value_channel_scale", "value_channel_rms")
+
+
+def calibrate(model: Path, out: Path, *options: str) -> dict[str, Any]:
+    """The file that the command writes."""
+    arguments = ["model", str(model), "--tokens", "512", "--context", "128", "--out", str(out), *options]
+    assert main(arguments) == 0
+    return json.loads(out.read_text())
+
+
+def assert_same(one: dict, two: dict, tolerance: float) -> None:
+    """Numbers within a tolerance of their layer's root mean square; of V's outliers nearly all.
+
+    Which of K's channels are outliers is not compared: behind its scale a channel's energy is its weight, so many
+    choices are equally good.
+    """
+    assert one["calibration"]["prompts_sha256"] == two["calibration"]["prompts_sha256"]
+    assert one["layers"].keys() == two["layers"].keys()
+    for name, layer in one["layers"].items():
+        for field in NUMBERS:
+            ours, theirs = (torch.tensor(entry[field], dtype=torch.float64) for entry in (layer, two["layers"][name]))
+            error = (ours - theirs).abs().max() / theirs.square().mean().sqrt()
+            assert error < tolerance, (name, field, error)
+        heads = zip(*(entry["value_high_precision_indices"] for entry in (layer, two["layers"][name])), strict=True)
+        assert all(len({*ours} & {*theirs}) >= 0.9 * len(ours) for ours, theirs in heads)
+
+
+def test_statistics_are_those_of_transformers(tmp_path: Path) -> None:
+    ours = calibrate(DEMO_MODEL, tmp_path / "vllm.json", "--engine", "vllm")
+    theirs = calibrate(DEMO_MODEL, tmp_path / "transformers.json", "--engine", "transformers")
+    assert ours["calibration"]["engine"].startswith("vllm ")
+    assert theirs["calibration"]["engine"].startswith("transformers ")
+    assert_same(ours, theirs, 2e-4)  # numbers have five digits
+
+
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers from 0 to 15, eight rows in one of int32."""
+    words = sum(row << (4 * at) for at, row in enumerate(numbers.long().unflatten(0, (-1, 8)).unbind(1)))
+    return words.to(torch.int32).contiguous()  # wraps: the highest bit is the sign
+
+
+def gptq(folder: Path) -> tuple[Path, Path]:
+    """The demo model with 4-bit projections as GPTQ writes them, and with the same weights unpacked."""
+    packed, plain = {}, {}
+    for name, weight in load_file(DEMO_MODEL / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = plain[name] = weight
+            continue
+        groups = weight.float().t().unflatten(0, (-1, GROUP))  # [groups, inputs, outputs]
+        scales = (groups.abs().amax(1) / 7).half()
+        numbers = (groups / scales[:, None]).round().clamp(-8, 7)
+        plain[name] = (numbers * scales[:, None]).flatten(0, 1).t().contiguous()
+        layer = name.removesuffix(".weight")
+        packed[f"{layer}.qweight"] = pack(numbers.flatten(0, 1) + 8)
+        packed[f"{layer}.qzeros"] = pack(torch.full_like(scales.t(), 7)).t().contiguous()
+        packed[f"{layer}.scales"] = scales
+        packed[f"{layer}.g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    folders = folder / "packed", folder / "plain"
+    for path, tensors, more in zip(folders, (packed, plain), ({"quantization_config": quantization}, {}), strict=True):
+        shutil.copytree(DEMO_MODEL, path)
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | more))
+    return folders
+
+
+def test_vllm_runs_a_packed_checkpoint_that_transformers_cannot_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPTQ's, with nothing installed for it. vLLM runs it in bf16."""
+    packed, plain = gptq(tmp_path)
+    ours = calibrate(packed, tmp_path / "packed.json")
+    assert f"{packed} cannot be loaded (Loading a GPTQ quantized model requires" in capsys.readouterr().err
+    assert ours["calibration"]["engine"].startswith("vllm ")
+    theirs = calibrate(plain, tmp_path / "plain.json")
+    assert_same(ours, theirs, 0.1)
+    with pytest.raises(AssertionError):  # so the weights were vLLM's own, those of 4 bits
+        assert_same(ours, calibrate(DEMO_MODEL, tmp_path / "demo.json"), 0.1)
+    assert main(["model", str(packed), "--engine", "transformers"]) == 2
+    assert "vLLM may load it: --engine vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(100, 3), (100, 1), (104, 2)], ids=["cut", "joined", "padded"])
+def test_sequences_that_vllm_did_not_run_as_they_are_are_refused(tokens: int, passes: int) -> None:
+    sums = SimpleNamespace(layers={0: SimpleNamespace(tokens=tokens, first_tokens=passes)})
+    with pytest.raises(UserError, match=rf"layer 0 saw {tokens} tokens in {passes} passes instead of 100 in 2"):
+        check_passes("model", sums, [[1] * 60, [1] * 40])
+    good = SimpleNamespace(layers={0: SimpleNamespace(tokens=100, first_tokens=2)})
+    check_passes("model", good, [[1] * 60, [1] * 40])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "vllm", "--weights-only"], "--weights-only runs no engine"),
+        (["--engine", "vllm", "--device", "cpu"], "--device cpu is for transformers"),
+        (["--engine-options", '{"seed": 1}'], "--engine-options are vLLM's; give --engine vllm"),
+        (["--engine", "vllm", "--engine-options", "[]"], "expected a JSON object, got '[]'"),
+        (["--engine", "llama.cpp"], "invalid choice: 'llama.cpp'"),
+    ],
+)
+def test_options_that_exclude_each_other(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(["model", str(DEMO_MODEL), *options])
+    assert exit_code.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "abacus"}, "vLLM cannot run"),
+        ({"abacus": 1}, "unexpected keyword argument 'abacus'"),
+        ({"dtype": "int3"}, "vLLM cannot run"),
+    ],
+    ids=str,
+)
+def test_what_vllm_refuses_is_told_in_one_line(
+    options: dict, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--engine", "vllm", "--engine-options", json.dumps(options), "--out", str(tmp_path / "out.json")]
+    assert main(["model", str(DEMO_MODEL), *arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tq-calibrate: ")]
+    assert len(lines) == 1 and message in lines[0] and not list(tmp_path.iterdir())

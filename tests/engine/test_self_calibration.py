@@ -1,0 +1,209 @@
+"""`"calibration": "auto"`: a file is found or made, once, before the engine's workers start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+from calibration_files import content, write
+from harness import engine
+from packed_kv.attention import self_calibration
+from packed_kv.attention.self_calibration import cached_file, resolve_auto
+from packed_kv.outliers import CalibrationError, load
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+TOKENIZER = Path(__file__).parents[2] / "models" / "demo-7m"
+AUTO: dict[str, Any] = {"additional_config": {"packed_kv": {"calibration": "auto"}}}
+OPTIONS: dict[str, Any] = {"tokenizer": str(TOKENIZER), "dtype": "float32", "max_model_len": 512, **AUTO}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return tiny_models.save(tiny_models.llama(vocab_size=4096, num_hidden_layers=1), tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the cache; vLLM remembers its environment once an engine has run in a process."""
+    envs.disable_envs_cache()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed_kv"
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    info = SimpleNamespace(info=lambda line, *args: lines.append(line % args))
+    monkeypatch.setattr(self_calibration, "logger", info)
+    return lines
+
+
+def settings(model: str, **options: Any) -> VllmConfig:
+    return EngineArgs(model, kv_cache_dtype="tq4", **{**OPTIONS, **options}).create_engine_config()
+
+
+def resolved(config: VllmConfig) -> Path:
+    resolve_auto(config)
+    return Path(config.additional_config["packed_kv"]["calibration"])
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, script: str) -> list[list[str]]:
+    """Run a script in place of tq-calibrate, with its arguments; returns the commands that would have been run."""
+    commands: list[list[str]] = []
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen:
+        commands.append(command)
+        return subprocess.Popen([sys.executable, "-c", f"import sys, time, shutil\n{script}", *command], **options)
+
+    replace_popen(monkeypatch, popen)
+    return commands
+
+
+def replace_popen(monkeypatch: pytest.MonkeyPatch, popen: Callable[..., subprocess.Popen]) -> None:
+    """For the module alone: vLLM starts programs, too."""
+    constants = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
+    monkeypatch.setattr(self_calibration, "subprocess", SimpleNamespace(Popen=popen, **constants))
+
+
+def copies(file: Path) -> str:
+    """A script that writes a file as tq-calibrate would, after a while."""
+    return f"time.sleep(0.3); shutil.copy({str(file)!r}, sys.argv[sys.argv.index('--out') + 1])"
+
+
+def test_an_engine_calibrates_its_model_once(
+    model: str, cache: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it: the engine core asks, tq-calibrate runs, the layers have the means; the next engine finds the file."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    short = ("--tokens", "512")  # the command's own number takes too long for a test
+    replace_popen(monkeypatch, lambda command, **how: subprocess.Popen([*command, *short], **how))
+    with engine(model, "tq4", **OPTIONS) as llm:
+        config = llm.llm_engine.vllm_config
+        path = Path(config.additional_config["packed_kv"]["calibration"])
+        assert path.parent == cache and all(layer.key_mean for layer in load(path).layers.values())
+        layer = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
+        assert layer.impl.calibration.file == load(path)
+    assert log[0] == f"KV cache calibration: none for {model} yet; making {path}, once"
+    assert any("calibrating: 100%" in line for line in log)
+    assert not [other for other in cache.iterdir() if other.suffix not in (".json", ".lock")]
+    commands = instead(monkeypatch, "sys.exit(1)")
+    assert resolved(settings(model)) == path and not commands
+
+
+def test_one_of_several_processes_calibrates(
+    model: str, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock of one file descriptor excludes those of other threads as it does those of other processes."""
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
+    configs = [settings(model) for _ in range(3)]
+    threads = [threading.Thread(target=resolve_auto, args=[config]) for config in configs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(commands) == 1 and len({resolved(config) for config in configs}) == 1
+    assert sum("another process is making" in line for line in log) == 2
+
+
+def test_files_next_to_the_model_and_by_name_come_first(model: str, tmp_path: Path) -> None:
+    other = write(tmp_path, content(1))
+    assert resolved(settings(model, additional_config={"packed_kv": {"calibration": str(other)}})) == other
+    beside = write(Path(model), content(1))
+    config = settings(model, additional_config={"packed_kv": {"calibration": "auto", "recent_tokens": 7}, "other": 1})
+    assert resolved(config) == beside
+    assert config.additional_config["packed_kv"]["recent_tokens"] == 7 and config.additional_config["other"] == 1
+
+
+def test_the_command_runs_the_model_as_the_engine_does(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = instead(monkeypatch, copies(write(tmp_path, content(1))))
+    path = resolved(settings(model, hf_overrides={"rope_theta": 5e5}, gpu_memory_utilization=0.5))
+    (command,) = commands
+    assert command[1:] == [
+        *("-P", "-m", "tq_calibrate", "model", model, "--engine", "vllm", "--out", str(path)),
+        *("--dtype", "float32", "--context", "512", "--engine-options", command[-1]),
+    ]
+    for part in (f'"tokenizer": "{TOKENIZER}"', '"rope_theta": 500000.0', '"gpu_memory_utilization": 0.5'):
+        assert part in command[-1]
+
+
+def test_what_decides_a_file_is_in_its_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = settings(model)
+    assert cached_file(plain) == cached_file(settings(model, tensor_parallel_size=1, seed=7, block_size=32))
+    others = [
+        settings(model, max_model_len=256),
+        settings(model, dtype="bfloat16"),
+        settings(model, hf_overrides={"rope_theta": 5e5}),
+        settings(model, load_format="dummy"),
+        settings(model, dtype="bfloat16", quantization="int8_per_channel_weight_only"),
+        settings(model, revision="branch"),
+    ]
+    names = {cached_file(config) for config in (plain, *others)}
+    weights = Path(model) / "model.safetensors"
+    os.utime(weights, ns=(1, 1))
+    names.add(cached_file(plain))
+    write(Path(model), content(1))
+    names.add(cached_file(plain))  # its own file is not what decides
+    monkeypatch.setattr(self_calibration, "VERSION", self_calibration.VERSION + 1)
+    names.add(cached_file(plain))
+    assert len(names) == 1 + len(others) + 2
+
+
+def refusal(config: VllmConfig) -> str:
+    with pytest.raises(CalibrationError) as error:
+        resolve_auto(config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("print('tq-calibrate: heads of 7', file=sys.stderr); sys.exit(2)", "heads of 7 (exit code 2)"),
+        ("sys.exit(9)", "tq-calibrate said nothing; its output is above (exit code 9)"),
+    ],
+)
+def test_a_model_that_cannot_be_calibrated_stops_the_start(
+    script: str, reason: str, model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead(monkeypatch, script)
+    assert refusal(settings(model)) == (
+        f'packed_kv.calibration "auto": {reason}; without this option the engine starts uncalibrated'
+    )
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_stops_the_start(model: str, cache: Path) -> None:
+    cache.parent.touch()
+    assert refusal(settings(model)) == (
+        f'packed_kv.calibration "auto": {cache} cannot be written (Not a directory); VLLM_CACHE_ROOT or '
+        "XDG_CACHE_HOME names another place"
+    )
+
+
+def test_a_damaged_file_of_the_cache_stops_the_start(model: str, cache: Path) -> None:
+    """By the engine itself, before its model is loaded."""
+    path = cached_file(settings(model))
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(CalibrationError) as error, engine(model, "tq4", **OPTIONS):
+        pass
+    line = str(error.value)
+    assert line.startswith(f"{path}: is not JSON") and line.endswith("or delete it: it is a file of the cache")
+
+
+def test_options_that_no_other_process_knows_are_refused(model: str) -> None:
+    config = settings(model)
+    config.model_config.hf_overrides = lambda config: config
+    assert "is not possible with hf_overrides <function" in refusal(config)
