@@ -1,8 +1,8 @@
 // The kernel's instructions on a CPU, one lane after the other: stands in for kernels/cuda/ptx.cuh, in g++.
 //
-// Each thread of a block is a fiber. An operation of a whole warp or block waits until all its lanes have come, and fails if
-// they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier; until then their
-// target is poison, as is shared memory that nothing wrote.
+// Each thread of a block is a fiber. An operation of a whole warp or block waits until all its lanes have come, and
+// fails if they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier; until
+// then their target is poison, as is shared memory that nothing wrote.
 #pragma once
 #include <ucontext.h>
 
@@ -84,7 +84,9 @@ INLINE u32 to_bfloats(float low, float high) {
     auto round = [](float x) { u32 bits = __float_as_int(x); return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; };
     return round(low) | round(high) << 16;
 }
-INLINE u32 multiply_halves(u32 a, u32 b) { return to_halves(low_float(a) * low_float(b), high_float(a) * high_float(b)); }
+INLINE u32 multiply_halves(u32 a, u32 b) {
+    return to_halves(low_float(a) * low_float(b), high_float(a) * high_float(b));
+}
 INLINE u32 add_halves(u32 a, u32 b) { return to_halves(low_float(a) + low_float(b), high_float(a) + high_float(b)); }
 INLINE u32 upper_half(u32 pair) { return (pair >> 16) * 0x10001u; }
 INLINE float exp2_fast(float x) { return exp2f(x); }
@@ -170,7 +172,7 @@ INLINE void sync_block() { meet(whole_block, fibers.size(), BLOCK, [] {}); }
 INLINE u8* shared_memory() { return block_memory.data(); }
 INLINE u32 shared_address(const void* pointer) { return (const u8*)pointer - block_memory.data(); }
 static const u8* shared_at(u32 address, u32 size) {
-    if (address % size || address + size > block_memory.size()) fail("shared memory is read out of bounds or misaligned");
+    if (address % size || address + size > block_memory.size()) fail("shared memory read out of bounds or misaligned");
     return &block_memory[address];
 }
 INLINE u32 load_shared(u32 address) { u32 word; memcpy(&word, shared_at(address, 4), 4); return word; }

@@ -20,10 +20,10 @@ struct Lane {
     INLINE Lane() : index(again(threadIdx.x % 32)), row(again(index / 4)), column(again(index % 4)) {}
 };
 
-// What a warp carries from tile to tile. Weights are 2^(score - maximum), where `maximum` is any number that keeps them
-// in fp16: it moves only when a lane's weights of a tile reach `ceiling` together, which costs one vote a tile. Then the
-// largest becomes 2^HEADROOM: small enough for weights to grow, large enough for products with V's small scales to
-// keep their bits. Scales of 2 and more leave no such room: from the first one on, no weight is above 1.
+// What a warp carries from tile to tile. Weights are 2^(score - maximum), where `maximum` is any number that keeps
+// them in fp16: it moves only when a lane's weights of a tile reach `ceiling` together, which costs one vote a tile.
+// Then the largest becomes 2^HEADROOM: small enough for weights to grow, large enough for products with V's small
+// scales to keep their bits. Scales of 2 and more leave no such room: from the first one on, no weight is above 1.
 constexpr float HEADROOM = 10;
 constexpr u32 LARGE_SCALES = 0x80808080;
 

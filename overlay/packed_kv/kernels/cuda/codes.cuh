@@ -19,8 +19,12 @@ constexpr int group_bits(int group) {
     constexpr int bits[] = {GROUP_BITS};
     return bits[group];
 }
-constexpr int threes_before(int group) { return group == 0 ? 0 : threes_before(group - 1) + (group_bits(group - 1) == 3); }
-constexpr int first_word(int group) { return group == 0 ? 0 : first_word(group - 1) + (group_bits(group - 1) == 4 ? 2 : 1); }
+constexpr int threes_before(int group) {
+    return group == 0 ? 0 : threes_before(group - 1) + (group_bits(group - 1) == 3);
+}
+constexpr int first_word(int group) {
+    return group == 0 ? 0 : first_word(group - 1) + (group_bits(group - 1) == 4 ? 2 : 1);
+}
 constexpr int has_bits(int bits) {
     for (int g = 0; g < GROUPS; g++)
         if (group_bits(g) == bits) return true;

@@ -1,4 +1,4 @@
-// What follows a warp's tiles: partial results, or the warps of a (request, KV head) pair combined and V's rotation undone.
+// What follows a warp's tiles: partial results, or those of a (request, KV head) pair combined and V's rotation undone.
 #pragma once
 #include "attend.cuh"
 
@@ -27,9 +27,11 @@ INLINE void for_outputs(const State& state, const Lane& lane, Store&& store, Sta
         for_each<GROUPS * 4>([&](auto i) {
             constexpr int group = i.value / 4, half = i.value / 2 % 2, eight = i.value % 2;
             if (!TWICE || lane.column / 2 == group % 2)
-                store(column, group * 32 + half * 16 + eight * 8 + lane.row, state.output[group][half][2 * eight + c.value]);
+                store(column, group * 32 + half * 16 + eight * 8 + lane.row,
+                      state.output[group][half][2 * eight + c.value]);
         });
-        if (lane.row == 0 && (!TWICE || lane.column < 2)) statistics(column, state.maximum[c.value], state.total[c.value]);
+        if (lane.row == 0 && (!TWICE || lane.column < 2))
+            statistics(column, state.maximum[c.value], state.total[c.value]);
     });
 }
 
@@ -67,7 +69,7 @@ INLINE Sum combine(int count, Statistics&& statistics, Output&& output) {
     return sum;
 }
 
-// A warp has 16 output channels a tile; `fused.py` packs the matrix as the lanes need it: fragments of two products each.
+// A warp has 16 output channels a tile; `pack_matrix` of launch.py puts fragments of two products side by side.
 constexpr int TILES_A_WARP = (HEAD_DIM / 16 + WARPS - 1) / WARPS, FRAGMENTS = HEAD_DIM / 16;
 struct Matrix {
     Quad fragments[TILES_A_WARP][FRAGMENTS];
@@ -99,7 +101,9 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
         float sums[4] = {0, 0, 0, 0};
         for_each<FRAGMENTS>([&](auto f) {
             const Quad& m = matrix.fragments[i.value][f.value];
-            auto tf32 = [&](u32 pair, bool upper) { return __float_as_int(upper ? high_float(pair) : low_float(pair)); };
+            auto tf32 = [&](u32 pair, bool upper) {
+                return __float_as_int(upper ? high_float(pair) : low_float(pair));
+            };
             for_each<2>([&](auto k) {
                 const u32 first = k.value ? m.z : m.x, second = k.value ? m.w : m.y;
                 const float* b = x + 16 * f.value + 8 * k.value;
@@ -119,7 +123,8 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
 }
 
 // The last block of a pair combines what all have written. Returns whether this is the last one.
-INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, int index, int blocks, float* combined) {
+INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, int index, int blocks,
+                           float* combined) {
     int* last = (int*)(combined + COLUMNS * ROW);
     memory_fence();
     sync_block();

@@ -1,13 +1,15 @@
 // Split-KV decode attention over packed pages for sm_90, the second implementation of `kernels/decode.py`.
 //
-// Grid: (blocks of a pair, KV heads, requests). A block is WARPS warps; each has a contiguous share of the pair's pages and
-// streams them through a ring of its own in shared memory: one lane copies a tile with bulk copies, STAGES tiles
-// ahead, so that no register holds bytes that are under way and no instruction moves them but one.
+// Grid: (blocks of a pair, KV heads, requests). A block is WARPS warps; each has a contiguous share of the pair's pages
+// and streams them through stages of its own in shared memory: one lane copies a tile with bulk copies, STAGES tiles
+// ahead, so that no register holds bytes that are under way and hardly an instruction moves them.
 // Tiles of the ring of recent tokens go the same way, before those of pages. IS_FINAL: the blocks of a pair write the
 // output; else each block's results are partial, for `merge.py`. `launch.py` gives the constants:
 //
-//   HEAD_DIM, GROUP_BITS, TABLE_*       of the format          KV_HEADS, QUERY_GROUP, COLUMNS     of the model
-//   MICRO_BLOCKS, TILE_BLOCKS           of a page, of a tile              RING_BLOCK, RECENT, HAS_BIAS       as in decode.py
+//   HEAD_DIM, GROUP_BITS, TABLE_*       of the format
+//   KV_HEADS, QUERY_GROUP, COLUMNS      of the model and its drafts
+//   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks of a page, of a tile
+//   RING_BLOCK, RECENT, HAS_BIAS        as in decode.py
 //   WARPS, STAGES, BLOCKS               warps of a block, stages of a warp, blocks of a multiprocessor
 //   IS_FINAL, OUTPUT                    see above; 0: fp16, 1: bf16, 2: fp32
 //   STAGE_BYTES, SHARED_BYTES           of a stage, and of a block
@@ -39,8 +41,8 @@ static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RI
 static_assert(SHARED_BYTES >= ALL_STAGES + WARPS * STAGES * 8, "stages and their barriers");
 static_assert(WARPS == 1 || SHARED_BYTES >= COMBINE_BYTES, "what warps leave for each other");
 
-// The pages of one (request, KV head) pair, and where the micro-blocks of a tile lie in them. Past the end of the sequence
-// they are its last one.
+// The pages of one (request, KV head) pair, and where the micro-blocks of a tile lie in them. Past the end of the
+// sequence they are its last one.
 struct Pages {
     const u8* cache;
     const int* table;
@@ -63,14 +65,14 @@ struct Pages {
     }
 };
 
-// Blocks that work on a pair, of those that a step has for each: a short one's are done sooner by one block than results of
-// several are combined, so each warp gets 8 tiles first. (Partial results are those of all blocks.)
-INLINE int blocks_of(const Request& request) {
-    return IS_FINAL ? max(1, min((int)gridDim.x, request.seq_len / (8 * TILE_TOKENS * WARPS))) : gridDim.x;
+// Blocks that work on a pair, of those that the grid has for each: one does a short request sooner than several whose
+// results are combined, so each warp gets 8 tiles first. (Partial results are those of all blocks.)
+INLINE int blocks_of(int last_micro_block) {
+    return IS_FINAL ? max(1, min((int)gridDim.x, last_micro_block / (8 * TILE_BLOCKS * WARPS))) : gridDim.x;
 }
 
-// Tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has tiles split,
-// split + splits, ... of the ring and `count` of the pages from `low` on.
+// Tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has tiles
+// split, split + splits, ... of the ring, `ring` in all, and `count` of the pages from `low` on.
 struct Share {
     int ring, low, count;
 
@@ -111,7 +113,7 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
         });
         u32 stored = 0;
         for_each<4>([&](auto i) {
-            if (token + 2 * lane.column + i.value / 2 * 8 + i.value % 2 < request.seq_len) stored |= 0xFFu << 8 * i.value;
+            if (token + value_token(lane, i.value) < request.seq_len) stored |= 0xFFu << 8 * i.value;
         });
         for_each<SETS>([&](auto set) { scales[b.value][set.value] &= stored; });
     });
@@ -182,34 +184,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     const int warp = threadIdx.x / 32, head = blockIdx.y, index = blockIdx.z;
     Stages stages(warp, lane);
     const Request request(a, index);
-    const int blocks = blocks_of(request);
+    const int last_micro_block = (request.seq_len - 1) / 16, blocks = blocks_of(last_micro_block);
     if (request.count <= 0 || blockIdx.x >= blocks) return;
     const int split = blockIdx.x * WARPS + warp, splits = blocks * WARPS;
     const Share share(request, split, splits);
     const Pages pages{again(a.cache + (u64)head * a.head_stride), again(a.block_table + (u64)index * a.table_stride),
-                      a.block_stride, (request.seq_len - 1) / 16};
+                      a.block_stride, last_micro_block};
     const Ring ring(a, request, index, head);
-    auto copy = [&](int number, u32 stage, u32 barrier) {  // a tile of the share: the ring's first
-        const int tile = share.low + number - share.ring;
+    // Tiles of the share by number, the ring's first. Entries of the block table come early: copies wait for them.
+    auto find = [&](int number, u32 (&entries)[TILE_BLOCKS]) {
+        pages.find(share.low + max(number - share.ring, 0), entries);
+    };
+    auto copy = [&](int number, const u32 (&entries)[TILE_BLOCKS], u32 stage, u32 barrier) {
         if (RING_BLOCK && number < share.ring) {
             ring.copy(request, split + number * splits, stage, barrier, lane);
         } else if (number < share.ring + share.count) {
-            u32 entries[TILE_BLOCKS];
-            pages.find(tile, entries);
-            pages.copy(tile, entries, stage, barrier);
+            pages.copy(share.low + number - share.ring, entries, stage, barrier);
         }
     };
-    for_each<STAGES>([&](auto s) { copy(s.value, stages.stage + s.value * STAGE_BYTES, stages.barrier + s.value * 8); });
+    u32 first_entries[STAGES][TILE_BLOCKS];
+    for_each<STAGES>([&](auto s) { find(s.value, first_entries[s.value]); });
+    for_each<STAGES>([&](auto s) {
+        copy(s.value, first_entries[s.value], stages.stage + s.value * STAGE_BYTES, stages.barrier + s.value * 8);
+    });
 
     State state;
     const Queries queries = load_queries(a, request, head, lane);
     if (RING_BLOCK && share.ring) {
 #pragma unroll 1
         for (int number = 0; number < share.ring; number++) {
+            u32 entries[TILE_BLOCKS];
+            find(number + STAGES, entries);
             barrier_wait(stages.barrier, stages.parity);
             attend_ring_tile(a, request, head, split + number * splits, stages.stage, queries, lane, state);
             sync_warp();
-            copy(number + STAGES, stages.stage, stages.barrier);
+            copy(number + STAGES, entries, stages.stage, stages.barrier);
             stages.next();
         }
         to_page_unit(state);
@@ -232,5 +241,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     }
     finish(state);
     if constexpr (WARPS == 1) store_partial(a, request, head, split, splits, lane, state);
-    else combine_warps(a, request, head, index, warp, blocks, lane, state);
+    else combine_warps(a, request, head, index, warp, blocks_of(again(last_micro_block)), lane, state);
 }

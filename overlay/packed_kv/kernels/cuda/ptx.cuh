@@ -1,5 +1,6 @@
 // The instructions of sm_90 that C++ has no words for. No headers are included: NVRTC then needs none on the machine.
-// An fp16 pair is a u32, the element of the lower index in the lower half. Shared memory is addressed in bytes, as PTX does.
+// An fp16 pair is a u32, the element of the lower index in the lower half. Shared memory is addressed in bytes, as in
+// PTX.
 #pragma once
 
 typedef unsigned char u8;
@@ -26,7 +27,7 @@ INLINE u32 add_halves(u32 a, u32 b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
-// The upper half in both. An addition of -0 does it in another pipe than that of shifts and PRMT, which is the busy one.
+// The upper half in both. An addition of -0 does it in another pipe than that of shifts and PRMT, the busy one.
 INLINE u32 upper_half(u32 pair) {
     u32 result;
     asm("{ .reg .b16 l, u; .reg .b32 x, z; mov.b32 {l, u}, %1; mov.b32 x, {u, u}; mov.b32 z, 0x80008000;"
