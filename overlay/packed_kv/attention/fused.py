@@ -91,6 +91,7 @@ class FusedDecode:
         self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, longest_decode: int
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
+        self.longest_decode = longest_decode
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
         self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
         self.to_rotated = rotation_matrix(codec.key, kv_heads)
@@ -234,7 +235,9 @@ class FusedDecode:
         if self.of_cuda is None:
             return bind_decode(self.codec.layout, self.shape, cache, ring)
         apart = self._heads_apart(output)
-        return cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
+        launch = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
+        launch.prepare(self.longest_decode)
+        return launch
 
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])

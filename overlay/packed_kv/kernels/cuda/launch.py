@@ -194,7 +194,8 @@ class CudaDecode:
         self.arguments = bytearray(OF_CALL.size + OF_STEP.size) + layer
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
-        self.device, self.launches = cache.device.index, {}  # type: int, dict[tuple[Grid, int], _Function]
+        self.device = cache.device.index
+        self.launches: dict[tuple[Grid, int], _Function] = {}
 
     def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
         """Launch on the current stream.
@@ -218,6 +219,12 @@ class CudaDecode:
         )  # fmt: skip
         if status:
             raise RuntimeError(f"the decode kernel was not launched: {status.name}")
+
+    def prepare(self, longest_decode: int) -> None:
+        """Compile and load what any step may ask for, so that none waits; longest_decode: query tokens of a request."""
+        for query_len in (1, longest_decode):
+            for shape in (*(Grid(warps, 1, True) for warps in FINAL_WARPS), Grid(1, 1, False)):
+                self._function(shape, query_len)
 
     def _function(self, shape: Grid, max_query_len: int) -> _Function:
         variant = Variant(
