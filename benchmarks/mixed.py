@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import rows
 import workers
@@ -49,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--kv-cache-memory", type=float, nargs="+", help="bytes of KV cache, one number or one a dtype (default: all "
         "that the device has left)")  # fmt: skip
     add("--together", action="store_true", help="start all engines at once, to save time; measure one after the other")
+    add("--after", type=Path, help="with --together: measure when this file is there, and not before")
     add("--no-compile", action="store_true", help="neither torch.compile nor piecewise graphs, to start sooner")
     workers.add_arguments(parser, timeout=400)
     options = parser.parse_args()
@@ -83,6 +85,8 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
     if options.together and not workers.wait_for_device():
         return
+    while options.after and not options.after.exists():
+        time.sleep(1)
     device.fill_pages()
     for requests, context in shapes:
         for prompt in options.prompts:

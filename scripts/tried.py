@@ -81,7 +81,8 @@ def windows(turboquant35: Dtype) -> dict[str, Method]:
             found[name] = Method(key, value)
         found.setdefault(f"{name}, centred", Method(key, value, **ALL))
         found.setdefault(f"{name}, W64", Method(key, value, window=64))
-        found[name + CENTRED] = Method(key, value, window=64, ring=Int8(), **ALL)
+        for window in (16, 32, 64, 128) if key == value else (64,):
+            found[f"{name}, centred, W{window} int8"] = Method(key, value, window=window, ring=Int8(), **ALL)
     return found
 
 

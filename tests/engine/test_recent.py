@@ -83,6 +83,25 @@ def test_a_prefix_hit_costs_little_and_never_a_wrong_token(demo_model: str) -> N
     assert cost["hit"][1] == pytest.approx(cost["fresh"][1], rel=0.35)
 
 
+def test_conversations_hit_the_prefix_cache_as_often_as_without_a_window(demo_model: str) -> None:
+    cached = []
+    for recent_tokens in (0, 64):
+        with engine(demo_model, "tq4", recent_tokens=recent_tokens, enable_prefix_caching=True, block_size=32) as llm:
+            token_ids = llm.get_tokenizer().encode(TEXT)
+            prompts = [token_ids[first : first + 90] for first in (0, 10, 20)]
+            hits = []
+            for turn in range(3):
+                sampling = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+                results = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
+                hits.append([result.num_cached_tokens for result in results])
+                asked = token_ids[100 + turn * 30 : 130 + turn * 30]
+                prompts = [
+                    x + list(result.outputs[0].token_ids) + asked for x, result in zip(prompts, results, strict=True)
+                ]
+        cached.append(hits)
+    assert cached[0] == cached[1] and min(cached[0][2]) > 90
+
+
 def newest_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     """Logits of the tokens that the engine computes, in chunks of 8, those of a prefix-cache hit left out."""
     rows: list[torch.Tensor] = []

@@ -1,0 +1,104 @@
+"""A result does not depend on how the scheduler cut, batched, cached or preempted the request.
+
+Activations are fp32. Matrix products are done in float64 and rounded to fp32: a GEMM of 1 row and one of 88 rows round
+a row differently, by an ulp, now and then an ulp moves a value over a code's threshold, and a 2-bit code that flips
+in layer 1 has changed every later layer. That is vLLM's arithmetic, not our paging; without it results must be equal.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from fake_codecs import Float64Codec
+from harness import engine, scheduler
+from packed_kv.attention import impl
+from packed_kv.formats import FORMATS
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers import utils as linear_layers
+
+TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
+HEAD_DIM = 128
+CENTRED = ("tq4", "turboquant25", "isoquant3")
+"""Served with means and scales: those of a first token must find it, however the request was cut."""
+SAMPLING = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+
+def prompts(llm: LLM) -> list[dict]:
+    """Seven prompts of ragged lengths, 210 to 930 tokens; all but one share a prefix of 200."""
+    ids = llm.get_tokenizer().encode(TEXT)
+    shared, rest = ids[:200], ids[200:]
+    lengths = (10, 333, 511, 64, 730, 129)
+    requests = [shared + rest[97 * i : 97 * i + length] for i, length in enumerate(lengths)]
+    return [{"prompt_token_ids": ids} for ids in (*requests, rest[1000:1500])]
+
+
+WITH_WINDOW = tuple(FORMATS)
+"""Dtypes that CI also tests with a recent window: a minute each."""
+CASES = [*((name, 0) for name in FORMATS), *((name, 64) for name in WITH_WINDOW)]
+
+
+@pytest.mark.parametrize(("name", "recent_tokens"), CASES)
+def test_batched_chunked_cached_preempted_equals_alone(
+    name: str, recent_tokens: int, demo_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a recent window: without the prefix cache, as tokens before a hit are in no ring."""
+    multiply_in_float64(monkeypatch, centred=name in CENTRED)
+    # 70 blocks of 32 tokens hold two thirds of what the seven requests need at once. Rings take 4 to 6 blocks each.
+    options = {"num_gpu_blocks_override": 70 + (30 if recent_tokens else 0), "enable_prefix_caching": not recent_tokens}
+    with engine(
+        demo_model, name, dtype="float32", block_size=32, recent_tokens=recent_tokens,
+        scheduler_reserve_full_isl=False, **options,
+    ) as llm:  # fmt: skip
+        requests = prompts(llm)
+        alone = []
+        for request in requests:
+            llm.reset_prefix_cache()
+            (result,) = llm.generate(request, SAMPLING, use_tqdm=False)
+            assert not result.num_cached_tokens
+            alone.append(result.outputs[0].token_ids)
+
+        llm.reset_prefix_cache()
+        preempted = count_preemptions(llm, monkeypatch)
+        monkeypatch.setattr(scheduler(llm), "max_num_scheduled_tokens", 88)
+        together = llm.generate(requests, SAMPLING, use_tqdm=False)
+        assert preempted, "nothing was preempted: the cache is too large for this test"
+        if not recent_tokens:
+            assert sum(result.num_cached_tokens for result in together) >= 200, "no prefix was cached"
+        assert [result.outputs[0].token_ids for result in together] == alone
+        pool = scheduler(llm).kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are lost"
+
+
+def multiply_in_float64(monkeypatch: pytest.MonkeyPatch, *, centred: bool = False) -> None:
+    """Let linear layers and attention of engines built from now on multiply in float64 and round once."""
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight.detach().double()
+        layer.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(
+            x.double(), weight, None if bias is None else bias.double()
+        ).to(x.dtype)
+
+    monkeypatch.setattr(linear_layers, "dispatch_cpu_unquantized_gemm", dispatch)
+    transforms = {
+        "key_mean": torch.linspace(-2, 2, HEAD_DIM),
+        "key_scale": torch.logspace(1, -1, HEAD_DIM, base=2),
+        "key_first_mean": torch.linspace(1, -3, HEAD_DIM),
+        "value_scale": torch.logspace(-1, 1, HEAD_DIM, base=2),
+    }
+    monkeypatch.setattr(impl, "PagedCodec", partial(Float64Codec, **transforms) if centred else Float64Codec)
+
+
+def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that the ids of preempted requests are added to."""
+    preempted: list[str] = []
+    preempt = scheduler(llm)._preempt_request
+
+    def record(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler(llm), "_preempt_request", record)
+    return preempted
