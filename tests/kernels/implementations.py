@@ -65,3 +65,7 @@ def attend_pages(
     if not shape.is_final:
         merge(partial, stats, matrix, output)
     assert not counters.any(), "not left for the next launch"
+    if shape.is_final and shape.warps > 1:
+        written = (~stats[..., 0].isnan()).sum(-1)  # as many blocks as work on a request, each in its own place
+        for start, end in zip(query_start.tolist(), query_start[1:].tolist(), strict=False):
+            assert written[start:end].unique().numel() <= 1, "partial results of two requests overlap"

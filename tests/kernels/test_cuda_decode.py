@@ -41,8 +41,8 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant4", "seq_lens": (1, 37, 300)},
         {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 2, "query_lens": (4, 0, 3),
          "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5, False)},
-        # Several blocks for a pair, and of a short one the first alone.
-        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 40), "splits": Grid(2, 2, True)},
+        # Several blocks for a pair: two of them, three, and of a short one the first alone.
+        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
         gpu_only(name="turboquant35", seq_lens=(33, 16), block_size=32, dtype=torch.float32),
         gpu_only(name="turboquant25", seq_lens=(100, 37), splits=1, dtype=torch.bfloat16),

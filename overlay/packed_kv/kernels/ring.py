@@ -29,7 +29,8 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 """Added to an fp32 below 2^22 and taken off again, it leaves the nearest integer, a tie the even one."""
 _LARGEST_HALF = tl.constexpr(65504.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-ring_slot = triton.constexpr_function(ring_slot_bytes)
+RING_SLOTS = tl.constexpr((0, *(ring_slot_bytes(groups * GROUP_SIZE) for groups in range(1, 17))))
+"""By groups of a head: a kernel's constant cannot call what calls another function."""
 TOKENS_A_PROGRAM = 1024
 """Of `plan_ring`, at a time."""
 
@@ -150,7 +151,7 @@ def attend_ring(
     codes times scales, 1 / `UNIT` times the values. As with pages, a lane loads what it feeds to the tensor core: of
     tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
     """
-    SLOT: tl.constexpr = ring_slot(32 * GROUPS)
+    SLOT: tl.constexpr = of(RING_SLOTS, GROUPS)
     SCALES: tl.constexpr = 64 * GROUPS
     A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
     lane = tl.arange(0, 32)[:, None]
@@ -294,7 +295,7 @@ def _gather_ring_kernel(
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
         there = token < end
-        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, ring_slot(32 * GROUPS))
+        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, of(RING_SLOTS, GROUPS))
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
         for g in tl.static_range(2 * GROUPS):
             codes = tl.load(slot[:, None] + g * 32 + position[None, :], mask=there[:, None], other=0)

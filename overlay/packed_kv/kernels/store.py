@@ -31,8 +31,8 @@ from ..formats import GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
 from .launch import Arguments, Launch
-from .quantize import hadamard, load_rotated, quantize, search_scale
-from .ring import ring_slot, store_ring
+from .quantize import hadamard, load_rotated, of, quantize, search_scale
+from .ring import RING_SLOTS, store_ring
 from .words import store_codes
 
 ROWS = 8
@@ -308,7 +308,7 @@ def _store_section(
         in_ring = place >= 0
         place = tl.where(in_ring, place, 0)
         entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * ring_slot(32 * HEAD_GROUPS)
+        entry += place % RING_BLOCK * of(RING_SLOTS, HEAD_GROUPS)
         scales = entry + 64 * HEAD_GROUPS
         if is_key:
             store_ring(entry, scales, x, FIRST_GROUP + group, index, in_ring, True)

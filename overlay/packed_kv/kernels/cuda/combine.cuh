@@ -138,7 +138,7 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     memory_fence();
     for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
         const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-        const long long slot = request.row(head, column) * blocks;
+        const long long slot = request.row(head, column) * gridDim.x;
         if (!request.has(column)) continue;
         const Sum sum = combine(
             blocks, [&](int b, int what) { return load_from_l2(a.partial_stats + 2 * (slot + b) + what); },
@@ -173,7 +173,7 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
         if (is_alone) {
             combined[column * ROW + channel] = sum.mean();
         } else if (request.has(column)) {
-            const long long slot = request.row(head, column) * blocks + blockIdx.x;
+            const long long slot = request.row(head, column) * gridDim.x + blockIdx.x;  // for all of the grid's blocks
             a.partial_output[slot * HEAD_DIM + channel] = sum.output;
             if (channel == 0) a.partial_stats[2 * slot] = sum.maximum, a.partial_stats[2 * slot + 1] = sum.total;
         }

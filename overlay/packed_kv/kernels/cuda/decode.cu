@@ -66,7 +66,8 @@ struct Pages {
 };
 
 // Blocks that work on a pair, of those that the grid has for each: one does a short request sooner than several whose
-// results are combined, so each warp gets 8 tiles first. (Partial results are those of all blocks.)
+// results are combined, so each warp gets 8 tiles first. (Partial results have places for all of the grid's blocks: with
+// as many as work on a request, those of two requests would overlap.)
 INLINE int blocks_of(int last_micro_block) {
     return IS_FINAL ? max(1, min((int)gridDim.x, last_micro_block / (8 * TILE_BLOCKS * WARPS))) : gridDim.x;
 }
