@@ -225,10 +225,14 @@ def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
         (named("nowhere.json"), "nowhere.json: cannot be read (No such file or directory)"),
         (named("Auto"), "packed_kv.calibration is 'Auto', and there is no such file; write \"auto\" or the path"),
         (named(""), "packed_kv.calibration is ''; write \"auto\" or the path of a file"),
+        (
+            {"additional_config": {"packed_kv": {"decode_kernel": "cuda"}}},
+            'packed_kv.decode_kernel is \'cuda\'; write "auto" or "triton"',
+        ),
         ({"additional_config": {"packed_kv": "a.json"}}, "packed_kv is 'a.json'; write"),
         ({"additional_config": {"packed_kv": {"calibrations": "a.json"}}}, "'calibrations': 'a.json'}; write"),
     ],
-    ids=["missing", "word", "empty", "string", "misspelt"],
+    ids=["missing", "word", "empty", "kernel", "string", "misspelt"],
 )
 def test_a_wrong_name_stops_the_start(options: dict, words: str, model: Path) -> None:
     assert words in refusal(model, "turboquant25", **options)

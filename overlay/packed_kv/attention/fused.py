@@ -85,10 +85,17 @@ class FusedDecode:
         query_heads, kv_heads: of this rank.
         options: see `AttentionOptions`.
         longest_decode: query tokens of a request, drafts included.
+        kernel: "triton", or "auto": the CUDA kernel where it serves.
     """
 
     def __init__(
-        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, longest_decode: int
+        self,
+        codec: PagedCodec,
+        query_heads: int,
+        kv_heads: int,
+        options: AttentionOptions,
+        longest_decode: int,
+        kernel: str = "auto",
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.longest_decode = longest_decode
@@ -105,7 +112,7 @@ class FusedDecode:
         self.programs = kv_heads * -(-self.shape.group // COLUMNS)
         """Of a query token and split."""
         self.bound: dict[Any, tuple[Any, Any]] = {}
-        refused = refusal(
+        refused = "who asks for Triton by name" if kernel == "triton" else refusal(
             (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
             options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions, RecentTokens, attend
 from .calibration import find_calibration
 from .metadata import PackedMetadata, longest_decode
+from .options import read_options
 from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens
 from .routes import fused_serves
 
@@ -78,6 +79,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.dtype = config.model_config.dtype
         self.longest_decode = longest_decode(config)
         self.recent_tokens = recent_tokens(config)
+        self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
         self.max_requests = config.scheduler_config.max_num_seqs
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
@@ -119,7 +121,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             from .prefill import FlashPrefill
 
             shape = (self.codec, self.num_heads, self.num_kv_heads, self.options)
-            self.fused = FusedDecode(*shape, self.longest_decode)
+            self.fused = FusedDecode(*shape, self.longest_decode, self.decode_kernel)
             if self.flash_attention is not None:
                 self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, self.flash_attention)
 

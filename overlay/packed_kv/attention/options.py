@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-KEYS = ("calibration", "recent_tokens")
+KEYS = ("calibration", "recent_tokens", "decode_kernel")
+DECODE_KERNELS = ("auto", "triton")
 AUTO = "auto"
 """In place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
@@ -18,10 +19,11 @@ class OptionError(ValueError):
 @dataclass(frozen=True)
 class Options:
     """`calibration`: the file to use, or None: that of the model's folder. `recent_tokens`: tokens of the recent
-    window, 0: none, or None: not said."""
+    window, 0: none, or None: not said. `decode_kernel`: "triton", or "auto": the CUDA kernel where it serves."""
 
     calibration: Path | None = None
     recent_tokens: int | None = None
+    decode_kernel: str = "auto"
 
 
 def read_options(additional_config: object) -> Options:
@@ -34,7 +36,7 @@ def read_options(additional_config: object) -> Options:
     if not isinstance(options, dict) or set(options) - set(KEYS):
         raise OptionError(
             f'--additional-config: packed_kv is {options!r}; write {{"packed_kv": {{"calibration": "PATH", '
-            '"recent_tokens": N}} or one of the two'
+            '"recent_tokens": N, "decode_kernel": "triton"}} or some of them'
         )
     path, recent = options.get("calibration"), options.get("recent_tokens")
     if "calibration" in options and (not isinstance(path, str) or not path):
@@ -48,4 +50,7 @@ def read_options(additional_config: object) -> Options:
         raise OptionError(
             f"--additional-config: packed_kv.recent_tokens is {recent!r}; write a whole number, or 0 for no window"
         )
-    return Options(Path(path).expanduser() if isinstance(path, str) else None, recent)
+    kernel = options.get("decode_kernel", "auto")
+    if kernel not in DECODE_KERNELS:
+        raise OptionError(f'--additional-config: packed_kv.decode_kernel is {kernel!r}; write "auto" or "triton"')
+    return Options(Path(path).expanduser() if isinstance(path, str) else None, recent, kernel)
