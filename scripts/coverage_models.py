@@ -145,7 +145,9 @@ DENSE = {
     "Ernie4_5ForCausalLM": tiny("ernie4_5", head_dim=128),
     "HunYuanDenseV1ForCausalLM": tiny("hunyuan_v1_dense", head_dim=128),
     "HyperCLOVAXForCausalLM": tiny("hyperclovax"),
-    "MiniCPM3ForCausalLM": tiny("minicpm3", LATENT, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32),
+    "MiniCPM3ForCausalLM": tiny(
+        "minicpm3", LATENT, head_dim=None, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+    ),
     "Jais2ForCausalLM": tiny("jais2"),
     "CwmForCausalLM": tiny("cwm", sliding()),
 }  # fmt: skip
@@ -169,13 +171,16 @@ EXPERTS_OF: dict[str, Config] = {
         "ernie4_5_moe", heads(64, kv_heads=2), moe_intermediate_size=128, moe_k=2, moe_num_experts=4,
         moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=3,
     ),
-    "AfmoeForCausalLM": tiny("afmoe", sliding(), EXPERTS, num_experts=4, num_shared_experts=1),
+    "AfmoeForCausalLM": tiny(
+        "afmoe", sliding(), EXPERTS, num_experts=4, num_shared_experts=1, score_func="sigmoid", route_norm=True,
+        n_group=1, topk_group=1,
+    ),
     "ExaoneMoeForCausalLM": tiny("exaone_moe", sliding(), EXPERTS, num_experts=4, num_shared_experts=1),
     "LagunaForCausalLM": tiny(
         "laguna", sliding(), EXPERTS, num_experts=4, shared_expert_intermediate_size=128,
         num_attention_heads_per_layer=[4] * 4,
     ),
-    "HYV3ForCausalLM": tiny("hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, head_dim=128),
+    "HYV3ForCausalLM": tiny("hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, head_dim=128),
     "SolarForCausalLM": tiny("llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[], bskcn_4=[]),
     "DbrxForCausalLM": {
         "model_type": "dbrx", "vocab_size": 256, "d_model": 256, "n_heads": 4, "n_layers": 4, "max_seq_len": 4096,
@@ -184,14 +189,15 @@ EXPERTS_OF: dict[str, Config] = {
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     },
     "Llama4ForCausalLM": tiny(
-        "llama4_text", head_dim=128, attention_chunk_size=64, num_local_experts=4, num_experts_per_tok=1,
+        "llama4_text", head_dim=128, attention_chunk_size=128, num_local_experts=4, num_experts_per_tok=1,
         intermediate_size_mlp=256, moe_layers=[0, 1, 2, 3],
     ),
     "Step3p5ForCausalLM": tiny(
-        "step3p5", sliding(), head_dim=128, num_attention_groups=2, moe_num_experts=4, moe_top_k=2,
-        moe_intermediate_size=128, share_expert_dim=128, moe_layers_enum="2,3", rope_theta=[1e4] * 4, max_seq_len=4096,
+        "step3p5", sliding(), EXPERTS, head_dim=128, num_attention_groups=2, num_sliding_attention_heads=8,
+        moe_num_experts=4, n_routed_experts=4, moe_top_k=2, share_expert_dim=128, moe_layers_enum="2,3",
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"], use_moe_router_bias=True, norm_expert_weight=True,
         attention_other_setting={
-            "attention_type": "sliding_attention", "num_attention_heads": 8, "num_attention_groups": 2,
+            "attention_type": "sliding_attention", "num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 128,
         },
     ),
     "MiMoV2FlashForCausalLM": tiny(
