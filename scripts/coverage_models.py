@@ -180,7 +180,9 @@ EXPERTS_OF: dict[str, Config] = {
         "laguna", sliding(), EXPERTS, num_experts=4, shared_expert_intermediate_size=128,
         num_attention_heads_per_layer=[4] * 4,
     ),
-    "HYV3ForCausalLM": tiny("hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, head_dim=128),
+    "HYV3ForCausalLM": tiny(
+        "hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, head_dim=128,
+    ),
     "SolarForCausalLM": tiny("llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[], bskcn_4=[]),
     "DbrxForCausalLM": {
         "model_type": "dbrx", "vocab_size": 256, "d_model": 256, "n_heads": 4, "n_layers": 4, "max_seq_len": 4096,
