@@ -183,7 +183,9 @@ EXPERTS_OF: dict[str, Config] = {
     "HYV3ForCausalLM": tiny(
         "hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, head_dim=128,
     ),
-    "SolarForCausalLM": tiny("llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[], bskcn_4=[]),
+    "SolarForCausalLM": tiny(
+        "llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[3], bskcn_4=[3], bskcn_tv=[0.9, 0.8],
+    ),
     "DbrxForCausalLM": {
         "model_type": "dbrx", "vocab_size": 256, "d_model": 256, "n_heads": 4, "n_layers": 4, "max_seq_len": 4096,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
