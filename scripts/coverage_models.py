@@ -182,6 +182,7 @@ EXPERTS_OF: dict[str, Config] = {
     ),
     "HYV3ForCausalLM": tiny(
         "hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, head_dim=128,
+        expert_hidden_dim=128, route_norm=True,
     ),
     "SolarForCausalLM": tiny(
         "llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[3], bskcn_4=[3], bskcn_tv=[0.9, 0.8],

@@ -68,10 +68,6 @@ MODELS = {
     "encoder_decoder": (whisper, "ENCODER_DECODER not supported"),
     "encoder_only": (lambda: bert("BertModel"), "ENCODER_ONLY not supported"),
     "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "does not support ALiBi"),
-    "chunked_attention": (
-        lambda: small(transformers.Llama4TextConfig, "Llama4ForCausalLM", attention_chunk_size=128),
-        "does not support chunked attention",
-    ),
     "head_dim": (
         lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
         "head size must be a multiple of 16 (head size 72",
