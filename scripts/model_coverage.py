@@ -90,7 +90,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # so that vLLM is imported once
-    waiting, running, rows = list(options.architectures), [], []
+    waiting = list(options.architectures)
+    running: list[Job] = []
+    rows: list[dict[str, Any]] = []
     while waiting or running:
         while waiting and len(running) < options.parallel:
             running.append(begin(context, waiting.pop(0), options.dtype, folder))
