@@ -28,8 +28,6 @@ MAX_MODEL_LEN = 4096
 MEMORY_SHARE = 0.02
 """Of the device that vLLM wants to find free; the engines share it."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
-WEIGHT_SCALE = 2.0
-"""Times the scale of weights that keeps the size of activations: logits and scores of attention differ more."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def set_weights(_loader: Any, model: torch.nn.Module, _config: Any) -> None:
     """Fill the weights of a model, the same in every engine.
 
     vLLM's own dummies are all but 0, and with them every token is as likely as any other. Matrices [..., out, in] get a
-    standard deviation of `WEIGHT_SCALE` / sqrt(in), norms and biases what is usual.
+    standard deviation of 1 / sqrt(in), which keeps the size of activations, norms and biases what is usual.
     """
     for name, weight in model.state_dict().items():
         if not weight.is_floating_point():
@@ -121,7 +119,7 @@ def set_weights(_loader: Any, model: torch.nn.Module, _config: Any) -> None:
         elif weight.dim() < 2:
             values = values / 2 + 0.5 if name.endswith(".weight") else values - 0.5
         else:
-            values *= WEIGHT_SCALE / weight.shape[-1] ** 0.5
+            values /= weight.shape[-1] ** 0.5
         weight.copy_(values)
 
 
@@ -132,12 +130,12 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return torch.cat([prefixes, torch.randint(3, VOCABULARY, (PROMPTS, CHUNK), generator=tail_of)], 1).tolist()
 
 
-def outputs(llm: LLM, token_ids: list[list[int]]) -> Outputs:
+def outputs(llm: LLM, token_ids: list[list[int]], new_tokens: int = NEW_TOKENS) -> Outputs:
     """Run all prompts together."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, detokenize=False, prompt_logprobs=0
+        max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False, prompt_logprobs=0
     )
     results = llm.generate([{"prompt_token_ids": ids} for ids in token_ids], sampling, use_tqdm=False)
     scored = []
@@ -148,17 +146,16 @@ def outputs(llm: LLM, token_ids: list[list[int]]) -> Outputs:
 
 
 def scales(llm: LLM, found: Outputs) -> dict[str, float]:
-    """What a difference is measured by, in the engine itself: the same prompts alone, and behind another prefix."""
-    alone = [outputs(llm, [ids]) for ids in prompts()]
-    again = Outputs([each.scored[0] for each in alone], [each.tokens[0] for each in alone])
-    return {
-        "distance": again.distance(found),
-        "equal_tokens": again.equal_tokens(found),
-        "other_prefix": outputs(llm, prompts(seed=1)).distance(found),
-    }
+    """What a difference is measured by, in the engine itself: the prompts in other batches, and behind others."""
+    half = PROMPTS // 2
+    one, two = outputs(llm, prompts()[:half]), outputs(llm, prompts()[half:])
+    again = Outputs(one.scored + two.scored, one.tokens + two.tokens)
+    other = outputs(llm, prompts(seed=1), new_tokens=1)
+    return {**compare(again, found), "other_prefix": other.distance(found)}
 
 
 def compare(found: Outputs, baseline: Outputs) -> dict[str, float]:
+    """How far outputs are from others."""
     return {"distance": found.distance(baseline), "equal_tokens": found.equal_tokens(baseline)}
 
 

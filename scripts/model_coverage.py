@@ -13,7 +13,7 @@ Columns, of which the first of two numbers is the packed dtype's and the second,
 KV tokens: what the cache holds, over what it holds in bf16, both by vLLM's own count, at a context of 4,096.
 difference: of the log-probabilities of the last 64 tokens of each prompt from bf16's, mean and absolute, in percent of
     what another random prefix before the same 64 tokens makes (100 %: as good as no cache). In brackets the same model
-    in bf16, whose prompts run alone and not together: what rounding makes.
+    in bf16, whose prompts run two at a time and not four: what rounding makes.
 tokens: share of the greedy tokens before the first that differs from bf16's. Of random models the best two tokens are
     often all but equally likely; in brackets what rounding makes.
 """
@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from coverage_models import MODELS
-from packed_kv.formats import FORMATS
 from packed_kv_quality.engines import prepare_environment
 
 PRELOADED = ["coverage_engine", "vllm.entrypoints.llm", "transformers"]
@@ -50,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--architectures", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="default: all")
-    add("--dtype", default="tq4", choices=FORMATS, help="the packed dtype (default: %(default)s)")
+    add("--dtype", default="tq4", help="what is compared with auto (default: %(default)s)")
     add("--parallel", type=int, default=1, help="processes at a time (default: %(default)s)")
     add("--timeout", type=float, default=100, help="seconds a model may take (default: %(default)s)")
     add("--out", type=Path, default=Path("models.json"), help="file of the results (default: %(default)s)")
