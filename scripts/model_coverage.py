@@ -208,7 +208,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     scale = auto["other_prefix"] or 1
     return [
         *found,
-        "works",
+        "works" if head_sizes else "works: no keys and values",
         f"{ratio:.2f}",
         ", ".join(name.removeprefix("PACKED_KV_") for name in packed["backends"]),
         "yes" if packed["graphs"] == auto["graphs"] != "NONE" else f"{packed['graphs']} ({auto['graphs']})",
