@@ -27,6 +27,8 @@ KV_CACHE_BYTES = 64 << 20
 MAX_MODEL_LEN = 4096
 MEMORY_SHARE = 0.02
 """Of the device that vLLM wants to find free; the engines share it."""
+UNSCALED = ("gemma3n_text", "gemma4_text")
+"""Types of models whose scores have no scale but that of trained norms."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 
 
@@ -102,7 +104,7 @@ def start(folder: str, dtype: str):  # -> AbstractContextManager[LLM]
     )  # fmt: skip
 
 
-def set_weights(_loader: Any, model: torch.nn.Module, _config: Any) -> None:
+def set_weights(_loader: Any, model: torch.nn.Module, config: Any) -> None:
     """Fill the weights of a model, the same in every engine.
 
     vLLM's own dummies are all but 0, and with them every token is as likely as any other. Matrices [..., out, in] get a
@@ -118,6 +120,8 @@ def set_weights(_loader: Any, model: torch.nn.Module, _config: Any) -> None:
             values = -0.5 - 0.5 * values.abs().clamp(max=1)
         elif weight.dim() < 2:
             values = values / 2 + 0.5 if name.endswith(".weight") else values - 0.5
+            if name.endswith("q_norm.weight") and config.hf_text_config.model_type in UNSCALED:
+                values /= len(values) ** 0.5
         else:
             values /= weight.shape[-1] ** 0.5
         weight.copy_(values)
