@@ -29,6 +29,8 @@ MEMORY_SHARE = 0.02
 """Of the device that vLLM wants to find free; the engines share it."""
 UNSCALED = ("gemma3n_text", "gemma4_text")
 """Types of models whose scores have no scale but that of trained norms."""
+BACKENDS = {"bloom": "TRITON_ATTN", "gemma4_text": "TRITON_ATTN", "mimo_v2_flash": "TRITON_ATTN_DIFFKV"}
+"""Type of model -> the backend of `auto` on CUDA, where vLLM's choice lacks ALiBi or needs the CUTLASS DSL."""
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 
 
@@ -93,15 +95,34 @@ def start(folder: str, dtype: str):  # -> AbstractContextManager[LLM]
 
     DummyModelLoader.load_weights = set_weights
     options: dict[str, Any] = {}
+    config = json.loads(Path(folder, "config.json").read_text())
     if torch.cuda.is_available():
         options = {"enforce_eager": False, "compilation_config": GRAPHS, "gpu_memory_utilization": MEMORY_SHARE}
-    if "text_config" in json.loads(Path(folder, "config.json").read_text()):
+        options["additional_config"] = {"gdn_prefill_backend": "triton"}  # the default needs FlashInfer
+        if dtype == "auto":
+            options["attention_backend"] = BACKENDS.get(config["model_type"])
+        keep_one_configuration()
+    if "text_config" in config:
         options["language_model_only"] = True
     return engine(
         folder, dtype, load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=CHUNK, max_num_seqs=PROMPTS,
         enable_prefix_caching=False, **options,
     )  # fmt: skip
+
+
+def keep_one_configuration() -> None:
+    """Spare Triton the search for its kernels' fastest configuration, which takes a hybrid model a minute."""
+    from triton.runtime.autotuner import Autotuner
+
+    search = Autotuner.run
+
+    def run_first(self: Autotuner, *arguments: Any, **options: Any) -> Any:
+        self.configs = self.configs[:1]
+        return search(self, *arguments, **options)
+
+    if search.__name__ != run_first.__name__:
+        Autotuner.run = run_first
 
 
 def set_weights(_loader: Any, model: torch.nn.Module, config: Any) -> None:

@@ -93,14 +93,13 @@ VISION: Config = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "d
 DENSE = {
     "LlamaForCausalLM": tiny("llama"),
     "MistralForCausalLM": tiny("mistral", sliding_window=WINDOW),
-    "Ministral3ForCausalLM": tiny("ministral3", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "Qwen2ForCausalLM": tiny("qwen2"),
     "Qwen3ForCausalLM": tiny("qwen3", head_dim=128),
     "GemmaForCausalLM": tiny("gemma", head_dim=256, tie_word_embeddings=True),
-    "Gemma2ForCausalLM": tiny("gemma2", sliding_window=WINDOW, head_dim=256, tie_word_embeddings=True),
+    "Gemma2ForCausalLM": tiny("gemma2", sliding_window=WINDOW, head_dim=128, tie_word_embeddings=True),
     "Gemma3ForCausalLM": tiny("gemma3_text", sliding(), head_dim=256, tie_word_embeddings=True),
     "Gemma3nForCausalLM": tiny(
-        "gemma3n_text", sliding(), head_dim=256, tie_word_embeddings=True, num_kv_shared_layers=2, laurel_rank=16,
+        "gemma3n_text", sliding(), head_dim=128, tie_word_embeddings=True, num_kv_shared_layers=2, laurel_rank=16,
         hidden_size_per_layer_input=64, vocab_size_per_layer_input=256, intermediate_size=[256] * 4,
         activation_sparsity_pattern=[0.0] * 4,
     ),
@@ -108,7 +107,6 @@ DENSE = {
         "gemma4_text", sliding(), head_dim=128, global_head_dim=256, num_kv_shared_layers=2, tie_word_embeddings=True,
         hidden_size_per_layer_input=0, vocab_size_per_layer_input=256,
     ),
-    "VaultGemmaForCausalLM": tiny("vaultgemma", sliding(), tie_word_embeddings=True),
     "PhiForCausalLM": tiny("phi", heads(80)),
     "Phi3ForCausalLM": tiny("phi3", heads(96, kv_heads=2)),
     "StableLmForCausalLM": tiny("stablelm", heads(80)),
@@ -121,16 +119,11 @@ DENSE = {
         "rotary_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
     },
     "GPTNeoXForCausalLM": tiny("gpt_neox", heads(96)),
-    "GPTBigCodeForCausalLM": {
-        "model_type": "gpt_bigcode", "vocab_size": 256, "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 4096,
-        "bos_token_id": 1, "eos_token_id": 2,
-    },
     "OPTForCausalLM": tiny("opt", ffn_dim=256, word_embed_proj_dim=256, tie_word_embeddings=True),
     "BloomForCausalLM": tiny("bloom", n_head=4, n_layer=4, tie_word_embeddings=True),
     "FalconForCausalLM": tiny("falcon", heads(64), num_kv_heads=1, ffn_hidden_size=256, tie_word_embeddings=True),
     "CohereForCausalLM": tiny("cohere", heads(64, kv_heads=2), tie_word_embeddings=True),
     "Cohere2ForCausalLM": tiny("cohere2", sliding(), tie_word_embeddings=True),
-    "OlmoForCausalLM": tiny("olmo", heads(64)),
     "Olmo2ForCausalLM": tiny("olmo2", heads(64)),
     "Olmo3ForCausalLM": tiny("olmo3", sliding(heads(64))),
     "Starcoder2ForCausalLM": tiny("starcoder2", heads(128, 2, 2), tie_word_embeddings=True),
@@ -141,22 +134,17 @@ DENSE = {
     "NemotronForCausalLM": tiny("nemotron", head_dim=128),
     "ApertusForCausalLM": tiny("apertus"),
     "SeedOssForCausalLM": tiny("seed_oss", head_dim=128),
-    "ArceeForCausalLM": tiny("arcee"),
     "Ernie4_5ForCausalLM": tiny("ernie4_5", head_dim=128),
     "HunYuanDenseV1ForCausalLM": tiny("hunyuan_v1_dense", head_dim=128),
-    "HyperCLOVAXForCausalLM": tiny("hyperclovax"),
     "MiniCPM3ForCausalLM": tiny(
         "minicpm3", LATENT, head_dim=None, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
     ),
-    "Jais2ForCausalLM": tiny("jais2"),
-    "CwmForCausalLM": tiny("cwm", sliding()),
 }  # fmt: skip
 EXPERTS_OF: dict[str, Config] = {
     "MixtralForCausalLM": tiny("mixtral", num_local_experts=4, num_experts_per_tok=2),
     "Qwen2MoeForCausalLM": tiny("qwen2_moe", EXPERTS, num_experts=4, shared_expert_intermediate_size=128),
     "Qwen3MoeForCausalLM": tiny("qwen3_moe", EXPERTS, num_experts=4, head_dim=128),
     "OlmoeForCausalLM": tiny("olmoe", heads(64), num_experts=4, num_experts_per_tok=2),
-    "FlexOlmoForCausalLM": tiny("flex_olmo", heads(64), num_experts=4, num_experts_per_tok=2),
     "PhiMoEForCausalLM": tiny("phimoe", heads(64, kv_heads=2), num_local_experts=4, num_experts_per_tok=2),
     "GraniteMoeForCausalLM": tiny("granitemoe", heads(64, kv_heads=2), num_local_experts=4, attention_multiplier=0.1),
     "Glm4MoeForCausalLM": tiny("glm4_moe", EXPERTS, head_dim=128, n_routed_experts=4, num_nextn_predict_layers=0),
@@ -184,9 +172,6 @@ EXPERTS_OF: dict[str, Config] = {
         "hy_v3", EXPERTS, num_experts=4, num_shared_experts=1, first_k_dense_replace=1, head_dim=128,
         expert_hidden_dim=128, route_norm=True,
     ),
-    "SolarForCausalLM": tiny(
-        "llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[3], bskcn_4=[3], bskcn_tv=[0.9, 0.8],
-    ),
     "DbrxForCausalLM": {
         "model_type": "dbrx", "vocab_size": 256, "d_model": 256, "n_heads": 4, "n_layers": 4, "max_seq_len": 4096,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
@@ -201,6 +186,7 @@ EXPERTS_OF: dict[str, Config] = {
         "step3p5", sliding(), EXPERTS, head_dim=128, num_attention_groups=2, num_sliding_attention_heads=8,
         moe_num_experts=4, n_routed_experts=4, moe_top_k=2, share_expert_dim=128, moe_layers_enum="2,3",
         mlp_layer_types=["dense", "dense", "sparse", "sparse"], use_moe_router_bias=True, norm_expert_weight=True,
+        need_fp32_gate=True,
         attention_other_setting={
             "attention_type": "sliding_attention", "num_attention_heads": 8, "num_attention_groups": 2, "head_dim": 128,
         },
@@ -219,11 +205,11 @@ EXPERTS_OF: dict[str, Config] = {
 }  # fmt: skip
 HYBRIDS: dict[str, Config] = {
     "Qwen3NextForCausalLM": tiny(
-        "qwen3_next", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=256,
+        "qwen3_next", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=128,
     ),
     "Qwen3_5ForCausalLM": tiny("qwen3_5_text", DELTA_NET, head_dim=256),
     "Qwen3_5MoeForCausalLM": tiny(
-        "qwen3_5_moe_text", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=256,
+        "qwen3_5_moe_text", DELTA_NET, EXPERTS, num_experts=4, shared_expert_intermediate_size=128, head_dim=128,
     ),
     "OlmoHybridForCausalLM": tiny("olmo_hybrid", heads(64), DELTA_NET, linear_num_key_heads=4),
     "FalconH1ForCausalLM": tiny("falcon_h1", MAMBA2, mamba_d_ssm=512),
@@ -274,7 +260,7 @@ VISION_LANGUAGE: dict[str, Config] = {
         vision_config={**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
     ),
     "Gemma3ForConditionalGeneration": with_text(
-        "gemma3", tiny("gemma3_text", sliding(), head_dim=256, tie_word_embeddings=True),
+        "gemma3", tiny("gemma3_text", sliding(), head_dim=128, tie_word_embeddings=True),
         vision_config={
             "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
             "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
