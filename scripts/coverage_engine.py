@@ -19,7 +19,7 @@ from packed_kv_quality.engines import engine, kv_tokens
 if TYPE_CHECKING:
     from vllm import LLM
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 200, 24
+PROMPTS, PROMPT_TOKENS = 4, 200
 CHUNK = 64
 """Tokens of a step, and those at the end of a prompt that are scored: all of them have a prefix in the cache."""
 VOCABULARY = 256
@@ -52,10 +52,11 @@ class Outputs:
         return sum(equal) / sum(map(len, self.tokens))
 
 
-def run(architecture: str, dtypes: Sequence[str], results: str, log: str) -> None:
+def run(architecture: str, dtypes: Sequence[str], new_tokens: int, results: str, log: str) -> None:
     """Measure one of `MODELS` and append what was found to the file `results`, a JSON object a line.
 
-    The first of `dtypes` is what the others are compared with. An error ends the process, after a line that names it.
+    The first of `dtypes` is what the others are compared with; `new_tokens` are made behind each prompt. An error ends
+    the process, after a line that names it.
     """
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -73,8 +74,8 @@ def run(architecture: str, dtypes: Sequence[str], results: str, log: str) -> Non
             for dtype in dtypes:
                 with start(folder, dtype) as llm:
                     emit(dtype, **facts(llm))
-                    found = outputs(llm, prompts())
-                    compared = scales(llm, found) if baseline is None else compare(found, baseline)
+                    found = outputs(llm, prompts(), new_tokens)
+                    compared = scales(llm, found, new_tokens) if baseline is None else compare(found, baseline)
                     baseline = baseline or found
                     emit(dtype, **compared, done=True)
     except BaseException as error:  # recorded, and raised again
@@ -155,7 +156,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return torch.cat([prefixes, torch.randint(3, VOCABULARY, (PROMPTS, CHUNK), generator=tail_of)], 1).tolist()
 
 
-def outputs(llm: LLM, token_ids: list[list[int]], new_tokens: int = NEW_TOKENS) -> Outputs:
+def outputs(llm: LLM, token_ids: list[list[int]], new_tokens: int) -> Outputs:
     """Run all prompts together."""
     from vllm import SamplingParams
 
@@ -170,10 +171,10 @@ def outputs(llm: LLM, token_ids: list[list[int]], new_tokens: int = NEW_TOKENS) 
     return Outputs(scored, [list(result.outputs[0].token_ids) for result in results])
 
 
-def scales(llm: LLM, found: Outputs) -> dict[str, float]:
+def scales(llm: LLM, found: Outputs, new_tokens: int) -> dict[str, float]:
     """What a difference is measured by, in the engine itself: the prompts in other batches, and behind others."""
     half = PROMPTS // 2
-    one, two = outputs(llm, prompts()[:half]), outputs(llm, prompts()[half:])
+    one, two = (outputs(llm, some, new_tokens) for some in (prompts()[:half], prompts()[half:]))
     again = Outputs(one.scored + two.scored, one.tokens + two.tokens)
     other = outputs(llm, prompts(seed=1), new_tokens=1)
     return {**compare(again, found), "other_prefix": other.distance(found)}

@@ -51,6 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--architectures", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="default: all")
     add("--dtype", default="tq4", help="what is compared with auto (default: %(default)s)")
     add("--parallel", type=int, default=1, help="processes at a time (default: %(default)s)")
+    add("--new-tokens", type=int, default=24, help="greedy tokens behind a prompt (default: %(default)s)")
     add("--timeout", type=float, default=100, help="seconds a model may take (default: %(default)s)")
     add("--out", type=Path, default=Path("models.json"), help="file of the results (default: %(default)s)")
     add("--logs", type=Path, help="folder for what the engines print (default: none is kept)")
@@ -94,7 +95,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     while waiting or running:
         while waiting and len(running) < options.parallel:
-            running.append(begin(context, waiting.pop(0), options.dtype, folder))
+            running.append(begin(context, waiting.pop(0), options, folder))
         time.sleep(0.1)
         for job in list(running):
             seconds = time.monotonic() - job.started
@@ -114,13 +115,14 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def begin(context: Any, architecture: str, dtype: str, folder: Path) -> Job:
+def begin(context: Any, architecture: str, options: argparse.Namespace, folder: Path) -> Job:
     from coverage_engine import run
 
     results, log = folder / f"{architecture}.jsonl", folder / f"{architecture}.log"
     for file in (results, log):
         file.unlink(missing_ok=True)
-    process = context.Process(target=run, args=(architecture, ["auto", dtype], str(results), str(log)))
+    dtypes = ["auto", options.dtype]
+    process = context.Process(target=run, args=(architecture, dtypes, options.new_tokens, str(results), str(log)))
     process.start()
     return Job(architecture, process, results, time.monotonic())
 

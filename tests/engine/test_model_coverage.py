@@ -27,7 +27,7 @@ REFUSED = "DeepseekV3ForCausalLM"
 def test_eight_architectures(tmp_path: Path) -> None:
     """Packed pages hold more, all attention is ours, and what it reads is not as far off as another prefix."""
     out = tmp_path / "models.json"
-    arguments = ["--architectures", *SERVED, REFUSED, "--parallel", "2", "--out", str(out)]
+    arguments = ["--architectures", *SERVED, REFUSED, "--parallel", "2", "--new-tokens", "4", "--out", str(out)]
     rows = model_coverage.measure(model_coverage.parse_arguments(arguments), tmp_path)
     assert json.loads(out.read_text())["rows"] == rows
     found = {row["architecture"]: row for row in rows}
