@@ -93,6 +93,7 @@ VISION: Config = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "d
 DENSE = {
     "LlamaForCausalLM": tiny("llama"),
     "MistralForCausalLM": tiny("mistral", sliding_window=WINDOW),
+    "Ministral3ForCausalLM": tiny("ministral3", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "Qwen2ForCausalLM": tiny("qwen2"),
     "Qwen3ForCausalLM": tiny("qwen3", head_dim=128),
     "GemmaForCausalLM": tiny("gemma", head_dim=256, tie_word_embeddings=True),
@@ -145,6 +146,10 @@ EXPERTS_OF: dict[str, Config] = {
     "Qwen2MoeForCausalLM": tiny("qwen2_moe", EXPERTS, num_experts=4, shared_expert_intermediate_size=128),
     "Qwen3MoeForCausalLM": tiny("qwen3_moe", EXPERTS, num_experts=4, head_dim=128),
     "OlmoeForCausalLM": tiny("olmoe", heads(64), num_experts=4, num_experts_per_tok=2),
+    "FlexOlmoForCausalLM": tiny("flex_olmo", heads(64), num_experts=4, num_experts_per_tok=2),
+    "SolarForCausalLM": tiny(
+        "llama", heads(64, kv_heads=2), bskcn_1=[1], bskcn_2=[2], bskcn_3=[3], bskcn_4=[3], bskcn_tv=[0.9, 0.8],
+    ),
     "PhiMoEForCausalLM": tiny("phimoe", heads(64, kv_heads=2), num_local_experts=4, num_experts_per_tok=2),
     "GraniteMoeForCausalLM": tiny("granitemoe", heads(64, kv_heads=2), num_local_experts=4, attention_multiplier=0.1),
     "Glm4MoeForCausalLM": tiny("glm4_moe", EXPERTS, head_dim=128, n_routed_experts=4, num_nextn_predict_layers=0),

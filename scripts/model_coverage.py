@@ -27,6 +27,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -43,6 +44,8 @@ HEADER = (
     "tokens",
 )  # fmt: skip
 LONGEST_REASON = 160
+COLUMNS = 118
+"""Of a line of the page."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -162,10 +165,12 @@ def row_of(
     reason = f"{dtype if auto.get('done') else 'auto'}: {ended}"
     if "error" in error:
         reason = one_line(error["error"], error["message"])
+    if late:
+        return {**row, "result": late, "reason": reason}
     if not auto.get("done"):
         return {**row, "result": "fails with auto", "reason": reason}
-    if late or "error" not in error:
-        return {**row, "result": late or "crash", "reason": reason}
+    if "error" not in error:
+        return {**row, "result": "crash", "reason": reason}
     return {**row, "result": "refused" if f"--kv-cache-dtype {dtype} " in reason else "fails", "reason": reason}
 
 
@@ -183,18 +188,23 @@ def with_table(page: str, results: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: counts, the table, and the reasons of what is not served."""
+    """Markdown: counts, the table, and what was not reached."""
     rows = sorted(results["rows"], key=lambda row: row["architecture"].lower())
     counts = {result: sum(row["result"] == result for row in rows) for result in {row["result"] for row in rows}}
-    said = ", ".join(f"{number} {result}" for result, number in sorted(counts.items(), key=lambda each: -each[1]))
-    lines = [
+    said = ", ".join(f"{number} {result}" for result, number in sorted(counts.items(), key=lambda each: (-each[1], each[0])))
+    made_with = (
         f"{len(rows)} architectures: {said}. {results['gpu']}, vLLM {results['vllm']}, PyTorch {results['torch']}, "
-        f"transformers {results['transformers']}, commit {results['commit']}, dtype `{results['dtype']}`.",
+        f"transformers {results['transformers']}, commit {results['commit']}, dtype `{results['dtype']}`."
+    )
+    lines = [
+        *textwrap.wrap(made_with, COLUMNS),
         "",
         f"| {' | '.join(HEADER)} |",
         "|" + "---|" * len(HEADER),
     ]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+    if missing := sorted(set(MODELS) - {row["architecture"] for row in rows}):
+        lines += ["", *textwrap.wrap(f"Not reached in the time of the run: {', '.join(missing)}.", COLUMNS)]
     return "\n".join(lines) + "\n"
 
 

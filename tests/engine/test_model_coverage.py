@@ -58,6 +58,7 @@ REFUSAL = "--kv-cache-dtype tq4 cannot serve this model here: MLA not supported 
         (DONE, {}, "timeout", "timeout", "tq4: exit code -11"),
         ({"error": "ImportError", "message": "no mamba"}, {}, "", "fails with auto", "ImportError: no mamba"),
         ({}, {}, "", "fails with auto", "auto: exit code -11"),
+        ({}, {}, "timeout", "timeout", "auto: exit code -11"),
     ],
 )
 def test_results(auto: dict, packed: dict, late: str, result: str, reason: str | None) -> None:
