@@ -191,7 +191,8 @@ def table(results: dict[str, Any]) -> str:
     """Markdown: counts, the table, and what was not reached."""
     rows = sorted(results["rows"], key=lambda row: row["architecture"].lower())
     counts = {result: sum(row["result"] == result for row in rows) for result in {row["result"] for row in rows}}
-    said = ", ".join(f"{number} {result}" for result, number in sorted(counts.items(), key=lambda each: (-each[1], each[0])))
+    ordered = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    said = ", ".join(f"{number} {result}" for result, number in ordered)
     made_with = (
         f"{len(rows)} architectures: {said}. {results['gpu']}, vLLM {results['vllm']}, PyTorch {results['torch']}, "
         f"transformers {results['transformers']}, commit {results['commit']}, dtype `{results['dtype']}`."
