@@ -56,6 +56,11 @@ def load_config(model: str) -> PretrainedConfig:
             f"{model}: {config.model_type} has latent attention (MLA), so no K and V per head to calibrate; "
             "serve it with --kv-cache-dtype auto"
         )
+    if text.model_type == "llama4_text":
+        raise UserError(
+            f"{model}: vLLM orders the channels of {config.model_type}'s keys otherwise than transformers, by which a "
+            "calibration file would be made; serve it without one"
+        )
     if not getattr(text, "num_attention_heads", None):
         raise UserError(f"{model}: {config.model_type} has no attention, so no K and V to calibrate")
     return config

@@ -198,6 +198,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no config": (without("config.json"), "is not a model that transformers can read"),
     "no tokenizer": (without("tokenizer*"), "has no tokenizer that can be loaded"),
     "no weights": (without("*.safetensors"), "cannot be loaded"),
+    "channels in another order": (bad_model(model_type="llama4_text"), "orders the channels of llama4_text's keys"),
     "latent attention": (bad_model(model_type="deepseek_v3", kv_lora_rank=64), "latent attention (MLA)"),
     "no attention": (bad_model(model_type="mamba", num_attention_heads=None), "mamba has no attention"),
     "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),

@@ -34,6 +34,7 @@ MODELS = {
     "interleaved": tiny_models.gemma3,
     "head_sizes_and_shared_layers": tiny_models.gemma4,
     "attention_sinks": tiny_models.gpt_oss,
+    "chunked_attention": tiny_models.llama4,
 }
 TOKEN_IDS = torch.randint(VOCAB := tiny_models.VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNK = 37

@@ -24,6 +24,7 @@ from vllm.model_executor.models import llama
 from vllm.platforms import Platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
 def small(config: type[PretrainedConfig], architecture: str, **options: object) -> PretrainedConfig:
@@ -67,10 +68,6 @@ MODELS = {
     "encoder_decoder": (whisper, "ENCODER_DECODER not supported"),
     "encoder_only": (lambda: bert("BertModel"), "ENCODER_ONLY not supported"),
     "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "does not support ALiBi"),
-    "chunked_attention": (
-        lambda: small(transformers.Llama4TextConfig, "Llama4ForCausalLM", attention_chunk_size=128),
-        "does not support chunked attention",
-    ),
     "head_dim": (
         lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
         "head size must be a multiple of 16 (head size 72",
@@ -109,6 +106,18 @@ def test_model(what: str, demo_model: str, tmp_path: Path) -> None:
 def test_sinks_of_another_number_of_heads() -> None:
     with pytest.raises(ValueError, match=r"not support attention sinks of shape \[3\] \(a number for each of 4 "):
         PackedAttentionImpl(4, 64, 0.125, num_kv_heads=2, kv_cache_dtype="tq4", sinks=torch.zeros(3))
+
+
+def test_images_attended_to_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's, say, whose model imports torchvision, which the CPU environment lacks."""
+    monkeypatch.setattr(registration, "get_current_vllm_config", lambda: settings(None))
+    registration.register_formats()
+    layer = AttentionSelectorConfig(64, torch.bfloat16, "tq4", 16, use_mm_prefix=True)
+    with pytest.raises(ValueError, match="--kv-cache-dtype tq4 cannot serve") as error:
+        registration.cache_config.get_kv_cache_dtype_handler("tq4").attn_backend(layer)
+    line = str(error.value)
+    assert "images whose tokens attend to each other in both directions not supported" in line
+    assert line.endswith("; use --language-model-only (vLLM 0.32 and later), or --kv-cache-dtype auto")
 
 
 def test_block_size(demo_model: str) -> None:

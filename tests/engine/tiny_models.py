@@ -77,6 +77,19 @@ def gpt_oss(**options: object) -> PretrainedConfig:
     return transformers.GptOssConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
 
 
+def llama4(**options: object) -> PretrainedConfig:
+    """Chunked layers, in which a token sees those of its own chunk; the fourth sees all."""
+    special = {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 128,
+        "intermediate_size_mlp": 64,
+        "moe_layers": [],
+        "interleave_moe_layer_step": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return transformers.Llama4TextConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
+
+
 def save(config: PretrainedConfig, folder: Path) -> str:
     """Write the model of a configuration, random but the same every time, and return its folder."""
     torch.manual_seed(0)
@@ -108,15 +121,20 @@ def true_logits(
     modeling = importlib.import_module(type(reference).__module__)
     attention = modeling.eager_attention_forward
 
-    def through(codec, x):
-        heads_last = x.float().transpose(1, 2)  # [batch, tokens, KV heads, head_dim]
+    def through(codec, x, order):
+        heads_last = x[..., order].float().transpose(1, 2)  # [batch, tokens, KV heads, head_dim]
         first = (torch.arange(x.shape[2]) == 0)[:, None]
-        return codec.decode(codec.encode(heads_last, first), first).transpose(1, 2).double()
+        decoded = codec.decode(codec.encode(heads_last, first), first)
+        return decoded[..., order.argsort()].transpose(1, 2).double()
 
     def through_codec(layer, query, key, value, *args, **kwargs):
         if kv_cache_dtype and layer.layer_idx not in skip_layers:
             key, value = (
-                through(get_codec(kv_cache_dtype, x.shape[-1], role, **channels(layer.layer_idx, role)), x)
+                through(
+                    get_codec(kv_cache_dtype, x.shape[-1], role, **channels(layer.layer_idx, role)),
+                    x,
+                    channel_order(reference.config.model_type, x.shape[-1], role),
+                )
                 for role, x in (("key", key), ("value", value))
             )
         return attention(layer, query, key, value, *args, **kwargs)
@@ -124,3 +142,11 @@ def true_logits(
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(modeling, "eager_attention_forward", through_codec)
         return reference(torch.tensor([token_ids])).logits[0]
+
+
+def channel_order(model_type: str, head_dim: int, role: str) -> torch.Tensor:
+    """The channels of a head in vLLM's order: it takes those of Llama 4's keys apart that rotate together."""
+    order = torch.arange(head_dim)
+    if model_type == "llama4_text" and role == "key":
+        return order.view(-1, 2).T.flatten()
+    return order

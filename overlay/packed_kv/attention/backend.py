@@ -16,10 +16,7 @@ from .impl import PackedAttentionImpl
 from .metadata import PackedMetadataBuilder
 from .registration import class_name, registry_name
 
-UNSUPPORTED_SPECS = {
-    "SinkFullAttentionSpec": "static attention sinks",
-    "ChunkedLocalAttentionSpec": "chunked attention",
-}
+UNSUPPORTED_SPECS = {"SinkFullAttentionSpec": "static attention sinks"}
 """KV cache spec -> what its layers do, of which the backend selection is told nothing."""
 
 
@@ -75,7 +72,7 @@ class PackedAttentionBackend(AttentionBackend):
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 
         Raises ValueError for K and V of different head sizes (a slot holds two vectors of one size), and for layers
-        that say only here that they have static sinks or chunked-local masks.
+        that say only here that they have static sinks.
         """
         if spec.dtype != torch.uint8:
             return spec

@@ -61,6 +61,8 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
 
 def _all_layers_attend_to_everything(vllm_config: VllmConfig) -> bool:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
+    if vllm_config.model_config.attention_chunk_size:
+        return False
     return all(getattr(layer, "sliding_window", 0) is None for layer in layers)
 
 

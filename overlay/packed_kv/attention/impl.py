@@ -82,6 +82,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
         self.max_requests = config.scheduler_config.max_num_seqs
+        if config.model_config.attention_chunk_size:
+            self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.flash_attention = self._find_flash_attention()
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])

@@ -86,6 +86,8 @@ def _without(config: VllmConfig) -> str | None:
     speculative = config.speculative_config
     if speculative and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         return f"speculative method {speculative.method}, whose draft layers have no ring"
+    if config.model_config.attention_chunk_size:
+        return "chunked attention, whose layers see a request as one of each chunk"
     if config.model_config.is_hybrid:
         return "state layers, beside which a ring would take two of their large pages"
     return None

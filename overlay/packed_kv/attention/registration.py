@@ -32,6 +32,9 @@ RULES = {
     "head_size not supported": f"head size must be a multiple of {HEAD_DIM_STEP}",
     "block_size not supported": f"block size must be a multiple of {MICRO_BLOCK}",
     "compute capability not supported": "compute capability must be 8.0 or later",
+    "partial multimodal token full attention not supported": (
+        "images whose tokens attend to each other in both directions not supported"
+    ),
 }
 """What vLLM says of a refused configuration -> the rule behind it."""
 
@@ -122,6 +125,8 @@ class PackedDTypeHandler:
             remedy = "use --kv-cache-dtype auto, or --kv-cache-dtype-skip-layers for single layers"
             if refused == ["block_size not supported"]:
                 remedy = f"use --block-size {MICRO_BLOCK}, or --kv-cache-dtype auto"
+            if config.use_mm_prefix:
+                remedy = "use --language-model-only (vLLM 0.32 and later), or --kv-cache-dtype auto"
             raise ValueError(
                 f"--kv-cache-dtype {self.name} cannot serve this model here: {'; '.join(reasons)} "
                 f"(head size {config.head_size}, block size {config.block_size or 'not set'}, {config.dtype}); {remedy}"

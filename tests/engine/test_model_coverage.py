@@ -1,0 +1,74 @@
+"""scripts/model_coverage.py: what it says of a model, and eight of its architectures on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import model_coverage
+import pytest
+from coverage_models import MODELS
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "models.json"
+SERVED = {
+    "Qwen3NextForCausalLM": {"full", "state (gdn)"},
+    "FalconH1ForCausalLM": {"full", "state (mamba2)"},
+    "GraniteMoeHybridForCausalLM": {"full", "state (mamba2)"},
+    "Lfm2MoeForCausalLM": {"full", "state (short_conv)"},
+    "Gemma3nForCausalLM": {"full", "window of 96", "shared caches"},
+    "Step3p5ForCausalLM": {"full", "window of 96"},
+    "Llama4ForCausalLM": {"full", "chunks of 128"},
+}
+"""Architecture -> kinds of its layers."""
+REFUSED = "DeepseekV3ForCausalLM"
+
+
+def test_eight_architectures(tmp_path: Path) -> None:
+    """Packed pages hold more, all attention is ours, and what it reads is not as far off as another prefix."""
+    out = tmp_path / "models.json"
+    arguments = ["--architectures", *SERVED, REFUSED, "--parallel", "2", "--new-tokens", "4", "--out", str(out)]
+    rows = model_coverage.measure(model_coverage.parse_arguments(arguments), tmp_path)
+    assert json.loads(out.read_text())["rows"] == rows
+    found = {row["architecture"]: row for row in rows}
+    refused = found.pop(REFUSED)
+    assert refused["result"] == "refused"
+    assert "MLA not supported" in refused["reason"]
+    assert {name: set(row["auto"]["kinds"]) for name, row in found.items()} == SERVED
+    for name, row in found.items():
+        auto, packed = row["auto"], row["packed"]
+        assert row["result"] == "works", row
+        assert "PACKED_KV_TQ4" in packed["backends"]
+        assert "CPU_ATTN" not in packed["backends"]
+        assert packed["kv_tokens"] > 2.5 * auto["kv_tokens"], name
+        assert 0 < packed["distance"] < 0.5 * auto["other_prefix"], row
+
+
+DONE = {"done": True}
+REFUSAL = "--kv-cache-dtype tq4 cannot serve this model here: MLA not supported (...); use --kv-cache-dtype auto"
+
+
+@pytest.mark.parametrize(
+    ("auto", "packed", "late", "result", "reason"),
+    [
+        (DONE, DONE, "", "works", None),
+        (DONE, {"error": "ValueError", "message": f"1 error\n  {REFUSAL}\nhttps://x"}, "", "refused", REFUSAL),
+        (DONE, {"error": "KeyError", "message": "'a'\nb"}, "", "fails", "KeyError: 'a'"),
+        (DONE, {"kv_tokens": 1}, "", "crash", "tq4: exit code -11"),
+        (DONE, {}, "timeout", "timeout", "tq4: exit code -11"),
+        ({"error": "ImportError", "message": "no mamba"}, {}, "", "fails with auto", "ImportError: no mamba"),
+        ({}, {}, "", "fails with auto", "auto: exit code -11"),
+        ({}, {}, "timeout", "timeout", "auto: exit code -11"),
+    ],
+)
+def test_results(auto: dict, packed: dict, late: str, result: str, reason: str | None) -> None:
+    row = model_coverage.row_of("LlamaForCausalLM", "tq4", {"auto": auto, "tq4": packed}, late, "exit code -11")
+    assert row["result"] == result
+    assert row.get("reason") == reason
+
+
+def test_page_has_the_results() -> None:
+    results = json.loads(RESULTS.read_text())
+    assert PAGE.read_text() == model_coverage.with_table(PAGE.read_text(), results)
+    assert len(results["rows"]) >= 45
+    assert {row["architecture"] for row in results["rows"]} <= set(MODELS)
