@@ -103,21 +103,20 @@ def attention_backends(worker: Any) -> str:
     return " + ".join(sorted(names))
 
 
-def time_launches(worker: Any) -> None:
-    """In a worker: from now on, keep the host's seconds of each step's launches; see `launch_seconds`."""
-    execute, worker.launch_seconds = worker.model_runner.execute_model, []
-
-    def timed(*args: Any, **options: Any) -> Any:
-        started = time.perf_counter()
-        result = execute(*args, **options)
-        worker.launch_seconds.append(time.perf_counter() - started)
-        return result
-
-    worker.model_runner.execute_model = timed
-
-
 def launch_seconds(worker: Any) -> list[float]:
-    """In a worker: since the last call, the seconds in which each step's model was launched, waiting for nothing."""
+    """In a worker: since the last call, the seconds in which each step's model was launched, waiting for nothing. The
+    first call begins to keep them."""
+    if not hasattr(worker, "launch_seconds"):
+        execute = worker.model_runner.execute_model
+
+        def timed(*args: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = execute(*args, **options)
+            worker.launch_seconds.append(time.perf_counter() - started)
+            return result
+
+        worker.model_runner.execute_model = timed
+        worker.launch_seconds = []
     seconds, worker.launch_seconds = worker.launch_seconds, []
     return seconds
 
@@ -145,7 +144,6 @@ class Engine:
         if groups != 1:
             raise ValueError(f"the model has {groups} KV cache groups; the benchmark takes models with one")
         self._added = 0
-        self._timed: set[str] = set()
 
     def attention(self) -> str:
         """Names of the layers' attention backends, with the version where it is FlashAttention."""
@@ -192,9 +190,6 @@ class Engine:
         """
         self._start_decodes(requests, context, steps)
         limit = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
-        if "mixed" not in self._timed:
-            self._timed.add("mixed")
-            self.llm.collective_rpc(time_launches)
         if prompt + requests > limit:
             for _ in range(steps * limit // prompt + 2):
                 self._add(prompt, 1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.kernels import launch
-from packed_kv.kernels.launch import Arguments, Launch
+from packed_kv.kernels.launch import Arguments, Launch, Launches
 
 
 class Kernel:
@@ -85,3 +85,15 @@ def test_a_number_that_changes_may_not_be_specialized_on() -> None:
     kept, _ = bound(Kernel(do_not_specialize=()))
     with pytest.raises(TypeError, match="kernel: count changes from step to step"):
         kept((1, 1, 1), (torch.zeros(64),), Arguments(torch.zeros(4, dtype=torch.int32), 5))
+
+
+def test_launches_are_bound_anew_for_other_tensors_alone() -> None:
+    launches, made = Launches(), []
+
+    def get(name: str, held_for: int) -> int:
+        return launches.get(name, held_for, lambda: made.append((name, held_for)) or len(made))
+
+    assert [get("a", 5), get("a", 5), get("b", 5), get("a", 6), get("a", 6), get("b", 5), get("a", 5)] == [
+        1, 1, 2, 3, 3, 2, 4,
+    ]  # fmt: skip
+    assert made == [("a", 5), ("b", 5), ("a", 6), ("a", 5)] and len(launches.held) == 2

@@ -28,7 +28,7 @@ from ..kernels.decode import (
     decode_grid,
     split_count,
 )
-from ..kernels.launch import Arguments
+from ..kernels.launch import Arguments, Launch, Launches
 from ..kernels.merge import (
     bind_merge,
     bind_rotate_query,
@@ -111,7 +111,7 @@ class FusedDecode:
         )  # fmt: skip
         self.programs = kv_heads * -(-self.shape.group // COLUMNS)
         """Of a query token and split."""
-        self.bound: dict[Any, tuple[Any, Any]] = {}
+        self.bound = Launches()
         refused = "who asks for Triton by name" if kernel == "triton" else refusal(
             (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
             options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
@@ -150,10 +150,11 @@ class FusedDecode:
             return
         ring_address = None if ring is None else ring.data_ptr()
         held_for = (cache.data_ptr(), key.stride(), value.stride(), key.dtype, ring_address)
-        name = ("store", ring is None, only_ring)
-        launch = self._held(name, held_for)
-        if launch is None:
-            launch = self._hold(name, held_for, bind_store(self.codec, cache, key, value, ring, only_ring=only_ring))
+        launch = self.bound.get(
+            ("store", ring is None, only_ring),
+            held_for,
+            lambda: bind_store(self.codec, cache, key, value, ring, only_ring=only_ring),
+        )
         launch(plan.grid, (key, value), plan.arguments)
 
     def plan_decodes(
@@ -177,8 +178,9 @@ class FusedDecode:
         """
         shape = self.shape
         programs = len(seq_lens) * self.programs
-        grid = cuda.Grid(1, split_count(programs, self.multiprocessors), is_final=False)
-        if self.of_cuda is not None:
+        if self.of_cuda is None:
+            grid = cuda.Grid(1, split_count(programs, self.multiprocessors), is_final=False)
+        else:
             grid = cuda.grid(programs, self.multiprocessors)
         rotated, partial, stats, *bias = self.reserve(tokens, grid.blocks)
         query_bias = bias[0] if bias else None
@@ -217,11 +219,7 @@ class FusedDecode:
         places = (cache, sinks, None if ring is None else ring.cache)
         addresses = [None if x is None else x.data_ptr() for x in places]
         held_for = (addresses, query.stride(), output.stride(), query.dtype)
-        launches = self._held("decode", held_for)
-        if launches is None:
-            rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
-            launches = self._hold("decode", held_for, (rotate, self._bind_decode(cache, ring, output), {}))
-        rotate, decode, merges = launches
+        rotate, decode, merges = self.bound.get("decode", held_for, lambda: self._bind(query, cache, ring, output))
         rotate(plan.rotate[0], (query,), plan.rotate[1])
         if isinstance(plan.decode, CudaPlan):
             step = plan.decode
@@ -238,13 +236,17 @@ class FusedDecode:
             merges[plan.tile] = merge
         merge(plan.merge[0], (output,), plan.merge[1])
 
-    def _bind_decode(self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor) -> Any:
+    def _bind(
+        self, query: torch.Tensor, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor
+    ) -> tuple[Launch, Any, dict[tuple[int, int], Launch]]:
+        """Launches of rotation and decode, and of the merge by its tile, none yet."""
+        rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
         if self.of_cuda is None:
-            return bind_decode(self.codec.layout, self.shape, cache, ring)
+            return rotate, bind_decode(self.codec.layout, self.shape, cache, ring), {}
         apart = self._heads_apart(output)
-        launch = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
-        launch.prepare(self.longest_decode)
-        return launch
+        decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
+        decode.prepare(self.longest_decode)
+        return rotate, decode, {}
 
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
@@ -265,13 +267,3 @@ class FusedDecode:
             ((tokens, self.query_heads, splits, 2), torch.float32),
             *bias,
         )
-
-    def _held(self, name: Any, held_for: Any) -> Any:
-        """The launches that were bound for the same tensors; None: there are none."""
-        held = self.bound.get(name)
-        return held[1] if held is not None and held[0] == held_for else None
-
-    def _hold(self, name: Any, held_for: Any, launches: Any) -> Any:
-        """Keep launches, in place of those for other tensors, which vLLM may have freed."""
-        self.bound[name] = held_for, launches
-        return launches

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,7 +27,7 @@ from ..kernels.gather import (
     unrotate_arguments,
     unrotate_grid,
 )
-from ..kernels.launch import Arguments, Launch
+from ..kernels.launch import Arguments, Launches
 from ..kernels.merge import rotation_matrix
 from ..kernels.ring import bind_gather_ring, gather_ring_arguments
 from ..layout import MICRO_BLOCK
@@ -113,7 +113,7 @@ class FlashPrefill:
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
         self.means = codec.key.transform.mean_rows()
         self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
-        self.bound: dict[Any, tuple[Any, Launch]] = {}
+        self.bound = Launches()
 
     def attend(
         self,
@@ -155,10 +155,10 @@ class FlashPrefill:
             over_part = over_parts[: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            launch = self._launch("combine", (output.stride(), output.dtype), lambda: bind_combine(output))
+            launch = self.bound.get("combine", (output.stride(), output.dtype), lambda: bind_combine(output))
             combine(output[seen], sums[:, seen], over_part, part_sums, launch)
         if (sinks := self.options.sinks) is not None:
-            launch = self._launch("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
+            launch = self.bound.get("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
             apply_sinks(output, sums, launch)
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -206,26 +206,19 @@ class FlashPrefill:
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
         stored_dim = self.codec.key.stored_dim
-        self._launch(
+        self.bound.get(
             "gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads, stored_dim)
         )(*read.gather)
         if ring is not None and read.ring is not None:
-            self._launch("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
+            self.bound.get("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
         has_first = read.part.first_tokens is not None
         for name, arguments, matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):
             bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means, has_first)
-            self._launch((name, has_first), None, bind)(*arguments)
+            self.bound.get((name, has_first), None, bind)(*arguments)
         head_dim = self.codec.key.head_dim
         return read.key[..., :head_dim], read.value[..., :head_dim]
-
-    def _launch(self, name: Any, held_for: Any, bind: Callable[[], Launch]) -> Launch:
-        """What `bind` returned for the same tensors; only the last ones', as vLLM may have freed those before."""
-        held = self.bound.get(name)
-        if held is None or held[0] != held_for:
-            held = self.bound[name] = held_for, bind()
-        return held[1]
 
     def _flash(
         self,

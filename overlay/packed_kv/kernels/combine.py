@@ -39,14 +39,14 @@ def _combine_kernel(
 
 def bind_combine(output: torch.Tensor) -> Launch:
     """The kernel for outputs of these strides; see `combine`."""
+    return Launch(_combine_kernel, Arguments(*output.stride()[:2]), _shape(output), num_warps=4)
+
+
+def _shape(output: torch.Tensor) -> dict[str, int]:
+    """The kernels' constants for outputs [tokens, query heads, head_dim]."""
     _, heads, head_dim = output.shape
     assert output.stride(2) == 1, output.stride()
-    return Launch(
-        _combine_kernel,
-        Arguments(output.stride(0), output.stride(1)),
-        dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim)),
-        num_warps=4,
-    )
+    return dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim))
 
 
 def combine(
@@ -90,14 +90,8 @@ def _sinks_kernel(
 
 def bind_sinks(output: torch.Tensor, sinks: torch.Tensor) -> Launch:
     """The kernel for outputs of these strides and these sinks; see `apply_sinks`."""
-    _, heads, head_dim = output.shape
-    assert output.stride(2) == 1 and sinks.is_contiguous(), output.stride()
-    return Launch(
-        _sinks_kernel,
-        Arguments(sinks, output.stride(0), output.stride(1)),
-        dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim)),
-        num_warps=4,
-    )
+    assert sinks.is_contiguous(), sinks.stride()
+    return Launch(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), _shape(output), num_warps=4)
 
 
 def apply_sinks(output: torch.Tensor, sums: torch.Tensor, launch: Launch) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..layout import MICRO_BLOCK, PageLayout
 from . import power_of_2
 from .fragments import OVER_UNIT, as_key, as_value
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, head_stride
 from .pages import decode_group, kernel_layout, load_key, load_value
 from .scales import scale_byte
 
@@ -168,11 +168,10 @@ def bind_unrotate(
 ) -> Launch:
     """The kernel for one layer's K or V; see `unrotate`."""
     assert means is None or means.is_contiguous(), means.stride()
-    matrix_stride = 0 if len(matrix) == 1 else matrix.stride(0)
-    means_stride = 0 if means is None or len(means) == 1 else means.stride(0)
+    means_stride = 0 if means is None else head_stride(means)
     return Launch(
         _unrotate_kernel,
-        Arguments(matrix, matrix if means is None else means, matrix_stride, means_stride),
+        Arguments(matrix, matrix if means is None else means, head_stride(matrix), means_stride),
         dict(
             KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
             CENTRED=means is not None, HAS_FIRST=has_first and means is not None,

@@ -8,10 +8,13 @@ step is made once a step (`Arguments`), and only addresses change with each call
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import triton
+
+Bound = TypeVar("Bound")
 
 
 class Arguments:
@@ -101,3 +104,23 @@ class Launch:
         """Parameters that the kernel's decorator names; the interpreter keeps them elsewhere."""
         kept = getattr(self.kernel, "kwargs", None)
         return set((getattr(self.kernel, option) if kept is None else kept[option]) or ())
+
+
+class Launches:
+    """What a layer has bound, by name, and for which tensors: addresses, strides, dtypes."""
+
+    def __init__(self) -> None:
+        self.held: dict[Any, tuple[Any, Any]] = {}
+
+    def get(self, name: Any, held_for: Any, bind: Callable[[], Bound]) -> Bound:
+        """What `bind` returned when it was last asked for `name`, if for the same tensors; else it is asked again. Only
+        the last ones are kept, as vLLM may have freed those before."""
+        held = self.held.get(name)
+        if held is None or held[0] != held_for:
+            held = self.held[name] = held_for, bind()
+        return held[1]
+
+
+def head_stride(of_heads: torch.Tensor) -> int:
+    """Stride over heads, 0 where one serves all."""
+    return 0 if len(of_heads) == 1 else of_heads.stride(0)

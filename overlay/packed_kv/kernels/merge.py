@@ -13,7 +13,7 @@ import triton.language as tl
 from ..codecs.codec import Codec
 from . import power_of_2
 from .decode import LOG2_E
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
 QUERY_ROWS = 16
@@ -76,8 +76,8 @@ def bind_rotate_query(
     rows = matrix if bias_rows is None else bias_rows
     return Launch(
         _rotate_query_kernel,
-        Arguments(matrix, query.stride(0), query.stride(1), _head_stride(matrix), scale * LOG2_E, rows,
-                  _head_stride(rows)),
+        Arguments(matrix, query.stride(0), query.stride(1), head_stride(matrix), scale * LOG2_E, rows,
+                  head_stride(rows)),
         dict(
             KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
             PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, HAS_BIAS=bias_rows is not None,
@@ -121,11 +121,6 @@ def rotate_query(
     assert (bias is None) == (bias_rows is None)
     launch = bind_rotate_query(query, rotated.shape[1], matrix, scale, bias_rows)
     launch(rotate_query_grid(rotated), (query,), rotate_query_arguments(rotated, bias))
-
-
-def _head_stride(of_heads: torch.Tensor) -> int:
-    """Stride over heads, 0 where one serves all."""
-    return 0 if len(of_heads) == 1 else of_heads.stride(0)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -207,7 +202,7 @@ def bind_merge(
     padded_splits, rows = tile
     return Launch(
         _merge_kernel,
-        Arguments(matrix, output.stride(0), output.stride(2), _head_stride(matrix), matrix if sinks is None else sinks),
+        Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), matrix if sinks is None else sinks),
         dict(
             KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
             PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers

@@ -30,7 +30,7 @@ from ..codecs.pages import PagedCodec
 from ..formats import GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, head_stride
 from .quantize import hadamard, load_rotated, of, quantize, search_scale
 from .ring import RING_SLOTS, store_ring
 from .words import store_codes
@@ -72,7 +72,7 @@ def bind_store(
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             codec.key.rotation_constants,
             *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
-            *(x for table in tables for x in (table, 0 if len(table) == 1 else table.stride(0))),
+            *(x for table in tables for x in (table, head_stride(table))),
             of_ring, of_ring.stride(0), of_ring.stride(1),
         ),
         dict(

@@ -13,6 +13,7 @@ import torch
 from ...codecs.ring import Ring
 from ...formats import MAGNITUDES
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
+from ..launch import head_stride
 from ..ring import check_ring
 from . import COLUMNS
 
@@ -164,7 +165,7 @@ def layer_arguments(
         assert ring.cache.data_ptr() % 16 == 0 and not any(n % 16 for n in (piece, *strides)), (piece, strides)
     return OF_LAYER.pack(
         cache.data_ptr(), 0 if ring is None else ring.cache.data_ptr(), matrix.data_ptr(), counters.data_ptr(),
-        *cache.stride()[:2], *strides, 0 if len(matrix) == 1 else matrix.stride(0) // 8,
+        *cache.stride()[:2], *strides, head_stride(matrix) // 8,
         output.stride(0), output.stride(2),
     )  # fmt: skip
 
