@@ -7,6 +7,7 @@ Each dtype gets a server of its own (`vllm serve`). The load is vLLM's: the func
 it is imported once, while the first server starts. Requests arrive as a Poisson process of R a second; where N are
 under way, the next waits. A rate above what the server can do therefore measures N requests at a time. Rows: TTFT and
 TPOT in milliseconds, p50 and p99, and tokens a second over the whole run, appended to --csv as they come.
+`async_engine.py` runs the same load without a server.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", help="folder of a model with a tokenizer (default: 8B-shaped, dummy weights)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache (default: what the device has left)")
     add("--server-options", default=GPU_OPTIONS, help="more options of vllm serve (default: %(default)s)")
+    add(
+        "--together",
+        action="store_true",
+        help="start all servers at once, to save time; load one after the other. "
+        "They must fit the device: give --kv-cache-memory, and --gpu-memory-utilization in the server's options",
+    )
     add("--start-seconds", type=int, default=240, help="how long a server may start (default: %(default)s)")
     add("--csv", type=Path, default=Path("serve.csv"), help="file of the rows (default: %(default)s)")
     add("--commit", help="for the rows (default: what git says)")
@@ -57,8 +64,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def server(dtype: str, model: str, port: int, log: Path, options: argparse.Namespace) -> Iterator[subprocess.Popen]:
-    """`vllm serve` with one dtype; the caller waits until it answers. Ends it and whatever it started."""
+def server(dtype: str, model: str, log: Path, options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen, int]]:
+    """`vllm serve` with one dtype, and its port; the caller waits until it answers. Ends it and whatever it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     arguments = [
         "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
@@ -75,7 +85,7 @@ def server(dtype: str, model: str, port: int, log: Path, options: argparse.Names
             [*VLLM, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        yield process
+        yield process, port
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,30 +129,28 @@ def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespac
     return result
 
 
-def measure(dtype: str, model: str, options: argparse.Namespace, commit: str, log: Path) -> None:
-    """Start a server, load it at each concurrency, write and print the rows."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def measure(
+    dtype: str, process: subprocess.Popen, port: int, options: argparse.Namespace, commit: str, log: Path
+) -> None:
+    """Wait for a server, load it at each concurrency, write and print the rows."""
     started = time.monotonic()
-    with server(dtype, model, port, log, options) as process:
-        import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
+    import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
 
-        made_with = rows.machine()
-        wait_until_healthy(port, process, log, options.start_seconds)
-        print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
-        kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
-        for concurrency in options.concurrency:
-            result = load(port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
-            row: dict[str, object] = {
-                "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
-                "requests": result["completed"], "input": options.input, "output": options.output,
-                "kv_bytes": kv_bytes, **{name: f"{result[name]:.2f}" for name in METRICS},
-                "output_tokens_s": f"{result['output_throughput']:.1f}",
-                "total_tokens_s": f"{result['total_token_throughput']:.1f}",
-            }  # fmt: skip
-            rows.append(options.csv, {**row, **made_with, "commit": commit})
-            print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
+    made_with = rows.machine()
+    wait_until_healthy(port, process, log, options.start_seconds)
+    print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
+    kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
+    for concurrency in options.concurrency:
+        result = load(port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
+        row: dict[str, object] = {
+            "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
+            "requests": result["completed"], "input": options.input, "output": options.output,
+            "kv_bytes": kv_bytes, **{name: f"{result[name]:.2f}" for name in METRICS},
+            "output_tokens_s": f"{result['output_throughput']:.1f}",
+            "total_tokens_s": f"{result['total_token_throughput']:.1f}", "server_options": options.server_options,
+        }  # fmt: skip
+        rows.append(options.csv, {**row, **made_with, "commit": commit})
+        print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
 
 
 def main() -> int:
@@ -153,12 +161,19 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or bench_engine.write_model(folder)
-        for dtype in options.dtypes:
-            try:
-                measure(dtype, model, options, commit, Path(folder, f"{dtype}.log"))
-            except RuntimeError as error:
-                failed.append(dtype)
-                print(f"{dtype} failed: {error}", flush=True)
+        for group in [options.dtypes] if options.together else [[dtype] for dtype in options.dtypes]:
+            logs = [Path(folder, f"{dtype}.log") for dtype in group]
+            with contextlib.ExitStack() as servers:
+                started = [
+                    servers.enter_context(server(dtype, model, log, options))
+                    for dtype, log in zip(group, logs, strict=True)
+                ]
+                for dtype, (process, port), log in zip(group, started, logs, strict=True):
+                    try:
+                        measure(dtype, process, port, options, commit, log)
+                    except RuntimeError as error:
+                        failed.append(dtype)
+                        print(f"{dtype} failed: {error}", flush=True)
     return 1 if failed else 0
 
 
