@@ -42,7 +42,8 @@ METRICS = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s")
+    add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s. Options of vllm serve "
+        "may stand behind a name, in the same argument: 'tq4 --stream-interval 8'")  # fmt: skip
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32, 128], help="default: %(default)s")
     add("--request-rate", type=float, default=32.0, help="arrivals a second (default: %(default)s)")
     add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
@@ -64,7 +65,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def server(dtype: str, model: str, log: Path, options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen, int]]:
+def server(
+    dtype: str, more: list[str], model: str, log: Path, options: argparse.Namespace
+) -> Iterator[tuple[subprocess.Popen, int]]:
     """`vllm serve` with one dtype, and its port; the caller waits until it answers. Ends it and whatever it started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -73,7 +76,7 @@ def server(dtype: str, model: str, log: Path, options: argparse.Namespace) -> It
         "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
         "--max-num-batched-tokens", str(bench_engine.CHUNK), "--max-num-seqs", str(max(options.concurrency)),
-        "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False),
+        "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False), *more,
     ]  # fmt: skip
     if not options.model:
         arguments += ["--tokenizer", str(REPO / "models" / "demo-7m")]
@@ -130,8 +133,9 @@ def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespac
 
 
 def measure(
-    dtype: str, process: subprocess.Popen, port: int, options: argparse.Namespace, commit: str, log: Path
-) -> None:
+    dtype: str, more: list[str], process: subprocess.Popen, port: int, log: Path, options: argparse.Namespace,
+    commit: str,
+) -> None:  # fmt: skip
     """Wait for a server, load it at each concurrency, write and print the rows."""
     started = time.monotonic()
     import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
@@ -147,7 +151,8 @@ def measure(
             "requests": result["completed"], "input": options.input, "output": options.output,
             "kv_bytes": kv_bytes, **{name: f"{result[name]:.2f}" for name in METRICS},
             "output_tokens_s": f"{result['output_throughput']:.1f}",
-            "total_tokens_s": f"{result['total_token_throughput']:.1f}", "server_options": options.server_options,
+            "total_tokens_s": f"{result['total_token_throughput']:.1f}",
+            "server_options": " ".join([options.server_options, *more]),
         }  # fmt: skip
         rows.append(options.csv, {**row, **made_with, "commit": commit})
         print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
@@ -161,19 +166,20 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or bench_engine.write_model(folder)
-        for group in [options.dtypes] if options.together else [[dtype] for dtype in options.dtypes]:
-            logs = [Path(folder, f"{dtype}.log") for dtype in group]
+        runs = [(*text.split(maxsplit=1), "")[:2] for text in options.dtypes]
+        for group in [runs] if options.together else [[run] for run in runs]:
             with contextlib.ExitStack() as servers:
-                started = [
-                    servers.enter_context(server(dtype, model, log, options))
-                    for dtype, log in zip(group, logs, strict=True)
-                ]
-                for dtype, (process, port), log in zip(group, started, logs, strict=True):
+                started = []
+                for i, (dtype, more) in enumerate(group):
+                    log = Path(folder, f"{i}.log")
+                    run = dtype, shlex.split(more)
+                    started.append((*run, *servers.enter_context(server(*run, model, log, options)), log))
+                for run in started:
                     try:
-                        measure(dtype, process, port, options, commit, log)
+                        measure(*run, options, commit)
                     except RuntimeError as error:
-                        failed.append(dtype)
-                        print(f"{dtype} failed: {error}", flush=True)
+                        failed.append(run[0])
+                        print(f"{run[0]} failed: {error}", flush=True)
     return 1 if failed else 0
 
 
