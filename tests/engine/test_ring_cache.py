@@ -18,7 +18,7 @@ def test_what_a_step_reads_is_what_was_written(seed: int) -> None:
     window, drafts, block = rng.choice([16, 64, 100]), rng.choice([0, 4]), rng.choice([1, 2, 4, 8, 32])
     spec = RingSpec(
         block_size=block, num_kv_heads=2, head_size=64, dtype=torch.uint8, state_content_bytes=136, window=window,
-        slack=1 + drafts,
+        slack=1 + drafts, ring_block_size=block,
     )  # fmt: skip
     pool = BlockPool(num_gpu_blocks=4000, enable_caching=True, hash_block_size=16)
     manager = RingManager(spec, block_pool=pool, enable_caching=True, kv_cache_group_id=1, scheduler_block_size=32)

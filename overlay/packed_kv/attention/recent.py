@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import vllm.v1.kv_cache_interface as kv_cache_interface
+from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,6 +25,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring, read, round_trip
 from ..layout import ring_slot_bytes
@@ -45,6 +48,8 @@ DEFAULT_TOKENS = 64
 """docs/quality.md has the figures by window."""
 SAFE_CONNECTORS = ("OffloadingConnector",)
 """KV connectors that were seen to leave groups alone that take no part in the prefix cache."""
+LONGEST_RING_BLOCK = 16
+"""Tokens. A ring takes one more than its window needs, so that long ones waste memory; short ones make long tables."""
 
 
 def recent_tokens(config: VllmConfig) -> int:
@@ -81,16 +86,24 @@ def _without(config: VllmConfig) -> str | None:
     connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None
     if connector and connector not in SAFE_CONNECTORS:
         return f"KV connector {connector}"
-    if config.cache_config.kv_cache_dtype_skip_layers:
-        return "--kv-cache-dtype-skip-layers (vLLM would pad the packed pages to the skipped layers')"
-    speculative = config.speculative_config
-    if speculative and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        return f"speculative method {speculative.method}, whose draft layers have no ring"
+    if config.cache_config.kv_cache_dtype_skip_layers and current_platform.is_cpu():
+        return "--kv-cache-dtype-skip-layers on a CPU, where skipped layers allow no layout of mixed pages"
     if config.model_config.attention_chunk_size:
         return "chunked attention, whose layers see a request as one of each chunk"
-    if config.model_config.is_hybrid:
-        return "state layers, beside which a ring would take two of their large pages"
     return None
+
+
+def pages_are_mixed(config: VllmConfig) -> bool:
+    """Whether the layers' pages differ in size where vLLM would nevertheless keep them in one group without rings:
+    skipped layers, a draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads
+    all pages to the largest; BLHNC packs pages of any size side by side."""
+    specs = {}
+    for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
+        shares = getattr(layer, "kv_sharing_target_layer_name", None)
+        if not isinstance(layer, RecentLayer) and not shares and (spec := layer.get_kv_cache_spec(config)):
+            specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
+    sizes = {spec.page_size_bytes for spec in specs.values()}
+    return len(sizes) > 1 and UniformTypeKVCacheSpecs.is_uniform_type(specs)
 
 
 class RecentLayer(AttentionLayerBase):
@@ -101,16 +114,19 @@ class RecentLayer(AttentionLayerBase):
         layer: whose tokens it keeps.
         window: tokens that a query reads here.
         slack: tokens of a decode, drafts included.
+        config: of the engine.
     """
 
-    def __init__(self, layer_name: str, layer: Any, window: int, slack: int) -> None:
+    def __init__(self, layer_name: str, layer: Any, window: int, slack: int, config: VllmConfig) -> None:
         self.layer_name, self.layer, self.window, self.slack = layer_name, layer, window, slack
+        self.config = config
+        self.ring_block_size = 0
         self.kv_cache = torch.tensor([])
         self.views: dict[int, RecentTokens] = {}
         """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return RecentBackend
+        return RecentBackendOfMixedPages if pages_are_mixed(self.config) else RecentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         from .ring_cache import RingSpec
@@ -119,16 +135,31 @@ class RecentLayer(AttentionLayerBase):
         packed = self.layer.get_attn_backend().customize_spec(self.layer.get_kv_cache_spec(vllm_config))
         slot_bytes = ring_slot_bytes(packed.head_size)
         fit = max(1, packed.page_size_bytes // (packed.num_kv_heads * slot_bytes))
+        # It divides the packed block: the scheduler works in their least common multiple.
+        block_size = _largest_divisor(packed.block_size, fit)
+        self.ring_block_size = _largest_divisor(block_size, LONGEST_RING_BLOCK)
         return RingSpec(
-            # It divides the packed block: the scheduler works in their least common multiple.
-            block_size=max(n for n in range(1, fit + 1) if packed.block_size % n == 0),
+            block_size=block_size,
+            block_stride_alignment=16 * (block_size // self.ring_block_size),
             num_kv_heads=packed.num_kv_heads,
             head_size=packed.head_size,
             dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
             state_content_bytes=slot_bytes,
             window=self.window,
             slack=self.slack,
+            ring_block_size=self.ring_block_size,
         )
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Keep vLLM's view of the cache as uint8 [ring blocks, KV heads, ring_block_size, ring_slot_bytes]."""
+        from .ring_cache import cut_into_ring_blocks
+
+        layout = self.config.cache_config.get_resolved_kv_cache_layout()
+        self.kv_cache = cut_into_ring_blocks(kv_cache, self.ring_block_size, layout.is_block_outermost)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 @dataclass
@@ -206,7 +237,7 @@ class RecentMetadataBuilder(AttentionMetadataBuilder[RecentMetadata]):
         spec: Any = kv_cache_spec
         spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
         self.sizes = {
-            "block_size": spec.block_size,
+            "block_size": spec.ring_block_size,
             "ring_blocks": spec.ring_blocks,
             "window": spec.window,
             "longest_decode": spec.slack if device.type == "cuda" else 0,  # in PyTorch a batch's own tokens are raw
@@ -255,3 +286,13 @@ class RecentBackend(AttentionBackend):
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+
+class RecentBackendOfMixedPages(RecentBackend):
+    """Where the pages of a block differ in size: see `pages_are_mixed`."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.BLHNC,)
