@@ -75,7 +75,9 @@ def test_state_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with engine(str(tmp_path), name, recent_tokens=window, load_format="dummy", **ENGINE) as llm:
             found[name, window] = logits(llm, torch.cat(lockstep.run(llm, texts, repeat(7))))
             alone = torch.cat([teacher_forced_logits(llm, text, 16) for text in texts])
-            assert [spec.ring_blocks_a_block >= 4 * spec.ring_blocks for spec in ring_specs(llm)] == [True] * bool(window)
+            assert [spec.ring_blocks_a_block >= 4 * spec.ring_blocks for spec in ring_specs(llm)] == [True] * bool(
+                window
+            )
     truth = found.pop(("auto", 0))
     pages, ring = (mean_kl(truth, rows) for rows in found.values())
     print(f"KL without a window {pages:.4f}, with {ring:.4f}")
@@ -89,16 +91,20 @@ def test_state_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_draft_layers(
     kv_heads: int, head_dim: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's layers keep their rings, and drafts that are rejected leave no trace in them."""
+    """The target's layers keep their rings, and drafts that are rejected leave no trace in them.
+
+    47 tokens and the one that is sampled fill three ring blocks, so that there is no room for drafts but what is made.
+    """
+    window, drafts = 47, 8
     multiply_in_float64(monkeypatch)
     config = tiny_models.llama()
     model = tiny_models.save(config, tmp_path)
     draft = tiny_models.eagle(tmp_path / "draft", kv_heads, head_dim, config)
     prompts = [random_tokens(90), [7] * 60]
-    with engine(model, DTYPE, recent_tokens=WINDOW, **ENGINE) as llm:
+    with engine(model, DTYPE, recent_tokens=window, **ENGINE) as llm:
         plain = generate(llm, prompts, 40)
-    speculation = {"method": "eagle", "model": draft, "num_speculative_tokens": 6}
-    with engine(model, DTYPE, recent_tokens=WINDOW, speculative_config=speculation, **ENGINE) as llm:
+    speculation = {"method": "eagle", "model": draft, "num_speculative_tokens": drafts}
+    with engine(model, DTYPE, recent_tokens=window, speculative_config=speculation, **ENGINE) as llm:
         counts = []
         update = scheduler(llm).update_from_output
 
@@ -112,10 +118,11 @@ def test_draft_layers(
         monkeypatch.setattr(scheduler(llm), "update_from_output", count)
         assert generate(llm, prompts, 40) == plain
         (spec,) = ring_specs(llm)
+        assert spec.ring_block_size == 16
         layers = [name for group in scheduler(llm).kv_cache_config.kv_cache_groups for name in group.layer_names]
         assert sum(name.endswith(recent.SUFFIX) for name in layers) == config.num_hidden_layers
         assert len(layers) == 2 * config.num_hidden_layers + 1
-        assert (spec.window, spec.slack, layout(llm)) == (WINDOW, 7, expected)
+        assert (spec.window, spec.slack, layout(llm)) == (window, 1 + drafts, expected)
     rejected = sum(drafted - accepted for drafted, accepted in counts)
     print(f"{rejected} drafts rejected, {sum(accepted for _, accepted in counts)} accepted")
     assert rejected > 40

@@ -94,7 +94,9 @@ def llama4(**options: object) -> PretrainedConfig:
 def eagle(folder: Path, kv_heads: int, head_dim: int, target: PretrainedConfig) -> str:
     """Write an EAGLE draft of one layer for a Llama, and return its folder. It proposes the target's last token again,
     more or less, so that some drafts are accepted and most are not."""
-    config = llama(**{**target.to_dict(), "num_hidden_layers": 1, "num_key_value_heads": kv_heads, "head_dim": head_dim})
+    config = llama(
+        **{**target.to_dict(), "num_hidden_layers": 1, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    )
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     shapes = {
         "self_attn.q_proj": (heads * head_dim, hidden),

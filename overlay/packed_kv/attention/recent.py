@@ -28,7 +28,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring, read, round_trip
-from ..layout import ring_slot_bytes
 from .active_blocks import RecentTokens
 from .options import OptionError, read_options
 from .recent_plan import plan
@@ -48,8 +47,6 @@ DEFAULT_TOKENS = 64
 """docs/quality.md has the figures by window."""
 SAFE_CONNECTORS = ("OffloadingConnector",)
 """KV connectors that were seen to leave groups alone that take no part in the prefix cache."""
-LONGEST_RING_BLOCK = 16
-"""Tokens. A ring takes one more than its window needs, so that long ones waste memory; short ones make long tables."""
 
 
 def recent_tokens(config: VllmConfig) -> int:
@@ -129,26 +126,13 @@ class RecentLayer(AttentionLayerBase):
         return RecentBackendOfMixedPages if pages_are_mixed(self.config) else RecentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        from .ring_cache import RingSpec
+        from .ring_cache import ring_spec
 
         # vLLM lets the backend customize a spec only after the layer has returned it.
         packed = self.layer.get_attn_backend().customize_spec(self.layer.get_kv_cache_spec(vllm_config))
-        slot_bytes = ring_slot_bytes(packed.head_size)
-        fit = max(1, packed.page_size_bytes // (packed.num_kv_heads * slot_bytes))
-        # It divides the packed block: the scheduler works in their least common multiple.
-        block_size = _largest_divisor(packed.block_size, fit)
-        self.ring_block_size = _largest_divisor(block_size, LONGEST_RING_BLOCK)
-        return RingSpec(
-            block_size=block_size,
-            block_stride_alignment=16 * (block_size // self.ring_block_size),
-            num_kv_heads=packed.num_kv_heads,
-            head_size=packed.head_size,
-            dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
-            state_content_bytes=slot_bytes,
-            window=self.window,
-            slack=self.slack,
-            ring_block_size=self.ring_block_size,
-        )
+        spec = ring_spec(packed, self.window, self.slack)
+        self.ring_block_size = spec.ring_block_size
+        return spec
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep vLLM's view of the cache as uint8 [ring blocks, KV heads, ring_block_size, ring_slot_bytes]."""
@@ -156,10 +140,6 @@ class RecentLayer(AttentionLayerBase):
 
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         self.kv_cache = cut_into_ring_blocks(kv_cache, self.ring_block_size, layout.is_block_outermost)
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 @dataclass

@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from ..layout import ring_slot_bytes
+
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
 
@@ -56,6 +58,34 @@ class RingSpec(CircularBufferSpec):
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(isinstance(spec, RingSpec) for spec in kv_cache_specs.values())
+
+
+LONGEST_RING_BLOCK = 16
+"""Tokens. A ring takes one more than its window needs, so that long ones waste memory; short ones make long tables."""
+
+
+def ring_spec(packed: AttentionSpec, window: int, slack: int) -> RingSpec:
+    """Of the ring beside a layer with the spec `packed`: the largest blocks that take no more than its bytes."""
+    slot_bytes = ring_slot_bytes(packed.head_size)
+    fit = max(1, packed.page_size_bytes // (packed.num_kv_heads * slot_bytes))
+    # It divides the packed block: the scheduler works in their least common multiple.
+    block_size = _largest_divisor(packed.block_size, fit)
+    ring_block_size = _largest_divisor(block_size, LONGEST_RING_BLOCK)
+    return RingSpec(
+        block_size=block_size,
+        block_stride_alignment=16 * (block_size // ring_block_size),
+        num_kv_heads=packed.num_kv_heads,
+        head_size=packed.head_size,
+        dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
+        state_content_bytes=slot_bytes,
+        window=window,
+        slack=slack,
+        ring_block_size=ring_block_size,
+    )
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 def cut_into_ring_blocks(cache: torch.Tensor, ring_block_size: int, is_block_outermost: bool) -> torch.Tensor:
