@@ -85,48 +85,50 @@ def test_state_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[DTYPE, WINDOW], alone, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "expected"), [(2, 64, "LBHNC"), (1, 96, "BLHNC")], ids=["same", "other shape"]
-)
-def test_draft_layers(
-    kv_heads: int, head_dim: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's layers keep their rings, and drafts that are rejected leave no trace in them.
 
-    47 tokens and the one that is sampled fill three ring blocks, so that there is no room for drafts but what is made.
+    47 tokens and the one that is sampled fill six ring blocks, so that there is no room for drafts but what is made.
     """
     window, drafts = 47, 8
     multiply_in_float64(monkeypatch)
     config = tiny_models.llama()
     model = tiny_models.save(config, tmp_path)
-    draft = tiny_models.eagle(tmp_path / "draft", kv_heads, head_dim, config)
     prompts = [random_tokens(90), [7] * 60]
     with engine(model, DTYPE, recent_tokens=window, **ENGINE) as llm:
-        plain = generate(llm, prompts, 40)
-    speculation = {"method": "eagle", "model": draft, "num_speculative_tokens": drafts}
-    with engine(model, DTYPE, recent_tokens=window, speculative_config=speculation, **ENGINE) as llm:
-        counts = []
-        update = scheduler(llm).update_from_output
+        plain = generate(llm, prompts, 30)
+    for kv_heads, head_dim, expected in ((2, 64, "LBHNC"), (1, 96, "BLHNC")):
+        draft = tiny_models.eagle(tmp_path / expected, kv_heads, head_dim, config)
+        speculation = {"method": "eagle", "model": draft, "num_speculative_tokens": drafts}
+        with engine(model, DTYPE, recent_tokens=window, speculative_config=speculation, **ENGINE) as llm:
+            counts = count_drafts(llm, monkeypatch)
+            assert generate(llm, prompts, 30) == plain
+            (spec,) = ring_specs(llm)
+            assert (spec.window, spec.slack, spec.ring_block_size) == (window, 1 + drafts, 8)
+            assert layout(llm) == expected
+            layers = [name for group in scheduler(llm).kv_cache_config.kv_cache_groups for name in group.layer_names]
+            assert sum(name.endswith(recent.SUFFIX) for name in layers) == config.num_hidden_layers
+            assert len(layers) == 2 * config.num_hidden_layers + 1
+        rejected = sum(drafted - accepted for drafted, accepted in counts)
+        print(f"{rejected} drafts rejected, {sum(accepted for _, accepted in counts)} accepted")
+        assert rejected > 40
+        assert any(accepted for _, accepted in counts)
 
-        def count(scheduled, output):
-            drafted = scheduled.scheduled_spec_decode_tokens
-            for request, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-                if request in drafted:
-                    counts.append((len(drafted[request]), len(tokens) - 1))
-            return update(scheduled, output)
 
-        monkeypatch.setattr(scheduler(llm), "update_from_output", count)
-        assert generate(llm, prompts, 40) == plain
-        (spec,) = ring_specs(llm)
-        assert spec.ring_block_size == 16
-        layers = [name for group in scheduler(llm).kv_cache_config.kv_cache_groups for name in group.layer_names]
-        assert sum(name.endswith(recent.SUFFIX) for name in layers) == config.num_hidden_layers
-        assert len(layers) == 2 * config.num_hidden_layers + 1
-        assert (spec.window, spec.slack, layout(llm)) == (window, 1 + drafts, expected)
-    rejected = sum(drafted - accepted for drafted, accepted in counts)
-    print(f"{rejected} drafts rejected, {sum(accepted for _, accepted in counts)} accepted")
-    assert rejected > 40
-    assert any(accepted for _, accepted in counts)
+def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A list that, of each request and step, the numbers of drafts and of accepted ones are added to."""
+    counts: list[tuple[int, int]] = []
+    update = scheduler(llm).update_from_output
+
+    def count(scheduled, output):
+        drafted = scheduled.scheduled_spec_decode_tokens
+        for request, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if request in drafted:
+                counts.append((len(drafted[request]), len(tokens) - 1))
+        return update(scheduled, output)
+
+    monkeypatch.setattr(scheduler(llm), "update_from_output", count)
+    return counts
 
 
 def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +142,10 @@ def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with engine(model, "auto", **ENGINE) as llm:
         plain = teacher_forced_logits(llm, text, 120)
     costs = {}
-    for window in (0, WINDOW, 120):
+    for window in (0, 120):
         with engine(model, DTYPE, recent_tokens=window, kv_cache_dtype_skip_layers=["1"], **ENGINE) as llm:
             costs[window] = mean_kl(plain, teacher_forced_logits(llm, text, 7))
             assert layout(llm) == ("BLHNC" if window else "LBHNC")
             assert len(ring_specs(llm)) == bool(window)
     print(f"KL by window: {costs}")
-    assert costs[WINDOW] < costs[0] / 2
     assert costs[120] < costs[0] / 100

@@ -96,11 +96,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give the layer its companion: by now vLLM has named all layers, and has not yet asked for their caches."""
         if self.recent_tokens and self.kv_sharing_target_layer_name is None:
-            name, layer = next((n, x) for n, x in self.layers.items() if getattr(x, "impl", None) is self)
+            name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
             window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
             if name + SUFFIX not in self.layers:  # weights may be loaded anew
-                companion = RecentLayer(name + SUFFIX, layer, window, self.longest_decode, self.config)
-                self.layers[name + SUFFIX] = companion
+                self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
         """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""

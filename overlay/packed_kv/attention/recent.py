@@ -83,39 +83,60 @@ def _without(config: VllmConfig) -> str | None:
     connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None
     if connector and connector not in SAFE_CONNECTORS:
         return f"KV connector {connector}"
-    if config.cache_config.kv_cache_dtype_skip_layers and current_platform.is_cpu():
-        return "--kv-cache-dtype-skip-layers on a CPU, where skipped layers allow no layout of mixed pages"
+    if reason := _without_mixed_pages(config):
+        return reason
     if config.model_config.attention_chunk_size:
         return "chunked attention, whose layers see a request as one of each chunk"
     return None
 
 
-def pages_are_mixed(config: VllmConfig) -> bool:
-    """Whether the layers' pages differ in size where vLLM would nevertheless keep them in one group without rings:
-    skipped layers, a draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads
-    all pages to the largest; BLHNC packs pages of any size side by side."""
+def _without_mixed_pages(config: VllmConfig) -> str | None:
+    """Why layers that are not packed, or not in the target, allow no rings; see `_need_block_outermost`."""
+    cache, speculative = config.cache_config, config.speculative_config
+    draft_dtype = speculative and getattr(speculative, "kv_cache_dtype", None)
+    has_others = bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype)
+    if has_others and current_platform.is_cpu():
+        return "layers of another KV-cache dtype on a CPU, which do not name a layout for mixed pages"
+    has_drafts = speculative is not None and speculative.uses_draft_kv_cache()
+    if (has_others or has_drafts) and config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism beside layers of another dtype or a draft's: its stages would lay pages out apart"
+    return None
+
+
+def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Of all layers but the companions."""
     specs = {}
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
         shares = getattr(layer, "kv_sharing_target_layer_name", None)
         if not isinstance(layer, RecentLayer) and not shares and (spec := layer.get_kv_cache_spec(config)):
+            # vLLM lets the backend customize a spec only after the layer has returned it.
             specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
-    sizes = {spec.page_size_bytes for spec in specs.values()}
-    return len(sizes) > 1 and UniformTypeKVCacheSpecs.is_uniform_type(specs)
+    return specs
+
+
+def _have_one_size(specs: dict[str, KVCacheSpec]) -> bool:
+    return len({spec.page_size_bytes for spec in specs.values()}) == 1
+
+
+def _need_block_outermost(specs: dict[str, KVCacheSpec]) -> bool:
+    """Whether pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
+    draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads all pages to the
+    largest; BLHNC packs pages of any size side by side."""
+    return not _have_one_size(specs) and UniformTypeKVCacheSpecs.is_uniform_type(specs)
 
 
 class RecentLayer(AttentionLayerBase):
     """The companion of an attention layer.
 
     Args:
-        layer_name: its own.
-        layer: whose tokens it keeps.
+        layer_name: its own, that of the layer whose tokens it keeps and `SUFFIX`.
         window: tokens that a query reads here.
         slack: tokens of a decode, drafts included.
         config: of the engine.
     """
 
-    def __init__(self, layer_name: str, layer: Any, window: int, slack: int, config: VllmConfig) -> None:
-        self.layer_name, self.layer, self.window, self.slack = layer_name, layer, window, slack
+    def __init__(self, layer_name: str, window: int, slack: int, config: VllmConfig) -> None:
+        self.layer_name, self.window, self.slack = layer_name, window, slack
         self.config = config
         self.ring_block_size = 0
         self.kv_cache = torch.tensor([])
@@ -123,14 +144,16 @@ class RecentLayer(AttentionLayerBase):
         """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return RecentBackendOfMixedPages if pages_are_mixed(self.config) else RecentBackend
+        return RecentBackendOfMixedPages if _need_block_outermost(_specs(self.config)) else RecentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         from .ring_cache import ring_spec
 
-        # vLLM lets the backend customize a spec only after the layer has returned it.
-        packed = self.layer.get_attn_backend().customize_spec(self.layer.get_kv_cache_spec(vllm_config))
-        spec = ring_spec(packed, self.window, self.slack)
+        specs = _specs(vllm_config)
+        packed = specs[self.layer_name.removesuffix(SUFFIX)]
+        is_mixed = _need_block_outermost(specs)
+        is_cut = is_mixed or _have_one_size(specs)  # else vLLM pads or scales pages, to distances that we do not know
+        spec = ring_spec(packed, self.window, self.slack, is_cut=is_cut, alignment=is_mixed)
         self.ring_block_size = spec.ring_block_size
         return spec
 
@@ -269,7 +292,7 @@ class RecentBackend(AttentionBackend):
 
 
 class RecentBackendOfMixedPages(RecentBackend):
-    """Where the pages of a block differ in size: see `pages_are_mixed`."""
+    """Where the pages of a block differ in size: see `_need_block_outermost`."""
 
     @classmethod
     def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]

@@ -60,20 +60,31 @@ class RingSpec(CircularBufferSpec):
         return all(isinstance(spec, RingSpec) for spec in kv_cache_specs.values())
 
 
-LONGEST_RING_BLOCK = 16
-"""Tokens. A ring takes one more than its window needs, so that long ones waste memory; short ones make long tables."""
+RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
+SHORT = 4
+"""Ring blocks shorter than this make long tables."""
+EXCESS = 9 / 8
+"""Long ring blocks may take so many times the memory of short ones: a ring has one more than its window needs."""
 
 
-def ring_spec(packed: AttentionSpec, window: int, slack: int) -> RingSpec:
-    """Of the ring beside a layer with the spec `packed`: the largest blocks that take no more than its bytes."""
+def ring_spec(packed: AttentionSpec, window: int, slack: int, *, is_cut: bool, alignment: bool) -> RingSpec:
+    """Of the ring beside a layer with the spec `packed`, in blocks that take no more than its bytes.
+
+    is_cut: whether several ring blocks may lie in one. alignment: whether vLLM has to round the distance of blocks for
+    that; where blocks of one size are shared by groups, it is theirs.
+    """
     slot_bytes = ring_slot_bytes(packed.head_size)
-    fit = max(1, packed.page_size_bytes // (packed.num_kv_heads * slot_bytes))
-    # It divides the packed block: the scheduler works in their least common multiple.
-    block_size = _largest_divisor(packed.block_size, fit)
-    ring_block_size = _largest_divisor(block_size, LONGEST_RING_BLOCK)
+    fit = packed.page_size_bytes // (packed.num_kv_heads * slot_bytes)
+    sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
+    sizes = [size for size in sizes if size >= SHORT] or sizes
+    # A block's tokens divide the packed block's: the scheduler works in their least common multiple.
+    counts = {size: _largest_divisor(packed.block_size // size, fit // size if is_cut else 1) for size in sizes}
+    costs = {size: (cdiv(window + slack, size) + 1) / counts[size] for size in sizes}
+    ring_block_size = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
+    count = counts[ring_block_size]
     return RingSpec(
-        block_size=block_size,
-        block_stride_alignment=16 * (block_size // ring_block_size),
+        block_size=ring_block_size * count,
+        block_stride_alignment=16 * count if alignment else None,
         num_kv_heads=packed.num_kv_heads,
         head_size=packed.head_size,
         dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
@@ -85,7 +96,7 @@ def ring_spec(packed: AttentionSpec, window: int, slack: int) -> RingSpec:
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
+    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)
 
 
 def cut_into_ring_blocks(cache: torch.Tensor, ring_block_size: int, is_block_outermost: bool) -> torch.Tensor:
