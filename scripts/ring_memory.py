@@ -89,7 +89,8 @@ def specs(model: Model, fmt: Format, window: int) -> dict[str, KVCacheSpec]:
         )  # fmt: skip
     for i in range(model.skipped, model.layers if window else 0):
         slack = 1 + 3 * bool(model.draft_heads)
-        found[f"attention.{i}.recent"] = ring_spec(packed, window, slack, is_cut=True, alignment=model.has_mixed_pages)
+        sizes = {"one_size": not model.has_mixed_pages, "side_by_side": model.has_mixed_pages}
+        found[f"attention.{i}.recent"] = ring_spec(packed, window, slack, **sizes)
     if model.draft_heads:
         found["draft"] = replace(packed, num_kv_heads=model.draft_heads)
     return found

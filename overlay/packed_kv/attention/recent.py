@@ -151,9 +151,8 @@ class RecentLayer(AttentionLayerBase):
 
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
-        is_mixed = _need_block_outermost(specs)
-        is_cut = is_mixed or _have_one_size(specs)  # else vLLM pads or scales pages, to distances that we do not know
-        spec = ring_spec(packed, self.window, self.slack, is_cut=is_cut, alignment=is_mixed)
+        sizes = {"one_size": _have_one_size(specs), "side_by_side": _need_block_outermost(specs)}
+        spec = ring_spec(packed, self.window, self.slack, **sizes)
         self.ring_block_size = spec.ring_block_size
         return spec
 

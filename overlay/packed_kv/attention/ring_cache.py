@@ -67,24 +67,26 @@ EXCESS = 9 / 8
 """Long ring blocks may take so many times the memory of short ones: a ring has one more than its window needs."""
 
 
-def ring_spec(packed: AttentionSpec, window: int, slack: int, *, is_cut: bool, alignment: bool) -> RingSpec:
+def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool, side_by_side: bool) -> RingSpec:
     """Of the ring beside a layer with the spec `packed`, in blocks that take no more than its bytes.
 
-    is_cut: whether several ring blocks may lie in one. alignment: whether vLLM has to round the distance of blocks for
-    that; where blocks of one size are shared by groups, it is theirs.
+    Several ring blocks lie in one where all layers' pages have one size, or pages of any size lie side by side in a
+    block (BLHNC). Else vLLM pads or scales pages, to distances that are not known here.
     """
     slot_bytes = ring_slot_bytes(packed.head_size)
     fit = packed.page_size_bytes // (packed.num_kv_heads * slot_bytes)
     sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
     sizes = [size for size in sizes if size >= SHORT] or sizes
     # A block's tokens divide the packed block's: the scheduler works in their least common multiple.
-    counts = {size: _largest_divisor(packed.block_size // size, fit // size if is_cut else 1) for size in sizes}
+    most = {size: fit // size if one_size or side_by_side else 1 for size in sizes}
+    counts = {size: _largest_divisor(packed.block_size // size, most[size]) for size in sizes}
     costs = {size: (cdiv(window + slack, size) + 1) / counts[size] for size in sizes}
     ring_block_size = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
     count = counts[ring_block_size]
     return RingSpec(
         block_size=ring_block_size * count,
-        block_stride_alignment=16 * count if alignment else None,
+        block_stride_alignment=16 * count if side_by_side else None,
+        page_size_padded=packed.page_size_bytes if one_size else None,
         num_kv_heads=packed.num_kv_heads,
         head_size=packed.head_size,
         dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
