@@ -78,9 +78,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
         self.longest_decode = longest_decode(config)
+        self.config = config
         self.recent_tokens = recent_tokens(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
+        if any(isinstance(layer, RecentLayer) for layer in self.layers.values()):
+            self.recent_tokens = 0  # of a draft: the target's layers have their companions by now
         self.max_requests = config.scheduler_config.max_num_seqs
         if config.model_config.attention_chunk_size:
             self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
@@ -93,9 +96,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give the layer its companion: by now vLLM has named all layers, and has not yet asked for their caches."""
         if self.recent_tokens and self.kv_sharing_target_layer_name is None:
-            name, layer = next((n, x) for n, x in self.layers.items() if getattr(x, "impl", None) is self)
+            name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
             window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
-            self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, window, self.longest_decode)
+            if name + SUFFIX not in self.layers:  # weights may be loaded anew
+                self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
         """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
