@@ -102,7 +102,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.rows = torch.arange(largest, dtype=torch.int32, device=device)
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         check_padding(vllm_config, kv_cache_spec)
-        log_capacity(vllm_config, kv_cache_spec.block_size)
+        log_capacity(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
