@@ -39,7 +39,7 @@ def check(make_engine: Any, lines: list[str], **options: Any) -> float:
     with make_engine("tq4", **options) as llm:
         tokens = kv_tokens(llm)
         page_format = fingerprint(llm.llm_engine.vllm_config, FORMATS["tq4"])
-    (line,) = set(lines)
+    (line,) = {line for line in lines if line.startswith("KV cache dtype")}
     found = re.fullmatch(
         r"KV cache dtype tq4: (\d+) bytes per token \(bf16: (\d+)\), ([\d,]+) KV tokens, (\d\.\d\d) times the tokens "
         rf"of bf16, page format {page_format}",
@@ -64,3 +64,4 @@ def test_states(architecture: str, lines: list[str], start: Start) -> None:
     if not torch.cuda.is_available() and architecture not in ON_CPU:
         pytest.skip("like another on the CPU")
     assert check(partial(start, architecture), lines, enable_prefix_caching=True, max_model_len=2048) < 3.7
+    assert any(line.endswith("; --prefix-match-unit 16 finds parts of them") for line in lines)
