@@ -5,7 +5,7 @@ A random model of 3 gated delta nets a layer of attention, its state and its tok
 Qwen3.6-35B-A3B (2 MiB and 48 KiB of state; 2,048 bytes a token and layer of attention in bf16): an eighth of each. The
 length of a block, and so what is found, is that of the large model; what the model says does not matter.
 
-    python benchmarks/hybrid_hits.py
+    PYTHONPATH=scripts python benchmarks/hybrid_hits.py
 
 Conversations have a prompt in common and run together. Each turn adds a question and the answer to what is asked again.
 A row: dtype, match unit (`--prefix-match-unit`), tokens of a block, KV tokens of the cache by vLLM's count, tokens of
