@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests that a GPU is for. Parts, all by default: kernels (bytes equal to the CPU's, the kernel suite, offsets past
-# 2^31 bytes), engine (graphs, prefill, drafts, hybrids in vLLM), memcheck (compute-sanitizer over one case of each kernel).
+# 2^31 bytes), engine (graphs, prefill, drafts, hybrids in vLLM), memcheck (compute-sanitizer over one case of each
+# kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only check that memcheck's cases exist; needs no GPU
