@@ -41,14 +41,19 @@ CARDS = {
 }
 
 
+ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "4090": "RTX-4090", "5090": "RTX-5090"}
+
+
 def find(name: str) -> Card:
-    """A card by its name, in any case and with blanks for dashes. Raises BadInput."""
-    wanted = "-".join(name.upper().split())
-    wanted = {"A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "4090": "RTX-4090", "5090": "RTX-5090"}.get(
-        wanted, wanted
-    )
-    if wanted not in CARDS:
+    """A card by its name, whatever its case, blanks and dashes. Raises BadInput."""
+    names = {_letters(known): known for known in CARDS} | {_letters(alias): known for alias, known in ALIASES.items()}
+    wanted = names.get(_letters(name))
+    if wanted is None:
         raise BadInput(
             f"--gpu {name} is not known; known: {', '.join(CARDS)}; or give --gpu-memory SIZE and --bandwidth TB/S"
         )
     return CARDS[wanted]
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.upper() if letter.isalnum())

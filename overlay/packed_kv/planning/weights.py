@@ -21,39 +21,44 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """`total`: bytes of the whole model. `dense`: those of them that every token reads. `source`: where from, in words.
+    """Bytes of the whole model, of what every token reads of it and of all experts, of which a token reads a share.
 
-    The rest are experts, of which a token reads `experts_share`.
+    `source`: where they are from, in words.
     """
 
     total: float
     dense: float
+    experts: float
     experts_share: float
     source: str
 
     def read(self, tokens: float) -> float:
         """Bytes that a step of `tokens` tokens reads, if experts are chosen at random."""
-        return self.dense + (self.total - self.dense) * (1 - (1 - self.experts_share) ** tokens)
+        return self.dense + self.experts * (1 - (1 - self.experts_share) ** tokens)
 
 
 def weights(model: Model, form: str | float | None, folder: Path | None) -> Weights:
     """Of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
-    linear, experts, embedding = parameters(model)
+    linear, experts, vocabulary = parameters(model)
     share = _experts_per_token(model.config) / max(1, _experts(model.config))
-    dense_share = lambda bits: (linear * bits + embedding * 8 * model.dtype_bytes) / 8  # noqa: E731
-    if isinstance(form, (int, float)):
-        whole = dense_share(16) + experts * 2
-        return Weights(form, form * dense_share(16) / whole, share, "as given")
-    bits, source = _bits(model.config, form)
-    dense = dense_share(bits)
-    total = dense + experts * bits / 8
-    index = folder / INDEX if folder else None
-    if form is None and index and index.is_file():
-        known = json.loads(index.read_text()).get("metadata", {}).get("total_size")
-        if known:
-            return Weights(known, known * dense / total, share, f"{INDEX}")
-    count = f"{(linear + experts + embedding) / 1e9:.2f}e9 parameters by the config, {source}"
-    return Weights(total, dense, share, count)
+    bits, source = _bits(model.config, form if isinstance(form, str) else None)
+    tables = 1 if model.config.get("tie_word_embeddings", False) else 2
+    dense = linear * bits / 8 + vocabulary * model.dtype_bytes  # of an input embedding a step reads a few rows
+    routed = experts * bits / 8
+    total = dense + routed + (tables - 1) * vocabulary * model.dtype_bytes
+    known = form if isinstance(form, (int, float)) else _known(folder) if form is None else None
+    if known:
+        source = "as given" if form else f"by {INDEX}"
+        return Weights(known, known * dense / total, known * routed / total, share, source)
+    count = linear + experts + tables * vocabulary
+    return Weights(total, dense, routed, share, f"{count / 1e9:.2f}e9 parameters by the config, {source}")
+
+
+def _known(folder: Path | None) -> float | None:
+    """Bytes of the weights of a folder, as its index says; None where there is none."""
+    if folder is None or not (folder / INDEX).is_file():
+        return None
+    return json.loads((folder / INDEX).read_text()).get("metadata", {}).get("total_size")
 
 
 def _bits(config: Config, form: str | None) -> tuple[float, str]:
@@ -74,7 +79,7 @@ def _bits(config: Config, form: str | None) -> tuple[float, str]:
 
 
 def parameters(model: Model) -> tuple[float, float, float]:
-    """Numbers in linear layers that every token reads, in experts, and in the embedding with the output layer."""
+    """Numbers in linear layers that every token reads, in experts, and in an embedding or output layer."""
     config, hidden = model.config, model.config["hidden_size"]
     linear = experts = 0.0
     for layer in model.layers:
@@ -83,7 +88,7 @@ def parameters(model: Model) -> tuple[float, float, float]:
         dense, routed = _mlp(config, number, hidden)
         linear, experts = linear + dense, experts + routed
     vocabulary = first(config, "vocab_size", "padded_vocab_size") or 0
-    return linear, experts, vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return linear, experts, vocabulary * hidden
 
 
 def _attention(config: Config, layer: Any, ranks: int) -> float:
