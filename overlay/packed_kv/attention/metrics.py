@@ -84,7 +84,7 @@ class PackedStats(StatLoggerBase):
         self.tokens[self.prefill].inc(prompts.computed)
         self.tokens[PREFIX_CACHE].inc(prompts.cached_tokens)
         begun = len(iteration_stats.time_to_first_tokens_iter)
-        self.tokens[self.decode].inc(iteration_stats.num_generation_tokens - begun)
+        self.tokens[self.decode].inc(max(0, iteration_stats.num_generation_tokens - begun))
         for finished in iteration_stats.finished_requests:
             taken = {self.prefill}
             if finished.num_generation_tokens > 1:

@@ -55,7 +55,7 @@ def resolve_auto(config: VllmConfig) -> None:
     if not isinstance(options, dict) or options.get("calibration") != AUTO:
         return
     path = settled_file(config)
-    if path == cached_file(config):
+    if path.name != FILE_NAME:
         _ensure(path, config)
     config.additional_config = {**config.additional_config, "packed_kv": {**options, "calibration": str(path)}}
 

@@ -64,6 +64,8 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
         help="as vLLM's (default %(default)s)")  # fmt: skip
     add("--max-num-batched-tokens", type=whole, default=BATCHED_TOKENS, metavar="N",
         help="as vLLM's (default %(default)s); sliding layers keep two batches of them")  # fmt: skip
+    add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
+        help="as vLLM's, of state layers: float32, bfloat16, float16")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw requests against context (PNG; needs matplotlib)")
     return made
@@ -75,7 +77,8 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
         raise BadInput(f"--gpu-memory-utilization {options.gpu_memory_utilization:g} is no share; give 0 to 1, as 0.9")
     card = _card(options)
     config, folder = load(options.model)
-    model = parse(config, Path(options.model).name or options.model, options.tensor_parallel)
+    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
+    model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
     said = []
     context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
     if options.context is None:

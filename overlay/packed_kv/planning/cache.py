@@ -47,18 +47,20 @@ class Serving:
 
 @dataclass(frozen=True)
 class Spec:
-    """vLLM's KVCacheSpec of a layer: `page` bytes hold `block_size` tokens; `shape` tells apart what else differs."""
+    """vLLM's KVCacheSpec of a layer: `page` bytes hold `block_size` tokens, or a state, of which a request has
+    `states`; `shape` tells apart what else differs."""
 
     kind: str
     block_size: int
     page: int
     window: int = 0
     shape: tuple[int, ...] = ()
+    states: int = 0
 
     def blocks(self, serving: Serving) -> int:
         """Blocks of a request of `serving.context` tokens."""
         if self.kind == "state":
-            return 2 if serving.keeps_prefixes else 1
+            return self.states if serving.keeps_prefixes else 1
         if self.kind == "ring":  # the window and the token that is being made
             return -(-(self.window + 1) // self.block_size) + 1
         tokens, more = serving.context, 0
@@ -136,7 +138,8 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
     found, rings = [], []
     for layer in model.layers:
         if layer.kind == "state":
-            found.append(Spec("state", serving.context, state_page, shape=(layer.state_bytes,)))
+            shape = (layer.state_bytes,)
+            found.append(Spec("state", serving.context, state_page, shape=shape, states=layer.states))
         elif not layer.is_shared:
             slot = slot_bytes(dtype_of(dtype, layer, serving), layer, model)
             page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import HEAD_DIM_STEP
-from .states import state_bytes
+from .states import DTYPE_BYTES, state_of
 
 Config = dict[str, Any]
 
@@ -36,7 +36,6 @@ SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "g
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose layers all are state layers, though their configs do not say so."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class BadInput(ValueError):
@@ -47,8 +46,8 @@ class BadInput(ValueError):
 class Layer:
     """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
 
-    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one request and
-    rank. `is_shared`: it reads the pages of a layer before it and has none.
+    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
+    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none.
     """
 
     number: int
@@ -57,6 +56,7 @@ class Layer:
     head_size: int = 0
     window: int = 0
     state_bytes: int = 0
+    states: int = 0
     is_shared: bool = False
 
 
@@ -117,8 +117,11 @@ def _from_hub(name: str) -> Path:
         raise BadInput(f"{what}, and the Hugging Face Hub gives no config.json of it ({reason})") from error
 
 
-def parse(config: Config, name: str, ranks: int = 1) -> Model:
-    """The model of a config, split over `ranks`. Raises BadInput for what packed pages do not serve."""
+def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
+    """The model of a config, split over `ranks`. Raises BadInput for what packed pages do not serve.
+
+    `recurrent_dtype`: of state layers, vLLM's `--mamba-ssm-cache-dtype`; None: the model's.
+    """
     text = next((config[part] for part in ("text_config", "llm_config") if isinstance(config.get(part), dict)), config)
     text = {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
     kind = text.get("model_type", "of no model_type")
@@ -135,20 +138,19 @@ def parse(config: Config, name: str, ranks: int = 1) -> Model:
             f"num_attention_heads {heads}, hidden_size {hidden}); give a decoder's config"
         )
     text = {**text, "num_hidden_layers": number, "num_attention_heads": heads, "hidden_size": hidden}
+    if not any(set(kept) - {"state"} for kept in layer_kinds(text)):
+        raise BadInput(f"{name} ({kind}) has no attention layers, so no KV cache to plan; give a model that has")
+    if heads % ranks:
+        raise BadInput(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}; give another")
     dtype = first(text, "dtype", "torch_dtype") or "bfloat16"
-    model = Model(
+    return Model(
         name=name,
         config=text,
-        layers=tuple(_layers(text, name, ranks)),
+        layers=tuple(_layers(text, name, ranks, recurrent_dtype)),
         ranks=ranks,
         max_len=first(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 0,
         dtype_bytes=DTYPE_BYTES.get(dtype, 2),
     )
-    if not model.attention:
-        raise BadInput(f"{name} ({kind}) has no attention layers, so no KV cache to plan")
-    if heads % ranks:
-        raise BadInput(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}")
-    return model
 
 
 def first(config: Config, *names: str) -> Any:
@@ -156,17 +158,18 @@ def first(config: Config, *names: str) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _layers(text: Config, name: str, ranks: int) -> Iterable[Layer]:
+def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
     kinds = layer_kinds(text)
     own = len(kinds) - (text.get("num_kv_shared_layers") or 0)
     for number, kept in enumerate(kinds):
         for kind in kept:
             if kind == "state":
-                size = state_bytes(text, ranks, DTYPE_BYTES.get(first(text, "dtype", "torch_dtype") or "", 2))
-                if size is None:
+                dtype_bytes = DTYPE_BYTES.get(first(text, "dtype", "torch_dtype") or "", 2)
+                state = state_of(text, ranks, dtype_bytes, recurrent_dtype)
+                if state is None:
                     what = f"{name} has state layers of {text.get('model_type')}"
                     raise BadInput(f"{what}, whose size plan does not know; start the engine and read its line")
-                yield Layer(number, kind, state_bytes=size)
+                yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
             heads, size = _heads(text, name, kind)
             window = {"sliding": text.get("sliding_window"), "chunked": text.get("attention_chunk_size")}.get(kind) or 0

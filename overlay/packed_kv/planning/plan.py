@@ -135,8 +135,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
         lines.append(f"sliding and chunked layers keep blocks for {serving.in_flight_tokens:,} tokens in flight")
     if model.is_hybrid:
-        states = "2 states a layer (prefix caching)" if serving.keeps_prefixes else "1 state a layer"
-        lines.append(f"a request has {states}; pages are as large as a state")
+        number = max(layer.states for layer in model.layers)
+        lines.append(f"a request has {number} states a state layer (prefix caching); a page is as large as a state")
     lines.append(f"KL: {KL['source']}; calibrated once with packed-kv calibrate (and in brackets without)")
     if target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
