@@ -47,7 +47,8 @@ class Case:
         return {
             "max_model_len": CONTEXT, "max_num_batched_tokens": BATCHED_TOKENS, "max_num_seqs": 4, "block_size": BLOCK,
             "kv_cache_memory_bytes": MEMORY, "load_format": "dummy", "skip_tokenizer_init": True,
-            "mamba_ssm_cache_dtype": RECURRENT, "tensor_parallel_size": self.ranks, "kv_cache_dtype_skip_layers": [str(layer) for layer in self.skip],
+            "mamba_ssm_cache_dtype": RECURRENT, "tensor_parallel_size": self.ranks,
+            "kv_cache_dtype_skip_layers": [str(layer) for layer in self.skip],
         }  # fmt: skip
 
 
@@ -67,8 +68,10 @@ CASES = {
     "full, 2 ranks": Case("LlamaForCausalLM", ranks=2),
     "hybrid, 2 ranks": Case("NemotronHForCausalLM", ranks=2),
 }
-STARTED = ("full", "sliding and full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks")
-"""Those that --start starts: one of a kind."""
+ONE_OF_A_KIND = (
+    "full", "sliding and full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
+)  # fmt: skip
+"""Those that --start starts, and a test counts."""
 
 
 def planned(case: Case, dtype: str, in_flight_tokens: int) -> int:
@@ -93,7 +96,7 @@ def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity, get_kv_cache_configs
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
     from vllm.v1.worker.worker_base import get_supported_kv_cache_layouts
 
@@ -113,8 +116,9 @@ def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
         backends = {layer.get_attn_backend() for layer in layers}
         layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         resolve_kv_cache_layout(config, [layouts], specs.values())
-        planned_caches = get_kv_cache_configs(config, [specs], [MEMORY])
-        tokens, _ = get_kv_cache_capacity(config, generate_scheduler_kv_cache_config(planned_caches))
+        caches = kv_cache_utils.get_kv_cache_configs(config, [specs], [MEMORY])
+        cache = kv_cache_utils.generate_scheduler_kv_cache_config(caches)
+        tokens, _ = kv_cache_utils.get_kv_cache_capacity(config, cache)
     return tokens, config.max_in_flight_tokens
 
 
@@ -155,7 +159,7 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     worst = 0.0
     print(f"| layers | architecture | {' | '.join(options.dtypes)} |\n|---|---|{'---|' * len(options.dtypes)}")
-    for name in STARTED if options.start else CASES:
+    for name in ONE_OF_A_KIND if options.start else CASES:
         case = CASES[name]
         found = apart(started, case, options.dtypes) if options.start else counted(case, options.dtypes)
         cells = []

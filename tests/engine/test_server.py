@@ -187,7 +187,8 @@ def scraped(server: Server) -> dict[str, float]:
     """packed-kv's lines of /metrics: name with labels -> value."""
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("packed_kv"))}
+    ours = (line.rsplit(" ", 1) for line in lines if line.startswith("packed_kv"))
+    return {name: float(value) for name, value in ours}
 
 
 def test_help_lists_the_dtypes(tmp_path: Path) -> None:

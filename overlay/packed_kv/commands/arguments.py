@@ -11,14 +11,11 @@ from typing import NoReturn
 EXIT_BAD_INPUT = 2
 GIB = 1 << 30
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
-SIZES |= {f"{unit}IB": SIZES[unit] for unit in "KMGT"} | {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+SIZES |= {f"{unit}IB": SIZES[unit] for unit in "KMGT"} | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it; an option is not to be shortened."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, allow_abbrev=False, **options)  # type: ignore[arg-type]
+    """Says what is wrong in one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; {self.prog} --help lists the options", file=sys.stderr)
@@ -38,7 +35,7 @@ def tokens(text: str) -> int:
     found = re.fullmatch(r"(\d+)([kKmM]?)", text)
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"expected a number of tokens, as 32k, got {text!r}")
-    return int(found[1]) * SIZES[found[2].upper()]  # type: ignore[return-value]
+    return int(found[1]) * SIZES[found[2].upper()]
 
 
 def number(text: str) -> float:

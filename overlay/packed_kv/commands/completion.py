@@ -28,7 +28,7 @@ _packed_kv() {{
         [[ $key == *" "* ]] || return 0
         key="${{key% }}"; [[ $key == *" "* ]] && key="${{key% *}} " || key=""
     done
-    mapfile -t COMPREPLY < <(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}")
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _packed_kv packed-kv
 """
@@ -58,7 +58,7 @@ def words_of_all() -> Words:
         try:
             made = command.load("parser")(f"packed-kv {command.name}")
         except ModuleNotFoundError as error:
-            print(f"packed-kv completion: {command.name} without its options ({error.name} is missing)", file=sys.stderr)
+            print(f"packed-kv completion: no options of {command.name} ({error.name} is missing)", file=sys.stderr)
             continue
         found |= dict(_words(made, (command.name,)))
     return found
@@ -80,8 +80,8 @@ def _words(parser: argparse.ArgumentParser, before: tuple[str, ...]) -> Iterator
 
 def bash(words: Words) -> str:
     """A function that looks up the longest run of words that it knows; files where it knows none."""
-    cases = "\n".join(f'            "{" ".join(key)}") words="{" ".join(found)}"; break ;;' for key, found in words.items())
-    return BASH.format(cases=cases)
+    case = '            "{}") words="{}"; break ;;'
+    return BASH.format(cases="\n".join(case.format(" ".join(key), " ".join(found)) for key, found in words.items()))
 
 
 def zsh(words: Words) -> str:

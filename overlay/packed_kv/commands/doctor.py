@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,10 @@ def _version(distribution: str) -> str:
 
 def _vllm() -> Finding:
     """Which vLLM, and whether it is patched, in the words of packed-kv-patch. Reads files, and imports no vLLM."""
-    from packed_kv_patches import pins, tree
-
+    pins, tree = (import_module(f"packed_kv_patches.{name}") for name in ("pins", "tree"))
+    if importlib.util.find_spec("vllm") is None:
+        versions = [f"{wheel.distribution}=={pin.version}" for pin in pins.load().values() for wheel in pin.wheels]
+        return Finding(False, f"vLLM is not installed; pip install one of: {', '.join(versions)}")
     try:
         installed = tree.locate(None, pins.load())
         found = tree.inspect(installed)
@@ -122,7 +125,7 @@ def _entry_point() -> Finding:
     """Whether vLLM finds the plugin; VLLM_PLUGINS may leave it out."""
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "packed_kv" not in names:
-        return Finding(False, "vLLM would not find the plugin, as packed-kv is not installed here; run: pip install packed-kv")
+        return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "packed_kv" not in allowed.split(","):
         return Finding(False, f"VLLM_PLUGINS={allowed} leaves the plugin out; add packed_kv to it")
@@ -132,10 +135,10 @@ def _entry_point() -> Finding:
 def _engine(model: Model | None) -> Iterator[Finding]:
     """What a process finds that loads vLLM: plugin, device, FlashAttention, decode kernel."""
     head_dim, group = _heads(model)
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
     command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(head_dim)]
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
     try:
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PROBE_SECONDS, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, env=quiet, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         yield Finding(False, f"vLLM does not load within {PROBE_SECONDS} s; try: python -c 'import vllm'")
         return
@@ -166,8 +169,8 @@ def _device(found: dict[str, Any], head_dim: int, group: int) -> Iterator[Findin
         return
     yield Finding(True, f"{name}, {found['memory'] / GIB:.1f} GiB")
     if found["flash_attention"] is None:
-        yield Finding(False, f"no FlashAttention for heads of {head_dim} channels: prefill would run in PyTorch, many times "
-                             "slower; install the vLLM wheel that was built for this CUDA")  # fmt: skip
+        slow = f"no FlashAttention for heads of {head_dim} channels, so prefill would run in PyTorch, many times slower"
+        yield Finding(False, f"{slow}; install the wheel of vLLM that was built for this CUDA")
     else:
         yield Finding(True, f"FlashAttention {found['flash_attention']}")
     yield Finding(True, _decode_kernel(capability, head_dim, group))
@@ -180,8 +183,8 @@ def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> st
         return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not serve {refused})"
     folder = cache_folder()
     number = len(list(folder.glob("decode-*.cubin")))
-    compiled = f"{number} variants compiled in {folder}" if number else f"to be compiled at the first start, into {folder}"
-    return f"decodes of {heads} are served by the CUDA kernel, {compiled}"
+    state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
+    return f"decodes of {heads} are served by the CUDA kernel, {state} {folder}"
 
 
 def _heads(model: Model | None) -> tuple[int, int]:

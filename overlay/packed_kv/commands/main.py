@@ -26,12 +26,12 @@ class Command:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs under each dtype, by its config"),
-        Command("doctor", "packed_kv.commands.doctor", "is everything here that a server needs, and what to do if not"),
+        Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs, from its config"),
+        Command("doctor", "packed_kv.commands.doctor", "is all here that a server needs, and what to do if not"),
         Command("patch", "packed_kv_patches.patcher", "patch vLLM, or say whether it is (packed-kv-patch)"),
-        Command("calibrate", "tq_calibrate.cli", "write a model's calibration file (tq-calibrate)", "torch transformers tqdm"),
-        Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "torch vllm"),
-        Command("completion", "packed_kv.commands.completion", "print a script that completes words for bash, zsh or fish"),
+        Command("calibrate", "tq_calibrate.cli", "write a calibration file (tq-calibrate)", "torch transformers tqdm"),
+        Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "vllm"),
+        Command("completion", "packed_kv.commands.completion", "print a script for bash, zsh or fish"),
     )
 }  # fmt: skip
 

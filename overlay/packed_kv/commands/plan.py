@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
 
 def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     """The options of the command."""
-    made = Parser(prog, description=__doc__)
+    made = Parser(prog, description=__doc__, usage=f"{prog} MODEL (--gpu NAME | --gpu-memory SIZE) [options]")
     add = made.add_argument
     add("model", metavar="MODEL", help="folder, config.json, or id of the Hugging Face Hub")
     add("--gpu", metavar="NAME", help=f"one of {', '.join(cards.CARDS)}")
@@ -82,7 +82,8 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     said = []
     context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
     if options.context is None:
-        said.append(f"--context {context:,} assumed" + (f" (the model reads {model.max_len:,})" if model.max_len else ""))
+        reads = f"{model.max_len:,} tokens" if model.max_len else "the config does not say how many tokens"
+        said.append(f"--context {context:,} assumed; the model reads {reads}")
     elif model.max_len and context > model.max_len:
         said.append(f"--context {context:,} is more than the model's {model.max_len:,}")
     heavy = weights(model, options.weights, folder)

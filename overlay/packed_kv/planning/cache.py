@@ -138,8 +138,8 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
     found, rings = [], []
     for layer in model.layers:
         if layer.kind == "state":
-            shape = (layer.state_bytes,)
-            found.append(Spec("state", serving.context, state_page, shape=shape, states=layer.states))
+            size = (layer.state_bytes,)
+            found.append(Spec("state", serving.context, state_page, shape=size, states=layer.states))
         elif not layer.is_shared:
             slot = slot_bytes(dtype_of(dtype, layer, serving), layer, model)
             page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)

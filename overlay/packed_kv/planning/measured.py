@@ -1,10 +1,12 @@
 """What was measured, from `measured.json` (tests hold it to benchmarks/results/ and docs/quality.md), and the estimate
 of a decode step that it gives.
 
-    step = fixed + requests * request + (weights read / share of bf16 + KV read / share of the dtype) / bandwidth
+    step = fixed + requests * request / ranks + collectives + reading
+    reading = (weights / share of bf16 + KV / share of the dtype) / bandwidth        bytes of one rank
+    collectives = 2 a layer, each `collective`, where there are several ranks
 
 A share is that of a card's peak bandwidth at which bytes are read; `fixed` and `request` are what a step takes beside
-reading: launches, sampling, the host.
+reading: launches, sampling, the host; and arithmetic, which ranks share.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def kl(dtype: str, has_window: bool, calibrated: bool) -> float | None:
     return table["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 
-def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, requests: int, bandwidth: float) -> float:
+def step_seconds(
+    model: Model, dtype: str, serving: Serving, weights: Weights, requests: int, bandwidth: float
+) -> float:
     """A decode step of `requests` requests, each of `serving.context` tokens, on cards of `bandwidth` bytes/s each."""
     share = STEP["share"]
     read = weights.read(requests) / model.ranks / share[DENSE]
@@ -40,4 +44,6 @@ def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, r
         name = dtype_of(dtype, layer, serving)
         read += requests * tokens * layer.kv_heads * slot_bytes(name, layer, model) / share[name]
         read += requests * window * layer.kv_heads * ring_slot_bytes(layer.head_size) / share[name]
-    return (STEP["fixed_ms"] + requests * STEP["request_ms"]) / 1e3 + read / bandwidth
+    collectives = 2 * model.config["num_hidden_layers"] if model.ranks > 1 else 0
+    beside = STEP["fixed_ms"] + requests * STEP["request_ms"] / model.ranks + collectives * STEP["collective_ms"]
+    return beside / 1e3 + read / bandwidth

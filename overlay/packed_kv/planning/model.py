@@ -191,7 +191,7 @@ def _heads(text: Config, name: str, kind: str) -> tuple[int, int]:
         size = text["global_head_dim"]
         kv_heads = text.get("num_global_key_value_heads") or kv_heads
     if not isinstance(kv_heads or heads, int) or not isinstance(size, int):
-        raise BadInput(f"{name} has heads that differ from layer to layer (KV heads {kv_heads}), which plan cannot read")
+        raise BadInput(f"{name} has heads that differ from layer to layer (KV heads {kv_heads}); plan reads one number")
     if text.get("v_head_dim") and text["v_head_dim"] != size:
         raise BadInput(f"{name} has K of {size} and V of {text['v_head_dim']} channels; packed pages need equal sizes")
     if size % HEAD_DIM_STEP:

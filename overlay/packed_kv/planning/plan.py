@@ -117,8 +117,8 @@ def recommend(target: Target, rows: list[Row]) -> str:
             also = f"; {faster.dtype} would take {faster.step_ms:.1f} ms a step instead of {dense.step_ms:.1f}"
         return f"{DENSE}: it holds the {wanted} without any loss{also}."
     return (
-        f"{best.dtype}{', calibrated' if best.dtype != FP8 else ''}: of the dtypes that hold {wanted}, it has the least "
-        f"KL ({best.kl:g} of fp8's rounding); bf16 holds {dense.requests}, fp8 {by_name[FP8].requests}."
+        f"{best.dtype}{', calibrated' if best.dtype != FP8 else ''}: of the dtypes that hold {wanted}, it has the "
+        f"least KL ({best.kl:g} of fp8's rounding); bf16 holds {dense.requests}, fp8 {by_name[FP8].requests}."
     )
 
 
