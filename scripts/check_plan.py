@@ -35,11 +35,19 @@ RECURRENT = "float32"
 
 @dataclass(frozen=True)
 class Case:
-    """What is served: an architecture of `coverage_models`, on how many ranks, with which layers skipped."""
+    """What is served: an architecture of `coverage_models`, on how many ranks, with which layers skipped and with
+    which kinds of layers instead of its own."""
 
     architecture: str
     ranks: int = 1
     skip: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What its config.json says."""
+        kinds = {"layer_types": self.kinds, "num_hidden_layers": len(self.kinds)} if self.kinds else {}
+        return MODELS[self.architecture] | kinds
 
     @property
     def options(self) -> dict[str, Any]:
@@ -55,6 +63,9 @@ class Case:
 CASES = {
     "full": Case("LlamaForCausalLM"),
     "sliding and full": Case("Gemma3ForCausalLM"),
+    "5 sliding, 4 full": Case(
+        "Gemma3ForCausalLM", kinds=("sliding_attention", "full_attention") * 4 + ("sliding_attention",)
+    ),
     "sliding": Case("MistralForCausalLM"),
     "chunked": Case("Llama4ForCausalLM"),
     "hybrid, Mamba-2": Case("GraniteMoeHybridForCausalLM"),
@@ -69,14 +80,14 @@ CASES = {
     "hybrid, 2 ranks": Case("NemotronHForCausalLM", ranks=2),
 }
 ONE_OF_A_KIND = (
-    "full", "sliding and full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
+    "full", "5 sliding, 4 full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
 )  # fmt: skip
 """Those that --start starts, and a test counts."""
 
 
 def planned(case: Case, dtype: str, in_flight_tokens: int) -> int:
     """KV tokens that `packed-kv plan` predicts."""
-    model = parse(MODELS[case.architecture], case.architecture, case.ranks, RECURRENT)
+    model = parse(case.config, case.architecture, case.ranks, RECURRENT)
     serving = Serving(CONTEXT, None, in_flight_tokens, frozenset(case.skip), BLOCK)
     return capacity(model, DENSE if dtype == "auto" else dtype, serving, MEMORY).tokens
 
@@ -84,7 +95,7 @@ def planned(case: Case, dtype: str, in_flight_tokens: int) -> int:
 def counted(case: Case, dtypes: Sequence[str]) -> list[tuple[int, int]]:
     """KV tokens by vLLM, without a start, and the tokens that it expects in flight, for each dtype."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODELS[case.architecture]))
+        Path(folder, "config.json").write_text(json.dumps(case.config))
         return [_counted(folder, case, dtype) for dtype in dtypes]
 
 
@@ -142,7 +153,7 @@ def started(case: Case, dtypes: Sequence[str]) -> list[tuple[int, int]]:
     """KV tokens by engines that start, and the tokens that they expect in flight."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODELS[case.architecture]))
+        Path(folder, "config.json").write_text(json.dumps(case.config))
         for dtype in dtypes:
             more = {"distributed_executor_backend": "mp"} if case.ranks > 1 else {}
             with engine(folder, dtype, **case.options, **more) as llm:

@@ -66,6 +66,30 @@ def test_requests_are_those_that_a_measured_engine_held() -> None:
         assert cache.capacity(shape, dtype, serving, int(row["kv_bytes"])).requests == int(row["fit"]), row
 
 
+STATES = {
+    "GraniteMoeHybridForCausalLM": 3 * 640 * 2 + 8 * 64 * 64 * 4,
+    "FalconH1ForCausalLM": 3 * 640 * 2 + 8 * 64 * 64 * 4,
+    "NemotronHForCausalLM": 3 * (512 + 2 * 2 * 64) * 2 + 8 * 64 * 64 * 4,
+    "JambaForCausalLM": 3 * 512 * 2 + 512 * 16 * 4,
+    "Qwen3NextForCausalLM": 3 * 512 * 2 + 4 * 64 * 64 * 4,
+    "Lfm2ForCausalLM": 2 * 256 * 2,
+}
+"""Architecture of `coverage_models` -> bytes of a state: convolution (bfloat16) and recurrence (float32), in the shapes
+that vLLM 0.32 builds."""
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_states_have_vllms_shapes(architecture: str) -> None:
+    found = model.parse(MODELS[architecture], architecture, recurrent_dtype="float32")
+    assert {layer.state_bytes for layer in found.layers if layer.kind == "state"} == {STATES[architecture]}
+    halved = model.parse(MODELS[architecture], architecture, ranks=2, recurrent_dtype="float32")
+    group = (
+        3 * 64 * 2 if MODELS[architecture].get("mamba_n_groups") == 1 else 0
+    )  # which each rank has, half a one or not
+    sizes = {layer.state_bytes for layer in halved.layers if layer.kind == "state"}
+    assert sizes == {STATES[architecture] // 2 + group}
+
+
 def rows(name: str) -> list[dict[str, str]]:
     with (RESULTS / name).open(newline="") as file:
         return list(csv.DictReader(file))
