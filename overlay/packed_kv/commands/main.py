@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"packed-kv {command.name}: {error.name} is missing; pip install {command.needs}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    return run(words[1:], prog=f"packed-kv {command.name}")
+    try:
+        return run(words[1:], prog=f"packed-kv {command.name}")
+    except BrokenPipeError:  # who reads our output has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def parser() -> Parser:

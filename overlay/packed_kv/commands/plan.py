@@ -34,8 +34,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
         else:
             print(table(target, rows))
             print(f"\n{textwrap.fill(recommend(target, rows), WIDTH)}\n")
-            refused = [f"{row.dtype} would not start: {row.refused}" for row in rows if row.refused]
-            for line in refused + assumptions(target, said):
+            refused = dict.fromkeys(row.refused for row in rows if row.refused)
+            names = [(", ".join(row.dtype for row in rows if row.refused == why), why) for why in refused]
+            for line in [f"{name} would not start: {why}" for name, why in names] + assumptions(target, said):
                 print(textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  "))
         if options.plot:
             plot(target, options.plot)

@@ -96,7 +96,7 @@ def recommend(target: Target, rows: list[Row]) -> str:
         cheap = [row for row in known if row.kl is not None and row.kl <= 1]
         best = max(cheap, key=lambda row: (row.requests, -(row.kl or 0)))
         if best.dtype == DENSE:
-            return f"{DENSE}: no dtype that holds more costs as little as fp8's rounding without a recent window."
+            return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."
         return (
             f"{best.dtype}, calibrated: the most requests of {context} ({best.requests}; bf16 {dense.requests}, fp8 "
             f"{by_name[FP8].requests}) at a KL no larger than that of fp8's rounding ({best.kl:g} of it)."

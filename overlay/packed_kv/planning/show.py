@@ -23,7 +23,7 @@ def table(target: Target, rows: list[Row]) -> str:
     numbers = {row.requests_in_step for row in rows if row.requests_in_step}
     title = f"{target.model.name} on {target.model.ranks} x {target.card.name}, requests of {target.serving.context:,}"
     title += f" tokens; steps of {max(numbers)} requests, or as many as fit" if numbers else ""
-    return "\n".join([title, "", *lines])
+    return "\n".join([title, "", *(line.rstrip() for line in lines)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -65,7 +65,9 @@ def plot(target: Target, file: Path) -> None:
         shown = [(context, number) for context, number in zip(contexts, held, strict=True) if number]
         axes.plot(*zip(*shown, strict=True) if shown else ([], []), marker="o", markersize=3, label=", ".join(names))
     axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context // 1024}k" if context >= 1024 else str(context) for context in contexts])
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:,g}")
     axes.set_xlabel("tokens of a request")
     axes.set_ylabel("requests that fit")
     axes.set_title(f"{target.model.name}, {target.kv_memory / 2**30:.1f} GiB of KV cache a card ({target.card.name})")

@@ -42,7 +42,7 @@ def weights(model: Model, form: str | float | None, folder: Path | None) -> Weig
     linear, experts, vocabulary = parameters(model)
     share = _experts_per_token(model.config) / max(1, _experts(model.config))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
-    tables = 1 if model.config.get("tie_word_embeddings", False) else 2
+    tables = 1 if model.config.get("tie_word_embeddings", True) else 2
     dense = linear * bits / 8 + vocabulary * model.dtype_bytes  # of an input embedding a step reads a few rows
     routed = experts * bits / 8
     total = dense + routed + (tables - 1) * vocabulary * model.dtype_bytes
