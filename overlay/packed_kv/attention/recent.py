@@ -50,17 +50,28 @@ SAFE_CONNECTORS = ("OffloadingConnector",)
 
 
 def recent_tokens(config: VllmConfig) -> int:
-    """Tokens of the recent window, 0: none. Raises OptionError where it was asked for and cannot be."""
+    """Tokens of the recent window, 0: none; the log says which. Raises OptionError where it was asked for and cannot
+    be."""
+    tokens, reason = find_window(config)
+    if reason:
+        logger.info_once("KV cache: no recent window with %s", reason, scope="local")
+    elif tokens:
+        logger.info_once("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens, scope="local")
+    return tokens
+
+
+def find_window(config: VllmConfig) -> tuple[int, str]:
+    """Tokens of the recent window, 0: none; and why there is none where nobody asked for that, or "". Raises
+    OptionError."""
     asked = read_options(config.additional_config).recent_tokens
     if asked == 0 or config.model_config.runner_type == "draft":
-        return 0
+        return 0, ""
     if reason := _without(config):
         if asked:
             raise OptionError(
                 f"--additional-config: packed_kv.recent_tokens {asked} is not possible with {reason}; write 0"
             )
-        logger.info_once("KV cache: no recent window with %s", reason, scope="local")
-        return 0
+        return 0, reason
     longest = config.model_config.max_model_len
     sliding = config.model_config.get_sliding_window()
     bound = min(longest, sliding or longest)
@@ -69,9 +80,7 @@ def recent_tokens(config: VllmConfig) -> int:
         raise OptionError(
             f"--additional-config: packed_kv.recent_tokens {asked} is more than {what} tokens; write at most {bound}"
         )
-    tokens = min(asked or DEFAULT_TOKENS, bound)
-    logger.info_once("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens, scope="local")
-    return tokens
+    return min(asked or DEFAULT_TOKENS, bound), ""
 
 
 def _without(config: VllmConfig) -> str | None:
