@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS, HEAD_DIM_STEP
+from .formats import FORMATS, HEAD_DIM_STEP, Format
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
@@ -28,6 +28,8 @@ TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
+MIXES_NEIGHBOURS = ("quaternion", "givens")
+"""Rotations of a few channels at a time, for which it matters which channels share a scale."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 
 Row = TypeVar("Row")
@@ -96,6 +98,14 @@ class Calibration:
     def refuse(self, fault: str) -> NoReturn:
         """Raise CalibrationError about this file."""
         _refuse(self.path, fault)
+
+
+def fields_for(fmt: Format) -> tuple[str, ...]:
+    """Fields of a `LayerCalibration` that a format takes; arguments of a `PagedCodec`."""
+    centred = ("key_mean", "key_first_mean", "key_scale")
+    if fmt.outlier_bits:
+        return ("key_outliers", "value_outliers", *centred, "value_scale")
+    return ("key_order", "value_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
 
 
 def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
