@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers_cache
 from calibration_files import content, write
 from packed_kv import FORMATS
 from packed_kv.attention.active_blocks import AttentionOptions, RecentTokens, attend
@@ -83,7 +84,7 @@ def test_a_decode_reads_what_the_engine_reads(name, calibrated, window, calibrat
     tokens, group = 50, 3
     key, value = keys_and_values(tokens)
     cache = PackedCache(name, recent_tokens=window, calibration=calibration if calibrated else None)
-    read_key, read_value = fill(layer_of(cache), key, value, at_once=1)
+    read_key, read_value = fill(layer_of(cache), key, value, at_once=tokens - 1)
     query = gaussian(1, HEADS * group, HEAD_DIM, seed=3)
     scores = torch.einsum("hgd,htd->hgt", query.view(HEADS, group, HEAD_DIM), read_key[0]) * HEAD_DIM**-0.5
     ours = torch.einsum("hgt,htd->hgd", scores.softmax(-1), read_value[0]).reshape(1, HEADS * group, HEAD_DIM)
@@ -254,6 +255,14 @@ def test_assisted_generation_takes_back_what_was_not_accepted(demo, tokenizer):
     found = generate(demo, inputs, cache, prompt_lookup_num_tokens=3)
     assert torch.equal(found, generate(demo, inputs, DynamicCache()))
     assert cache.get_seq_length() < found.shape[1]
+
+
+def test_the_script_measures_what_is_lost_and_held(demo, tokenizer):
+    ids = tokenizer(PROMPTS[1], return_tensors="pt")["input_ids"]
+    near, far = (transformers_cache.compare(demo, [ids], PackedCache("turboquant25", recent_tokens=n)) for n in (99, 0))
+    assert 0 < near.kl_mean < 0.02 * far.kl_mean
+    assert far.cache_bytes[1] / far.cache_bytes[0] == 2 * FORMATS["turboquant25"].compression(128)  # fp32 to it
+    assert near.cache_bytes[0] > far.cache_bytes[0]
 
 
 def tiny_mistral(window: int) -> MistralForCausalLM:
