@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCach
 
 @dataclass(frozen=True)
 class Found:
-    """KL in nats; `cache_bytes`: of the packed cache and of transformers' own at the end; `step_ms`: medians of both."""
+    """KL in nats; `cache_bytes`, at the end, and `step_ms`, medians: of the packed cache and of transformers' own."""
 
     kl_mean: float
     kl_error: float | None

@@ -1,7 +1,7 @@
 """The distributions as scripts/release.sh builds them, and an environment in which the wheel is installed.
 
 torch, vLLM and the like are those of the environment that runs the tests: its folder of packages is put behind the new
-one's, by a .pth file. Such a folder's own .pth files are not read, so the editable install of this checkout is not seen.
+one's, by a .pth file. Such a folder's own .pth files are not read, so this checkout's editable install is not seen.
 """
 
 from __future__ import annotations
