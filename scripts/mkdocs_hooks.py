@@ -1,8 +1,9 @@
 """Makes the repository's relative links work in the docs site, too.
 
-A page of docs/ links to a file outside as on any host of repositories: `../benchmarks/results/routes.csv`. The site has a
-copy of each such file in `repository/`, and the link leads there. Pages in Markdown become pages, whose own links are
-followed alike; a link to a folder leads to its README.md, or else to a list of its files. MkDocs then checks all links.
+A page of docs/ links to a file outside as on any host of repositories: `../benchmarks/results/routes.csv`. The site
+has a copy of each such file in `repository/`, and the link leads there. Pages in Markdown become pages, whose own links
+are followed alike; a link to a folder leads to its README.md, or else to a list of its files. MkDocs then checks all
+links.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class CalibrationError(ValueError):
 class LayerCalibration:
     """A layer's channels, by KV head of the whole model.
 
-    `key_outliers`, `value_outliers`: `[KV heads][outlier channels]`, ascending. `key_order`, `value_order`: all channels
-    in packing order, `[KV heads][head_size]`, or None.
+    `key_outliers`, `value_outliers`: `[KV heads][outlier channels]`, ascending. `key_order`, `value_order`: all
+    channels in packing order, `[KV heads][head_size]`, or None.
 
     The rest is `[KV heads][head_size]` too, in the model's order of channels, or None. A key is stored less `key_mean`
     (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times

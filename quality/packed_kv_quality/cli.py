@@ -50,10 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         add_run_arguments(command, name)
         command.set_defaults(run=_run)
     plots = commands.add_parser("plots", help="draw the plots of a run again", description="Draw a run's plots again.")
-    plots.add_argument(
-        "results", type=Path, metavar="DIR",
-        help="--output of a run: it has quality.json or recall.json; or a quality.json by another name",
-    )  # fmt: skip
+    plots.add_argument("folder", type=Path, metavar="DIR", help="--output of a run: it has quality.json or recall.json")
     plots.set_defaults(run=_plots)
     return parser.parse_args(arguments)
 
@@ -73,7 +70,7 @@ def _plots(options: argparse.Namespace) -> int:
         from .plots import draw
     except ModuleNotFoundError as error:
         raise BadInput(f"{error.name} is missing; pip install 'packed-kv[plots]'") from error
-    draw(options.results)
+    draw(options.folder)
     return 0
 
 
