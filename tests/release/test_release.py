@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 import sys
 import tarfile
@@ -129,7 +130,12 @@ def test_what_is_imported_there_comes_from_the_wheel(installed: Installed):
     assert not Path(torch).is_relative_to(installed.folder)
 
 
-def test_its_commands_run(installed: Installed, metadata):
-    for command in ("packed-kv-patch", "packed-kv-quality", "tq-calibrate"):
+def test_its_commands_run(installed: Installed, wheel):
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    points = configparser.ConfigParser()
+    points.read_string(wheel.read(entry_points).decode())
+    commands = [*points["console_scripts"]]
+    assert {"packed-kv-patch", "packed-kv-quality", "tq-calibrate"} <= {*commands}
+    for command in commands:
         assert f"usage: {command}" in installed.run(command, "--help").stdout
     assert re.search(r"vllm(-cpu)? 0\.\d+\.\d+", installed.run("packed-kv-patch", "status").stdout)
