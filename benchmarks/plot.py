@@ -30,6 +30,7 @@ def last_rows(file: Path, keys: Iterable[str]) -> dict[tuple[str, ...], dict[str
 def new_axes(title: str, chosen: list[dict[str, str]], x_label: str, y_label: str) -> tuple[Figure, Axes]:
     row, commits = chosen[0], " ".join(dict.fromkeys(row["commit"] for row in chosen))
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    axes.set_prop_cycle(color=[*matplotlib.colormaps["tab20"].colors[::2], *matplotlib.colormaps["tab20"].colors[1::2]])
     axes.set_title(f"{title}\n{row['gpu']}, vLLM {row['vllm']}, PyTorch {row['torch']}, {commits}", fontsize=10)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

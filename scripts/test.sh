@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and tests; arguments go to pytest (scripts/test.sh tests/test_codecs.py -k 3bit).
+# Lint, types, tests and the docs site; arguments go to pytest (scripts/test.sh tests/test_codecs.py -k 3bit).
 # --verify-patches as the first argument also checks the patches against the pinned wheels (a download of 1 GB).
 set -euo pipefail
 # shellcheck source=scripts/setup_env.sh
@@ -31,6 +31,10 @@ else
     cat "$kernel_log"
     : >"$kernel_log"
     ((!failed))
+fi
+if ((!$#)); then
+    say "docs"
+    PACKED_KV_PYTHON=$bin/python scripts/docs.sh
 fi
 say "packed-kv-patch verify"
 "$bin/packed-kv-patch" verify "${verify[@]}"

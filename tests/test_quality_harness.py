@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,13 @@ def test_plots_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "quality.json").write_text('{"rows": [{"dtype": "auto", "recall": []}]}')
     assert main(["plots", str(tmp_path)]) == 2
     assert "is not of this version" in capsys.readouterr().err
+
+
+def test_plots_of_a_result_under_another_name(tmp_path: Path) -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "quality-smollm2-h200"
+    shutil.copy(results / "calibrated-window-64.json", tmp_path / "mine.json")
+    assert main(["plots", str(tmp_path / "mine.json")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-pareto.png", "mine-recall.png", "mine.json"]
 
 
 def recalled(dtype: str, size: float, *counts: int) -> Recall:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS, HEAD_DIM_STEP
+from .formats import FORMATS, HEAD_DIM_STEP, Format
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
@@ -28,6 +28,8 @@ TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
+MIXES_NEIGHBOURS = ("quaternion", "givens")
+"""Rotations of a few channels at a time, for which it matters which channels share a scale."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 
 Row = TypeVar("Row")
@@ -43,10 +45,10 @@ class CalibrationError(ValueError):
 class LayerCalibration:
     """A layer's channels, by KV head of the whole model.
 
-    `key_outliers`, `value_outliers`: [KV heads][outlier channels], ascending. `key_order`, `value_order`: all channels
-    in packing order, [KV heads][head_size], or None.
+    `key_outliers`, `value_outliers`: `[KV heads][outlier channels]`, ascending. `key_order`, `value_order`: all
+    channels in packing order, `[KV heads][head_size]`, or None.
 
-    The rest is [KV heads][head_size] too, in the model's order of channels, or None. A key is stored less `key_mean`
+    The rest is `[KV heads][head_size]` too, in the model's order of channels, or None. A key is stored less `key_mean`
     (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
     `value_scale`.
     """
@@ -96,6 +98,14 @@ class Calibration:
     def refuse(self, fault: str) -> NoReturn:
         """Raise CalibrationError about this file."""
         _refuse(self.path, fault)
+
+
+def fields_for(fmt: Format) -> tuple[str, ...]:
+    """Fields of a `LayerCalibration` that a format takes; arguments of a `PagedCodec`."""
+    centred = ("key_mean", "key_first_mean", "key_scale")
+    if fmt.outlier_bits:
+        return ("key_outliers", "value_outliers", *centred, "value_scale")
+    return ("key_order", "value_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
 
 
 def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:

@@ -6,7 +6,6 @@ Imports matplotlib, which only they need.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
 from packed_kv import FORMATS
 
 from .arguments import BadInput
@@ -23,20 +23,26 @@ from .measurement import Measurement
 from .recall_map import Cell
 
 OURS, OTHERS, GREY = "#1f5fa8", "#c25b12", "#666666"
+MARKER = 5
+"""Pixels from a point's middle that no name may touch."""
+LABEL_PLACES = ((6, -3, "left"), (-6, -3, "right"), (6, 5, "left"), (6, -11, "left"), (-6, 5, "right"), (6, 14, "left"))
+"""Points right of and above a point, in order of preference, and the side that is aligned there."""
 
 
-def draw(folder: Path) -> None:
-    """pareto.png of the dtypes in the folder's quality.json, and recall.png of the recall in it or in recall.json.
+def draw(results: Path) -> None:
+    """pareto.png of the dtypes in a folder's quality.json, and recall.png of the recall in it or in recall.json; of a
+    quality.json under another NAME.json, NAME-pareto.png and NAME-recall.png beside it.
 
-    Raises BadInput if there is neither, or one of another version.
+    Raises BadInput if there is none, or one of another version.
     """
-    paths = [path for name in ("quality.json", "recall.json") if (path := folder / name).exists()]
-    if not paths:
-        raise BadInput(f"{folder} has neither quality.json nor recall.json")
-    for path in paths:
+    paths = [results] if results.is_file() else [results / name for name in ("quality.json", "recall.json")]
+    if not any(path.exists() for path in paths):
+        raise BadInput(f"{results} has neither quality.json nor recall.json")
+    prefix = f"{results.stem}-" if results.is_file() else ""
+    for path in filter(Path.exists, paths):
         try:
             found = json.loads(path.read_text())
-            of_text = path.name == "quality.json"
+            of_text = path.name != "recall.json"
             measured = [Measurement.from_dict({**row, "losses": []}) for row in found["rows"]] if of_text else []
             recall = {row["dtype"]: [Cell(**cell) for cell in row["recall"]] for row in found["rows"] if row["recall"]}
         except (ValueError, KeyError, TypeError) as error:
@@ -44,9 +50,9 @@ def draw(folder: Path) -> None:
         name = Path(found["run"]["settings"]["model"]).name
         if len(measured) > 2:
             title = f"{name}: quality and size of KV-cache dtypes"
-            pareto(measured, found["limits"]["rounding"], title, folder / "pareto.png")
+            pareto(measured, found["limits"]["rounding"], title, path.with_name(f"{prefix}pareto.png"))
         if recall:
-            recall_maps(recall, f"{name}: planted facts recalled, %", folder / "recall.png")
+            recall_maps(recall, f"{name}: planted facts recalled, %", path.with_name(f"{prefix}recall.png"))
 
 
 def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:
@@ -85,15 +91,19 @@ def _better(one: Measurement, other: Measurement) -> bool:
 
 
 def _label(axes: Axes, rows: Sequence[Measurement]) -> None:
-    """Names beside the points, one above the other where points of one size would write over each other."""
+    """Names beside the points, where they write over neither a point nor another name if there is such a place."""
     axes.figure.canvas.draw()  # until then the axes have no place
-    taken: dict[float, float] = {}
+    points = [axes.transData.transform((row.bytes_per_token, row.scores.kl_mean)) for row in rows]
+    taken = [Bbox.from_bounds(x - MARKER, y - MARKER, 2 * MARKER, 2 * MARKER) for x, y in points]
     for row in sorted(rows, key=lambda row: row.scores.kl_mean):
         point = (row.bytes_per_token, row.scores.kl_mean)
-        height = axes.transData.transform(point)[1] * 72 / axes.figure.dpi
-        lift = max(-3.0, taken.get(row.bytes_per_token, -math.inf) + 9 - height)
-        taken[row.bytes_per_token] = height + lift
-        axes.annotate(row.dtype, point, (6, lift), textcoords="offset points", size=8)
+        for x, y, side in LABEL_PLACES:
+            text = axes.annotate(row.dtype, point, (x, y), textcoords="offset points", size=8, ha=side)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken) or (x, y, side) == LABEL_PLACES[-1]:
+                taken.append(box)
+                break
+            text.remove()
 
 
 def recall_maps(recall: Mapping[str, Sequence[Cell]], title: str, path: Path) -> None:

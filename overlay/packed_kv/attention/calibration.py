@@ -11,7 +11,16 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 
 from ..formats import GROUP_SIZE, Format
-from ..outliers import FILE_NAME, Calibration, LayerCalibration, heads_of_rank, layer_number, load
+from ..outliers import (
+    FILE_NAME,
+    MIXES_NEIGHBOURS,
+    Calibration,
+    LayerCalibration,
+    fields_for,
+    heads_of_rank,
+    layer_number,
+    load,
+)
 from .options import read_options
 
 if TYPE_CHECKING:
@@ -20,8 +29,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 Rows = list[list[int]] | list[list[float]]
-MIXES_NEIGHBOURS = ("quaternion", "givens")
-"""Rotations of a few channels at a time, for which it matters which channels share a scale."""
 WORDS = {
     "key_outliers": "outlier channels",
     "key_order": "channel orders",
@@ -68,10 +75,7 @@ class RankCalibration:
     @property
     def arguments(self) -> tuple[str, ...]:
         """What the format takes of a `LayerCalibration`."""
-        centred = ("key_mean", "key_first_mean", "key_scale")
-        if self.fmt.outlier_bits:
-            return ("key_outliers", "value_outliers", *centred, "value_scale")
-        return ("key_order", "value_order", *centred) if self.fmt.rotation in MIXES_NEIGHBOURS else centred
+        return fields_for(self.fmt)
 
     def uses(self) -> str:
         """What of the file is used, in words; empty if nothing is."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import FORMATS
+from ..formats import FORMATS, Format
 from .codec import Channels, Codec
 from .transform import Numbers
 
-__all__ = ["Codec", "get_codec"]
+__all__ = ["Codec", "format_named", "get_codec"]
 
 
 def get_codec(
@@ -23,6 +23,11 @@ def get_codec(
     first_mean: Numbers | None = None,
 ) -> Codec:
     """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
+    return Codec(format_named(name), head_dim, role, outliers, device, channel_order, mean, scale, first_mean)
+
+
+def format_named(name: str) -> Format:
+    """The format of a KV-cache dtype. Raises ValueError for an unknown name."""
     if name not in FORMATS:
         raise ValueError(f"unknown KV-cache dtype {name!r}; known: {', '.join(FORMATS)}")
-    return Codec(FORMATS[name], head_dim, role, outliers, device, channel_order, mean, scale, first_mean)
+    return FORMATS[name]

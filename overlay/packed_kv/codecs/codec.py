@@ -93,8 +93,7 @@ class Codec:
 
         first: as it was given to `encode`.
         """
-        stored = self.unrotate(self.dequantize(*self.unpack(packed)))
-        return self.transform.inverse(stored, first)[..., : self.head_dim]
+        return self.restore(self.dequantize(*self.unpack(packed)), first)
 
     def quantize(self, x: torch.Tensor, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """float [..., head_dim] -> codes uint8 [..., stored_dim], scale bytes uint8 [..., stored_dim / 32].
@@ -118,6 +117,10 @@ class Codec:
         x = self.pad(x.to(torch.float32))
         x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), first).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         return self.rotate(x)
+
+    def restore(self, rotated: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+        """Undo `prepare`, but for rounding: fp32 [..., stored_dim] -> [..., head_dim]. first: see `decode`."""
+        return self.transform.inverse(self.unrotate(rotated), first)[..., : self.head_dim]
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[..., head_dim] -> [..., stored_dim], zeros behind."""

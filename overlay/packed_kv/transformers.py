@@ -1,0 +1,305 @@
+"""A KV cache for Hugging Face transformers that holds packed bytes.
+
+    model.generate(**inputs, past_key_values=PackedCache("tq4"))
+
+Every token lies as the reference codec packs it (docs/formats.md), and the newest ones of a sequence once more in 8
+bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
+for as long as its attention takes, in PyTorch: this saves memory, not time.
+
+What attention reads: a lone token, all of it as it is stored, its own key and value included, the newest from the 8
+bits; several tokens at once, a prompt or a part of one, those before them as they are stored and their own as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .codecs import format_named, ring
+from .codecs.pages import PagedCodec
+from .outliers import Calibration, fields_for, load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from .codecs import Codec
+    from .formats import Format
+
+RECENT_TOKENS = 64
+"""The engine's default, too."""
+TILE = 1024
+"""Tokens that are unpacked at a time, through fp32."""
+
+
+@dataclass
+class _Settings:
+    """What all layers of a cache share. `starts`: int64 [sequences], the column of each one's first token, or None:
+    column 0."""
+
+    fmt: Format
+    recent_tokens: int
+    calibration: Calibration | None
+    starts: torch.Tensor | None
+
+    def codec(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> PagedCodec:
+        """That of a layer with keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
+        heads, head_dim = key.shape[1], key.shape[-1]
+        if value.shape[-1] != head_dim:
+            raise ValueError(f"layer {layer} has keys of {head_dim} and values of {value.shape[-1]} channels; give one")
+        rows = {} if self.calibration is None else self._rows(self.calibration, layer, heads, head_dim)
+        return PagedCodec(self.fmt, head_dim, device=key.device, **rows)
+
+    def _rows(self, file: Calibration, layer: int, heads: int, head_dim: int) -> dict[str, Any]:
+        if layer not in file.layers:
+            file.refuse(f"has no entry for layer {layer}")
+        if (file.kv_heads, file.head_size) != (heads, head_dim):
+            found, ours = f"{file.kv_heads} KV heads of {file.head_size}", f"{heads} of {head_dim}"
+            file.refuse(f"made for another model: {found} channels, layer {layer} has {ours}")
+        return {name: getattr(file.layers[layer], name) for name in fields_for(self.fmt)}
+
+
+class PackedCache(Cache):
+    """A cache for `generate`, `forward` and their like; one object for one batch of sequences.
+
+    Args:
+        dtype: a KV-cache dtype (`packed_kv.FORMATS`).
+        recent_tokens: newest tokens of a sequence that are read at 8 bits; 0: none.
+        calibration: a turboquant_kv.json of this model (`tq-calibrate`); None: none.
+        config: the model's. With it, layers with a sliding window hold that many tokens; without, all of them.
+        attention_mask: of the prompts, [sequences, tokens], 0 for padding. Needed where prompts are padded on the left
+            and the calibration has means of the first token: it tells which token that is. Beams share their
+            sequence's.
+
+    Raises:
+        ValueError: an unknown dtype, a recent_tokens below 0, a mask of another shape, a calibration that does not fit
+            (`CalibrationError`); at the first token of a layer, a head_dim that is no multiple of 16.
+        NotImplementedError: layers that are no attention (Mamba, convolutions), or attend otherwise.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        *,
+        recent_tokens: int = RECENT_TOKENS,
+        calibration: str | os.PathLike[str] | None = None,
+        config: PreTrainedConfig | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        if recent_tokens < 0:
+            raise ValueError(f"recent_tokens must be 0 or more, got {recent_tokens}")
+        file = None if calibration is None else load(calibration)
+        self.settings = _Settings(format_named(dtype), recent_tokens, file, _starts(attention_mask))
+        if config is None:
+            super().__init__(layer_class_to_replicate=self._next_layer)  # made as they come
+            return
+        layers = [self._layer(number, plain) for number, plain in enumerate(DynamicCache(config=config).layers)]
+        if file is not None and max(file.layers) >= (count := config.get_text_config(decoder=True).num_hidden_layers):
+            file.refuse(f"made for another model: lists layer {max(file.layers)}, this model has 0 to {count - 1}")
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed tokens and of the recent ones, of all layers."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+
+    def reset(self, attention_mask: torch.Tensor | None = None) -> None:
+        """Drop all tokens. `attention_mask`: of the prompts that come next, as for the class."""
+        self.settings.starts = _starts(attention_mask)
+        super().reset()
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("PackedCache holds keys and values only: this model has convolution states")
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("PackedCache holds keys and values only: this model has recurrent states")
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("PackedCache holds keys and values only: this model has an indexer's keys")
+
+    def _next_layer(self) -> PackedLayer:
+        return PackedLayer(self.settings, len(self.layers))
+
+    def _layer(self, number: int, plain: Any) -> PackedLayer:
+        """In the place of the layer that transformers would make."""
+        if type(plain) is DynamicLayer:
+            return PackedLayer(self.settings, number)
+        if type(plain) is DynamicSlidingWindowLayer:
+            return PackedSlidingLayer(self.settings, number, plain.sliding_window)
+        raise NotImplementedError(f"PackedCache holds keys and values only: layer {number} is a {type(plain).__name__}")
+
+
+def _starts(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask must be [sequences, tokens], got {tuple(attention_mask.shape)}")
+    return (attention_mask != 0).int().argmax(-1)
+
+
+class _Vectors:
+    """The keys or the values of a layer.
+
+    `packed`: uint8 [sequences, KV heads, tokens, vector_bytes], all tokens. `codes`, `scales`: the newest ones as a
+    ring has them, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
+    """
+
+    def __init__(self, codec: Codec, sequences: int, heads: int) -> None:
+        def empty(dtype: torch.dtype, width: int) -> torch.Tensor:
+            return torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device)
+
+        self.codec = codec
+        self.packed = empty(torch.uint8, codec.vector_bytes)
+        self.codes = empty(torch.int8, codec.stored_dim)
+        self.scales = empty(torch.uint8, len(codec.group_bits))
+
+    def append(self, x: torch.Tensor, first: torch.Tensor, recent: int) -> None:
+        """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `first`: see `read`."""
+        x = x.transpose(1, 2)
+        self.packed = torch.cat((self.packed, self.codec.encode(x, first).transpose(1, 2)), dim=2)
+        if recent:
+            newest = ring.quantize(self.codec.prepare(x[:, -recent:], first[:, -recent:]))
+            self.codes, self.scales = (
+                _last(torch.cat((old, new.transpose(1, 2)), dim=2), recent)
+                for old, new in zip((self.codes, self.scales), newest, strict=True)
+            )
+
+    def read(self, first: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """All tokens, [sequences, KV heads, tokens, head_dim]; `first`: bool [sequences, tokens, 1]."""
+        codec, tokens = self.codec, self.packed.shape[2]
+        older = tokens - self.codes.shape[2]
+        found = torch.empty((*self.packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
+        for start in range(0, older, TILE):
+            part = slice(start, min(start + TILE, older))
+            found[:, :, part] = codec.decode(self.packed[:, :, part].transpose(1, 2), first[:, part]).transpose(1, 2)
+        recent = ring.dequantize(self.codes, self.scales).transpose(1, 2)
+        found[:, :, older:] = codec.restore(recent, first[:, older:]).transpose(1, 2)
+        return found
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.packed, self.codes, self.scales
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each tensor by `change` of it."""
+        self.packed, self.codes, self.scales = map(change, self.tensors())
+
+
+class PackedLayer(DynamicLayer):
+    """One layer's keys and values. `keys` and `values` of its base stay None: nothing is held but packed bytes."""
+
+    def __init__(self, settings: _Settings, number: int, **window: int) -> None:
+        super().__init__(**window)
+        self.settings, self.number = settings, number
+        self.parts: tuple[_Vectors, ...] = ()
+        self.cumulative_length = 0
+        """Tokens that came in; a sliding window holds the last of them."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        codec = self.settings.codec(self.number, key_states, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        sequences, heads = key_states.shape[:2]
+        self.parts = tuple(_Vectors(part, sequences, heads) for part in (codec.key, codec.value))
+        self.starts = self._starts(sequences)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens [sequences, KV heads, tokens, head_dim]; returns all, in the dtype of the first ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        states, new = (key_states, value_states), key_states.shape[2]
+        raw = [] if new == 1 else [self._whole(part, x) for part, x in zip(self.parts, states, strict=True)]
+        first = self._first(self.cumulative_length, new)
+        for part, x in zip(self.parts, states, strict=True):
+            part.append(x, first, self.settings.recent_tokens)
+        self.cumulative_length += new
+        key, value = raw or [part.read(self._first_held(), self.dtype) for part in self.parts]
+        return key, value
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def reset(self) -> None:
+        self.parts, self.cumulative_length, self.is_initialized = (), 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""
+        length = self.cumulative_length
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
+        self._change(lambda x: x[:, :, : max(0, x.shape[2] - remove)].clone())
+        self.cumulative_length = max(0, length - remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0), sequences=True)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change(lambda x: x[indices.to(x.device)], sequences=True)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that grows with the tokens."""
+        return [tensor for part in self.parts for tensor in part.tensors()]
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor], sequences: bool = False) -> None:
+        for part in self.parts:
+            part.change(change)
+        if sequences and self.is_initialized:
+            self.starts = change(self.starts)
+
+    def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
+        """What is held, and `x` behind it."""
+        held = self.parts[0].packed.shape[2]
+        return torch.cat((part.read(self._first_held(), self.dtype), x), dim=2) if held else x
+
+    def _first_held(self) -> torch.Tensor:
+        held = self.parts[0].packed.shape[2]
+        return self._first(self.cumulative_length - held, held)
+
+    def _first(self, column: int, count: int) -> torch.Tensor:
+        """bool [sequences, count, 1]: which tokens from `column` on are the first of their sequence."""
+        columns = torch.arange(column, column + count, device=self.device)
+        return (columns == self.starts[:, None]).unsqueeze(-1)
+
+    def _starts(self, sequences: int) -> torch.Tensor:
+        """int64 [sequences], for beams each prompt's as often as it has beams."""
+        given = self.settings.starts
+        if given is None:
+            return torch.zeros(sequences, dtype=torch.int64, device=self.device)
+        if sequences % len(given):
+            raise ValueError(f"attention_mask has {len(given)} sequences, the batch {sequences}")
+        return given.to(self.device).repeat_interleave(sequences // len(given))
+
+
+class PackedSlidingLayer(PackedLayer, DynamicSlidingWindowLayer):
+    """One layer with a sliding window, of which it holds the last tokens that a next one could see."""
+
+    def __init__(self, settings: _Settings, number: int, sliding_window: int) -> None:
+        super().__init__(settings, number, sliding_window=sliding_window)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = super().update(key_states, value_states)
+        self._change(lambda x: _last(x, self.sliding_window - 1))
+        return found
+
+    def activate_past_recording(self) -> NoReturn:
+        raise NotImplementedError("PackedCache: drafts over a sliding window, whose tokens cannot come back")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.cumulative_length >= self.sliding_window:
+            raise NotImplementedError("PackedCache: a full sliding window cannot be cropped, older tokens are gone")
+        super().crop(tokens_to_remove)
+
+
+def _last(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` tokens of [sequences, KV heads, tokens, any], in memory of their own."""
+    surplus = x.shape[2] - count
+    return x[:, :, surplus:].clone() if surplus > 0 else x
