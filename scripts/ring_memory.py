@@ -11,8 +11,8 @@ states (vLLM enlarges a page until it holds a state) or skipped layers.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
-import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +100,7 @@ def bytes_of_request(found: dict[str, KVCacheSpec], layout: KVCacheLayout, conte
     """Bytes of the pool that a request takes at each context."""
     planner: Any = kv_cache_utils
     if not hasattr(planner, "get_kv_cache_groups"):  # 0.33 and later
-        from vllm.v1.core import kv_cache_planning as planner
+        planner = importlib.import_module("vllm.v1.core.kv_cache_planning")
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout, mamba_cache_mode="none"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -145,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

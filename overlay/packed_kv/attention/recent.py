@@ -92,23 +92,30 @@ def _without(config: VllmConfig) -> str | None:
     connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None
     if connector and connector not in SAFE_CONNECTORS:
         return f"KV connector {connector}"
-    if reason := _without_mixed_pages(config):
+    if reason := _without_beside_others(config):
         return reason
     if config.model_config.attention_chunk_size:
         return "chunked attention, whose layers see a request as one of each chunk"
     return None
 
 
-def _without_mixed_pages(config: VllmConfig) -> str | None:
-    """Why layers that are not packed, or not in the target, allow no rings; see `_need_block_outermost`."""
+def _without_beside_others(config: VllmConfig) -> str | None:
+    """Why layers of other kinds than the target's packed ones allow no rings here."""
     cache, speculative = config.cache_config, config.speculative_config
     draft_dtype = speculative and getattr(speculative, "kv_cache_dtype", None)
-    has_others = bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype)
-    if has_others and current_platform.is_cpu():
-        return "layers of another KV-cache dtype on a CPU, which do not name a layout for mixed pages"
-    has_drafts = speculative is not None and speculative.uses_draft_kv_cache()
-    if (has_others or has_drafts) and config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline parallelism beside layers of another dtype or a draft's: its stages would lay pages out apart"
+    others = []
+    if cache.kv_cache_dtype_skip_layers or draft_dtype not in (None, cache.cache_dtype):
+        if current_platform.is_cpu():
+            return "layers of another KV-cache dtype on a CPU, which do not name a layout for mixed pages"
+        others.append("layers of another KV-cache dtype")
+    if speculative and speculative.uses_draft_kv_cache():
+        others.append("a draft's layers")
+    if others and config.parallel_config.pipeline_parallel_size > 1:
+        return f"pipeline parallelism beside {others[0]}, whose stages would lay out their pages differently"
+    if config.model_config.is_hybrid:
+        others.append("state layers")
+    if others and config.kv_transfer_config:
+        return f"KV connector {config.kv_transfer_config.kv_connector} beside {others[0]}"
     return None
 
 
@@ -160,7 +167,8 @@ class RecentLayer(AttentionLayerBase):
 
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
-        sizes = {"one_size": _have_one_size(specs), "side_by_side": _need_block_outermost(specs)}
+        connected = vllm_config.kv_transfer_config is not None  # a connector would take ring blocks for blocks
+        sizes = {"one_size": _have_one_size(specs) and not connected, "side_by_side": _need_block_outermost(specs)}
         spec = ring_spec(packed, self.window, self.slack, **sizes)
         self.ring_block_size = spec.ring_block_size
         return spec
