@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from .model import BadInput, Model
 from .weights import Weights
 
 GIB = 1 << 30
+WORTH_SAYING = 0.95
+"""Share of bf16's step from which on a faster one is not named."""
 
 
 @dataclass(frozen=True)
@@ -86,40 +89,52 @@ def _row(target: Target, dtype: str, users: int) -> Row:
 
 def recommend(target: Target, rows: list[Row]) -> str:
     """A dtype for the target and the reason, in one sentence."""
-    by_name = {row.dtype: row for row in rows}
-    dense, context = by_name[DENSE], f"{target.serving.context:,} tokens"
-    known = [row for row in rows if row.kl is not None and not row.refused]
-    most = max((row for row in rows if not row.refused), key=lambda row: row.requests)
-    if not most.requests:
+    started = {row.dtype: row for row in rows if not row.refused}
+    if not any(row.requests for row in started.values()):
+        context = f"{target.serving.context:,} tokens"
         return f"none: no dtype holds one request of {context}; give a shorter --context, or more memory."
-    if target.users is None:
-        cheap = [row for row in known if row.kl is not None and row.kl <= 1]
-        best = max(cheap, key=lambda row: (row.requests, -(row.kl or 0)))
-        if best.dtype == DENSE:
-            return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."
-        return (
-            f"{best.dtype}, calibrated: the most requests of {context} ({best.requests}; bf16 {dense.requests}, fp8 "
-            f"{by_name[FP8].requests}) at a KL no larger than that of fp8's rounding ({best.kl:g} of it)."
-        )
-    enough = [row for row in known if row.requests >= target.users]
-    if not enough:
-        return (
-            f"none: {most.dtype} holds the most, {most.requests} of {target.users} requests of {context}; give more "
-            "cards (--tensor-parallel), fewer --users or a shorter --context."
-        )
-    best = min(enough, key=lambda row: (row.kl or 0, -row.requests))
-    wanted = f"{target.users} requests of {context}"
+    return _most_room(target, started) if target.users is None else _least_loss(target, started, target.users)
+
+
+def _most_room(target: Target, rows: dict[str, Row]) -> str:
+    """What holds most, if it costs no more than fp8's rounding."""
+    best = max((row for row in rows.values() if _cost(row) <= 1), key=lambda row: (row.requests, -_cost(row)))
     if best.dtype == DENSE:
-        packed = [row for row in enough if row.dtype not in (DENSE, FP8)]
-        faster = min(packed, key=lambda row: (row.kl or 0, row.step_ms or 0), default=None)
-        also = ""
-        if faster and faster.step_ms and dense.step_ms and faster.step_ms < 0.95 * dense.step_ms:
-            also = f"; {faster.dtype} would take {faster.step_ms:.1f} ms a step instead of {dense.step_ms:.1f}"
-        return f"{DENSE}: it holds the {wanted} without any loss{also}."
+        return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."
     return (
-        f"{best.dtype}{', calibrated' if best.dtype != FP8 else ''}: of the dtypes that hold {wanted}, it has the "
-        f"least KL ({best.kl:g} of fp8's rounding); bf16 holds {dense.requests}, fp8 {by_name[FP8].requests}."
+        f"{best.dtype}, calibrated: the most requests of {target.serving.context:,} tokens ({best.requests}; bf16 "
+        f"{rows[DENSE].requests}, fp8 {rows[FP8].requests}) at a KL no larger than that of fp8's rounding "
+        f"({best.kl:g} of it)."
     )
+
+
+def _least_loss(target: Target, rows: dict[str, Row], users: int) -> str:
+    """What costs least of the dtypes that hold so many requests."""
+    dense, wanted = rows[DENSE], f"{users} requests of {target.serving.context:,} tokens"
+    enough = [row for row in rows.values() if row.requests >= users]
+    if not enough:
+        most = max(rows.values(), key=lambda row: row.requests)
+        return (
+            f"none: {most.dtype} holds the most, {most.requests} of {wanted}; give more cards (--tensor-parallel), "
+            "fewer --users or a shorter --context."
+        )
+    best = min(enough, key=lambda row: (_cost(row), -row.requests))
+    if best is not dense:
+        calibrated = "" if best.dtype == FP8 else ", calibrated"
+        return (
+            f"{best.dtype}{calibrated}: of the dtypes that hold {wanted}, it has the least KL ({_cost(best):g} of "
+            f"fp8's rounding); bf16 holds {dense.requests}, fp8 {rows[FP8].requests}."
+        )
+    packed = min((row for row in enough if row.dtype not in (DENSE, FP8)), key=_cost, default=dense)
+    also = ""
+    if packed.step_ms and dense.step_ms and packed.step_ms < WORTH_SAYING * dense.step_ms:
+        also = f"; {packed.dtype} would take {packed.step_ms:.1f} ms a step instead of {dense.step_ms:.1f}"
+    return f"{DENSE}: it holds the {wanted} without any loss{also}."
+
+
+def _cost(row: Row) -> float:
+    """KL to compare by; of what nobody has measured, more than any."""
+    return math.inf if row.kl is None else row.kl
 
 
 def assumptions(target: Target, said: list[str]) -> list[str]:

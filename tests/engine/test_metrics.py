@@ -1,0 +1,80 @@
+"""What `/metrics` counts by route. tests/engine/test_server.py scrapes a server; here are routes that a CPU has not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packed_kv.attention import metrics
+from prometheus_client import REGISTRY
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+
+def config(name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0) -> SimpleNamespace:
+    """What routes and labels depend on; 8 KV heads."""
+    speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="tq4"),
+        model_config=SimpleNamespace(
+            dtype=dtype,
+            served_model_name=name,
+            get_num_attention_heads=lambda _parallel: heads,
+            get_num_kv_heads=lambda _parallel: 8,
+        ),
+        parallel_config=None,
+        speculative_config=speculative,
+    )
+
+
+def step(generated: int, begun: int, computed: int, cached: int, *finished: tuple[int, int]) -> SimpleNamespace:
+    """vLLM's IterationStats; of each finished request the generated and the cached tokens."""
+    return SimpleNamespace(
+        num_generation_tokens=generated,
+        time_to_first_tokens_iter=[0.1] * begun,
+        prompt_token_stats=SimpleNamespace(computed=computed, cached_tokens=cached),
+        finished_requests=[SimpleNamespace(num_generation_tokens=g, num_cached_tokens=c) for g, c in finished],
+    )
+
+
+def value(what: str, name: str, route: str) -> float | None:
+    return REGISTRY.get_sample_value(f"packed_kv_{what}_total", {"model_name": name, "engine": "0", "route": route})
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+
+
+def test_tokens_and_requests_by_route() -> None:
+    stats = metrics.PackedStats(config("a"), 0)
+    assert isinstance(stats, StatLoggerBase)
+    stats.record(None, step(2, 2, 300, 0))  # two prompts, each with its first token
+    stats.record(None, step(3, 1, 36, 64, (2, 0)))  # two decodes, one ends; a prompt that the prefix cache has in part
+    stats.record(None, step(1, 0, 0, 0, (2, 0), (1, 64)))
+    stats.record(None, None)
+    assert [value("tokens", "a", route) for route in ("prefill", "decode_kernel", "prefix_cache")] == [336, 3, 64]
+    assert [value("requests", "a", route) for route in ("prefill", "decode_kernel", "prefix_cache")] == [3, 2, 1]
+    assert value("tokens", "a", "pytorch") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, ("prefill", "decode_kernel")),
+        ({"dtype": torch.float32}, ("pytorch", "pytorch")),
+        ({"drafts": 7}, ("prefill", "decode_kernel")),
+        ({"heads": 128, "drafts": 7}, ("prefill", "prefill")),  # 16 query heads a KV head, 8 tokens: 128 columns
+    ],
+)
+def test_routes_are_those_of_the_layers(options: dict, found: tuple[str, str]) -> None:
+    assert metrics.routes(config("b", **options)) == found
+
+
+def test_an_engine_without_a_packed_cache_has_none() -> None:
+    plain = config("c")
+    plain.cache_config.cache_dtype = "fp8"
+    stats = metrics.PackedStats(plain, 0)
+    stats.log_engine_initialized()
+    stats.record(None, step(2, 2, 300, 0))
+    assert value("tokens", "c", "prefill") is None
