@@ -25,7 +25,8 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels import decode as decode_module
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.decode import decode
-from packed_kv.kernels.merge import merge, rotate_query, rotation_matrix
+from packed_kv.kernels.merge import merge
+from packed_kv.kernels.rotate import rotate_query, rotation_matrix
 from packed_kv.layout import page_layout, ring_slot_bytes
 from rows import append, commit_here, machine
 

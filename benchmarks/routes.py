@@ -54,8 +54,12 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     def microseconds(attend: Callable[[], None]) -> float:
         return 1e3 * triton.testing.do_bench(attend, warmup=20, rep=100, return_mode="median")
 
+    def attend_by_decode_kernel() -> None:
+        decode.rotate(query, plan)
+        decode.attend(cache, plan, output)
+
     return (
-        microseconds(lambda: decode.attend(query, cache, plan, output)),
+        microseconds(attend_by_decode_kernel),
         microseconds(lambda: prefill.attend(query, key, value, cache, metadata, 0, output)),
     )
 

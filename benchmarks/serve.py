@@ -7,6 +7,7 @@ Each dtype gets a server of its own (`vllm serve`). The load is vLLM's: the func
 it is imported once, while the first server starts. Requests arrive as a Poisson process of R a second; where N are
 under way, the next waits. A rate above what the server can do therefore measures N requests at a time. Rows: TTFT and
 TPOT in milliseconds, p50 and p99, and tokens a second over the whole run, appended to --csv as they come.
+`async_engine.py` runs the same load without a server.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ METRICS = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s")
+    add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s. Options of vllm serve "
+        "may stand behind a name, in the same argument: 'tq4 --stream-interval 8'")  # fmt: skip
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32, 128], help="default: %(default)s")
     add("--request-rate", type=float, default=32.0, help="arrivals a second (default: %(default)s)")
     add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
@@ -50,6 +52,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", help="folder of a model with a tokenizer (default: 8B-shaped, dummy weights)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache (default: what the device has left)")
     add("--server-options", default=GPU_OPTIONS, help="more options of vllm serve (default: %(default)s)")
+    add(
+        "--together",
+        action="store_true",
+        help="start all servers at once, to save time; load one after the other. "
+        "They must fit the device: give --kv-cache-memory, and --gpu-memory-utilization in the server's options",
+    )
     add("--start-seconds", type=int, default=240, help="how long a server may start (default: %(default)s)")
     add("--csv", type=Path, default=Path("serve.csv"), help="file of the rows (default: %(default)s)")
     add("--commit", help="for the rows (default: what git says)")
@@ -57,13 +65,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def server(dtype: str, model: str, port: int, log: Path, options: argparse.Namespace) -> Iterator[subprocess.Popen]:
-    """`vllm serve` with one dtype; the caller waits until it answers. Ends it and whatever it started."""
+def server(
+    dtype: str, more: list[str], model: str, log: Path, options: argparse.Namespace
+) -> Iterator[tuple[subprocess.Popen, int]]:
+    """`vllm serve` with one dtype, and its port; the caller waits until it answers. Ends it and whatever it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     arguments = [
         "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
         "--max-num-batched-tokens", str(bench_engine.CHUNK), "--max-num-seqs", str(max(options.concurrency)),
-        "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False),
+        "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False), *more,
     ]  # fmt: skip
     if not options.model:
         arguments += ["--tokenizer", str(REPO / "models" / "demo-7m")]
@@ -75,7 +88,7 @@ def server(dtype: str, model: str, port: int, log: Path, options: argparse.Names
             [*VLLM, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        yield process
+        yield process, port
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,30 +132,30 @@ def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespac
     return result
 
 
-def measure(dtype: str, model: str, options: argparse.Namespace, commit: str, log: Path) -> None:
-    """Start a server, load it at each concurrency, write and print the rows."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def measure(
+    dtype: str, more: list[str], process: subprocess.Popen, port: int, log: Path, options: argparse.Namespace,
+    commit: str,
+) -> None:  # fmt: skip
+    """Wait for a server, load it at each concurrency, write and print the rows."""
     started = time.monotonic()
-    with server(dtype, model, port, log, options) as process:
-        import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
+    import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
 
-        made_with = rows.machine()
-        wait_until_healthy(port, process, log, options.start_seconds)
-        print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
-        kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
-        for concurrency in options.concurrency:
-            result = load(port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
-            row: dict[str, object] = {
-                "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
-                "requests": result["completed"], "input": options.input, "output": options.output,
-                "kv_bytes": kv_bytes, **{name: f"{result[name]:.2f}" for name in METRICS},
-                "output_tokens_s": f"{result['output_throughput']:.1f}",
-                "total_tokens_s": f"{result['total_token_throughput']:.1f}",
-            }  # fmt: skip
-            rows.append(options.csv, {**row, **made_with, "commit": commit})
-            print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
+    made_with = rows.machine()
+    wait_until_healthy(port, process, log, options.start_seconds)
+    print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
+    kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
+    for concurrency in options.concurrency:
+        result = load(port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
+        row: dict[str, object] = {
+            "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
+            "requests": result["completed"], "input": options.input, "output": options.output,
+            "kv_bytes": kv_bytes, **{name: f"{result[name]:.2f}" for name in METRICS},
+            "output_tokens_s": f"{result['output_throughput']:.1f}",
+            "total_tokens_s": f"{result['total_token_throughput']:.1f}",
+            "server_options": " ".join([options.server_options, *more]),
+        }  # fmt: skip
+        rows.append(options.csv, {**row, **made_with, "commit": commit})
+        print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
 
 
 def main() -> int:
@@ -153,12 +166,20 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or bench_engine.write_model(folder)
-        for dtype in options.dtypes:
-            try:
-                measure(dtype, model, options, commit, Path(folder, f"{dtype}.log"))
-            except RuntimeError as error:
-                failed.append(dtype)
-                print(f"{dtype} failed: {error}", flush=True)
+        runs = [(*text.split(maxsplit=1), "")[:2] for text in options.dtypes]
+        for group in [runs] if options.together else [[run] for run in runs]:
+            with contextlib.ExitStack() as servers:
+                started = []
+                for i, (dtype, more) in enumerate(group):
+                    log = Path(folder, f"{i}.log")
+                    run = dtype, shlex.split(more)
+                    started.append((*run, *servers.enter_context(server(*run, model, log, options)), log))
+                for run in started:
+                    try:
+                        measure(*run, options, commit)
+                    except RuntimeError as error:
+                        failed.append(run[0])
+                        print(f"{run[0]} failed: {error}", flush=True)
     return 1 if failed else 0
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests that a GPU is for. Parts, all by default: kernels (bytes equal to the CPU's, the kernel suite, offsets past
-# 2^31 bytes), engine (graphs and prefill in vLLM), memcheck (compute-sanitizer over one case of each kernel).
+# 2^31 bytes), engine (graphs, prefill, drafts, hybrids in vLLM), memcheck (compute-sanitizer over one case of each
+# kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only check that memcheck's cases exist; needs no GPU
@@ -34,7 +35,7 @@ kernels() {
     run_pytest "${jobs[@]}" tests/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
 }
 
-engine() { run_pytest tests/engine/test_on_cuda.py; }
+engine() { run_pytest tests/engine/test_{on_cuda,hybrids,drafts,capacity,images}.py; }
 
 memcheck() {
     local sanitizer

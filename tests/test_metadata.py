@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention import metadata
+from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -98,3 +99,12 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
     spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
     support = PackedMetadataBuilder.get_cudagraph_support(config, spec)
     assert support == (AttentionCGSupport.UNIFORM_BATCH if captured else AttentionCGSupport.NEVER)
+
+
+@pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])
+def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
+    """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
+    layer = object.__new__(PackedAttentionImpl)
+    layer.num_heads, layer.num_kv_heads, layer.fused = 96, 8, object()
+    batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
+    assert layer._decodes_by_kernel(batch, torch.bfloat16) == decodes

@@ -20,8 +20,8 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-patch") -> int:
+    options = parser(prog).parse_args(arguments)
     try:
         return int(options.run(options))
     except PatchError as error:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = f"{error.strerror}: {error.filename}; nothing was changed", 1
     except KeyboardInterrupt:
         message, code = "interrupted; nothing was changed", 1
-    print(f"packed-kv-patch: {message}", file=sys.stderr)
+    print(f"{prog}: {message}", file=sys.stderr)
     return code
 
 
@@ -101,11 +101,12 @@ def _reinstall(installed: tree.Installed) -> str:
     return f"pip install --force-reinstall --no-deps {requirement}, then packed-kv-patch apply"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "packed-kv-patch", description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser(prog: str = "packed-kv-patch") -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    made = argparse.ArgumentParser(
+        prog, description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="status|apply|revert|verify")
+    commands = made.add_subparsers(required=True, metavar="status|apply|revert|verify")
     for run, text in (
         (status, "say whether vLLM is patched"),
         (apply, "patch vLLM: all files or none"),
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--wheels", type=Path, metavar="DIR", help="take wheels from here instead of downloading")
     command.add_argument("--lint", action="store_true", help="check the patch files only, no wheels")
     command.set_defaults(run=verify)
-    return parser
+    return made
 
 
 if __name__ == "__main__":

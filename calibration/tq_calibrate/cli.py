@@ -18,26 +18,36 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:
     """The command. Returns its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
-    options = parse(arguments)
+    options = parse(arguments, prog)
     try:
         options.run(options)
     except (UserError, CalibrationError) as error:
-        print(f"tq-calibrate: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except ModuleNotFoundError as error:
-        print(f"tq-calibrate: {error.name} is missing; pip install torch transformers tqdm", file=sys.stderr)
+        print(f"{prog}: {error.name} is missing; pip install torch transformers tqdm", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("tq-calibrate: interrupted, nothing was written", file=sys.stderr)
+        print(f"{prog}: interrupted, nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tq-calibrate", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parse(arguments: Sequence[str] | None, prog: str = "tq-calibrate") -> argparse.Namespace:
+    """The arguments, checked; exits with code 2 for those that cannot be."""
+    made = parser(prog)
+    options = made.parse_args(arguments)
+    if options.run is _model:
+        _check_engine(made, options)
+    return options
+
+
+def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    made = argparse.ArgumentParser(prog=prog, description=__doc__)
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
 
     model = commands.add_parser("model", help="run a model over text and write its calibration file")
     model.add_argument("model", metavar="MODEL", help="folder of a Hugging Face causal LM, or its id")
@@ -77,10 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     report.add_argument("file", metavar="FILE")
     report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
     report.set_defaults(run=_report)
-    options = parser.parse_args(arguments)
-    if options.run is _model:
-        _check_engine(parser, options)
-    return options
+    return made
 
 
 def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -37,11 +37,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """The options of a command that runs engines."""
     texts, recall = CONTENTS[command]
     add = parser.add_argument
-    add("--model", help="folder or Hugging Face name (default: the embedded demo model of a checkout)")
+    add("--model", help="folder or Hugging Face name (default: the demo model)")
     add("--dtypes", nargs="*", metavar="DTYPE", default=list(FORMATS),
-        help=f"any that vLLM knows (default: {' '.join(FORMATS)}); none: the baseline alone")  # fmt: skip
+        help="any that vLLM knows (default: ours); none: the baseline")  # fmt: skip
     add("--context", type=int, metavar="N",
-        help=f"tokens of a window of the text (default: what the model has, {MAX_CONTEXT} at most)")  # fmt: skip
+        help=f"tokens of a window of text (default: up to {MAX_CONTEXT})")  # fmt: skip
     if texts:
         _add_text_arguments(parser)
     if recall:
@@ -49,51 +49,50 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     if texts and recall:
         add("--skip-recall", action="store_true", help="measure no recall")
     if command in ("run", "sweep"):
-        add("--max-kl", type=float, metavar="NATS", help="bound of every dtype's mean KL divergence")
+        add("--max-kl", type=float, metavar="NATS", help="bound of every dtype's mean KL")
     add("--kv-cache-memory", type=memory, metavar="SIZE",
-        help="KV memory of each engine, such as 512M or 4G (default: 96M, or 2G with --model)")  # fmt: skip
-    add("--calibration", type=Path, metavar="PATH", help="turboquant_kv.json for packed-kv's dtypes")
+        help="KV memory of each engine, as 4G (default: 96M, or 2G)")  # fmt: skip
+    add("--calibration", type=Path, metavar="PATH", help="turboquant_kv.json for our dtypes")
     add("--additional-config", type=json_object, metavar="JSON", default={},
-        help="vLLM's for packed-kv's dtypes, such as '{\"packed_kv\": {\"recent_tokens\": 64}}'")  # fmt: skip
-    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
-        help="of weights and activations (default: the model's); in float32, rounding costs nothing")  # fmt: skip
+        help="vLLM's for our dtypes, as '{\"packed_kv\": {...}}'")  # fmt: skip
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", metavar="T",
+        help="of the model: auto, bfloat16, float16, float32")  # fmt: skip
     add("--graphs", action="store_true",
-        help="decode under CUDA graphs, but the baseline; for chunks of 1 token")  # fmt: skip
+        help="decode under CUDA graphs (for chunks of 1 token)")  # fmt: skip
     add("--parallel", type=int, default=1, metavar="N",
-        help="dtypes at a time, each with its own KV memory on the same device (default: %(default)s)")  # fmt: skip
+        help="dtypes at a time on the device (default: %(default)s)")  # fmt: skip
     add("--output", type=Path, metavar="DIR", default=Path("results/quality"),
         help="for JSON, CSV and plots (default: %(default)s)")  # fmt: skip
-    add("--commit", metavar="NAME", help="of packed-kv, for the results, where there is no git history")
-    add("--no-plots", action="store_true", help="draw nothing; matplotlib is not needed then")
+    add("--commit", metavar="NAME", help="of packed-kv, where there is no git history")
+    add("--no-plots", action="store_true", help="draw nothing, without matplotlib")
 
 
 def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--text", type=Path, nargs="+", metavar="FILE",
-        help="UTF-8 texts to score, one of each kind (default: the recall prose and the LICENSE, as one)")  # fmt: skip
-    add("--windows", type=int, default=1, metavar="N", help="windows of each text to score (default: %(default)s)")
+        help="UTF-8 texts, one of each kind (default: a checkout's)")  # fmt: skip
+    add("--windows", type=int, default=1, metavar="N", help="windows of each text (default: %(default)s)")
     add("--chunk", type=int, default=CHUNK, metavar="N",
-        help="tokens of a prefill chunk (default: %(default)s); positions behind the first chunk are scored. "
-        "1: decode, in which every key and value is read from the cache")  # fmt: skip
-    add("--emit", type=Path, metavar="FILE", help="keep the baseline's predictions (safetensors)")
-    add("--baseline", type=Path, metavar="FILE", help="compare with these instead of running the baseline")
+        help="tokens of a prefill chunk (default: %(default)s; 1: decode)")  # fmt: skip
+    add("--emit", type=Path, metavar="FILE", help="keep the baseline's predictions")
+    add("--baseline", type=Path, metavar="FILE", help="compare with kept predictions")
     add("--top-k", type=int, metavar="K",
-        help="store K likeliest tokens of a position and one remainder, instead of the whole vocabulary")  # fmt: skip
+        help="keep the K likeliest tokens, and one remainder")  # fmt: skip
 
 
 def _add_recall_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", metavar="N",
-        help="lengths of recall prompts in tokens (default: quarters of the context)")  # fmt: skip
-    add("--depths", type=float, nargs="+", metavar="PERCENT", default=list(DEPTHS),
-        help=f"of the facts, in percent of the prompt (default: {' '.join(map(str, DEPTHS))})")  # fmt: skip
+        help="of recall prompts (default: quarters of the context)")  # fmt: skip
+    add("--depths", type=float, nargs="+", metavar="P", default=list(DEPTHS),
+        help=f"of facts, in percent (default: {' '.join(map(str, DEPTHS))})")  # fmt: skip
     add("--facts", type=int, default=FACTS, metavar="N",
-        help="recall prompts at each length and depth (default: %(default)s)")  # fmt: skip
+        help="recall prompts a length and depth (default: %(default)s)")  # fmt: skip
     add("--recall-chunk", type=int, default=RECALL_CHUNK, metavar="N",
-        help="tokens of a prefill chunk of recall prompts (default: %(default)s)")  # fmt: skip
-    add("--prompts", choices=("auto", "chat", "plain"), default="auto",
-        help="facts in a message of the chat template, or in plain text (default: chat if there is one)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the facts (default: %(default)s)")
+        help="--chunk of recall prompts (default: %(default)s)")  # fmt: skip
+    add("--prompts", choices=("auto", "chat", "plain"), default="auto", metavar="P",
+        help="auto, chat (the template's) or plain")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="of the facts (default: %(default)s)")
 
 
 def json_object(text: str) -> dict[str, Any]:

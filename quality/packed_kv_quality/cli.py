@@ -28,31 +28,38 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-quality") -> int:
     """The command. Returns its exit code."""
-    options = parse(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
         return options.run(options)
     except (BadInput, BaselineError) as error:
-        print(f"packed-kv-quality: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("packed-kv-quality: interrupted, nothing was written", file=sys.stderr)
+        print(f"{prog}: interrupted, nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parser(prog: str = "packed-kv-quality") -> argparse.ArgumentParser:
+    """The arguments of the command."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="packed-kv-quality", description=__doc__, formatter_class=formatter)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=formatter)
+    commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        usage = f"{prog} {name} [options]   (docs/quality.md says what they are for)"
+        command = commands.add_parser(name, help=text, description=text, usage=usage, formatter_class=_wide)
         add_run_arguments(command, name)
         command.set_defaults(run=_run)
     plots = commands.add_parser("plots", help="draw the plots of a run again", description="Draw a run's plots again.")
     plots.add_argument("folder", type=Path, metavar="DIR", help="--output of a run: it has quality.json or recall.json")
     plots.set_defaults(run=_plots)
-    return parser.parse_args(arguments)
+    return made
+
+
+def _wide(prog: str) -> argparse.HelpFormatter:
+    """Room for the longest option beside its help."""
+    return argparse.HelpFormatter(prog, max_help_position=28)
 
 
 # The commands import what they need: `plots` and `--help` load no engine.

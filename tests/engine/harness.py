@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,19 @@ from packed_kv_quality.teacher_forced import mean_kl, teacher_forced_logits
 from vllm import LLM
 
 __all__ = ["KV_CACHE_BYTES", "engine", "kv_tokens", "mean_kl", "model_of", "scheduler", "teacher_forced_logits"]
+
+Start = Callable[..., AbstractContextManager[LLM]]
+"""Of the fixture `start`: architecture, KV-cache dtype and options -> an engine."""
+HYBRIDS = (
+    "Qwen3_5ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "Lfm2ForCausalLM",
+)
+"""Of `coverage_models`: gated delta nets twice, Mamba 2 beside attention in each layer and in layers of its own, Mamba
+1, short convolutions."""
 
 
 def engine(

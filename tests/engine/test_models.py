@@ -15,9 +15,8 @@ import pytest
 import tiny_models
 import torch
 from fake_codecs import register_null_format
-from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
-from packed_kv.attention import active_blocks, capacity
-from packed_kv.attention.fingerprint import fingerprint
+from harness import engine, mean_kl, model_of, scheduler, teacher_forced_logits
+from packed_kv.attention import active_blocks
 from packed_kv.formats import FORMATS
 from tiny_models import true_logits
 from vllm import SamplingParams
@@ -149,13 +148,3 @@ def generate_with_ngram(model: str, tokenizer: str, prompt: list[int], tokens: i
             (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         found += [list(result.outputs[0].token_ids), len(passes)]
     return found
-
-
-def test_startup_line_counts_what_the_engine_counts(folder_of, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding and full layers share blocks, so that KV tokens are not blocks times block size."""
-    lines: list[str] = []
-    monkeypatch.setattr(capacity.logger, "info_once", lambda line, *args, **_kwargs: lines.append(line % args))
-    with tiny_engine(folder_of["interleaved"], "tq4") as llm:
-        line = f"tq4: 816 bytes per token (bf16: 3072), {kv_tokens(llm):,} KV tokens, 3.76 times the tokens of bf16"
-        line += f", page format {fingerprint(llm.llm_engine.vllm_config, FORMATS['tq4'])}"
-    assert {f"KV cache dtype {line}"} == {found for found in lines if found.startswith("KV cache dtype")}

@@ -169,9 +169,10 @@ def test_attention_sinks(name: str, calibrated: bool, tmp_path: Path) -> None:
         assert mean_kl(decoded, teacher_forced_logits(llm, token_ids, 1)) < costs[0] / 100
 
 
-def test_many_query_heads_decode_in_graphs(tmp_path: Path) -> None:
-    """32 query heads a KV head are 4 tiles of columns."""
-    model = tiny_models.save(tiny_models.llama(num_attention_heads=32, num_key_value_heads=1), tmp_path)
+@pytest.mark.parametrize("heads", [32, 64])
+def test_many_query_heads_decode_in_graphs(heads: int, tmp_path: Path) -> None:
+    """64 query heads a KV head, as Step-3 has, are 8 tiles of columns."""
+    model = tiny_models.save(tiny_models.llama(num_attention_heads=heads, num_key_value_heads=1), tmp_path)
     token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     options: dict = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
     with engine(model, "auto", **options) as llm:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from packed_kv import get_codec
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 VOCAB = 256
@@ -88,6 +89,32 @@ def llama4(**options: object) -> PretrainedConfig:
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
     return transformers.Llama4TextConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
+
+
+def eagle(folder: Path, kv_heads: int, head_dim: int, target: PretrainedConfig) -> str:
+    """Write an EAGLE draft of one layer for a Llama, and return its folder. It proposes the target's last token again,
+    more or less, so that some drafts are accepted and most are not."""
+    config = llama(
+        **{**target.to_dict(), "num_hidden_layers": 1, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    )
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    shapes = {
+        "self_attn.q_proj": (heads * head_dim, hidden),
+        "self_attn.k_proj": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj": (hidden, heads * head_dim),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    random = torch.Generator().manual_seed(0)
+    weights = {f"layers.0.{name}.weight": torch.randn(shape, generator=random) / 20 for name, shape in shapes.items()}
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    folder.mkdir()
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
 
 
 def save(config: PretrainedConfig, folder: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
-from packed_kv.kernels import decode, merge, pages, store
+from packed_kv.kernels import decode, merge, pages, power_of_2, rotate, store
 from packed_kv.layout import page_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -20,9 +20,10 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 """Name -> tokens of a ring's block; the others are stored without one."""
 
 
-def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128) -> Case:
+def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
-               "value_channels", "key_table", "value_table", "ring_block", "ring_head")  # fmt: skip
+               "value_channels", "key_table", "value_table", "ring_block", "ring_head",
+               "query_token", "query_head", "matrix_head", "bias_rows_head")  # fmt: skip
     return Case(
         kernel="packed_kv.kernels.store:store_kernel",
         arch=arch,
@@ -30,14 +31,17 @@ def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128) ->
             cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
             key_channels_ptr="*i64", value_channels_ptr="*i64", ring_ptr="*u8", ring_slots_ptr="*i32",
             ring_tokens="i32", positions_ptr="*i64", key_table_ptr="*fp32", value_table_ptr="*fp32",
-            **{f"{name}_stride": "i32" for name in strides},
+            query_ptr="*bf16", rotated_ptr="*fp16", query_bias_ptr="*fp32", query_rows="i32", matrix_ptr="*fp16",
+            query_scale="fp32", bias_rows_ptr="*fp32", **{f"{name}_stride": "i32" for name in strides},
         ),
         constants=dict(
+            QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
+            QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim), HAS_BIAS=calibrated,
             HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
             HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, head_dim),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
-        unaligned=("tokens", "ring_tokens", "slots_ptr", "ring_slots_ptr"),
+        unaligned=("tokens", "ring_tokens", "slots_ptr", "ring_slots_ptr", "query_rows"),
     )  # fmt: skip
 
 
@@ -64,6 +68,16 @@ def test_store_stays_in_registers(store_resources, name, arch):
 def test_store_of_padded_heads_stays_in_registers(store_resources):
     assert not store_resources["tq4", "head_dim 80"].spills
     assert store_resources["tq4", "head_dim 80"].registers <= 64
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+def test_store_that_rotates_queries_stays_in_registers(arch):
+    names = ("tq4", "turboquant35")
+    cases = [store_case(FORMATS[name], arch, STORED[name], query_group=4) for name in names]
+    for name, resources in zip(names, compile_kernels(cases), strict=True):
+        assert not resources.spills, name
+        assert resources.registers <= 96, name  # 20 warps of an SM
+        assert resources.count("FFMA") == 0, name
 
 
 def test_store_rounds_each_operation(store_resources):
@@ -207,14 +221,14 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
 def rotate_query_case() -> Case:
     """Of heads of 80 channels."""
     return Case(
-        kernel="packed_kv.kernels.merge:_rotate_query_kernel",
+        kernel="packed_kv.kernels.rotate:_rotate_query_kernel",
         arch=90,
         types=dict(
             query="*bf16", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16", token_stride="i32",
             head_stride="i32", matrix_head_stride="i32", scale="fp32", bias_rows="*fp32", bias_rows_head_stride="i32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=merge.QUERY_ROWS, HAS_BIAS=True
+            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=rotate.QUERY_ROWS, HAS_BIAS=True
         ),
         options=dict(num_warps=4),
         unaligned=("rows",),

@@ -13,7 +13,7 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.combine import combine
 from packed_kv.kernels.gather import gather, unrotate
-from packed_kv.kernels.merge import rotation_matrix
+from packed_kv.kernels.rotate import rotation_matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,6 +7,7 @@ import torch
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels import store
+from packed_kv.kernels.rotate import QueryRotation, rotate_query, rotate_query_arguments, rotation_matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 3
@@ -251,3 +252,35 @@ def test_cuda_graph():
     padded.copy_(slots)
     graph.replay()
     assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(("head_dim", "has_bias", "tokens"), [(64, False, 40), (80, True, 7), (96, True, 1)])
+def test_queries_are_rotated_in_the_same_launch(head_dim, has_bias, tokens):
+    """As by `rotate_query`, those of the first tokens; and the pages are as without."""
+    means = {}
+    if has_bias:
+        means = {"key_mean": torch.randn(HEADS, head_dim), "key_first_mean": torch.randn(HEADS, head_dim)}
+    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **means)
+    group, decodes = 5, -(-tokens // 2)
+    query = to_device(torch.randn(tokens, HEADS * group + 2, head_dim).to(torch.bfloat16))[:, 1:-1]
+    rows = codec.query_bias_rows(whole=False)
+    assert (rows is not None) == has_bias
+    rotation = QueryRotation(rotation_matrix(codec.key, HEADS), 0.3, rows)
+    shape = (decodes, HEADS, group, codec.key.stored_dim)
+    rotated, expected = (torch.full(shape, 7.0, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    bias = expected_bias = None
+    if has_bias:
+        bias, expected_bias = (torch.full((decodes, HEADS * group, 2), 7.0, device=DEVICE) for _ in range(2))
+    rotate_query(query[:decodes], rotation.matrix, expected, rotation.scale, rows, expected_bias)
+
+    slots, positions = shuffled(tokens, 3, 16).to(DEVICE), torch.arange(tokens, device=DEVICE)
+    key, value = map(to_device, vectors(40, head_dim)[:, :tokens].contiguous())
+    pages, alone = (to_device(poisoned(codec, 3, 16)) for _ in range(2))
+    store.store_tokens(codec, alone, slots, key, value, positions)
+    launch = store.bind_store(codec, pages, key, value, None, (query, rotation))
+    rotate = rotate_query_arguments(rotated, bias)
+    grid = store.store_grid(codec, tokens, HEADS, decodes * group)
+    launch(grid, (key, value, query), store.store_arguments(codec, slots, positions, None, rotate))
+    assert torch.equal(pages, alone)
+    assert torch.equal(rotated, expected) if DEVICE == "cpu" else torch.allclose(rotated, expected, atol=2e-3)
+    assert bias is None or torch.allclose(bias, expected_bias, rtol=1e-5, atol=1e-5)

@@ -102,7 +102,7 @@ class PackedAttentionBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        return (KVCacheLayout.LBHNC,)
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
 
 def backend_of(name: str) -> type[PackedAttentionBackend]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import get_dtype_size
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from ..formats import FORMATS
+from ..layout import MICRO_BLOCK
 from .fingerprint import fingerprint
+from .recent import SUFFIX
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # type: ignore[import-not-found]  # 0.33 and later
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 logger = init_logger("vllm.packed_kv")
 
+CPU_BLOCK = 128
+"""Tokens of a block on the CPU platform, unless another number is asked for."""
 MAX_PADDING = 1.5
 """Times its content that a packed page may take beside skipped layers, whose bf16 pages are 3.8 times and more."""
 
@@ -33,49 +46,105 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
     return stored, dense
 
 
-def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
+def bytes_per_request(vllm_config: VllmConfig) -> tuple[int, int, int]:
+    """What vLLM takes from the cache for a request as long as the model's context.
+
+    Blocks, and their bytes on this rank; bytes of the same request in bf16. The blocks of layers that attend to
+    everything grow with the context, those of windows, rings and states do not.
+    """
+    specs, dense = {}, {}
+    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is None:
+            continue
+        is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
+        specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
+        if not name.endswith(SUFFIX):
+            dense[name] = replace(spec, dtype=vllm_config.model_config.dtype) if is_packed else spec
+    blocks, size = _blocks_and_bytes(vllm_config, specs)
+    return blocks, size, _blocks_and_bytes(vllm_config, _with_aligned_states(dense))[1]
+
+
+def _blocks_and_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
+    """Of a request, by vLLM's own plan for these layers. A block is of all groups' size, whoever takes it."""
+    groups = get_kv_cache_groups(vllm_config, specs)
+    of_group = [group.kv_cache_spec for group in groups]
+    blocks = sum(cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in of_group)
+    widths = [
+        spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names))
+        for spec, group in zip(of_group, groups, strict=True)
+    ]
+    return blocks, blocks * max(widths)
+
+
+def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """The blocks of attention as large as the states beside them, as vLLM's platforms make them."""
+    states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
+    attending = [spec for spec in specs.values() if isinstance(spec, AttentionSpec)]
+    if not states or not attending:
+        return specs
+    token = max(spec.real_page_size_bytes // spec.block_size for spec in attending)
+    state = max(replace(spec, page_size_padded=None).page_size_bytes for spec in states)
+    step = CPU_BLOCK if current_platform.is_cpu() else MICRO_BLOCK
+    block = step * cdiv(state, step * token)
+    return {
+        name: replace(spec, page_size_padded=block * token)
+        if isinstance(spec, MambaSpec)
+        else replace(spec, block_size=block)
+        for name, spec in specs.items()
+    }
+
+
+def log_capacity(vllm_config: VllmConfig) -> None:
     """Log dtype, bytes per token, KV tokens, ratio and fingerprint, once a process, when the cache has its real size.
 
-    KV tokens are those that the engine counts. A worker in a process of its own is not told: it knows the blocks, and
-    that is the same where all layers attend to everything; layers of several kinds share the blocks, and so do rings.
+    KV tokens are what vLLM counts: with requests as long as the model's context, each with its states and rings. The
+    ratio compares them with what the same bytes hold in bf16.
     """
     cache = vllm_config.cache_config
     if not cache.num_gpu_blocks:
         return
     stored, dense = bytes_per_token(vllm_config)
-    tokens = f"{cache.kv_cache_size_tokens or cache.num_gpu_blocks * block_size:,}"
-    if not cache.kv_cache_size_tokens and not _all_layers_attend_to_everything(vllm_config):
-        tokens = f"up to {tokens}"
+    blocks, size, dense_size = bytes_per_request(vllm_config)
+    tokens = int(cache.num_gpu_blocks / blocks * vllm_config.model_config.max_model_len)
     fmt = FORMATS.get(cache.cache_dtype)  # None where only a draft's layers are packed
     logger.info_once(
         "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16%s",
         cache.cache_dtype,
         stored,
         dense,
-        tokens,
-        dense / stored,
+        f"{tokens:,}",
+        dense_size / size,
         f", page format {fingerprint(vllm_config, fmt)}" if fmt else "",
         scope="local",
     )
 
 
-def _all_layers_attend_to_everything(vllm_config: VllmConfig) -> bool:
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    if vllm_config.model_config.attention_chunk_size:
-        return False
-    return all(getattr(layer, "sliding_window", 0) is None for layer in layers)
+def log_match_unit(vllm_config: VllmConfig) -> None:
+    """Log what the prefix cache finds beside state layers, whose blocks grow with the compression."""
+    cache = vllm_config.cache_config
+    if vllm_config.model_config.is_hybrid and cache.enable_prefix_caching and cache.prefix_match_unit is None:
+        logger.info_once(
+            "KV cache: the prefix cache finds whole blocks, %d tokens here; --prefix-match-unit %d finds parts of them",
+            cache.block_size,
+            MICRO_BLOCK,
+            scope="local",
+        )
 
 
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """Raise ValueError if skipped layers make vLLM pad the packed pages to much more than they hold.
 
-    Layers of several kinds (sliding and full) take blocks from one pool, so their pages get the size of the largest.
+    Layers of several kinds (sliding and full, or with states) take blocks from one pool, so their pages get the size of
+    the largest.
     """
     cache = vllm_config.cache_config
     content = spec.real_page_size_bytes
     if cache.kv_cache_dtype_skip_layers and spec.page_size_bytes > MAX_PADDING * content:
         raise ValueError(
             f"--kv-cache-dtype {cache.cache_dtype} cannot skip layers {', '.join(cache.kv_cache_dtype_skip_layers)} "
-            "of this model: its sliding and full layers share pages of one size, so that a packed page of "
+            "of this model: its layers of several kinds share pages of one size, so that a packed page of "
             f"{content} bytes would take {spec.page_size_bytes}; leave out --kv-cache-dtype-skip-layers"
         )

@@ -1,4 +1,4 @@
-"""The fused route on CUDA: tokens stored by one kernel, decode attention over packed pages by two or three.
+"""The fused route on CUDA: one kernel stores tokens and rotates the queries, one or two attend over packed pages.
 
 The decode kernel has two implementations: `kernels/cuda` where it serves a layer, else the portable one,
 `kernels/decode.py`.
@@ -29,12 +29,10 @@ from ..kernels.decode import (
     split_count,
 )
 from ..kernels.launch import Arguments, Launch, Launches
-from ..kernels.merge import (
-    bind_merge,
+from ..kernels.merge import bind_merge, merge_arguments, merge_grid, merge_tile
+from ..kernels.rotate import (
+    QueryRotation,
     bind_rotate_query,
-    merge_arguments,
-    merge_grid,
-    merge_tile,
     rotate_query_arguments,
     rotate_query_grid,
     rotation_matrix,
@@ -61,20 +59,23 @@ class CudaPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Grids and arguments of a step's launches, and the splits' tile of the merge, if one follows."""
+    """Grids and arguments of a step's launches, query rows a KV head, and the splits' tile of the merge, if one
+    follows."""
 
     rotate: tuple[Grid, Arguments]
     decode: tuple[Grid, Arguments] | CudaPlan
     merge: tuple[Grid, Arguments] | None
+    rows: int
     tile: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Grid and arguments of a step's launch."""
+    """Grid and arguments of a step's launch, and whether it rotates queries."""
 
     grid: Grid
     arguments: Arguments
+    rotates: bool
 
 
 class FusedDecode:
@@ -101,7 +102,7 @@ class FusedDecode:
         self.longest_decode = longest_decode
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
         self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
-        self.to_rotated = rotation_matrix(codec.key, kv_heads)
+        self.rotation = QueryRotation(rotation_matrix(codec.key, kv_heads), options.scale, self.bias_rows)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.multiprocessors = properties.multi_processor_count
@@ -127,13 +128,19 @@ class FusedDecode:
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(self.from_rotated.device)
 
     def plan_store(
-        self, slots: torch.Tensor, positions: torch.Tensor, ring_slots: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        ring_slots: torch.Tensor | None = None,
+        decodes: DecodePlan | None = None,
     ) -> StorePlan | None:
-        """For a step's tokens: see `store_tokens`. `ring_slots`: of the first of them. None: no tokens."""
+        """For a step's tokens: see `store_tokens`. `ring_slots`: of the first of them; `decodes`: whose queries to
+        rotate. None: no tokens."""
         if not len(slots):
             return None
-        grid = store_grid(self.codec, len(slots), self.kv_heads)
-        return StorePlan(grid, store_arguments(self.codec, slots, positions, ring_slots))
+        rotate, rows = (None, 0) if decodes is None else (decodes.rotate[1], decodes.rows)
+        grid = store_grid(self.codec, len(slots), self.kv_heads, rows)
+        return StorePlan(grid, store_arguments(self.codec, slots, positions, ring_slots, rotate), rotate is not None)
 
     def store(
         self,
@@ -142,20 +149,30 @@ class FusedDecode:
         value: torch.Tensor,
         plan: StorePlan | None,
         ring: torch.Tensor | None = None,
+        query: torch.Tensor | None = None,
         *,
         only_ring: bool = False,
     ) -> None:
-        """Write new tokens, into the ring too if the plan has `ring_slots`; see `store_tokens`."""
+        """Write new tokens, into the ring too if the plan has `ring_slots`; see `store_tokens`. `query` is looked at
+        where the plan is one with decodes."""
         if plan is None:
             return
+        queries = None if query is None or not plan.rotates else (query, self.rotation)
+        read = key if queries is None else queries[0]
         ring_address = None if ring is None else ring.data_ptr()
-        held_for = (cache.data_ptr(), key.stride(), value.stride(), key.dtype, ring_address)
+        held_for = (cache.data_ptr(), key.stride(), value.stride(), read.stride(), key.dtype, ring_address)
         launch = self.bound.get(
-            ("store", ring is None, only_ring),
+            ("store", ring is None, plan.rotates, only_ring),
             held_for,
-            lambda: bind_store(self.codec, cache, key, value, ring, only_ring=only_ring),
+            lambda: bind_store(self.codec, cache, key, value, ring, queries, only_ring=only_ring),
         )
-        launch(plan.grid, (key, value), plan.arguments)
+        launch(plan.grid, (key, value, read), plan.arguments)
+
+    def rotate(self, query: torch.Tensor, plan: DecodePlan) -> None:
+        """Rotate a step's queries in a layer that stores no tokens."""
+        held_for = (query.stride(), query.dtype)
+        launch = self.bound.get("rotate", held_for, lambda: bind_rotate_query(query, self.kv_heads, self.rotation))
+        launch(plan.rotate[0], (query,), plan.rotate[1])
 
     def plan_decodes(
         self,
@@ -196,31 +213,23 @@ class FusedDecode:
             arguments = merge_arguments(partial, stats, shape.group, query_bias)
             merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
         rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)
-        return DecodePlan(rotate, decode, merge, tile)
+        return DecodePlan(rotate, decode, merge, tokens * shape.group, tile)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        plan: DecodePlan,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-    ) -> None:
-        """Attention of requests with few query tokens, over all of their cached tokens.
+    def attend(self, cache: torch.Tensor, plan: DecodePlan, output: torch.Tensor, ring: Ring | None = None) -> None:
+        """Attention of requests with few query tokens, over all of their cached tokens. `store` or `rotate` has rotated
+        their queries.
 
         Args:
-            query: fp16 or bf16 [tokens or more, query heads, head_dim].
             cache: uint8 [blocks, KV heads, block_size, slot_bytes].
             plan: of these tokens.
-            output: as `query`; the rows of these tokens are filled.
+            output: fp16 or bf16 [tokens or more, query heads, head_dim]; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
         """
         sinks = self.options.sinks
         places = (cache, sinks, None if ring is None else ring.cache)
         addresses = [None if x is None else x.data_ptr() for x in places]
-        held_for = (addresses, query.stride(), output.stride(), query.dtype)
-        rotate, decode, merges = self.bound.get("decode", held_for, lambda: self._bind(query, cache, ring, output))
-        rotate(plan.rotate[0], (query,), plan.rotate[1])
+        held_for = (addresses, output.stride(), output.dtype)
+        decode, merges = self.bound.get("decode", held_for, lambda: self._bind(cache, ring, output))
         if isinstance(plan.decode, CudaPlan):
             step = plan.decode
             decode(step.grid, step.max_query_len, step.requests, step.arguments, output)
@@ -237,16 +246,15 @@ class FusedDecode:
         merge(plan.merge[0], (output,), plan.merge[1])
 
     def _bind(
-        self, query: torch.Tensor, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor
-    ) -> tuple[Launch, Any, dict[tuple[int, int], Launch]]:
-        """Launches of rotation and decode, and of the merge by its tile, none yet."""
-        rotate = bind_rotate_query(query, self.kv_heads, self.to_rotated, self.options.scale, self.bias_rows)
+        self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor
+    ) -> tuple[Any, dict[tuple[int, int], Launch]]:
+        """Launches of decode, and of the merge by its tile, none yet."""
         if self.of_cuda is None:
-            return rotate, bind_decode(self.codec.layout, self.shape, cache, ring), {}
+            return bind_decode(self.codec.layout, self.shape, cache, ring), {}
         apart = self._heads_apart(output)
         decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
         decode.prepare(self.longest_decode)
-        return rotate, decode, {}
+        return decode, {}
 
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])

@@ -78,9 +78,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
         self.longest_decode = longest_decode(config)
+        self.config = config
         self.recent_tokens = recent_tokens(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
+        if any(isinstance(layer, RecentLayer) for layer in self.layers.values()):
+            self.recent_tokens = 0  # of a draft: the target's layers have their companions by now
         self.max_requests = config.scheduler_config.max_num_seqs
         if config.model_config.attention_chunk_size:
             self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
@@ -93,9 +96,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give the layer its companion: by now vLLM has named all layers, and has not yet asked for their caches."""
         if self.recent_tokens and self.kv_sharing_target_layer_name is None:
-            name, layer = next((n, x) for n, x in self.layers.items() if getattr(x, "impl", None) is self)
+            name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
             window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
-            self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, layer, window, self.longest_decode)
+            if name + SUFFIX not in self.layers:  # weights may be loaded anew
+                self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
         """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
@@ -168,10 +172,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             return output
         recent = RecentStep.of(self.layers.get((shared or layer.layer_name) + SUFFIX), bool(shared))
         decodes = self._decodes_by_kernel(attn_metadata, query.dtype)
+        plan = self._plan_decodes(attn_metadata, recent) if decodes else None
         if shared is None:
-            self._store(key, value, kv_cache, attn_metadata, recent, decodes)
-        if decodes:
-            self._attend_decodes(query, kv_cache, attn_metadata, recent, output)
+            self._store(query, key, value, kv_cache, attn_metadata, recent, decodes, plan)
+        if plan is not None:
+            assert self.fused is not None
+            if shared is not None:
+                self.fused.rotate(query, plan)
+            self.fused.attend(kv_cache, plan, output, recent.ring(0, decodes) if recent else None)
         if decodes == len(attn_metadata.context):
             return output
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -196,11 +204,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         return metadata.decodes
 
     def _store(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata,
-        recent: RecentStep | None, decodes: int,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, recent: RecentStep | None, decodes: int, decode_plan: DecodePlan | None,
     ) -> None:  # fmt: skip
         """Write the batch's tokens into their pages, and those of decodes by the kernel, which reads them there, into
-        their rings. Prefills read what their rings had before: see `_store_recent`. New prompts have nothing there."""
+        their rings; rotate the decodes' queries in the same launch. Prefills read what their rings had before: see
+        `_store_recent`. New prompts have nothing there."""
         tokens, fused = metadata.num_actual_tokens, self.fused
         if fused is None:
             new = (metadata.slot_mapping[:tokens], key[:tokens], value[:tokens], metadata.positions[:tokens])
@@ -212,10 +221,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
         def plan() -> StorePlan | None:
             ring_slots = recent.metadata.slots[:in_ring] if recent and in_ring else None
-            return fused.plan_store(metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
+            places = (metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
+            return fused.plan_store(*places, decode_plan)
 
         ring = recent.companion.kv_cache if recent and in_ring else None
-        fused.store(kv_cache, key, value, self._planned(metadata, recent, ("store", decodes), plan), ring)
+        planned = self._planned(metadata, recent, ("store", decodes, id(decode_plan)), plan)
+        fused.store(kv_cache, key, value, planned, ring, query)
 
     def _store_recent(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata,
@@ -262,24 +273,19 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 result = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options, view)
                 output[rows] = result.to(output.dtype)
 
-    def _attend_decodes(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata, recent: RecentStep | None,
-        output: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Serve the batch's decodes by the fused route."""
+    def _plan_decodes(self, metadata: PackedMetadata, recent: RecentStep | None) -> DecodePlan:
+        """Of the batch's decodes, for the fused route."""
         fused, requests = self.fused, metadata.decodes
         assert fused is not None
-        ring = recent.ring(0, requests) if recent else None
 
         def plan() -> DecodePlan:
             return fused.plan_decodes(
                 metadata.decode_tokens, metadata.block_table[:requests], metadata.query_start_loc[: requests + 1],
-                metadata.seq_lens[:requests], metadata.decode_query_len, ring,
+                metadata.seq_lens[:requests], metadata.decode_query_len, recent.ring(0, requests) if recent else None,
             )  # fmt: skip
 
         # Layers with sinks may need a bias that the others do not, and these and those with a window the other kernel.
-        name = ("decode", fused.bias_rows is not None, fused.of_cuda is not None)
-        fused.attend(query, kv_cache, self._planned(metadata, recent, name, plan), output, ring)
+        return self._planned(metadata, recent, ("decode", fused.bias_rows is not None, fused.of_cuda is not None), plan)
 
     def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""

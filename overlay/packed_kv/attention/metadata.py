@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from .capacity import check_padding, log_capacity
+from .capacity import check_padding, log_capacity, log_match_unit
 from .routes import MAX_COLUMNS, fused_serves
 
 logger = init_logger("vllm.packed_kv")
@@ -102,7 +102,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.rows = torch.arange(largest, dtype=torch.int32, device=device)
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         check_padding(vllm_config, kv_cache_spec)
-        log_capacity(vllm_config, kv_cache_spec.block_size)
+        log_capacity(vllm_config)
+        log_match_unit(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:

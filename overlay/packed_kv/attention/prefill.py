@@ -28,8 +28,8 @@ from ..kernels.gather import (
     unrotate_grid,
 )
 from ..kernels.launch import Arguments, Launches
-from ..kernels.merge import rotation_matrix
 from ..kernels.ring import bind_gather_ring, gather_ring_arguments
+from ..kernels.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import vllm.v1.kv_cache_interface as kv_cache_interface
+from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,9 +25,9 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring, read, round_trip
-from ..layout import ring_slot_bytes
 from .active_blocks import RecentTokens
 from .options import OptionError, read_options
 from .recent_plan import plan
@@ -48,17 +50,28 @@ SAFE_CONNECTORS = ("OffloadingConnector",)
 
 
 def recent_tokens(config: VllmConfig) -> int:
-    """Tokens of the recent window, 0: none. Raises OptionError where it was asked for and cannot be."""
+    """Tokens of the recent window, 0: none; the log says which. Raises OptionError where it was asked for and cannot
+    be."""
+    tokens, reason = find_window(config)
+    if reason:
+        logger.info_once("KV cache: no recent window with %s", reason, scope="local")
+    elif tokens:
+        logger.info_once("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens, scope="local")
+    return tokens
+
+
+def find_window(config: VllmConfig) -> tuple[int, str]:
+    """Tokens of the recent window, 0: none; and why there is none where nobody asked for that, or "". Raises
+    OptionError."""
     asked = read_options(config.additional_config).recent_tokens
     if asked == 0 or config.model_config.runner_type == "draft":
-        return 0
+        return 0, ""
     if reason := _without(config):
         if asked:
             raise OptionError(
                 f"--additional-config: packed_kv.recent_tokens {asked} is not possible with {reason}; write 0"
             )
-        logger.info_once("KV cache: no recent window with %s", reason, scope="local")
-        return 0
+        return 0, reason
     longest = config.model_config.max_model_len
     sliding = config.model_config.get_sliding_window()
     bound = min(longest, sliding or longest)
@@ -67,9 +80,7 @@ def recent_tokens(config: VllmConfig) -> int:
         raise OptionError(
             f"--additional-config: packed_kv.recent_tokens {asked} is more than {what} tokens; write at most {bound}"
         )
-    tokens = min(asked or DEFAULT_TOKENS, bound)
-    logger.info_once("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens, scope="local")
-    return tokens
+    return min(asked or DEFAULT_TOKENS, bound), ""
 
 
 def _without(config: VllmConfig) -> str | None:
@@ -81,54 +92,85 @@ def _without(config: VllmConfig) -> str | None:
     connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None
     if connector and connector not in SAFE_CONNECTORS:
         return f"KV connector {connector}"
-    if config.cache_config.kv_cache_dtype_skip_layers:
-        return "--kv-cache-dtype-skip-layers (vLLM would pad the packed pages to the skipped layers')"
-    speculative = config.speculative_config
-    if speculative and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        return f"speculative method {speculative.method}, whose draft layers have no ring"
+    if reason := _without_mixed_pages(config):
+        return reason
     if config.model_config.attention_chunk_size:
         return "chunked attention, whose layers see a request as one of each chunk"
-    if config.model_config.is_hybrid:
-        return "state layers, beside which a ring would take two of their large pages"
     return None
+
+
+def _without_mixed_pages(config: VllmConfig) -> str | None:
+    """Why layers that are not packed, or not in the target, allow no rings; see `_need_block_outermost`."""
+    cache, speculative = config.cache_config, config.speculative_config
+    draft_dtype = speculative and getattr(speculative, "kv_cache_dtype", None)
+    has_others = bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype)
+    if has_others and current_platform.is_cpu():
+        return "layers of another KV-cache dtype on a CPU, which do not name a layout for mixed pages"
+    has_drafts = speculative is not None and speculative.uses_draft_kv_cache()
+    if (has_others or has_drafts) and config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism beside layers of another dtype or a draft's: its stages would lay pages out apart"
+    return None
+
+
+def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Of all layers but the companions."""
+    specs = {}
+    for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
+        shares = getattr(layer, "kv_sharing_target_layer_name", None)
+        if not isinstance(layer, RecentLayer) and not shares and (spec := layer.get_kv_cache_spec(config)):
+            # vLLM lets the backend customize a spec only after the layer has returned it.
+            specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
+    return specs
+
+
+def _have_one_size(specs: dict[str, KVCacheSpec]) -> bool:
+    return len({spec.page_size_bytes for spec in specs.values()}) == 1
+
+
+def _need_block_outermost(specs: dict[str, KVCacheSpec]) -> bool:
+    """Whether pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
+    draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads all pages to the
+    largest; BLHNC packs pages of any size side by side."""
+    return not _have_one_size(specs) and UniformTypeKVCacheSpecs.is_uniform_type(specs)
 
 
 class RecentLayer(AttentionLayerBase):
     """The companion of an attention layer.
 
     Args:
-        layer_name: its own.
-        layer: whose tokens it keeps.
+        layer_name: its own, that of the layer whose tokens it keeps and `SUFFIX`.
         window: tokens that a query reads here.
         slack: tokens of a decode, drafts included.
+        config: of the engine.
     """
 
-    def __init__(self, layer_name: str, layer: Any, window: int, slack: int) -> None:
-        self.layer_name, self.layer, self.window, self.slack = layer_name, layer, window, slack
+    def __init__(self, layer_name: str, window: int, slack: int, config: VllmConfig) -> None:
+        self.layer_name, self.window, self.slack = layer_name, window, slack
+        self.config = config
+        self.ring_block_size = 0
         self.kv_cache = torch.tensor([])
         self.views: dict[int, RecentTokens] = {}
         """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return RecentBackend
+        return RecentBackendOfMixedPages if _need_block_outermost(_specs(self.config)) else RecentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        from .ring_cache import RingSpec
+        from .ring_cache import ring_spec
 
-        # vLLM lets the backend customize a spec only after the layer has returned it.
-        packed = self.layer.get_attn_backend().customize_spec(self.layer.get_kv_cache_spec(vllm_config))
-        slot_bytes = ring_slot_bytes(packed.head_size)
-        fit = max(1, packed.page_size_bytes // (packed.num_kv_heads * slot_bytes))
-        return RingSpec(
-            # It divides the packed block: the scheduler works in their least common multiple.
-            block_size=max(n for n in range(1, fit + 1) if packed.block_size % n == 0),
-            num_kv_heads=packed.num_kv_heads,
-            head_size=packed.head_size,
-            dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
-            state_content_bytes=slot_bytes,
-            window=self.window,
-            slack=self.slack,
-        )
+        specs = _specs(vllm_config)
+        packed = specs[self.layer_name.removesuffix(SUFFIX)]
+        sizes = {"one_size": _have_one_size(specs), "side_by_side": _need_block_outermost(specs)}
+        spec = ring_spec(packed, self.window, self.slack, **sizes)
+        self.ring_block_size = spec.ring_block_size
+        return spec
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Keep vLLM's view of the cache as uint8 [ring blocks, KV heads, ring_block_size, ring_slot_bytes]."""
+        from .ring_cache import cut_into_ring_blocks
+
+        layout = self.config.cache_config.get_resolved_kv_cache_layout()
+        self.kv_cache = cut_into_ring_blocks(kv_cache, self.ring_block_size, layout.is_block_outermost)
 
 
 @dataclass
@@ -206,7 +248,7 @@ class RecentMetadataBuilder(AttentionMetadataBuilder[RecentMetadata]):
         spec: Any = kv_cache_spec
         spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
         self.sizes = {
-            "block_size": spec.block_size,
+            "block_size": spec.ring_block_size,
             "ring_blocks": spec.ring_blocks,
             "window": spec.window,
             "longest_decode": spec.slack if device.type == "cuda" else 0,  # in PyTorch a batch's own tokens are raw
@@ -255,3 +297,13 @@ class RecentBackend(AttentionBackend):
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+
+class RecentBackendOfMixedPages(RecentBackend):
+    """Where the pages of a block differ in size: see `_need_block_outermost`."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.BLHNC,)

@@ -4,6 +4,9 @@ A group's block table is indexed by position, as any other: entry i says where t
 the same few blocks come back over and over, and the null block (0) says that tokens are not in the ring, but in their
 packed page alone: those of the prefix cache or of another server, and those that a long chunk has already passed. So
 the scheduler decides what is valid, and nobody has to keep tags.
+
+Where the pool's blocks hold much more than a ring, as beside state layers, a block is cut into ring blocks, and rings
+of several requests lie in it. Tables then have the numbers of ring blocks: block * ring blocks a block + place.
 """
 
 from __future__ import annotations
@@ -12,51 +15,125 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from ..layout import ring_slot_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(CircularBufferSpec):
     """A ring that holds the newest `window` tokens of a request.
 
+    `block_size`: tokens that a block of vLLM's pool holds. `ring_block_size`: those of a ring block, a divisor of it.
     `slack`: tokens that a step writes before they are known to stay: the sampled one and its drafts. Like its base,
     which vLLM's own scratch groups use, it takes no part in the prefix cache.
     """
 
     window: int
     slack: int
+    ring_block_size: int
 
     @property
     def ring_blocks(self) -> int:
-        """Blocks a request: the window may begin and end inside a block."""
-        return cdiv(self.window + self.slack, self.block_size) + 1
+        """Ring blocks a request: the window may begin and end inside one."""
+        return cdiv(self.window + self.slack, self.ring_block_size) + 1
+
+    @property
+    def ring_blocks_a_block(self) -> int:
+        return self.block_size // self.ring_block_size
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        return self.ring_blocks * self.page_size_bytes
+        return cdiv(self.ring_blocks * self.page_size_bytes, self.ring_blocks_a_block)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        return cdiv(max_len, self.block_size)
+        return cdiv(max_len, self.ring_block_size)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(isinstance(spec, RingSpec) for spec in kv_cache_specs.values())
 
 
+RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
+SHORT = 4
+"""Ring blocks shorter than this make long tables."""
+EXCESS = 9 / 8
+"""Long ring blocks may take so many times the memory of short ones: a ring has one more than its window needs."""
+
+
+def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool, side_by_side: bool) -> RingSpec:
+    """Of the ring beside a layer with the spec `packed`, in blocks that take no more than its bytes.
+
+    Several ring blocks lie in one where all layers' pages have one size, or pages of any size lie side by side in a
+    block (BLHNC). Else vLLM pads or scales pages, to distances that are not known here.
+    """
+    slot_bytes = ring_slot_bytes(packed.head_size)
+    fit = packed.page_size_bytes // (packed.num_kv_heads * slot_bytes)
+    sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
+    sizes = [size for size in sizes if size >= SHORT] or sizes
+    # A block's tokens divide the packed block's: the scheduler works in their least common multiple.
+    most = {size: fit // size if one_size or side_by_side else 1 for size in sizes}
+    counts = {size: _largest_divisor(packed.block_size // size, most[size]) for size in sizes}
+    costs = {size: (cdiv(window + slack, size) + 1) / counts[size] for size in sizes}
+    ring_block_size = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
+    count = counts[ring_block_size]
+    return RingSpec(
+        block_size=ring_block_size * count,
+        block_stride_alignment=16 * count if side_by_side else None,
+        page_size_padded=packed.page_size_bytes if one_size else None,
+        num_kv_heads=packed.num_kv_heads,
+        head_size=packed.head_size,
+        dtype=torch.uint8,  # a second dtype would let vLLM zero all new blocks
+        state_content_bytes=slot_bytes,
+        window=window,
+        slack=slack,
+        ring_block_size=ring_block_size,
+    )
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)
+
+
+def cut_into_ring_blocks(cache: torch.Tensor, ring_block_size: int, is_block_outermost: bool) -> torch.Tensor:
+    """A layer's cache uint8 [blocks, KV heads, block_size, bytes] as [ring blocks, KV heads, ring_block_size, bytes].
+
+    Ring blocks lie at equal distances. Where a block of the pool holds the pages of all layers one behind the other
+    (`is_block_outermost`), all layers' first ring blocks come before all layers' second ones.
+    """
+    blocks, heads, block_size, slot_bytes = cache.shape
+    count = block_size // ring_block_size
+    if count == 1:
+        return cache
+    offset = cache.storage_offset() // count if is_block_outermost else cache.storage_offset()
+    distance, rest = divmod(cache.stride(0), count)
+    content = heads * ring_block_size * slot_bytes
+    assert not rest and not (cache.storage_offset() - offset) % 16 and distance >= content, (cache.stride(), count)
+    strides = (distance, ring_block_size * slot_bytes, slot_bytes, 1)
+    return cache.as_strided((blocks * count, heads, ring_block_size, slot_bytes), strides, offset)
+
+
 class RingManager(SingleTypeKVCacheManager):
-    """Claims up to `ring_blocks` blocks a request and enters them into its table over and over."""
+    """Claims up to `ring_blocks` ring blocks a request and enters them into its table over and over."""
 
     def __init__(self, kv_cache_spec: RingSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
+        self.block_size = kv_cache_spec.ring_block_size
         self.ring_blocks = kv_cache_spec.ring_blocks
+        self.a_block = kv_cache_spec.ring_blocks_a_block
         self.rings: dict[str, dict[int, KVCacheBlock]] = {}
         self.first: dict[str, int] = {}
         """Request -> number of its first block of tokens that it computes itself."""
+        self.blocks: dict[int, KVCacheBlock] = {}
+        """The pool's blocks that are cut up, by number."""
+        self.free_places: dict[int, list[int]] = {}
+        """Number of such a block -> its ring blocks that no request has; without those of which all are taken."""
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock],
@@ -64,7 +141,10 @@ class RingManager(SingleTypeKVCacheManager):
     ) -> int:  # fmt: skip
         first = self.first.get(request_id, cdiv(total_computed_tokens, self.block_size))
         wanted = min(cdiv(num_tokens, self.block_size) - first, self.ring_blocks)
-        return max(0, wanted - len(self.rings.get(request_id, ())))
+        missing = wanted - len(self.rings.get(request_id, ()))
+        if missing <= 0:
+            return 0
+        return max(0, cdiv(missing - sum(map(len, self.free_places.values())), self.a_block))
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int,
@@ -90,15 +170,36 @@ class RingManager(SingleTypeKVCacheManager):
                 continue
             place = index % self.ring_blocks
             if place not in ring:
-                ring[place] = self.block_pool.get_new_blocks(1)[0]
+                ring[place] = self._take()
             added.append(ring[place])
         table.extend(added)
         return added
 
+    def _take(self) -> KVCacheBlock:
+        """A ring block, of a block that others have parts of if there is one."""
+        if not self.free_places:
+            (block,) = self.block_pool.get_new_blocks(1)
+            self.blocks[block.block_id] = block
+            first = block.block_id * self.a_block
+            self.free_places[block.block_id] = list(range(first, first + self.a_block))
+        number, places = next(iter(self.free_places.items()))
+        place = places.pop()
+        if not places:
+            del self.free_places[number]
+        return KVCacheBlock(place)
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self.req_to_blocks.pop(request_id, None)
         self.first.pop(request_id, None)
-        return list(self.rings.pop(request_id, {}).values())
+        empty = []
+        for ring_block in self.rings.pop(request_id, {}).values():
+            number = ring_block.block_id // self.a_block
+            places = self.free_places.setdefault(number, [])
+            places.append(ring_block.block_id)
+            if len(places) == self.a_block:
+                del self.free_places[number]
+                empty.append(self.blocks.pop(number))
+        return empty
 
     def cache_blocks(self, *_args: object, **_kwargs: object) -> None:
         """A ring is never shared."""

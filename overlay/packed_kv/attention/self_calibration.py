@@ -54,11 +54,16 @@ def resolve_auto(config: VllmConfig) -> None:
     options = config.additional_config.get("packed_kv", {}) if isinstance(config.additional_config, dict) else {}
     if not isinstance(options, dict) or options.get("calibration") != AUTO:
         return
-    path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
-    if not path.is_file():
-        path = cached_file(config)
+    path = settled_file(config)
+    if path.name != FILE_NAME:
         _ensure(path, config)
     config.additional_config = {**config.additional_config, "packed_kv": {**options, "calibration": str(path)}}
+
+
+def settled_file(config: VllmConfig) -> Path:
+    """The file that "auto" stands for: that of the model's folder, or else one in the user's cache, there or not."""
+    path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
+    return path if path.is_file() else cached_file(config)
 
 
 def cached_file(config: VllmConfig) -> Path:

@@ -1,7 +1,6 @@
-"""What stands before and after `decode.py`: rotate the query; combine the splits and rotate the output back.
+"""What stands behind `decode.py`: combine the splits and rotate the output back.
 
-Both rotations are products with the head_dim x head_dim matrix of the rotation, in fp16 or tf32 with fp32 sums: a query
-is rotated once a step, so exactness to the bit, which the codec needs, would buy nothing here.
+The rotation is a product with the matrix of `rotate.py`, in tf32 with fp32 sums.
 """
 
 from __future__ import annotations
@@ -10,117 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..codecs.codec import Codec
 from . import power_of_2
 from .decode import LOG2_E
 from .launch import Arguments, Launch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
-QUERY_ROWS = 16
-"""Of a program of `rotate_query`: the least that the tensor core takes."""
-
-
-def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
-    """The matrix M with x @ M = `rotate(x / scale)`, or, inverse, `unrotate(x) / scale`, with the scale of the codec's
-    channels: fp16 [1 or KV heads, stored_dim, stored_dim]; a head's padding has rows and columns, too."""
-    per_head = codec.heads is not None
-    identity = torch.eye(codec.stored_dim, device=codec.device).unsqueeze(1).repeat(1, kv_heads if per_head else 1, 1)
-    unscale = codec.transform.unscale
-    matrix = unscale(codec.unrotate(identity)) if inverse else codec.rotate(unscale(identity))
-    return matrix.transpose(0, 1).to(torch.float16).contiguous()
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _rotate_query_kernel(
-    query, rotated, bias, rows, matrix, token_stride, head_stride, matrix_head_stride, scale,
-    bias_rows, bias_rows_head_stride,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    head = tl.program_id(1)
-    token, member = row // QUERY_GROUP, row % QUERY_GROUP
-    source = query + token * token_stride + (head * QUERY_GROUP + member) * head_stride
-    part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
-    matrix += head.to(tl.int64) * matrix_head_stride
-    result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    bias_rows += head.to(tl.int64) * bias_rows_head_stride
-    bias0, bias1 = tl.zeros([ROWS, 32], tl.float32), tl.zeros([ROWS, 32], tl.float32)
-    for start in tl.static_range(0, HEAD_DIM, 32):
-        known = (row < rows)[:, None]
-        if start + 32 > QUERY_DIM:
-            known = known & (start + part < QUERY_DIM)[None, :]
-        x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0)
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
-                    mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
-        result = tl.dot(x.to(tl.float16), m, result)
-        if HAS_BIAS:  # in fp32: a mean may be large, and in a soft cap its product counts as it is
-            bias0 += x.to(tl.float32) * tl.load(bias_rows + start + part)[None, :]
-            bias1 += x.to(tl.float32) * tl.load(bias_rows + HEAD_DIM + start + part)[None, :]
-    out_row = token * KV_HEADS * QUERY_GROUP + head * QUERY_GROUP + member
-    if HAS_BIAS:
-        tl.store(bias + out_row * 2, tl.sum(bias0, 1) * scale, mask=row < rows)
-        tl.store(bias + out_row * 2 + 1, tl.sum(bias1, 1) * scale, mask=row < rows)
-    target = rotated + out_row * HEAD_DIM
-    tl.store(target[:, None] + channel[None, :], (result * scale).to(rotated.dtype.element_ty),
-             mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
-
-
-def bind_rotate_query(
-    query: torch.Tensor, kv_heads: int, matrix: torch.Tensor, scale: float, bias_rows: torch.Tensor | None = None
-) -> Launch:
-    """The kernel for queries of these strides; see `rotate_query`."""
-    head_dim = matrix.shape[2]
-    assert query.stride(2) == 1, query.stride()
-    assert bias_rows is None or bias_rows.is_contiguous(), bias_rows.stride()
-    rows = matrix if bias_rows is None else bias_rows
-    return Launch(
-        _rotate_query_kernel,
-        Arguments(matrix, query.stride(0), query.stride(1), head_stride(matrix), scale * LOG2_E, rows,
-                  head_stride(rows)),
-        dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-            PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, HAS_BIAS=bias_rows is not None,
-        ),
-        num_warps=4,
-    )  # fmt: skip
-
-
-def rotate_query_arguments(rotated: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
-    """What a step decides; see `rotate_query`."""
-    tokens, kv_heads, group, _ = rotated.shape
-    assert rotated.is_contiguous(), rotated.stride()
-    assert bias is None or (bias.shape == (tokens, kv_heads * group, 2) and bias.is_contiguous()), bias.shape
-    return Arguments(rotated, rotated if bias is None else bias, tokens * group)
-
-
-def rotate_query_grid(rotated: torch.Tensor) -> tuple[int, int, int]:
-    tokens, kv_heads, group, _ = rotated.shape
-    return -(-tokens * group // QUERY_ROWS), kv_heads, 1
-
-
-def rotate_query(
-    query: torch.Tensor,
-    matrix: torch.Tensor,
-    rotated: torch.Tensor,
-    scale: float,
-    bias_rows: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Rotate queries and multiply them by `scale` and log2 e, once.
-
-    Args:
-        query: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels.
-        matrix: `rotation_matrix` of the K codec.
-        rotated: fp16 [tokens, KV heads, queries a KV head, stored_dim], contiguous; filled.
-        scale: attention scale.
-        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, stored_dim], contiguous, or None.
-        bias: with `bias_rows`: fp32 [tokens, query heads, 2], contiguous; filled with the queries' products with them,
-            times `scale` and log2 e too.
-    """
-    assert (bias is None) == (bias_rows is None)
-    launch = bind_rotate_query(query, rotated.shape[1], matrix, scale, bias_rows)
-    launch(rotate_query_grid(rotated), (query,), rotate_query_arguments(rotated, bias))
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])

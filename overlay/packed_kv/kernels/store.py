@@ -1,4 +1,5 @@
-"""Store kernel: rotate, search the scales, quantise, pack and write K and V of new tokens, in one launch.
+"""Store kernel: rotate, search the scales, quantise, pack and write K and V of new tokens, in one launch. It rotates
+the queries of a step's decodes, too (`rotate.py`).
 
 The bytes equal those of `PagedCodec.write`. The rounding rule, which makes them equal: everything is fp32, each add,
 subtract and multiply rounded to nearest even on its own (no fused multiply-add, no flushing of denormals), in the order
@@ -33,10 +34,14 @@ from . import power_of_2
 from .launch import Arguments, Launch, head_stride
 from .quantize import hadamard, load_rotated, of, quantize, search_scale
 from .ring import RING_SLOTS, store_ring
+from .rotate import QUERY_ROWS, QueryRotation, bias_of_rows, rotate_rows
 from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
+QUERY_CHANNELS = 32
+"""Of a program that rotates queries, or takes their biases: 76 registers a thread on sm_90, where 64 take 146, and the
+programs that store have as many."""
 
 
 def bind_store(
@@ -45,10 +50,13 @@ def bind_store(
     key: torch.Tensor,
     value: torch.Tensor,
     ring: torch.Tensor | None = None,
+    queries: tuple[torch.Tensor, QueryRotation] | None = None,
     *,
     only_ring: bool = False,
 ) -> Launch:
-    """The kernel for one layer's cache and ring, and keys and values of these strides; see `store_tokens`."""
+    """The kernel for one layer's cache and ring, and keys and values of these strides; see `store_tokens`. With
+    `queries`, it rotates some of these strides, too: see `rotate_query`. The first arguments of the launch are key,
+    value and query (without: the key again)."""
     _, heads, block_size, slot_bytes = cache.shape
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
     assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
@@ -65,6 +73,9 @@ def bind_store(
     channels = [codec.key.channels, codec.value.channels]
     tables = channels if codec.transform_tables is None else codec.transform_tables
     of_ring = cache if ring is None else ring
+    unread = codec.key.rotation_constants
+    of_query = (unread, 0, 0, 0, 0.0, unread, 0) if queries is None else queries[1].fixed(queries[0])
+    padded_dim = power_of_2(codec.key.stored_dim)
     return Launch(
         store_kernel,
         Arguments(
@@ -74,6 +85,7 @@ def bind_store(
             *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
             *(x for table in tables for x in (table, head_stride(table))),
             of_ring, of_ring.stride(0), of_ring.stride(1),
+            *of_query,
         ),
         dict(
             TRANSFORMED=codec.transform_tables is not None,
@@ -81,6 +93,9 @@ def bind_store(
             HEADS=heads, BLOCK_SIZE=block_size, ROWS=_rows(codec.key.fmt, codec.key.head_dim),
             ORDERED=codec.key.order is not None or codec.value.order is not None,
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
+            QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
+            QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
+            HAS_BIAS=queries is not None and queries[1].bias_rows is not None,
             **store_constants(codec.key.fmt, codec.key.head_dim),
         ),
         num_warps=1, enable_fp_fusion=False,
@@ -88,9 +103,14 @@ def bind_store(
 
 
 def store_arguments(
-    codec: PagedCodec, slots: torch.Tensor, positions: torch.Tensor | None, ring_slots: torch.Tensor | None
+    codec: PagedCodec,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None,
+    ring_slots: torch.Tensor | None,
+    rotate: Arguments | None = None,
 ) -> Arguments:
-    """What a step decides; see `store_tokens`. What the codec does not look at need not be there."""
+    """What a step decides; see `store_tokens`. What the codec does not look at need not be there. `rotate`: of
+    `rotate_query_arguments`, for the launch with queries."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
     if codec.transform_tables is None or codec.key.transform.first_mean is None:
         positions = slots  # not read
@@ -100,13 +120,19 @@ def store_arguments(
     if ring_slots is None:
         ring_slots = slots[:0]
     assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
-    return Arguments(slots, len(slots), positions, ring_slots, len(ring_slots))
+    nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
+    of_queries = (nothing, nothing, 0) if rotate is None else rotate.values
+    return Arguments(slots, len(slots), positions, ring_slots, len(ring_slots), *of_queries)
 
 
-def store_grid(codec: PagedCodec, tokens: int, heads: int) -> tuple[int, int, int]:
+def store_grid(codec: PagedCodec, tokens: int, heads: int, query_rows: int = 0) -> tuple[int, int, int]:
+    """For so many tokens and, of the launch with queries, rows a KV head of these."""
     fmt, head_dim = codec.key.fmt, codec.key.head_dim
     groups = [power_of_2(groups) for _, groups, *_ in store_constants(fmt, head_dim)["SECTIONS"]]
-    return sum(-(-tokens * heads // (_rows(fmt, head_dim) // count)) for count in groups), 2, 1
+    programs = sum(-(-tokens * heads // (_rows(fmt, head_dim) // count)) for count in groups)
+    parts = power_of_2(codec.key.stored_dim) // QUERY_CHANNELS + (codec.key.transform.mean is not None)
+    of_queries = -(-query_rows // QUERY_ROWS) * heads * parts
+    return programs + -(-of_queries // 2), 2, 1
 
 
 def store_tokens(
@@ -142,7 +168,7 @@ def store_tokens(
     launch = bind_store(codec, cache, key, value, ring, only_ring=only_ring)
     if len(slots):
         grid = store_grid(codec, len(slots), cache.shape[1])
-        launch(grid, (key, value), store_arguments(codec, slots, positions, ring_slots))
+        launch(grid, (key, value, key), store_arguments(codec, slots, positions, ring_slots))
 
 
 def _rows(fmt: Format, head_dim: int) -> int:
@@ -185,17 +211,21 @@ padded_groups = triton.constexpr_function(power_of_2)
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "ring_tokens"],
+    do_not_specialize=["tokens", "ring_tokens", "query_rows"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "ring_slots_ptr"],
 )
 def store_kernel(
     key_ptr,
     value_ptr,
+    query_ptr,
     slots_ptr,
     tokens,
     positions_ptr,
     ring_slots_ptr,
     ring_tokens,
+    rotated_ptr,
+    query_bias_ptr,
+    query_rows,
     cache_ptr,
     cache_block_stride,
     cache_head_stride,
@@ -215,6 +245,13 @@ def store_kernel(
     ring_ptr,
     ring_block_stride,
     ring_head_stride,
+    matrix_ptr,
+    query_token_stride,
+    query_head_stride,
+    matrix_head_stride,
+    query_scale,
+    bias_rows_ptr,
+    bias_rows_head_stride,
     TRANSFORMED: tl.constexpr,
     FIRST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -223,6 +260,12 @@ def store_kernel(
     ORDERED: tl.constexpr,
     HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr,
+    QUERY_GROUP: tl.constexpr,
+    QUERY_DIM: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    QUERY_CHANNELS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ROTATION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_GROUPS: tl.constexpr,
@@ -236,7 +279,8 @@ def store_kernel(
     KEY_SCALES: tl.constexpr,
     VALUE_SCALES: tl.constexpr,
 ):
-    """Grid: (programs of each section in turn, K and V). Arguments: see `store_tokens` and `store_constants`."""
+    """Grid: (programs of each section in turn, K and V); behind these, those of the queries, in pairs. Arguments: see
+    `store_tokens`, `store_constants` and `rotate_query`."""
     is_key = tl.program_id(1) == 0
     x_ptr = key_ptr if is_key else value_ptr
     token_stride = key_token_stride if is_key else value_token_stride
@@ -259,6 +303,23 @@ def store_kernel(
                 CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
             )  # fmt: skip
         program -= programs
+    if QUERY_GROUP > 0:
+        PARTS: tl.constexpr = PADDED_DIM // QUERY_CHANNELS + HAS_BIAS
+        program = 2 * program + tl.program_id(1)
+        part, head, block = program % PARTS, program // PARTS % HEADS, program // (PARTS * HEADS)
+        if (program >= 0) & (block * QUERY_ROWS < query_rows):
+            if HAS_BIAS and part == PARTS - 1:
+                bias_of_rows(
+                    query_ptr, query_bias_ptr, query_rows, block, head, query_token_stride, query_head_stride,
+                    query_scale, bias_rows_ptr, bias_rows_head_stride,
+                    HEADS, QUERY_GROUP, QUERY_DIM, HEAD_GROUPS * 32, QUERY_ROWS,
+                )  # fmt: skip
+            else:
+                rotate_rows(
+                    query_ptr, rotated_ptr, query_rows, block, head, part * QUERY_CHANNELS, matrix_ptr,
+                    query_token_stride, query_head_stride, matrix_head_stride, query_scale,
+                    HEADS, QUERY_GROUP, QUERY_DIM, HEAD_GROUPS * 32, QUERY_CHANNELS, QUERY_ROWS,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from typing import Any
 
 from cuda.bindings import driver, nvrtc
 
-from .source import HEADERS, MAIN, read_source
+from .source import HEADERS, MAIN, cache_folder, read_source
 
 OPTIONS = ("--gpu-architecture=sm_90", "--std=c++17", "-default-device")
 
@@ -40,12 +40,6 @@ def cubin(constants: dict[str, str]) -> bytes:
 def compiler_version() -> tuple[int, int]:
     """NVRTC's. Raises RuntimeError where there is none."""
     return _checked(nvrtc.nvrtcVersion())
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: PACKED_KV_CACHE, or packed_kv in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "packed_kv"
-    return Path(os.environ.get("PACKED_KV_CACHE") or default)
 
 
 def _keep(path: Path, code: bytes) -> None:

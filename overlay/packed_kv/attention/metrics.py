@@ -1,0 +1,160 @@
+"""Our lines in vLLM's `/metrics`: what the packed cache is, and what ran on which route.
+
+vLLM makes a `PackedStats` for each engine in the process that serves (entry point `vllm.stat_logger_plugins`) and hands
+it each step's statistics, which it has made anyway: nothing is asked of the device, and nothing is done in a layer.
+docs/commands.md has the metrics, and where vLLM calls this.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prometheus_client import Counter, Gauge
+from vllm.platforms import current_platform
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from ..formats import FORMATS
+from ..planning.cache import Serving, bytes_per_token
+from ..planning.model import BadInput, parse
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..formats import Format
+
+INFO = ("dtype", "bytes_per_token", "ratio", "recent_tokens", "calibration", "fingerprint")
+ENGINE = ("model_name", "engine")
+DECODE, PREFILL, PYTORCH, PREFIX_CACHE = "decode_kernel", "prefill", "pytorch", "prefix_cache"
+"""Routes of docs/attention.md; tokens of the prefix cache take none, as nothing is computed for them."""
+
+
+class Metrics(NamedTuple):
+    """Prometheus' objects, which a process can register once."""
+
+    info: Gauge
+    cache_tokens: Gauge
+    tokens: Counter
+    requests: Counter
+
+
+@functools.cache
+def metrics() -> Metrics:
+    """Registered when first asked for, so that a server without a packed cache has none of them."""
+    newest: dict[str, Any] = {"multiprocess_mode": "mostrecent"}  # as vLLM's own, with several API servers
+    return Metrics(
+        Gauge("packed_kv_info", "The packed KV cache of an engine; its value is 1.", (*ENGINE, *INFO), **newest),
+        Gauge("packed_kv_cache_tokens", "Tokens that the KV cache holds, by vLLM's count.", ENGINE, **newest),
+        Counter("packed_kv_tokens", "Tokens whose attention was computed, or found, by route.", (*ENGINE, "route")),
+        Counter("packed_kv_requests", "Finished requests that took a route, by route.", (*ENGINE, "route")),
+    )
+
+
+class PackedStats(StatLoggerBase):
+    """Does nothing for an engine whose KV cache is not packed."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.config = vllm_config
+        self.fmt = FORMATS.get(vllm_config.cache_config.cache_dtype)
+        if self.fmt is None:
+            return
+        self.engine = (str(vllm_config.model_config.served_model_name), str(engine_index))
+        self.prefill, self.decode = routes(vllm_config)
+        names = dict.fromkeys((self.prefill, self.decode, PREFIX_CACHE))
+        self.tokens = {name: metrics().tokens.labels(*self.engine, name) for name in names}
+        self.requests = {name: metrics().requests.labels(*self.engine, name) for name in names}
+
+    def log_engine_initialized(self) -> None:
+        """vLLM calls it when the engine has told this process how large its cache is."""
+        if self.fmt is None:
+            return
+        labels = info(self.config, self.fmt)
+        metrics().info.labels(*self.engine, *(labels[name] for name in INFO)).set(1)
+        metrics().cache_tokens.labels(*self.engine).set(self.config.cache_config.kv_cache_size_tokens or 0)
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Count a step. A token counts for the route on which its prompt or its step ran; of a new request's tokens the
+        first came out of its prefill."""
+        if self.fmt is None or iteration_stats is None:
+            return
+        prompts = iteration_stats.prompt_token_stats
+        self.tokens[self.prefill].inc(prompts.computed)
+        self.tokens[PREFIX_CACHE].inc(prompts.cached_tokens)
+        begun = len(iteration_stats.time_to_first_tokens_iter)
+        self.tokens[self.decode].inc(max(0, iteration_stats.num_generation_tokens - begun))
+        for finished in iteration_stats.finished_requests:
+            taken = {self.prefill}
+            if finished.num_generation_tokens > 1:
+                taken.add(self.decode)
+            if finished.num_cached_tokens:
+                taken.add(PREFIX_CACHE)
+            for route in taken:
+                self.requests[route].inc()
+
+
+def routes(config: VllmConfig) -> tuple[str, str]:
+    """On which routes an engine runs prefills and decodes, as far as its configuration tells.
+
+    Not counted apart: heads without FlashAttention, whose prefill runs in PyTorch, and prefill chunks as short as a
+    decode, which the decode kernel takes.
+    """
+    from .metadata import longest_decode
+    from .routes import fused_serves
+
+    model = config.model_config
+    if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
+        return PYTORCH, PYTORCH
+    group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
+    return PREFILL, DECODE if fused_serves(group, longest_decode(config), model.dtype) else PREFILL
+
+
+def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
+    """Labels of `packed_kv_info`. Bytes are those of one rank; "unknown" for a model that `planning` cannot read."""
+    from .calibration import model_folder
+    from .fingerprint import fingerprint
+    from .options import AUTO, read_options
+    from .recent import find_window
+    from .self_calibration import settled_file
+
+    stored, dense = stored_and_dense(config, fmt)
+    options = read_options(config.additional_config)
+    path = options.calibration
+    if path is not None and str(path) == AUTO:  # only the engine's process is told what that stands for
+        path = settled_file(config)
+        config = copy.copy(config)
+        config.additional_config = {
+            **config.additional_config, "packed_kv": {**config.additional_config["packed_kv"], "calibration": str(path)}
+        }  # fmt: skip
+    if path is None:
+        from ..outliers import FILE_NAME
+
+        path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
+    return {
+        "dtype": fmt.name,
+        "bytes_per_token": str(stored or "unknown"),
+        "ratio": f"{dense / stored:.2f}" if stored else "unknown",
+        "recent_tokens": str(find_window(config)[0]),
+        "calibration": str(path) if path.is_file() else "none",
+        "fingerprint": fingerprint(config, fmt),
+    }
+
+
+def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
+    """KV bytes of a token on one rank, as stored and in 16 bits; 0 and 0 if the model's config cannot be read."""
+    try:
+        ranks = config.parallel_config.tensor_parallel_size
+        model = parse(config.model_config.hf_config.to_dict(), config.model_config.model, ranks)
+    except BadInput:
+        return 0, 0
+    skipped = set(config.cache_config.kv_cache_dtype_skip_layers)
+    numbers = {
+        layer.number
+        for layer in model.layers
+        if str(layer.number) in skipped or (layer.kind == "sliding" and "sliding_window" in skipped)
+    }
+    serving = Serving(config.model_config.max_model_len, skip_layers=frozenset(numbers))
+    own = [layer for layer in model.attention if not layer.is_shared]
+    return bytes_per_token(model, fmt.name, serving), sum(4 * layer.kv_heads * layer.head_size for layer in own)

@@ -1,0 +1,63 @@
+"""What the commands' arguments have in common: numbers, sizes, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from typing import NoReturn
+
+EXIT_BAD_INPUT = 2
+GIB = 1 << 30
+SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
+SIZES |= {f"{unit}IB": SIZES[unit] for unit in "KMGT"} | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; {self.prog} --help lists the options", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def size(text: str) -> float:
+    """Bytes of `80GiB`, `80GB`, `80G` (GiB) or a plain number."""
+    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text)
+    if not found or found[2].upper() not in SIZES:
+        raise argparse.ArgumentTypeError(f"expected a size, as 80GiB, got {text!r}")
+    return number(found[1]) * SIZES[found[2].upper()]
+
+
+def tokens(text: str) -> int:
+    """Tokens of `32k` (32,768) or a plain number."""
+    found = re.fullmatch(r"(\d+)([kKmM]?)", text)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"expected a number of tokens, as 32k, got {text!r}")
+    return int(found[1]) * SIZES[found[2].upper()]
+
+
+def number(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 1."""
+    if count(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number, or 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+    return int(text)

@@ -1,0 +1,232 @@
+"""Say whether all is here that a server with packed pages needs. Each line begins with OK or says what to do.
+
+Exit code: 0 if every line is OK, 1 if not, 2 for bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..formats import FORMATS
+from ..kernels.cuda import refusal
+from ..kernels.cuda.source import cache_folder
+from ..outliers import FILE_NAME, CalibrationError
+from ..outliers import load as load_calibration
+from ..planning.model import BadInput, Model, first, load, parse
+from ..planning.plan import layers
+from .arguments import GIB, Parser
+
+LEAST_PYTHON, LEAST_CAPABILITY = (3, 11), (8, 0)
+HEAD_DIM, GROUP = 128, 4
+"""Of the heads for which kernels are named where no model is given; query heads a KV head."""
+PROBE_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line. If not `ok`, it says what to do."""
+
+    ok: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"OK    {self.text}" if self.ok else self.text
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv doctor") -> int:
+    """The command. Returns its exit code."""
+    options = parser(prog).parse_args(arguments)
+    well = True
+    for finding in findings(options):
+        well = well and finding.ok
+        print(finding, flush=True)
+    return 0 if well else 1
+
+
+def parser(prog: str = "packed-kv doctor") -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, config.json or id of a model to serve")
+    made.add_argument("--tiers", type=Path, nargs="+", default=[], metavar="DIR",
+                      help="folders into which pages are to be offloaded")  # fmt: skip
+    return made
+
+
+def findings(options: argparse.Namespace) -> Iterator[Finding]:
+    """All lines, as they are found."""
+    yield _python()
+    model, folder = None, None
+    if options.model:
+        try:
+            config, folder = load(options.model)
+            model = parse(config, Path(options.model).name)
+        except BadInput as error:
+            yield Finding(False, str(error))
+        else:
+            yield Finding(True, f"{model.name}: {layers(model)}")
+    has_torch, vllm = importlib.util.find_spec("torch") is not None, _vllm()
+    if not has_torch:
+        yield Finding(False, "PyTorch is not installed; it comes with vLLM: pip install vllm")
+    yield vllm
+    yield _entry_point()
+    if has_torch and importlib.util.find_spec("vllm") is not None:
+        yield from _engine(model)
+    if model:
+        yield _calibration(options.model, model, folder)
+    yield from map(_tier, options.tiers)
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    needed = ".".join(map(str, LEAST_PYTHON))
+    if sys.version_info < LEAST_PYTHON:
+        return Finding(False, f"Python {version} is too old; use {needed} or later")
+    return Finding(True, f"Python {version}, packed-kv {_version('packed-kv')}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed as a distribution"
+
+
+def _vllm() -> Finding:
+    """Which vLLM, and whether it is patched, in the words of packed-kv-patch. Reads files, and imports no vLLM."""
+    pins, tree = (import_module(f"packed_kv_patches.{name}") for name in ("pins", "tree"))
+    if importlib.util.find_spec("vllm") is None:
+        versions = [f"{wheel.distribution}=={pin.version}" for pin in pins.load().values() for wheel in pin.wheels]
+        return Finding(False, f"vLLM is not installed; pip install one of: {', '.join(versions)}")
+    try:
+        installed = tree.locate(None, pins.load())
+        found = tree.inspect(installed)
+    except pins.PatchError as error:
+        return Finding(False, str(error))
+    name = f"{installed.distribution} {installed.pin.version}"
+    if found.state is tree.State.PATCHED:
+        return Finding(True, f"{name}, patched")
+    if found.state is tree.State.CHANGED:
+        return Finding(False, f"{name} is {found.state.value}; run: packed-kv patch status")
+    return Finding(False, f"{name} is {found.state.value}; run: packed-kv patch apply")
+
+
+def _entry_point() -> Finding:
+    """Whether vLLM finds the plugin; VLLM_PLUGINS may leave it out."""
+    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if "packed_kv" not in names:
+        return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "packed_kv" not in allowed.split(","):
+        return Finding(False, f"VLLM_PLUGINS={allowed} leaves the plugin out; add packed_kv to it")
+    return Finding(True, "plugin installed")
+
+
+def _engine(model: Model | None) -> Iterator[Finding]:
+    """What a process finds that loads vLLM: plugin, device, FlashAttention, decode kernel."""
+    head_dim, group = _heads(model)
+    command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(head_dim)]
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, env=quiet, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding(False, f"vLLM does not load within {PROBE_SECONDS} s; try: python -c 'import vllm'")
+        return
+    if run.returncode or not run.stdout.strip():
+        last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        yield Finding(False, f"vLLM does not load ({last}); try: python -c 'import vllm', and install it again")
+        return
+    found = json.loads(run.stdout.strip().splitlines()[-1])
+    missing = [name for name in FORMATS if name not in found["registered"]]
+    if missing:
+        yield Finding(False, f"the plugin does not register {', '.join(missing)}; run: packed-kv patch apply")
+    else:
+        yield Finding(True, f"plugin loads: {', '.join(found['registered'])} (PyTorch {found['torch']})")
+    yield from _device(found, head_dim, group)
+
+
+def _device(found: dict[str, Any], head_dim: int, group: int) -> Iterator[Finding]:
+    if found["platform"] == "cpu":
+        yield Finding(True, "platform CPU: attention runs in PyTorch, exact and slow; no FlashAttention, no kernels")
+        return
+    if found["platform"] != "cuda" or not found["devices"]:
+        yield Finding(False, f"no CUDA device answers (platform {found['platform']}); look at: nvidia-smi")
+        return
+    capability = tuple(found["capability"])
+    name = f"{found['devices']} x {found['device']}, compute capability {capability[0]}.{capability[1]}"
+    if capability < LEAST_CAPABILITY:
+        yield Finding(False, f"{name}: packed pages need 8.0 or later; use another GPU")
+        return
+    yield Finding(True, f"{name}, {found['memory'] / GIB:.1f} GiB")
+    if found["flash_attention"] is None:
+        slow = f"no FlashAttention for heads of {head_dim} channels, so prefill would run in PyTorch, many times slower"
+        yield Finding(False, f"{slow}; install the wheel of vLLM that was built for this CUDA")
+    else:
+        yield Finding(True, f"FlashAttention {found['flash_attention']}")
+    yield Finding(True, _decode_kernel(capability, head_dim, group))
+
+
+def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> str:
+    refused = refusal((capability[0], capability[1]), head_dim, group, query_len=1)
+    heads = f"heads of {head_dim} channels, {group} query heads a KV head"
+    if refused:
+        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not serve {refused})"
+    folder = cache_folder()
+    number = len(list(folder.glob("decode-*.cubin")))
+    state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
+    return f"decodes of {heads} are served by the CUDA kernel, {state} {folder}"
+
+
+def _heads(model: Model | None) -> tuple[int, int]:
+    """Channels of a head of the model's first attention layer, and its query heads a KV head."""
+    if model is None:
+        return HEAD_DIM, GROUP
+    layer = model.attention[0]
+    return layer.head_size, model.config["num_attention_heads"] // layer.kv_heads
+
+
+def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
+    """The file that an engine would use, or that there is none."""
+    file = (folder or Path()) / FILE_NAME
+    if not file.is_file():
+        kept = sorted(_cache_root().glob(f"packed_kv/{Path(name).name}-*.json"))
+        if not kept:
+            return Finding(True, f"no calibration yet, which serves; better with: packed-kv calibrate model {name}")
+        return Finding(True, f'calibration of "auto" kept in {kept[-1]} (used with "calibration": "auto")')
+    layer = model.attention[0]
+    whole = not model.is_hybrid and not any(layer.is_shared for layer in model.layers)
+    try:
+        found = load_calibration(file)
+        found.check_model(
+            layers=first(model.config, "num_hidden_layers"), kv_heads=layer.kv_heads, head_size=layer.head_size,
+            every_layer=whole,
+        )  # fmt: skip
+    except CalibrationError as error:
+        return Finding(False, str(error))
+    return Finding(True, f"calibration of {len(found.layers)} layers, made for {found.recipe}, in {file}")
+
+
+def _cache_root() -> Path:
+    """Of vLLM, as its `envs.py` finds it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm").expanduser()
+
+
+def _tier(folder: Path) -> Finding:
+    """Whether pages can be written into a folder."""
+    if not folder.is_dir():
+        return Finding(False, f"--tiers {folder} is no folder; run: mkdir -p {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Finding(False, f"--tiers {folder} cannot be written; give it to the user who serves, or name another")
+    state = os.statvfs(folder)
+    return Finding(True, f"tier {folder}: {state.f_bavail * state.f_frsize / GIB:.1f} GiB free")

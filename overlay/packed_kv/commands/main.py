@@ -1,0 +1,70 @@
+"""The door: `packed-kv COMMAND ...`. Nothing of a command is imported before it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from .arguments import EXIT_BAD_INPUT, Parser
+
+
+@dataclass(frozen=True)
+class Command:
+    """`module` has `main(arguments, prog)` and `parser(prog)`; `needs`: what to install where it cannot be imported."""
+
+    name: str
+    module: str
+    text: str
+    needs: str = ""
+
+    def load(self, function: str) -> Callable:
+        return getattr(import_module(self.module), function)
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs, from its config"),
+        Command("doctor", "packed_kv.commands.doctor", "is all here that a server needs, and what to do if not"),
+        Command("patch", "packed_kv_patches.patcher", "patch vLLM, or say whether it is (packed-kv-patch)"),
+        Command("calibrate", "tq_calibrate.cli", "write a calibration file (tq-calibrate)", "torch transformers tqdm"),
+        Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "vllm"),
+        Command("completion", "packed_kv.commands.completion", "print a script for bash, zsh or fish"),
+    )
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code of the command that was called; 2 for bad input."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in COMMANDS:
+        parser().parse_args(words or ["--help"])
+    command = COMMANDS[words[0]]
+    try:
+        run = command.load("main")
+    except ModuleNotFoundError as error:
+        if not command.needs:
+            raise
+        print(f"packed-kv {command.name}: {error.name} is missing; pip install {command.needs}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        return run(words[1:], prog=f"packed-kv {command.name}")
+    except BrokenPipeError:  # who reads our output has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parser() -> Parser:
+    """Of the first word alone."""
+    made = Parser("packed-kv", description="KV-cache dtypes for vLLM that store keys and values in 2.5 to 4.25 bits.")
+    commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS.values():
+        commands.add_parser(command.name, help=command.text, add_help=False)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Say what a model's KV cache holds and costs under bf16, fp8 and the packed dtypes, from its config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..planning import cards
+from ..planning.cache import Serving
+from ..planning.model import BadInput, Model, load, parse
+from ..planning.plan import Target, as_json, assumptions, cache_memory, plan, recommend
+from ..planning.show import plot, table
+from ..planning.weights import BITS, weights
+from .arguments import EXIT_BAD_INPUT, GIB, Parser, count, number, size, tokens, whole
+
+UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB
+"""vLLM's defaults for a server on a large card; and what is left for activations, workspace and CUDA graphs."""
+DEFAULT_CONTEXT = 32768
+WIDTH = 110
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -> int:
+    """The command. Returns its exit code: 0, or 2 for bad input."""
+    options = parser(prog).parse_args(arguments)
+    try:
+        target, said = target_of(options)
+        rows = plan(target)
+        if options.json:
+            print(json.dumps(as_json(target, rows, said), indent=1))
+        else:
+            print(table(target, rows))
+            print(f"\n{textwrap.fill(recommend(target, rows), WIDTH)}\n")
+            refused = dict.fromkeys(row.refused for row in rows if row.refused)
+            names = [(", ".join(row.dtype for row in rows if row.refused == why), why) for why in refused]
+            for line in [f"{name} would not start: {why}" for name, why in names] + assumptions(target, said):
+                print(textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  "))
+        if options.plot:
+            plot(target, options.plot)
+    except BadInput as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return 0
+
+
+def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = Parser(prog, description=__doc__, usage=f"{prog} MODEL (--gpu NAME | --gpu-memory SIZE) [options]")
+    add = made.add_argument
+    add("model", metavar="MODEL", help="folder, config.json, or id of the Hugging Face Hub")
+    add("--gpu", metavar="NAME", help=f"one of {', '.join(cards.CARDS)}")
+    add("--gpu-memory", type=size, metavar="SIZE", help="of a card, as 80GiB, instead of --gpu or to correct it")
+    add("--bandwidth", type=number, metavar="TB/S", help="of a card's memory, for the step")
+    add("--kv-cache-memory", type=size, metavar="SIZE", help="bytes of KV cache a card, whatever the weights take")
+    add("--context", type=tokens, metavar="N", help="tokens of a request, as 32k (default: 32k, or the model's)")
+    add("--users", type=whole, metavar="N", help="requests at once (default: as many as bf16 holds)")
+    add("--tensor-parallel", type=whole, default=1, metavar="N", help="cards that share the model (default 1)")
+    add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: the config's)")
+    add("--recent-tokens", type=count, metavar="N", help="of the recent window (default 64; 0: none)")
+    add("--skip-layers", type=count, nargs="+", default=[], metavar="N", help="layers that stay in bf16")
+    add("--gpu-memory-utilization", type=number, default=UTILIZATION, metavar="SHARE",
+        help="as vLLM's (default %(default)s)")  # fmt: skip
+    add("--max-num-batched-tokens", type=whole, default=BATCHED_TOKENS, metavar="N",
+        help="as vLLM's (default %(default)s); sliding layers keep two batches of them")  # fmt: skip
+    add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
+        help="as vLLM's, of state layers: float32, bfloat16, float16")  # fmt: skip
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw requests against context (PNG; needs matplotlib)")
+    return made
+
+
+def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
+    """What is planned, and what of it was not asked for in these words. Raises BadInput."""
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise BadInput(f"--gpu-memory-utilization {options.gpu_memory_utilization:g} is no share; give 0 to 1, as 0.9")
+    card = _card(options)
+    config, folder = load(options.model)
+    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
+    model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
+    said = []
+    context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
+    if options.context is None:
+        reads = f"{model.max_len:,} tokens" if model.max_len else "the config does not say how many tokens"
+        said.append(f"--context {context:,} assumed; the model reads {reads}")
+    elif model.max_len and context > model.max_len:
+        said.append(f"--context {context:,} is more than the model's {model.max_len:,}")
+    heavy = weights(model, options.weights, folder)
+    memory = options.kv_cache_memory
+    if memory is None:
+        memory = cache_memory(card, heavy, model.ranks, options.gpu_memory_utilization, RESERVE)
+        share = f"{options.gpu_memory_utilization:g} of {card.memory / GIB:.1f} GiB"
+        said.append(f"the KV cache has {share}, less the weights and {RESERVE / GIB:g} GiB assumed for the rest")
+    _check_skipped(options.skip_layers, model)
+    serving = Serving(
+        context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
+    )
+    return Target(model, serving, heavy, card, int(memory), options.users), said
+
+
+def _check_skipped(layers: Sequence[int], model: Model) -> None:
+    numbers = {layer.number for layer in model.attention}
+    if unknown := sorted(set(layers) - numbers):
+        raise BadInput(f"--skip-layers {unknown[0]}: no attention layer of {model.name}, which has {min(numbers)} to "
+                       f"{max(numbers)}")  # fmt: skip
+
+
+def _card(options: argparse.Namespace) -> cards.Card:
+    bandwidth = (options.bandwidth or 0) * 1e12
+    if options.gpu:
+        card = cards.find(options.gpu)
+        return cards.Card(card.name, int(options.gpu_memory or card.memory), bandwidth or card.bandwidth)
+    if options.gpu_memory or options.kv_cache_memory:
+        memory = options.gpu_memory or 0
+        return cards.Card(f"a card of {memory / GIB:g} GiB" if memory else "a card", int(memory), bandwidth)
+    raise BadInput(f"no card is named; give --gpu NAME (one of {', '.join(cards.CARDS)}) or --gpu-memory SIZE")
+
+
+def form(text: str) -> str | float:
+    """A form of `BITS`, or a size."""
+    return text if text in BITS else size(text)

@@ -1,0 +1,41 @@
+"""What only vLLM knows, as one line of JSON: in a process of its own, as vLLM may not load, or take all with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def probe(head_dim: int) -> dict[str, Any]:
+    """Platform, device and what is registered; FlashAttention's version for heads of `head_dim` channels."""
+    import torch
+    import vllm.config.cache as cache_config
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    from ..formats import FORMATS
+
+    load_general_plugins()
+    known = getattr(cache_config, "KV_CACHE_DTYPES", ())
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "platform": current_platform.device_type,
+        "registered": [name for name in FORMATS if name in known],
+        "devices": 0,
+    }
+    if current_platform.is_cuda() and torch.cuda.is_available():
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+        found |= {
+            "devices": torch.cuda.device_count(),
+            "device": torch.cuda.get_device_name(),
+            "capability": list(torch.cuda.get_device_capability()),
+            "memory": torch.cuda.get_device_properties(0).total_memory,
+            "flash_attention": get_flash_attn_version(head_size=head_dim),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe(int(sys.argv[1]))))

@@ -1,0 +1,192 @@
+"""How many tokens and requests a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
+
+Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33) and are said again here, as far
+as our backends meet them (pages of a layer in one run, `LBHNC`), because they need torch and a started engine. A
+request's blocks of all groups come from one pool, in which every block has room for the layers of the largest group:
+
+    block of the pool:   | page of layer 0 | page of layer 1 | ...      layers of one group, pages of one size
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..formats import FORMATS
+from ..layout import MICRO_BLOCK, ring_slot_bytes
+from .model import Layer, Model
+
+DENSE, FP8 = "bf16", "fp8"
+DTYPES = (DENSE, FP8, *FORMATS)
+RECENT_TOKENS = 64
+MAX_PADDING = 1.5
+"""As in `attention/capacity.py`, which refuses to start with more."""
+
+
+class Refused(ValueError):
+    """A dtype with which the engine would not start; the message says why."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the model is served.
+
+    `context`: tokens of a request (`--max-model-len`). `recent_tokens`: of the packed dtypes' recent window, None:
+    their default. `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks.
+    `skip_layers`: numbers of layers that stay dense. `block_size`: of attention layers, in tokens.
+    """
+
+    context: int
+    recent_tokens: int | None = None
+    in_flight_tokens: int = 2 * 8192
+    skip_layers: frozenset[int] = frozenset()
+    block_size: int = MICRO_BLOCK
+    keeps_prefixes: bool = True
+
+
+@dataclass(frozen=True)
+class Spec:
+    """vLLM's KVCacheSpec of a layer: `page` bytes hold `block_size` tokens, or a state, of which a request has
+    `states`; `shape` tells apart what else differs."""
+
+    kind: str
+    block_size: int
+    page: int
+    window: int = 0
+    shape: tuple[int, ...] = ()
+    states: int = 0
+
+    def blocks(self, serving: Serving) -> int:
+        """Blocks of a request of `serving.context` tokens."""
+        if self.kind == "state":
+            return self.states if serving.keeps_prefixes else 1
+        if self.kind == "ring":  # the window and the token that is being made
+            return -(-(self.window + 1) // self.block_size) + 1
+        tokens, more = serving.context, 0
+        if self.kind == "sliding":
+            tokens, more = min(self.window - 1 + serving.in_flight_tokens, tokens), 1
+        if self.kind == "chunked":
+            tokens = min(self.window + serving.in_flight_tokens, tokens)
+        return -(-tokens // self.block_size) + more
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a cache of some bytes holds. `tokens` is vLLM's figure: its blocks in requests, times their context."""
+
+    tokens: int
+    requests: int
+    request_bytes: int
+
+
+def slot_bytes(dtype: str, layer: Layer, model: Model) -> int:
+    """Bytes of K and V of one token and head."""
+    if dtype in FORMATS:
+        return FORMATS[dtype].slot_bytes(layer.head_size)
+    return 2 * layer.head_size * (1 if dtype == FP8 else model.dtype_bytes)
+
+
+def bytes_per_token(model: Model, dtype: str, serving: Serving) -> int:
+    """Of a token in all attention layers of this rank that have pages, as the engine's start-up line counts it."""
+    own = [layer for layer in model.attention if not layer.is_shared]
+    return sum(layer.kv_heads * slot_bytes(dtype_of(dtype, layer, serving), layer, model) for layer in own)
+
+
+def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
+    return DENSE if layer.number in serving.skip_layers else dtype
+
+
+def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]:
+    """Tokens of the recent window, as `attention/recent.py` decides, and why there is none."""
+    if dtype not in FORMATS or serving.recent_tokens == 0:
+        return 0, ""
+    if serving.skip_layers:
+        return 0, "skipped layers"
+    if any(layer.kind == "chunked" for layer in model.layers):
+        return 0, "chunked attention"
+    if model.is_hybrid:
+        return 0, "state layers"
+    windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
+    tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
+    return min([tokens, serving.context, *windows]), ""
+
+
+def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
+    """What `memory` bytes of KV cache on each rank hold. Raises Refused."""
+    groups = _groups(_specs(model, dtype, serving))
+    if dtype in FORMATS and serving.skip_layers:
+        _check_padding(model, dtype, serving, groups)
+    bytes_per_block = max(sum(spec.page for spec in group) for group in groups)
+    blocks = sum(max(spec.blocks(serving) for spec in group) for group in groups)
+    number = memory // bytes_per_block
+    # vLLM counts the null block among its tokens; no request gets it.
+    return Capacity(int(number / blocks * serving.context), max(0, number - 1) // blocks, blocks * bytes_per_block)
+
+
+def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
+    """Of all layers with a cache of their own, rings behind them."""
+    block_size = serving.block_size
+    states = [layer.state_bytes for layer in model.layers if layer.kind == "state"]
+    state_page = 0
+    if states:  # an attention page has to hold a state
+        layer = model.attention[0]
+        token = layer.kv_heads * slot_bytes(dtype, layer, model)
+        block_size *= -(-max(states) // (block_size * token))
+        state_page = block_size * token
+    window, _ = recent_window(model, dtype, serving)
+    found, rings = [], []
+    for layer in model.layers:
+        if layer.kind == "state":
+            size = (layer.state_bytes,)
+            found.append(Spec("state", serving.context, state_page, shape=size, states=layer.states))
+        elif not layer.is_shared:
+            slot = slot_bytes(dtype_of(dtype, layer, serving), layer, model)
+            page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)
+            found.append(Spec(layer.kind, block_size, page, layer.window, shape))
+            if window:
+                rings.append(_ring(layer, window, block_size, page))
+    return found + rings
+
+
+def _ring(layer: Layer, window: int, block_size: int, page: int) -> Spec:
+    """As `RecentLayer.get_kv_cache_spec` makes it."""
+    token = layer.kv_heads * ring_slot_bytes(layer.head_size)
+    fit = max(1, page // token)
+    ring_block = max(n for n in range(1, fit + 1) if block_size % n == 0)
+    return Spec("ring", ring_block, ring_block * token, window, (layer.kv_heads, layer.head_size, window))
+
+
+def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
+    """Layers that share a block table: `get_kv_cache_groups`."""
+    if len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1:
+        return [list(specs)]
+    largest = max(spec.page for spec in specs)
+    layers = Counter(_with_page(spec, largest) for spec in specs)
+    fewest, most = min(layers.values()), max(layers.values())
+    size = most if most < 1.5 * fewest else fewest
+    return [
+        [spec] * len(range(first, number, count))
+        for spec, number in layers.items()
+        for count in [-(-number // size)]
+        for first in range(count)
+    ]
+
+
+def _with_page(spec: Spec, page: int) -> Spec:
+    """With more tokens in a page, or padding behind them: `unify_kv_cache_spec_page_size`."""
+    if spec.kind == "state" or page % spec.page:
+        return replace(spec, page=page)
+    return replace(spec, page=page, block_size=spec.block_size * (page // spec.page))
+
+
+def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[Sequence[Spec]]) -> None:
+    """Raise Refused where `attention/capacity.py` would."""
+    for spec in {spec for group in groups for spec in group}:
+        if spec.kind == "state" or len(groups) == 1:
+            continue
+        heads, _, slot = spec.shape
+        if slot in {slot_bytes(dtype, layer, model) for layer in model.attention} and (
+            spec.page > MAX_PADDING * heads * slot * spec.block_size
+        ):
+            raise Refused("layers of several kinds share pages of one size; skip none of them")

@@ -1,0 +1,59 @@
+"""GPUs by name: memory and bandwidth.
+
+Memory is what `nvidia-smi` reports, below what a datasheet calls GB: H200 in benchmarks/results/machine.txt, the others
+of Hopper, Ampere and Ada as listed at https://thundergolfer.com/blog/nvidia-gpu-memory-capacity, those of Blackwell and
+of GeForce from reports of `nvidia-smi`. Bandwidth is the peak of NVIDIA's datasheets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import BadInput
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """`memory` in bytes; `bandwidth` in bytes a second, 0: not known."""
+
+    name: str
+    memory: int
+    bandwidth: float
+
+
+CARDS = {
+    name: Card(name, mib * MIB, bandwidth * 1e12)
+    for name, mib, bandwidth in (
+        ("B200", 183359, 8.0),
+        ("H200", 143771, 4.8),
+        ("H100", 81559, 3.35),  # SXM
+        ("H100-PCIE", 81559, 2.0),
+        ("A100-80GB", 81920, 2.039),  # SXM
+        ("A100-40GB", 40960, 1.555),
+        ("L40S", 46068, 0.864),
+        ("A10", 23028, 0.6),
+        ("L4", 23034, 0.3),
+        ("RTX-5090", 32607, 1.792),
+        ("RTX-4090", 24564, 1.008),
+    )
+}
+
+
+ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "4090": "RTX-4090", "5090": "RTX-5090"}
+
+
+def find(name: str) -> Card:
+    """A card by its name, whatever its case, blanks and dashes. Raises BadInput."""
+    names = {_letters(known): known for known in CARDS} | {_letters(alias): known for alias, known in ALIASES.items()}
+    wanted = names.get(_letters(name))
+    if wanted is None:
+        raise BadInput(
+            f"--gpu {name} is not known; known: {', '.join(CARDS)}; or give --gpu-memory SIZE and --bandwidth TB/S"
+        )
+    return CARDS[wanted]
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.upper() if letter.isalnum())

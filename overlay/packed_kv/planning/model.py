@@ -1,0 +1,231 @@
+"""What a config.json says of a model's KV cache: its layers, one by one, as vLLM will build them.
+
+Families name and leave out things in their own ways; what is known of these is in this file and in `states.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..formats import HEAD_DIM_STEP
+from .states import DTYPE_BYTES, state_of
+
+Config = dict[str, Any]
+
+KINDS = {
+    "full_attention": ("full",),
+    "attention": ("full",),
+    "sliding_attention": ("sliding",),
+    "chunked_attention": ("chunked",),
+    "linear_attention": ("state",),
+    "mamba": ("state",),
+    "mamba2": ("state",),
+    "conv": ("state",),
+    "hybrid": ("state", "full"),
+    "moe": (),
+    "mlp": (),
+}
+"""Words of `layer_types` and its like -> what the layer keeps."""
+NEMOTRON_H = {"M": ("state",), "*": ("full",), "-": (), "E": ()}
+"""Letters of Nemotron-H's `hybrid_override_pattern`."""
+SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4}
+"""Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
+ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
+"""Model types whose layers all are state layers, though their configs do not say so."""
+
+
+class BadInput(ValueError):
+    """What cannot be planned with; the message is one line that says what was read and what to give."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
+
+    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
+    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none.
+    """
+
+    number: int
+    kind: str
+    kv_heads: int = 0
+    head_size: int = 0
+    window: int = 0
+    state_bytes: int = 0
+    states: int = 0
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its config describes it; `layers` are those of one of `ranks` ranks of tensor parallelism."""
+
+    name: str
+    config: Config
+    layers: tuple[Layer, ...]
+    ranks: int
+    max_len: int
+    dtype_bytes: int
+
+    @property
+    def is_hybrid(self) -> bool:
+        return any(layer.kind == "state" for layer in self.layers)
+
+    @property
+    def attention(self) -> tuple[Layer, ...]:
+        """The layers with keys and values, those that share others' pages among them."""
+        return tuple(layer for layer in self.layers if layer.kind != "state")
+
+
+def load(source: str) -> tuple[Config, Path | None]:
+    """The config of a folder, of a config.json or of an id of the Hugging Face Hub, and the folder where it lies.
+
+    Raises BadInput.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise BadInput(f"{source} has no config.json; give the folder of a Hugging Face model")
+    elif not path.is_file():
+        path = _from_hub(source)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} is no config.json: {error}; give the folder of a Hugging Face model") from error
+    if not isinstance(config, dict):
+        raise BadInput(f"{path} is no config.json: it holds no object; give the folder of a Hugging Face model")
+    return config, path.parent
+
+
+def _from_hub(name: str) -> Path:
+    what = f"{name} is no folder and no file"
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
+    try:
+        from huggingface_hub import hf_hub_download
+    except ModuleNotFoundError as error:
+        raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"{what}, and the Hugging Face Hub gives no config.json of it ({reason})") from error
+
+
+def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
+    """The model of a config, split over `ranks`. Raises BadInput for what packed pages do not serve.
+
+    `recurrent_dtype`: of state layers, vLLM's `--mamba-ssm-cache-dtype`; None: the model's.
+    """
+    text = next((config[part] for part in ("text_config", "llm_config") if isinstance(config.get(part), dict)), config)
+    text = {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
+    kind = text.get("model_type", "of no model_type")
+    if text.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
+        raise BadInput(f"{name} ({kind}) is an encoder-decoder; packed pages hold those of decoders alone")
+    if text.get("kv_lora_rank"):
+        raise BadInput(f"{name} ({kind}) has MLA (kv_lora_rank {text['kv_lora_rank']}), which has no packed pages")
+    number = first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    heads = first(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    hidden = first(text, "hidden_size", "n_embd", "d_model")
+    if not all(isinstance(value, int) and value > 0 for value in (number, heads, hidden)):
+        raise BadInput(
+            f"{name} ({kind}) has no attention that its config describes (num_hidden_layers {number}, "
+            f"num_attention_heads {heads}, hidden_size {hidden}); give a decoder's config"
+        )
+    text = {**text, "num_hidden_layers": number, "num_attention_heads": heads, "hidden_size": hidden}
+    if not any(set(kept) - {"state"} for kept in layer_kinds(text)):
+        raise BadInput(f"{name} ({kind}) has no attention layers, so no KV cache to plan; give a model that has")
+    if heads % ranks:
+        raise BadInput(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}; give another")
+    dtype = first(text, "dtype", "torch_dtype") or "bfloat16"
+    return Model(
+        name=name,
+        config=text,
+        layers=tuple(_layers(text, name, ranks, recurrent_dtype)),
+        ranks=ranks,
+        max_len=first(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 0,
+        dtype_bytes=DTYPE_BYTES.get(dtype, 2),
+    )
+
+
+def first(config: Config, *names: str) -> Any:
+    """The first of the entries that is there and not null."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
+    kinds = layer_kinds(text)
+    own = len(kinds) - (text.get("num_kv_shared_layers") or 0)
+    for number, kept in enumerate(kinds):
+        for kind in kept:
+            if kind == "state":
+                dtype_bytes = DTYPE_BYTES.get(first(text, "dtype", "torch_dtype") or "", 2)
+                state = state_of(text, ranks, dtype_bytes, recurrent_dtype)
+                if state is None:
+                    what = f"{name} has state layers of {text.get('model_type')}"
+                    raise BadInput(f"{what}, whose size plan does not know; start the engine and read its line")
+                yield Layer(number, kind, state_bytes=state.size, states=state.kept)
+                continue
+            heads, size = _heads(text, name, kind)
+            window = {"sliding": text.get("sliding_window"), "chunked": text.get("attention_chunk_size")}.get(kind) or 0
+            yield Layer(number, kind, max(1, heads // ranks), size, window, is_shared=number >= own)
+
+
+def _heads(text: Config, name: str, kind: str) -> tuple[int, int]:
+    """KV heads of the whole model, and their size, of its layers of a kind. Raises BadInput."""
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    kv_heads = first(
+        text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"
+    )
+    if isinstance(text.get("attn_config"), dict):  # DBRX, MPT
+        kv_heads = text["attn_config"].get("kv_n_heads")
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
+        kv_heads = 1
+    size = first(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
+    if kind == "full" and text.get("global_head_dim"):  # Gemma 4
+        size = text["global_head_dim"]
+        kv_heads = text.get("num_global_key_value_heads") or kv_heads
+    if not isinstance(kv_heads or heads, int) or not isinstance(size, int):
+        raise BadInput(f"{name} has heads that differ from layer to layer (KV heads {kv_heads}); plan reads one number")
+    if text.get("v_head_dim") and text["v_head_dim"] != size:
+        raise BadInput(f"{name} has K of {size} and V of {text['v_head_dim']} channels; packed pages need equal sizes")
+    if size % HEAD_DIM_STEP:
+        raise BadInput(f"{name} has heads of {size} channels; packed pages need a multiple of {HEAD_DIM_STEP}")
+    return kv_heads or heads, size
+
+
+def layer_kinds(text: Config) -> list[tuple[str, ...]]:
+    """What each layer keeps, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
+    number, kind = text["num_hidden_layers"], text.get("model_type")
+    window = text.get("sliding_window") if text.get("use_sliding_window") is not False else None
+    if words := first(text, "layer_types", "layers_block_type"):
+        if unknown := sorted(set(map(str, words)) - set(KINDS)):
+            raise BadInput(f"layers of the kind {', '.join(unknown)} are not known; known: {', '.join(KINDS)}")
+        return [KINDS[word] for word in words]
+    if pattern := text.get("hybrid_override_pattern"):
+        return [NEMOTRON_H.get(letter, ()) for letter in pattern]
+    if kind in ATTENTION_FREE:
+        return [("state",)] * number
+    if kind == "falcon_h1":
+        return [("state", "full")] * number
+    if period := text.get("attn_layer_period"):  # Jamba
+        return [("full",) if i % period == text["attn_layer_offset"] else ("state",) for i in range(number)]
+    if interval := text.get("full_attention_interval"):  # Qwen3-Next
+        return [("state",) if (i + 1) % interval else ("full",) for i in range(number)]
+    if "full_attn_idxs" in text:  # LFM2
+        return [("full",) if i in text["full_attn_idxs"] else ("state",) for i in range(number)]
+    if text.get("attention_chunk_size"):  # Llama 4
+        rope = text.get("no_rope_layers") or [(i + 1) % 4 for i in range(number)]
+        return [("chunked",) if rotates else ("full",) for rotates in rope]
+    if kind in SLIDING_AND_FULL and window:
+        period = text.get("sliding_window_pattern") or SLIDING_AND_FULL[kind]
+        return [("sliding",) if (i + 1) % period else ("full",) for i in range(number)]
+    if window and text.get("use_sliding_window"):  # Qwen2
+        start = text.get("max_window_layers") or 0
+        return [("sliding",) if i >= start else ("full",) for i in range(number)]
+    return [("sliding",) if window else ("full",)] * number

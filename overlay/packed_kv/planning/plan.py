@@ -1,0 +1,180 @@
+"""The plan of a model: what each dtype holds and costs, what was assumed, and a recommendation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..formats import FORMATS
+from .cache import DENSE, DTYPES, FP8, Refused, Serving, bytes_per_token, capacity, recent_window
+from .cards import Card
+from .measured import KL, STEP, kl, step_seconds
+from .model import BadInput, Model
+from .weights import Weights
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One dtype. Bytes are those of one rank; `step_ms` is of `requests_in_step` requests of the context.
+
+    `kl`, `kl_uncalibrated`: in units of fp8's rounding, None: not measured. `refused`: why the engine would not start.
+    """
+
+    dtype: str
+    bytes_per_token: int
+    recent_tokens: int
+    kv_tokens: int = 0
+    requests: int = 0
+    request_bytes: int = 0
+    requests_in_step: int = 0
+    step_ms: float | None = None
+    kl: float | None = None
+    kl_uncalibrated: float | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked for. `users`: requests at once, None: not said. `kv_memory`: bytes of KV cache a card."""
+
+    model: Model
+    serving: Serving
+    weights: Weights
+    card: Card
+    kv_memory: int
+    users: int | None = None
+
+
+def cache_memory(card: Card, weights: Weights, ranks: int, utilization: float, reserve: int) -> int:
+    """Bytes that a card has for its KV cache. Raises BadInput where the weights leave none."""
+    left = int(card.memory * utilization - weights.total / ranks - reserve)
+    if left <= 0:
+        raise BadInput(
+            f"{weights.total / ranks / GIB:.1f} GiB of weights a card ({weights.source}) and {reserve / GIB:g} GiB for "
+            f"the rest do not fit {utilization:g} of {card.memory / GIB:.1f} GiB; give a larger --gpu, "
+            "--tensor-parallel N or --weights fp8"
+        )
+    return left
+
+
+def plan(target: Target) -> list[Row]:
+    """A row for bf16, fp8 and every packed dtype."""
+    users = target.users or max(1, capacity(target.model, DENSE, target.serving, target.kv_memory).requests)
+    return [_row(target, dtype, users) for dtype in DTYPES]
+
+
+def _row(target: Target, dtype: str, users: int) -> Row:
+    model, serving = target.model, target.serving
+    window, _ = recent_window(model, dtype, serving)
+    known = (dtype, bytes_per_token(model, dtype, serving), window)
+    try:
+        holds = capacity(model, dtype, serving, target.kv_memory)
+    except Refused as error:
+        return Row(*known, refused=str(error))
+    number, step = min(users, holds.requests), None
+    if number and target.card.bandwidth:
+        seconds = step_seconds(model, dtype, serving, target.weights, number, target.card.bandwidth)
+        step = round(seconds * 1e3, 3)
+    return Row(
+        *known, holds.tokens, holds.requests, holds.request_bytes, number, step,
+        kl(dtype, window > 0, calibrated=True), kl(dtype, window > 0, calibrated=False),
+    )  # fmt: skip
+
+
+def recommend(target: Target, rows: list[Row]) -> str:
+    """A dtype for the target and the reason, in one sentence."""
+    by_name = {row.dtype: row for row in rows}
+    dense, context = by_name[DENSE], f"{target.serving.context:,} tokens"
+    known = [row for row in rows if row.kl is not None and not row.refused]
+    most = max((row for row in rows if not row.refused), key=lambda row: row.requests)
+    if not most.requests:
+        return f"none: no dtype holds one request of {context}; give a shorter --context, or more memory."
+    if target.users is None:
+        cheap = [row for row in known if row.kl is not None and row.kl <= 1]
+        best = max(cheap, key=lambda row: (row.requests, -(row.kl or 0)))
+        if best.dtype == DENSE:
+            return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."
+        return (
+            f"{best.dtype}, calibrated: the most requests of {context} ({best.requests}; bf16 {dense.requests}, fp8 "
+            f"{by_name[FP8].requests}) at a KL no larger than that of fp8's rounding ({best.kl:g} of it)."
+        )
+    enough = [row for row in known if row.requests >= target.users]
+    if not enough:
+        return (
+            f"none: {most.dtype} holds the most, {most.requests} of {target.users} requests of {context}; give more "
+            "cards (--tensor-parallel), fewer --users or a shorter --context."
+        )
+    best = min(enough, key=lambda row: (row.kl or 0, -row.requests))
+    wanted = f"{target.users} requests of {context}"
+    if best.dtype == DENSE:
+        packed = [row for row in enough if row.dtype not in (DENSE, FP8)]
+        faster = min(packed, key=lambda row: (row.kl or 0, row.step_ms or 0), default=None)
+        also = ""
+        if faster and faster.step_ms and dense.step_ms and faster.step_ms < 0.95 * dense.step_ms:
+            also = f"; {faster.dtype} would take {faster.step_ms:.1f} ms a step instead of {dense.step_ms:.1f}"
+        return f"{DENSE}: it holds the {wanted} without any loss{also}."
+    return (
+        f"{best.dtype}{', calibrated' if best.dtype != FP8 else ''}: of the dtypes that hold {wanted}, it has the "
+        f"least KL ({best.kl:g} of fp8's rounding); bf16 holds {dense.requests}, fp8 {by_name[FP8].requests}."
+    )
+
+
+def assumptions(target: Target, said: list[str]) -> list[str]:
+    """What stands under the table: what was read, and what was taken for granted. `said`: of the arguments."""
+    model, serving = target.model, target.serving
+    window, reason = recent_window(model, next(iter(FORMATS)), serving)
+    lines = [
+        f"{model.name}: {layers(model)}; weights {target.weights.total / 1e9:.2f} GB ({target.weights.source})",
+        f"KV cache {target.kv_memory / GIB:.2f} GiB a card; blocks of {serving.block_size} tokens",
+        *said,
+        f"recent window of {window} tokens" if window else f"no recent window{f': {reason}' if reason else ''}",
+    ]
+    if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
+        lines.append(f"sliding and chunked layers keep blocks for {serving.in_flight_tokens:,} tokens in flight")
+    if model.is_hybrid:
+        number = max(layer.states for layer in model.layers)
+        lines.append(f"a request has {number} states a state layer (prefix caching); a page is as large as a state")
+    lines.append(f"KL: {KL['source']}; calibrated once with packed-kv calibrate (and in brackets without)")
+    if target.card.bandwidth:
+        lines.append(f"step: {STEP['source']}")
+        if target.card.name != STEP["gpu"]:
+            lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
+    else:
+        lines.append("no step: the bandwidth of the card is not known (--bandwidth)")
+    return lines
+
+
+def layers(model: Model) -> str:
+    """The layers in words: `24 full layers of 8 KV heads of 128 channels, 24 sliding ...`."""
+    kinds = Counter(
+        (layer.kind, layer.kv_heads, layer.head_size, layer.window, layer.state_bytes, layer.is_shared)
+        for layer in model.layers
+    )
+    words = []
+    for (kind, heads, size, window, state, shared), number in kinds.items():
+        if kind == "state":
+            words.append(f"{number} state layers of {state:,} bytes")
+            continue
+        within = {"sliding": f" (window {window:,})", "chunked": f" (chunks of {window:,})"}.get(kind, "")
+        what = f"{number} {kind} layers{within} of {heads} KV heads of {size} channels"
+        words.append(f"{what}{' that read the pages of others' if shared else ''}")
+    return ", ".join(words) + (f", on each of {model.ranks} cards" if model.ranks > 1 else "")
+
+
+def as_json(target: Target, rows: list[Row], said: list[str]) -> dict[str, Any]:
+    """The plan for programs: the same rows, recommendation and assumptions."""
+    return {
+        "model": target.model.name,
+        "gpu": target.card.name,
+        "context": target.serving.context,
+        "users": target.users,
+        "tensor_parallel": target.model.ranks,
+        "kv_cache_bytes": target.kv_memory,
+        "weights_bytes": target.weights.total,
+        "dtypes": [asdict(row) for row in rows],
+        "recommendation": recommend(target, rows),
+        "assumed": assumptions(target, said),
+    }

@@ -1,0 +1,83 @@
+"""A plan as a table, and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from .cache import DTYPES, Refused, capacity
+from .model import BadInput
+from .plan import Row, Target
+
+HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's")
+
+
+def table(target: Target, rows: list[Row]) -> str:
+    """The rows as text, numbers to the right."""
+    cells = [HEADER, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    lines = [
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(line, widths, strict=True)) for line in cells)
+    ]
+    numbers = {row.requests_in_step for row in rows if row.requests_in_step}
+    title = f"{target.model.name} on {target.model.ranks} x {target.card.name}, requests of {target.serving.context:,}"
+    title += f" tokens; steps of {max(numbers)} requests, or as many as fit" if numbers else ""
+    return "\n".join([title, "", *(line.rstrip() for line in lines)])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.refused:
+        return (row.dtype, f"{row.bytes_per_token:,}", "refused", *[""] * (len(HEADER) - 3))
+    step = f"{row.step_ms:.2f}" if row.step_ms else "-"
+    rate = f"{1e3 * row.requests_in_step / row.step_ms:,.0f}" if row.step_ms else "-"
+    cost = _number(row.kl)
+    if row.kl_uncalibrated != row.kl:
+        cost += f" ({_number(row.kl_uncalibrated)})"
+    return (
+        row.dtype, f"{row.bytes_per_token:,}", f"{row.kv_tokens:,}", f"{row.requests:,}",
+        f"{row.request_bytes / 2**20:,.1f}", step, rate, cost,
+    )  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"
+
+
+def plot(target: Target, file: Path) -> None:
+    """Draw requests that fit against their context, a line a dtype, into `file` (PNG). Raises BadInput."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise BadInput("--plot needs matplotlib; pip install 'packed-kv[plots]'") from error
+    longest = max(target.model.max_len, target.serving.context)
+    contexts = [2**power for power in range(10, longest.bit_length()) if 2**power <= longest] or [longest]
+    lines: dict[tuple[int, ...], list[str]] = {}
+    for dtype in DTYPES:
+        try:
+            held = tuple(_requests(target, dtype, context) for context in contexts)
+        except Refused:
+            continue
+        lines.setdefault(held, []).append(dtype)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for held, names in lines.items():
+        shown = [(context, number) for context, number in zip(contexts, held, strict=True) if number]
+        axes.plot(*zip(*shown, strict=True) if shown else ([], []), marker="o", markersize=3, label=", ".join(names))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context // 1024}k" if context >= 1024 else str(context) for context in contexts])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:,g}")
+    axes.set_xlabel("tokens of a request")
+    axes.set_ylabel("requests that fit")
+    axes.set_title(f"{target.model.name}, {target.kv_memory / 2**30:.1f} GiB of KV cache a card ({target.card.name})")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(file, dpi=150, format="png")
+    except OSError as error:
+        raise BadInput(f"--plot {file} cannot be written: {error.strerror}") from error
+
+
+def _requests(target: Target, dtype: str, context: int) -> int:
+    return capacity(target.model, dtype, replace(target.serving, context=context), target.kv_memory).requests

@@ -1,0 +1,134 @@
+"""`packed-kv doctor`: each line begins with OK or says what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import calibration_files
+import pytest
+from packed_kv.commands import doctor
+from packed_kv.formats import FORMATS
+from packed_kv.kernels import cuda
+
+DEMO = Path(__file__).parents[2] / "models" / "demo-7m"
+H200 = {
+    "torch": "2.11.0", "platform": "cuda", "registered": list(FORMATS), "devices": 2, "device": "NVIDIA H200",
+    "capability": [9, 0], "memory": 140 << 30, "flash_attention": 3,
+}  # fmt: skip
+
+
+def test_where_nothing_is_installed_it_says_what_to_install(tmp_path: Path, bare) -> None:
+    run = bare("doctor", str(DEMO), "--tiers", str(tmp_path), str(tmp_path / "none"))
+    assert run.returncode == 1, run.stderr
+    python, model, torch, vllm, plugin, calibration, tier, no_tier = run.stdout.splitlines()
+    assert python.startswith("OK    Python 3.")
+    assert model == "OK    demo-7m: 6 full layers of 2 KV heads of 128 channels"
+    assert torch == "PyTorch is not installed; it comes with vLLM: pip install vllm"
+    assert vllm.startswith("vLLM is not installed; pip install one of: ") and "vllm==0.33.0" in vllm
+    assert plugin.endswith("run: pip install packed-kv")
+    assert calibration.startswith("OK    no calibration yet, which serves; better with: packed-kv calibrate model ")
+    assert tier.startswith(f"OK    tier {tmp_path}: ")
+    assert no_tier == f"--tiers {tmp_path}/none is no folder; run: mkdir -p {tmp_path}/none"
+
+
+def lines(*arguments: str) -> list[str]:
+    return [str(finding) for finding in doctor.findings(doctor.parser().parse_args(arguments))]
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch):
+    """Let the process that loads vLLM find what is given, and record with which head size it was asked."""
+
+    def give(found: dict | str) -> list[str]:
+        asked: list[str] = []
+
+        def run(command: list[str], **_options: object) -> argparse.Namespace:
+            asked.append(command[-1])
+            if isinstance(found, str):
+                return argparse.Namespace(returncode=1, stdout="", stderr=found)
+            return argparse.Namespace(returncode=0, stdout=f"a line of vLLM\n{json.dumps(found)}\n", stderr="")
+
+        monkeypatch.setattr(doctor.subprocess, "run", run)
+        return asked
+
+    monkeypatch.setattr(cuda, "_missing", lambda: None)
+    return give
+
+
+def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path))
+    asked = probed(H200)
+    found = lines(str(DEMO))
+    assert asked == ["128"]
+    assert "OK    2 x NVIDIA H200, compute capability 9.0, 140.0 GiB" in found
+    assert "OK    FlashAttention 3" in found
+    heads = "heads of 128 channels, 2 query heads a KV head"
+    served = f"OK    decodes of {heads} are served by the CUDA kernel"
+    assert f"{served}, to be compiled at the first start, into {tmp_path}" in found
+    (tmp_path / "decode-1.cubin").touch()
+    assert f"{served}, 1 variants compiled in {tmp_path}" in lines(str(DEMO))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"capability": [8, 9]},
+            "OK    decodes of heads of 128 channels, 4 query heads a KV head are served by the T",
+        ),
+        ({"capability": [7, 5]}, "compute capability 7.5: packed pages need 8.0 or later; use another GPU"),
+        ({"devices": 0}, "no CUDA device answers (platform cuda); look at: nvidia-smi"),
+        ({"platform": "rocm"}, "no CUDA device answers (platform rocm)"),
+        ({"flash_attention": None}, "install the wheel of vLLM that was built for this CUDA"),
+        ({"registered": ["tq4"]}, "the plugin does not register isoquant3, isoquant4"),
+        ({"platform": "cpu"}, "OK    platform CPU: attention runs in PyTorch, exact and slow"),
+    ],
+)
+def test_what_a_machine_lacks(changed: dict, said: str, probed) -> None:
+    probed({**H200, **changed})
+    (found,) = (line for line in lines() if said in line)
+    assert found.startswith("OK") == said.startswith("OK")
+
+
+def test_a_vllm_that_does_not_load(probed) -> None:
+    probed("Traceback\nImportError: libcudart.so.13: cannot open shared object file")
+    said = "vLLM does not load (ImportError: libcudart.so.13: cannot open shared object file); try: "
+    assert any(line.startswith(said) for line in lines())
+
+
+def test_plugins_that_are_left_out(probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed(H200)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "VLLM_PLUGINS=other leaves the plugin out; add packed_kv to it" in lines()
+
+
+def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed(H200)
+    model = tmp_path / "demo-7m"
+    shutil.copytree(DEMO, model)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    (tmp_path / "packed_kv").mkdir()
+    (tmp_path / "packed_kv" / "demo-7m-0123.json").touch()
+    assert f'OK    calibration of "auto" kept in {tmp_path}/packed_kv/demo-7m-0123.json' in "\n".join(lines(str(model)))
+    calibration_files.write(model, calibration_files.content(6, 2, 128))
+    assert f"OK    calibration of 6 layers, made for turboquant35, in {model}/turboquant_kv.json" in lines(str(model))
+    calibration_files.write(model, calibration_files.content(6, 4, 128))
+    assert any("made for another model: KV heads 4, this model has 2" in line for line in lines(str(model)))
+
+
+def test_an_unknown_model_is_a_line(probed) -> None:
+    probed(H200)
+    said = "/no/model is no folder and no file; give the folder of a model"
+    assert any(line.startswith(said) for line in lines("/no/model"))
+
+
+def test_exit_code(probed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    probed(H200)
+    monkeypatch.setattr(doctor, "_vllm", lambda: doctor.Finding(True, "vllm 0.33.0, patched"))
+    monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.Finding(True, "plugin installed"))
+    assert doctor.main([]) == 0
+    assert all(line.startswith("OK    ") for line in capsys.readouterr().out.splitlines())
+    assert doctor.main(["--tiers", "/no/such"]) == 1

@@ -1,0 +1,347 @@
+"""`packed-kv plan`: its figures against those that engines and cards gave, and what it says of bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from coverage_models import MODELS
+from packed_kv.commands.plan import main
+from packed_kv.formats import FORMATS
+from packed_kv.planning import cache, cards, measured, model
+from packed_kv.planning.weights import weights
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO = ROOT / "models" / "demo-7m"
+SHAPE_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
+    "max_position_embeddings": 65536, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+"""The shape that benchmarks/bench_engine.py measures."""
+
+
+def started_engines() -> Iterator[tuple[str, str, int]]:
+    """Architecture, dtype and KV tokens of each engine that scripts/model_coverage.py started on an H200."""
+    for row in json.loads((RESULTS / "models.json").read_text())["rows"]:
+        name, known = row["architecture"], (row["auto"], row["packed"])
+        sizes = head_sizes(name)
+        if sizes and sizes == row["auto"].get("head_sizes"):  # of one, the configuration has changed since
+            yield from ((name, dtype, found["kv_tokens"]) for dtype, found in zip(("bf16", "tq4"), known, strict=True)
+                        if "kv_tokens" in found)  # fmt: skip
+
+
+def head_sizes(architecture: str) -> list[int]:
+    try:
+        return sorted({layer.head_size for layer in model.parse(MODELS[architecture], architecture).attention})
+    except model.BadInput:
+        return []
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "tokens"), list(started_engines()))
+def test_kv_tokens_are_those_of_engines_on_an_h200(architecture: str, dtype: str, tokens: int) -> None:
+    """Of 64 MB, at a context of 4,096 in steps of 64 tokens, two at a time, without a prefix cache."""
+    serving = cache.Serving(4096, in_flight_tokens=2 * 64, keeps_prefixes=False)
+    planned = cache.capacity(model.parse(MODELS[architecture], architecture), dtype, serving, 64 << 20)
+    assert planned.tokens == pytest.approx(tokens, rel=0.02)
+
+
+def test_there_are_engines_of_many_kinds() -> None:
+    found = {architecture for architecture, _, _ in started_engines()}
+    assert {"LlamaForCausalLM", "GptOssForCausalLM", "MistralForCausalLM", "JambaForCausalLM"} <= found
+    assert len(found) > 25
+
+
+def test_requests_are_those_that_a_measured_engine_held() -> None:
+    """20 GB for the 8B shape at 8,192 + 256 tokens, without a window: benchmarks/results/throughput.csv."""
+    for row in rows("throughput.csv"):
+        serving = cache.Serving(int(row["input"]) + int(row["output"]), recent_tokens=0)
+        dtype = "bf16" if row["dtype"] == "auto" else row["dtype"]
+        shape = model.parse(SHAPE_8B, "8B")
+        assert cache.capacity(shape, dtype, serving, int(row["kv_bytes"])).requests == int(row["fit"]), row
+
+
+STATES = {
+    "GraniteMoeHybridForCausalLM": 3 * 640 * 2 + 8 * 64 * 64 * 4,
+    "FalconH1ForCausalLM": 3 * 640 * 2 + 8 * 64 * 64 * 4,
+    "NemotronHForCausalLM": 3 * (512 + 2 * 2 * 64) * 2 + 8 * 64 * 64 * 4,
+    "JambaForCausalLM": 3 * 512 * 2 + 512 * 16 * 4,
+    "Qwen3NextForCausalLM": 3 * 512 * 2 + 4 * 64 * 64 * 4,
+    "Lfm2ForCausalLM": 2 * 256 * 2,
+}
+"""Architecture of `coverage_models` -> bytes of a state: convolution (bfloat16) and recurrence (float32), in the shapes
+that vLLM 0.32 builds."""
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_states_have_vllms_shapes(architecture: str) -> None:
+    found = model.parse(MODELS[architecture], architecture, recurrent_dtype="float32")
+    assert {layer.state_bytes for layer in found.layers if layer.kind == "state"} == {STATES[architecture]}
+    halved = model.parse(MODELS[architecture], architecture, ranks=2, recurrent_dtype="float32")
+    group = (
+        3 * 64 * 2 if MODELS[architecture].get("mamba_n_groups") == 1 else 0
+    )  # which each rank has, half a one or not
+    sizes = {layer.state_bytes for layer in halved.layers if layer.kind == "state"}
+    assert sizes == {STATES[architecture] // 2 + group}
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured_steps() -> Iterator[tuple[str, dict[str, str]]]:
+    """Every decode step of the 8B shape that is in the results, of the dtypes that have a share."""
+    for name in ("decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv"):
+        for row in rows(name):
+            dtype = "bf16" if row["dtype"] == "auto" else row["dtype"]
+            if dtype in measured.STEP["share"] and row.get("prompt", "0") == "0":
+                yield name, {**row, "dtype": dtype}
+
+
+def estimate(row: dict[str, str]) -> float:
+    """Milliseconds of a row's step."""
+    ranks = int(row.get("ranks") or 1)
+    shape = model.parse(SHAPE_8B, "8B", ranks)
+    recent = int(row.get("recent_tokens") or (64 if "prompt" in row else 0))
+    serving = cache.Serving(int(row["context"]), recent)
+    bandwidth = cards.find("H200").bandwidth
+    return 1e3 * measured.step_seconds(
+        shape, row["dtype"], serving, weights(shape, None, None), int(row["requests"]), bandwidth
+    )
+
+
+def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
+    """Eight shapes, nine dtypes, 1 to 4 cards, with and without a window; the cells that the estimate was made of are
+    few of them (next test)."""
+    found = list(measured_steps())
+    assert {name for name, _ in found} == {"decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv"}
+    assert len(found) > 90
+    for name, row in found:
+        assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=0.15), (name, row)
+
+
+def test_shares_come_from_the_measured_steps() -> None:
+    """A share is the slope between 8,192 and 16,384 tokens of 32 requests; `request` is that from 32 to 128 requests of
+    as many tokens, in bf16, and `fixed` what is left of bf16's step; `collective` what is left of one on two cards."""
+    steps = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("decode.csv")}
+    shape, peak = model.parse(SHAPE_8B, "8B"), cards.find(measured.STEP["gpu"]).bandwidth
+    for name, share in measured.STEP["share"].items():
+        dtype = measured.STEP["not_measured"].get(name, name)
+        key = "auto" if dtype == "bf16" else dtype
+        read = 32 * 8192 * cache.bytes_per_token(shape, dtype, cache.Serving(16384))
+        slope = (steps[key, "32", "16384"] - steps[key, "32", "8192"]) / 1e3
+        assert share == pytest.approx(read / slope / peak, rel=1e-3), name
+    request = (steps["auto", "128", "2048"] - steps["auto", "32", "8192"]) / (128 - 32)
+    assert measured.STEP["request_ms"] == pytest.approx(request, rel=1e-3)
+    row = {"dtype": "bf16", "requests": "32", "context": "8192", "ranks": "1", "recent_tokens": "0"}
+    assert estimate(row) == pytest.approx(steps["auto", "32", "8192"], rel=1e-3)
+    two = next(row for row in rows("tensor_parallel.csv") if (row["dtype"], row["requests"]) == ("auto", "1"))
+    assert estimate({**two, "dtype": "bf16"}) == pytest.approx(float(two["p50_ms"]), rel=1e-3)
+
+
+def test_kl_is_that_of_the_published_table() -> None:
+    """The numbers in brackets of docs/quality.md's table of SmolLM2 on an H200."""
+    page = (ROOT / "docs" / "quality.md").read_text()
+    head = "| dtype | KV bytes/token | KiB of a ring | calibrated, window 64 | uncalibrated, window 64 |"
+    table = page[page.index(head) :].split("\n\n")[0]
+    places = {3: ("window", "calibrated"), 4: ("window", "uncalibrated"), 5: ("no_window", "calibrated")}
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] not in (*FORMATS, "fp8"):
+            continue
+        for column, (window, state) in places.items():
+            found = re.search(r"\(([\d.]+)\)", cells[column])
+            if cells[0] != "fp8":
+                assert measured.KL[window][state].get(cells[0]) == (float(found[1]) if found else None), line
+            elif found:
+                assert {measured.KL[w][s]["fp8"] for w in ("window", "no_window") for s in measured.KL[w]} == {1.51}
+
+
+def test_weights_of_the_8b_shape() -> None:
+    """16.2 GB, of which a step reads all but the input embedding (README: 16.0 GB)."""
+    shape = model.parse(SHAPE_8B, "8B")
+    found = weights(shape, None, None)
+    assert found.total == pytest.approx(2 * 8.11e9, rel=0.01)
+    assert found.read(1) == pytest.approx(16.0e9, rel=0.01)
+    assert weights(shape, "fp8", None).total == pytest.approx(found.total / 2, rel=0.05)
+
+
+PUBLISHED = {
+    "Llama 3.1 8B": (8.03e9, {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    }),
+    "Mixtral 8x7B": (46.7e9, {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    }),
+    "gpt-oss 20B": (20.9e9, {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "tie_word_embeddings": False,
+    }),
+    "Gemma 3 27B": (27.0e9, {
+        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
+        "sliding_window": 1024, "sliding_window_pattern": 6,
+    }),
+    "Qwen3-Next 80B": (80e9, {
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+        "num_experts_per_tok": 10, "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
+"""Model -> parameters as published, and what its config says of them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_are_the_published_parameters(name: str) -> None:
+    parameters, config = PUBLISHED[name]
+    assert weights(model.parse(config, name), "bf16", None).total == pytest.approx(2 * parameters, rel=0.01)
+
+
+def test_weights_of_a_folder_are_what_its_file_holds() -> None:
+    config, folder = model.load(str(DEMO))
+    size = (DEMO / "model.safetensors").stat().st_size
+    assert weights(model.parse(config, "demo"), None, folder).total == pytest.approx(size, rel=0.01)
+
+
+def test_experts_are_read_as_far_as_they_are_chosen() -> None:
+    experts = {**SHAPE_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    found = weights(model.parse(experts, "8x"), None, None)
+    assert found.read(1) == pytest.approx(found.dense + found.experts / 4)
+    assert found.read(64) == pytest.approx(found.dense + found.experts, rel=0.01)
+
+
+@pytest.fixture
+def shape_8b(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE_8B))
+    return str(tmp_path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_recommendation_follows_the_target(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    card = (shape_8b, "--gpu", "h100 80gb", "--context", "32k")
+    few, some, many, none = (plan(capsys, *card, "--users", users) for users in ("4", "40", "46", "400"))
+    assert few["recommendation"].startswith("bf16: ")
+    assert some["recommendation"].startswith("tq4, calibrated: ")
+    assert many["recommendation"].startswith("turboquant35, calibrated: ")
+    assert none["recommendation"].startswith("none: turboquant25 holds the most")
+    held = {row["dtype"]: row["requests"] for row in many["dtypes"]}
+    assert held["tq4"] < 46 <= held["turboquant35"]
+    assert plan(capsys, *card)["recommendation"].startswith("turboquant35, calibrated: the most requests")
+
+
+def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    card = (shape_8b, "--gpu", "L40S", "--context", "8k", "--users", "8")
+
+    def of(dtype: str, *more: str) -> dict:
+        return next(row for row in plan(capsys, *card, *more)["dtypes"] if row["dtype"] == dtype)
+
+    plain = of("tq4")
+    assert of("tq4", "--weights", "fp8")["requests"] > plain["requests"]
+    assert of("tq4", "--recent-tokens", "0")["kv_tokens"] > plain["kv_tokens"]
+    assert of("tq4", "--recent-tokens", "0")["kl"] > plain["kl"]
+    assert of("tq4", "--skip-layers", "0", "1")["bytes_per_token"] == plain["bytes_per_token"] + 2 * (4096 - 1088)
+    assert of("tq4", "--tensor-parallel", "2")["bytes_per_token"] == plain["bytes_per_token"] // 2
+    assert of("tq4", "--tensor-parallel", "2")["step_ms"] < plain["step_ms"]
+    assert of("bf16", "--kv-cache-memory", "10GB")["kv_tokens"] == int(10e9 // (16 * 147456)) * 16
+
+
+def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(DEMO), "--gpu", "L4"]) == 0
+    text = capsys.readouterr().out
+    for said in (
+        "--context 2,048 assumed",
+        "3 GiB assumed",
+        "0.92 of 22.5 GiB",
+        "by the config",
+        "on L4: not measured",
+    ):
+        assert said in text
+    assert main([str(DEMO), "--gpu-memory", "24GiB", "--context", "1k"]) == 0
+    text = capsys.readouterr().out
+    assert "--context" not in text
+    assert "no step: the bandwidth of the card is not known (--bandwidth)" in text
+
+
+def test_skipped_layers_that_would_blow_up_the_pages_are_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Gemma3ForCausalLM"]))
+    assert main([str(tmp_path), "--gpu", "L4", "--skip-layers", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "tq3, tq4 would not start:" in text and "layers of several kinds share pages of one size" in text
+
+
+def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "no" / "plan.png")]) == 2
+    assert "no/plan.png cannot be written" in capsys.readouterr().err
+
+
+BAD_CONFIGS = {
+    "no attention": ({**SHAPE_8B, "model_type": "mamba2"}, "has no attention layers"),
+    "not a model": ({"a": 1}, "has no attention that its config describes"),
+    "MLA": ({**SHAPE_8B, "kv_lora_rank": 512}, "has MLA (kv_lora_rank 512)"),
+    "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "is an encoder-decoder"),
+    "head size": ({**SHAPE_8B, "head_dim": 72}, "has heads of 72 channels; packed pages need a multiple of 16"),
+    "K and V": ({**SHAPE_8B, "v_head_dim": 64}, "has K of 128 and V of 64 channels"),
+    "kind": ({**SHAPE_8B, "layer_types": ["odd"]}, "layers of the kind odd are not known"),
+    "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"]}, "whose size plan does not know"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said = BAD_CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([str(tmp_path), "--gpu", "H200"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("packed-kv plan: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("/no/such/model", "--gpu", "H200"), "/no/such/model is no folder and no file; give the folder of a model"),
+        (
+            ("nobody/nothing", "--gpu", "H200"),
+            "nobody/nothing is no folder and no file, and the Hugging Face Hub gives",
+        ),
+        ((str(DEMO),), "no card is named; give --gpu NAME (one of B200, H200"),
+        ((str(DEMO), "--gpu", "H300"), "--gpu H300 is not known; known: B200, H200"),
+        (("{8b}", "--gpu", "L4", "--weights", "30GiB"), "30.0 GiB of weights a card (as given) and 3 GiB for the rest"),
+        (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
+        (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
+        (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
+        (("{8b}", "--gpu", "H200", "--gpu-memory-utilization", "2"), "--gpu-memory-utilization 2 is no share"),
+        (("{8b}", "--gpu", "H200", "--context", "long"), "expected a number of tokens, as 32k, got 'long'"),
+        (("{8b}", "--gpu-memory", "80 bananas"), "expected a size, as 80GiB, got '80 bananas'"),
+        (("{8b}", "--gpu", "H200", "--users", "0"), "expected a whole number of at least 1, got '0'"),
+        (("{8b}", "--gpu", "H200", "--weights", "fp7"), "expected a size, as 80GiB, got 'fp7'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said: str, shape_8b: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        code = main([argument.replace("{8b}", shape_8b) for argument in arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("packed-kv plan: ") and error.count("\n") == 1

@@ -1,0 +1,151 @@
+"""Rings beside other caches in vLLM's pool: state layers, a draft's layers, layers that are not packed."""
+
+from __future__ import annotations
+
+import json
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
+
+import coverage_engine
+import pytest
+import tiny_models
+import torch
+from coverage_models import MODELS
+from harness import engine, mean_kl, scheduler, teacher_forced_logits
+from packed_kv.attention import recent
+from packed_kv.attention.ring_cache import RingSpec
+from packed_kv_quality import lockstep
+from packed_kv_quality.teacher_forced import logits
+from test_scheduling import count_preemptions, multiply_in_float64
+from vllm import LLM, SamplingParams
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+DTYPE, WINDOW = "turboquant25", 40
+ENGINE = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512, "enable_prefix_caching": False}
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def generate(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+def ring_specs(llm: LLM) -> list[RingSpec]:
+    groups = scheduler(llm).kv_cache_config.kv_cache_groups
+    return [group.kv_cache_spec for group in groups if isinstance(group.kv_cache_spec, RingSpec)]
+
+
+def layout(llm: LLM) -> str:
+    return llm.llm_engine.vllm_config.cache_config.kv_cache_layout
+
+
+def test_rings_of_several_requests_in_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks are large, as beside state layers: batched, chunked and preempted equal alone, and none is lost."""
+    multiply_in_float64(monkeypatch)
+    model = tiny_models.save(tiny_models.llama(num_hidden_layers=2), tmp_path)
+    prompts = [random_tokens(length, seed=length) for length in (100, 120, 150, 110)]
+    options = {**ENGINE, "max_model_len": 256, "block_size": 128, "num_gpu_blocks_override": 11}
+    with engine(model, DTYPE, recent_tokens=WINDOW, **options) as llm:
+        (spec,) = ring_specs(llm)
+        assert spec.ring_blocks > spec.ring_blocks_a_block > 1
+        alone = [generate(llm, [prompt], 30)[0] for prompt in prompts]
+        preempted = count_preemptions(llm, monkeypatch)
+        monkeypatch.setattr(scheduler(llm), "max_num_scheduled_tokens", 48)
+        assert generate(llm, prompts, 30) == alone
+        assert preempted, "nothing was preempted: the cache is too large for this test"
+        pool = scheduler(llm).kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_state_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba 2 and attention in every layer; a block holds the rings of four requests. Three texts at once."""
+    monkeypatch.setattr(DummyModelLoader, "load_weights", coverage_engine.set_weights)
+    coverage_engine.register("FalconH1ForCausalLM")
+    Path(tmp_path, "config.json").write_text(json.dumps(MODELS["FalconH1ForCausalLM"]))
+    texts = [random_tokens(length, seed=length) for length in (120, 90, 100)]
+    found = {}
+    for name, window in (("auto", 0), (DTYPE, 0), (DTYPE, WINDOW)):
+        with engine(str(tmp_path), name, recent_tokens=window, load_format="dummy", **ENGINE) as llm:
+            found[name, window] = logits(llm, torch.cat(lockstep.run(llm, texts, repeat(7))))
+            alone = torch.cat([teacher_forced_logits(llm, text, 16) for text in texts])
+            assert [spec.ring_blocks_a_block >= 4 * spec.ring_blocks for spec in ring_specs(llm)] == [True] * bool(
+                window
+            )
+    truth = found.pop(("auto", 0))
+    pages, ring = (mean_kl(truth, rows) for rows in found.values())
+    print(f"KL without a window {pages:.4f}, with {ring:.4f}")
+    assert ring < pages / 3
+    torch.testing.assert_close(found[DTYPE, WINDOW], alone, rtol=0, atol=1e-3)
+
+
+def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's layers keep their rings, and drafts that are rejected leave no trace in them.
+
+    47 tokens and the one that is sampled fill six ring blocks, so that there is no room for drafts but what is made.
+    """
+    window, drafts = 47, 8
+    multiply_in_float64(monkeypatch)
+    config = tiny_models.llama()
+    model = tiny_models.save(config, tmp_path)
+    prompts = [random_tokens(90), [7] * 60]
+    with engine(model, DTYPE, recent_tokens=window, **ENGINE) as llm:
+        plain = generate(llm, prompts, 30)
+    for kv_heads, head_dim, expected in ((2, 64, "LBHNC"), (1, 96, "BLHNC")):
+        draft = tiny_models.eagle(tmp_path / expected, kv_heads, head_dim, config)
+        speculation = {"method": "eagle", "model": draft, "num_speculative_tokens": drafts}
+        with engine(model, DTYPE, recent_tokens=window, speculative_config=speculation, **ENGINE) as llm:
+            counts = count_drafts(llm, monkeypatch)
+            assert generate(llm, prompts, 30) == plain
+            (spec,) = ring_specs(llm)
+            assert (spec.window, spec.slack, spec.ring_block_size) == (window, 1 + drafts, 8)
+            assert layout(llm) == expected
+            layers = [name for group in scheduler(llm).kv_cache_config.kv_cache_groups for name in group.layer_names]
+            assert sum(name.endswith(recent.SUFFIX) for name in layers) == config.num_hidden_layers
+            assert len(layers) == 2 * config.num_hidden_layers + 1
+        rejected = sum(drafted - accepted for drafted, accepted in counts)
+        print(f"{rejected} drafts rejected, {sum(accepted for _, accepted in counts)} accepted")
+        assert rejected > 40
+        assert any(accepted for _, accepted in counts)
+
+
+def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A list that, of each request and step, the numbers of drafts and of accepted ones are added to."""
+    counts: list[tuple[int, int]] = []
+    update = scheduler(llm).update_from_output
+
+    def count(scheduled, output):
+        drafted = scheduled.scheduled_spec_decode_tokens
+        for request, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if request in drafted:
+                counts.append((len(drafted[request]), len(tokens) - 1))
+        return update(scheduled, output)
+
+    monkeypatch.setattr(scheduler(llm), "update_from_output", count)
+    return counts
+
+
+def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of several sizes lie side by side. On a CPU there is no window beside skipped layers, as its own attention
+    does not name that layout; it serves it nevertheless, which this test uses."""
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts))
+    monkeypatch.setattr(recent, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    model = tiny_models.save(tiny_models.llama(), tmp_path)
+    text = random_tokens(120)
+    with engine(model, "auto", **ENGINE) as llm:
+        plain = teacher_forced_logits(llm, text, 120)
+    costs = {}
+    for window in (0, 120):
+        with engine(model, DTYPE, recent_tokens=window, kv_cache_dtype_skip_layers=["1"], **ENGINE) as llm:
+            costs[window] = mean_kl(plain, teacher_forced_logits(llm, text, 7))
+            assert layout(llm) == ("BLHNC" if window else "LBHNC")
+            assert len(ring_specs(llm)) == bool(window)
+    print(f"KL by window: {costs}")
+    assert costs[120] < costs[0] / 100
