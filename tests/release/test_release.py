@@ -24,7 +24,7 @@ ROOTS = {
     "tq_calibrate": "calibration/tq_calibrate",
 }
 """Package -> its folder in the repository."""
-WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub"}
+WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "prometheus_client"}
 """What vLLM brings for the modules that run inside it."""
 EXTRAS = {"packed_kv_quality": "quality", "tq_calibrate": "calibrate"}
 OPTIONAL = {"matplotlib": "plots", "transformers": "transformers"}
