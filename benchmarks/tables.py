@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py FOLDER
 
-Reads decode.csv, prefill.csv, throughput.csv and serve.csv of FOLDER, as far as they are there. Of rows of the same
-case the last one counts.
+Reads decode.csv, prefill.csv, throughput.csv, serve.csv and mixed.csv of FOLDER, as far as they are there. Of rows of
+the same case the last one counts.
 """
 
 from __future__ import annotations
@@ -48,14 +48,39 @@ def table(file: Path, value: str, unit: str, case: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def mixed_table(rows: list[dict[str, str]]) -> str:
+    """Steps of one kind of GPU: decodes and dtypes down, prompts across; ms of a step / of launching, and the ratio."""
+    cells = {(row["requests"], row["context"], row["dtype"], row["prompt"]): row for row in rows}
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+    titles = ["none" if prompt == "0" else f"+{prompt}" for prompt in prompts]
+    lines = [f"| {rows[0]['gpu']}, decodes | dtype | " + " | ".join(titles) + " |"]
+    lines.append("| --- | --- |" + " ---: |" * len(prompts))
+    for requests, context, dtype in dict.fromkeys(key[:3] for key in cells):
+        line = []
+        for prompt in prompts:
+            row, base = (cells.get((requests, context, name, prompt)) for name in (dtype, BASELINE))
+            if row is None:
+                line.append("not run")
+                continue
+            step = float(row["p50_ms"])
+            ratio = f" ({step / float(base['p50_ms']):.2f})" if base and dtype != BASELINE else ""
+            line.append(f"{step:.1f} / {float(row['launch_ms']):.0f}{ratio}")
+        lines.append(f"| {requests} x {context} | {dtype} | " + " | ".join(line) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the CSV files are")
     folder = parser.parse_args().folder
-    found = [(folder / name, *rest) for name, *rest in TABLES if (folder / name).exists()]
+    found = [table(folder / name, *rest) for name, *rest in TABLES if (folder / name).exists()]
+    if (folder / "mixed.csv").exists():
+        mixed = read(folder / "mixed.csv")
+        for gpu in dict.fromkeys(row["gpu"] for row in mixed):
+            found.append(mixed_table([row for row in mixed if row["gpu"] == gpu]))
     if not found:
         parser.error(f"{folder} has none of the files: run benchmarks/decode.py --out there")
-    print("\n\n".join(table(*entry) for entry in found))
+    print("\n\n".join(found))
     return 0
 
 
