@@ -35,7 +35,7 @@ MODEL = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
-    "mamba_ssm_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 BLOCK = 16
 """`--block-size` before vLLM aligns it with the state; CUDA's default."""
@@ -81,7 +81,8 @@ def start(folder: str, dtype: str, unit: int | None, conversations: int):  # -> 
     return engine(
         folder, dtype, load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes=256 << 20,
         max_model_len=32768, max_num_seqs=conversations, max_num_batched_tokens=8192, block_size=BLOCK,
-        enable_prefix_caching=True, mamba_cache_mode="align", prefix_match_unit=unit, **on_gpu,
+        enable_prefix_caching=True, mamba_cache_mode="align", mamba_ssm_cache_dtype="float32",
+        prefix_match_unit=unit, **on_gpu,
     )  # fmt: skip
 
 

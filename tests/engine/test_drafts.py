@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ DRAFT_CACHES = {"packed": {}, "bf16": {"kv_cache_dtype": "auto"}}
 class Run:
     """Tokens of a request, the passes that they took, and its pages: uint8 [layers, KV heads, micro-blocks, bytes]."""
 
+    prompt_tokens: int
     tokens: list[int]
     passes: int
     pages: torch.Tensor
@@ -58,7 +60,7 @@ def run(llm: LLM, prompt: list[int]) -> Run:
         blocks = layers[name].kv_cache[1:].transpose(0, 1)  # 0 is the null block; a new engine hands them out in order
         pages.append(blocks.reshape(len(blocks), -1, MICRO_BLOCK * blocks.shape[-1])[:, :whole].cpu())
     return Run(
-        list(result.outputs[0].token_ids), len(passes), torch.stack(pages),
+        len(prompt), list(result.outputs[0].token_ids), len(passes), torch.stack(pages),
         {layer.get_attn_backend().get_name() for layer in layers.values()},
         llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name,
     )  # fmt: skip
@@ -120,10 +122,14 @@ def test_drafts_leave_no_trace(method: str, cache: str, demo_model: str, plain: 
     with engine(demo_model, "tq4", speculative_config=speculation, **ENGINE) as llm:
         drafted = run(llm, llm.get_tokenizer().encode(TEXT))
     check_backends(drafted, cache)
-    assert drafted.tokens == plain.tokens
-    equal = (drafted.pages == plain.pages).float().mean().item()
-    print(f"{method}, {cache}: {drafted.passes} passes of {plain.passes}, {equal:.2%} of the bytes equal")
-    assert equal > 0.9 if ON_GPU else equal == 1  # on a GPU a product of 4 rows rounds otherwise than one of 1
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(drafted.tokens, plain.tokens, strict=True))))
+    whole = (drafted.prompt_tokens + same - 1) // MICRO_BLOCK
+    equal = (drafted.pages[:, :, :whole] == plain.pages[:, :, :whole]).float().mean().item()
+    print(f"{method}, {cache}: {drafted.passes} passes of {plain.passes}, {same} tokens and {equal:.2%} of bytes equal")
+    if ON_GPU:  # a product of 4 rows rounds otherwise than one of 1
+        assert same > TOKENS / 2 and equal > 0.9
+    else:
+        assert same == TOKENS and equal == 1
     rejects = drafted.passes > 0.9 * plain.passes
     assert rejects if method == "eagle3" else drafted.passes < 0.5 * plain.passes
 

@@ -125,7 +125,8 @@ def log_capacity(vllm_config: VllmConfig) -> None:
 def log_match_unit(vllm_config: VllmConfig) -> None:
     """Log what the prefix cache finds beside state layers, whose blocks grow with the compression."""
     cache = vllm_config.cache_config
-    if vllm_config.model_config.is_hybrid and cache.enable_prefix_caching and cache.prefix_match_unit is None:
+    is_coarse = vllm_config.model_config.is_hybrid and cache.block_size > MICRO_BLOCK
+    if is_coarse and cache.enable_prefix_caching and cache.prefix_match_unit is None:
         logger.info_once(
             "KV cache: the prefix cache finds whole blocks, %d tokens here; --prefix-match-unit %d finds parts of them",
             cache.block_size,
