@@ -40,7 +40,9 @@ def test_eight_architectures(tmp_path: Path) -> None:
         assert row["result"] == "works", row
         assert "PACKED_KV_TQ4" in packed["backends"]
         assert "CPU_ATTN" not in packed["backends"]
-        assert packed["kv_tokens"] > 2.5 * auto["kv_tokens"], name
+        # Blocks are large beside states, and vLLM counts a ring as a whole one, of which it takes a part.
+        has_states = any(kind.startswith("state") for kind in auto["kinds"])
+        assert packed["kv_tokens"] > (2.2 if has_states else 2.5) * auto["kv_tokens"], name
         assert 0 < packed["distance"] < 0.5 * auto["other_prefix"], row
 
 
