@@ -14,8 +14,6 @@ SHAPE_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
-
-
 COUNTED = [name for name, case in check_plan.CASES.items() if case.on_gpu or name in check_plan.ONE_OF_A_KIND]
 
 
@@ -30,7 +28,7 @@ def test_kv_tokens_are_those_that_vllm_counts(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])
 @pytest.mark.parametrize("skipped", [2, 4])
 def test_rings_beside_skipped_layers_of_the_8b_shape(dtype: str, skipped: int) -> None:
-    """On a GPU, at a context where a plan without rings would be 5 % off and one with padded pages a half."""
+    """On a GPU, at a context where rings cost 7 to 12 % of the tokens (docs/attention.md)."""
     context, memory = 2048, 20 << 30
     layers = ring_memory.specs(ring_memory.Model(36, 8, 128, skipped=skipped), FORMATS[dtype], window=64)
     (request,) = ring_memory.bytes_of_request(layers, KVCacheLayout.BLHNC, (context,), counts_whole=True)
