@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from coverage_models import MODELS
 from packed_kv.planning.cache import DENSE, Serving, capacity
@@ -36,12 +37,13 @@ RECURRENT = "float32"
 @dataclass(frozen=True)
 class Case:
     """What is served: an architecture of `coverage_models`, on how many ranks, with which layers skipped and with
-    which kinds of layers instead of its own."""
+    which kinds of layers instead of its own. `on_gpu`: by vLLM's rules for CUDA, which need no GPU."""
 
     architecture: str
     ranks: int = 1
     skip: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
+    on_gpu: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -76,19 +78,24 @@ CASES = {
     "shared, heads of two sizes": Case("Gemma4ForCausalLM"),
     "padded heads": Case("PhiForCausalLM"),
     "skipped layers": Case("LlamaForCausalLM", skip=(0, 3)),
+    "skipped layers; GPU": Case("LlamaForCausalLM", skip=(0, 3), on_gpu=True),
+    "last layer skipped; GPU": Case("LlamaForCausalLM", skip=(3,), on_gpu=True),
+    "sliding, 1 skipped; GPU": Case("MistralForCausalLM", skip=(1,), on_gpu=True),
+    "sliding and full, 1 skipped; GPU": Case("Gemma3ForCausalLM", skip=(2,), on_gpu=True),
+    "Mamba-2, 1 skipped; GPU": Case("GraniteMoeHybridForCausalLM", skip=(2,), on_gpu=True),
     "full, 2 ranks": Case("LlamaForCausalLM", ranks=2),
     "hybrid, 2 ranks": Case("NemotronHForCausalLM", ranks=2),
 }
 ONE_OF_A_KIND = (
     "full", "5 sliding, 4 full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
 )  # fmt: skip
-"""Those that --start starts, and a test counts."""
+"""Those that --start starts, and a test counts; and, of the latter alone, those by the rules for CUDA."""
 
 
 def planned(case: Case, dtype: str, in_flight_tokens: int) -> int:
     """KV tokens that `packed-kv plan` predicts."""
     model = parse(case.config, case.architecture, case.ranks, RECURRENT)
-    serving = Serving(CONTEXT, None, in_flight_tokens, frozenset(case.skip), BLOCK)
+    serving = Serving(CONTEXT, None, in_flight_tokens, frozenset(case.skip), BLOCK, on_gpu=case.on_gpu)
     return capacity(model, DENSE if dtype == "auto" else dtype, serving, MEMORY).tokens
 
 
@@ -96,7 +103,8 @@ def counted(case: Case, dtypes: Sequence[str]) -> list[tuple[int, int]]:
     """KV tokens by vLLM, without a start, and the tokens that it expects in flight, for each dtype."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(case.config))
-        return [_counted(folder, case, dtype) for dtype in dtypes]
+        with _rules_of_cuda() if case.on_gpu else contextlib.nullcontext():
+            return [_counted(folder, case, dtype) for dtype in dtypes]
 
 
 def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
@@ -131,6 +139,29 @@ def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
         cache = kv_cache_utils.generate_scheduler_kv_cache_config(caches)
         tokens, _ = kv_cache_utils.get_kv_cache_capacity(config, cache)
     return tokens, config.max_in_flight_tokens
+
+
+@contextlib.contextmanager
+def _rules_of_cuda() -> Iterator[None]:
+    """What vLLM's plan takes from its CPU platform and its attention there is as on CUDA with FlashAttention: how
+    blocks are enlarged, which blocks and layouts there are. Nothing runs."""
+    from packed_kv.attention import recent
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    align = Platform.__dict__["update_block_size_for_backend"]
+    sizes = staticmethod(lambda _spec=None: [MultipleOf(16)])
+    with (
+        mock.patch.object(recent, "current_platform", mock.Mock(is_cpu=lambda: False)),
+        mock.patch.object(type(current_platform), "update_block_size_for_backend", align),
+        mock.patch.object(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts)),
+        mock.patch.object(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes),
+    ):
+        yield
 
 
 @contextlib.contextmanager

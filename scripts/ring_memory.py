@@ -96,8 +96,11 @@ def specs(model: Model, fmt: Format, window: int) -> dict[str, KVCacheSpec]:
     return found
 
 
-def bytes_of_request(found: dict[str, KVCacheSpec], layout: KVCacheLayout, contexts: tuple[int, ...]) -> list[float]:
-    """Bytes of the pool that a request takes at each context."""
+def bytes_of_request(
+    found: dict[str, KVCacheSpec], layout: KVCacheLayout, contexts: tuple[int, ...], *, counts_whole: bool = False
+) -> list[float]:
+    """Bytes of the pool that a request takes at each context. `counts_whole`: a ring as whole blocks, as vLLM's own
+    count of KV tokens does."""
     planner: Any = kv_cache_utils
     if not hasattr(planner, "get_kv_cache_groups"):  # 0.33 and later
         planner = importlib.import_module("vllm.v1.core.kv_cache_planning")
@@ -116,7 +119,8 @@ def bytes_of_request(found: dict[str, KVCacheSpec], layout: KVCacheLayout, conte
             spec: Any = group.kv_cache_spec
             spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
             if isinstance(spec, RingSpec):
-                blocks += spec.ring_blocks / spec.ring_blocks_a_block
+                share = spec.ring_blocks / spec.ring_blocks_a_block
+                blocks += math.ceil(share) if counts_whole else share
             else:
                 blocks += math.ceil(context / spec.block_size)
         totals.append(blocks * block_bytes)

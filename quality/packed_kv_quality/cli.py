@@ -52,7 +52,8 @@ def parser(prog: str = "packed-kv-quality") -> argparse.ArgumentParser:
         add_run_arguments(command, name)
         command.set_defaults(run=_run)
     plots = commands.add_parser("plots", help="draw the plots of a run again", description="Draw a run's plots again.")
-    plots.add_argument("folder", type=Path, metavar="DIR", help="--output of a run: it has quality.json or recall.json")
+    plots.add_argument("folder", type=Path, metavar="DIR|FILE.json",
+        help="--output of a run, with quality.json or recall.json; or a quality.json of any name")  # fmt: skip
     plots.set_defaults(run=_plots)
     return made
 

@@ -260,6 +260,7 @@ def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFix
     assert of("tq4", "--recent-tokens", "0")["kv_tokens"] > plain["kv_tokens"]
     assert of("tq4", "--recent-tokens", "0")["kl"] > plain["kl"]
     assert of("tq4", "--skip-layers", "0", "1")["bytes_per_token"] == plain["bytes_per_token"] + 2 * (4096 - 1088)
+    assert of("tq4", "--skip-layers", "0", "1")["recent_tokens"] == 64
     assert of("tq4", "--tensor-parallel", "2")["bytes_per_token"] == plain["bytes_per_token"] // 2
     assert of("tq4", "--tensor-parallel", "2")["step_ms"] < plain["step_ms"]
     assert of("bf16", "--kv-cache-memory", "10GB")["kv_tokens"] == int(10e9 // (16 * 147456)) * 16

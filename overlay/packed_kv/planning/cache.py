@@ -1,10 +1,13 @@
 """How many tokens and requests a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
 
 Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33) and are said again here, as far
-as our backends meet them (pages of a layer in one run, `LBHNC`), because they need torch and a started engine. A
-request's blocks of all groups come from one pool, in which every block has room for the layers of the largest group:
+as our backends meet them, because they need torch and a started engine. A request's blocks of all groups come from one
+pool, in which every block has room for the layers of the largest group:
 
-    block of the pool:   | page of layer 0 | page of layer 1 | ...      layers of one group, pages of one size
+    block of the pool:   | page of layer 0 | page of layer 1 | ...      layers of one group
+
+Pages of several groups have one size (`LBHNC`), but where only skipped layers differ from packed ones with rings: there
+pages of any size lie one behind the other (`BLHNC`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Serving:
 
     `context`: tokens of a request (`--max-model-len`). `recent_tokens`: of the packed dtypes' recent window, None:
     their default. `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks.
-    `skip_layers`: numbers of layers that stay dense. `block_size`: of attention layers, in tokens.
+    `skip_layers`: numbers of layers that stay dense. `block_size`: of attention layers, in tokens. `on_gpu`: not vLLM's
+    CPU platform, which enlarges no blocks beside skipped layers and names no layout for rings there.
     """
 
     context: int
@@ -45,6 +49,7 @@ class Serving:
     skip_layers: frozenset[int] = frozenset()
     block_size: int = MICRO_BLOCK
     keeps_prefixes: bool = True
+    on_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
     """Tokens of the recent window, as `attention/recent.py` decides, and why there is none."""
     if dtype not in FORMATS or serving.recent_tokens == 0:
         return 0, ""
-    if serving.skip_layers:
-        return 0, "skipped layers"
+    if serving.skip_layers and not serving.on_gpu:
+        return 0, "skipped layers on a CPU"
     if any(layer.kind == "chunked" for layer in model.layers):
         return 0, "chunked attention"
     windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
@@ -128,37 +133,57 @@ def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacit
 
 def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
     """Of all layers with a cache of their own, rings behind them."""
-    block_size = serving.block_size
-    states = [layer.state_bytes for layer in model.layers if layer.kind == "state"]
-    state_page = 0
-    if states:  # an attention page has to hold a state
-        layer = model.attention[0]
-        token = layer.kv_heads * slot_bytes(dtype, layer, model)
-        block_size *= -(-max(states) // (block_size * token))
-        state_page = block_size * token
+    attention_block, shared_page = _block_and_page(model, dtype, serving)
     window, _ = recent_window(model, dtype, serving)
     found, rings = [], []
     for layer in model.layers:
         if layer.kind == "state":
             size = (layer.state_bytes,)
-            found.append(Spec("state", serving.context, state_page, shape=size, states=layer.states))
+            found.append(Spec("state", serving.context, shared_page, shape=size, states=layer.states))
         elif not layer.is_shared:
-            slot = slot_bytes(dtype_of(dtype, layer, serving), layer, model)
+            name = dtype_of(dtype, layer, serving)
+            slot, block_size = slot_bytes(name, layer, model), attention_block
             page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)
+            if layer.kind == "sliding" and serving.skip_layers and serving.on_gpu:
+                tokens = shared_page // (layer.kv_heads * slot)
+                page, block_size = shared_page, max(MICRO_BLOCK, tokens // MICRO_BLOCK * MICRO_BLOCK)
             found.append(Spec(layer.kind, block_size, page, layer.window, shape))
-            if window:
+            if window and name in FORMATS:
                 rings.append((layer, block_size, page))
     one_size = len({spec.page for spec in found}) == 1
-    return found + [_ring(*ring, window, one_size) for ring in rings]
+    is_cut = one_size or _is_uniform(found)
+    return found + [_ring(*ring, window, one_size, is_cut) for ring in rings]
 
 
-def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool) -> Spec:
-    """As `attention/ring_cache.ring_spec` makes it: of pages of `one_size`, a block has several ring blocks."""
+def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, int]:
+    """Tokens of a block of attention, and bytes of its page, that hold a state and the smallest page of a skipped
+    layer: `_align_hybrid_block_size` and `_align_heterogeneous_kv_block_size` of vLLM's `platforms/interface.py`.
+
+    Both ask the first layer's backend for the size of a token, which takes packed bytes for elements if it is skipped.
+    """
+    layer, block_size = model.attention[0], serving.block_size
+    is_counted = layer.number not in serving.skip_layers or dtype not in FORMATS or not serving.on_gpu
+    token = layer.kv_heads * (slot_bytes(dtype, layer, model) if is_counted else 2 * layer.head_size)
+    held = [max((layer.state_bytes for layer in model.layers if layer.kind == "state"), default=0)]
+    if serving.skip_layers and serving.on_gpu:
+        held.append(MICRO_BLOCK * layer.kv_heads * slot_bytes(DENSE, layer, model))
+    for page in held:
+        block_size *= max(1, -(-page // (block_size * token)))
+    return block_size, block_size * token
+
+
+def _is_uniform(specs: Sequence[Spec]) -> bool:
+    """Whether vLLM would keep all layers in one group, whatever the size of their pages."""
+    return len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1
+
+
+def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
+    """As `attention/ring_cache.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
     token = layer.kv_heads * ring_slot_bytes(layer.head_size)
     fit = page // token
     sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
     sizes = [size for size in sizes if size >= SHORT] or sizes
-    counts = {size: _largest_divisor(block_size // size, fit // size if one_size else 1) for size in sizes}
+    counts = {size: _largest_divisor(block_size // size, fit // size if is_cut else 1) for size in sizes}
     costs = {size: (-(-(window + 1) // size) + 1) / counts[size] for size in sizes}
     block = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
     tokens = block * counts[block]
@@ -172,8 +197,13 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
     """Layers that share a block table: `get_kv_cache_groups`."""
-    if len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1:
+    if _is_uniform(specs):
         return [list(specs)]
+    rings = [spec for spec in specs if spec.kind == "ring"]
+    others = [spec for spec in specs if spec.kind != "ring"]
+    if rings and _is_uniform(others) and len({spec.page for spec in others}) > 1:  # side by side
+        sizes = {spec.block_size for spec in rings}
+        return [others] + [[spec for spec in rings if spec.block_size == size] for size in sizes]
     largest = max(spec.page for spec in specs)
     layers = Counter(_with_page(spec, largest) for spec in specs)
     fewest, most = min(layers.values()), max(layers.values())

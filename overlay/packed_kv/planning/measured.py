@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..formats import FORMATS
 from ..layout import ring_slot_bytes
 from .cache import DENSE, Serving, dtype_of, recent_window, slot_bytes
 from .model import Model
@@ -43,7 +44,8 @@ def step_seconds(
         tokens = min(serving.context, layer.window) if layer.window else serving.context
         name = dtype_of(dtype, layer, serving)
         read += requests * tokens * layer.kv_heads * slot_bytes(name, layer, model) / share[name]
-        read += requests * window * layer.kv_heads * ring_slot_bytes(layer.head_size) / share[name]
+        if name in FORMATS:
+            read += requests * window * layer.kv_heads * ring_slot_bytes(layer.head_size) / share[name]
     collectives = 2 * model.config["num_hidden_layers"] if model.ranks > 1 else 0
     beside = STEP["fixed_ms"] + requests * STEP["request_ms"] / model.ranks + collectives * STEP["collective_ms"]
     return beside / 1e3 + read / bandwidth

@@ -149,6 +149,10 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     ]
     if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
         lines.append(f"sliding and chunked layers keep blocks for {serving.in_flight_tokens:,} tokens in flight")
+    if serving.skip_layers:
+        lines.append("vLLM enlarges blocks beside skipped layers; by how much depends on whether the first is skipped")
+        if len({(layer.kv_heads, layer.head_size) for layer in model.attention}) > 1:
+            lines.append("not counted: how much, where layers have heads of several sizes or numbers")
     if model.is_hybrid:
         number = max(layer.states for layer in model.layers)
         lines.append(f"a request has {number} states a state layer (prefix caching); a page is as large as a state")
