@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -15,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, Un
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .fingerprint import fingerprint
-from .recent import SUFFIX
+from .recent import RecentLayer
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # type: ignore[import-not-found]  # 0.33 and later
@@ -56,12 +57,13 @@ def bytes_per_request(vllm_config: VllmConfig) -> tuple[int, int, int]:
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):
             continue
-        spec = layer.get_kv_cache_spec(vllm_config)
+        is_ring = isinstance(layer, RecentLayer)
+        spec = layer.find_spec(vllm_config) if is_ring else layer.get_kv_cache_spec(vllm_config)
         if spec is None:
             continue
         is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
         specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
-        if not name.endswith(SUFFIX):
+        if not is_ring:
             dense[name] = replace(spec, dtype=vllm_config.model_config.dtype) if is_packed else spec
     blocks, size = _blocks_and_bytes(vllm_config, specs)
     return blocks, size, _blocks_and_bytes(vllm_config, _with_aligned_states(dense))[1]
@@ -97,9 +99,10 @@ def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec
     }
 
 
-def log_capacity(vllm_config: VllmConfig) -> None:
+def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     """Log dtype, bytes per token, KV tokens, ratio and fingerprint, once a process, when the cache has its real size.
 
+    `block_size`: of the attention layers.
     KV tokens are what vLLM counts: with requests as long as the model's context, each with its states and rings. The
     ratio compares them with what the same bytes hold in bf16.
     """
@@ -107,6 +110,9 @@ def log_capacity(vllm_config: VllmConfig) -> None:
     if not cache.num_gpu_blocks:
         return
     stored, dense = bytes_per_token(vllm_config)
+    if vllm_config.model_config.is_hybrid:  # vLLM has by now the least of all groups', a state's the context's length
+        vllm_config, cache = copy.copy(vllm_config), copy.copy(cache)
+        vllm_config.cache_config, cache.block_size = cache, block_size
     blocks, size, dense_size = bytes_per_request(vllm_config)
     tokens = int(cache.num_gpu_blocks / blocks * vllm_config.model_config.max_model_len)
     fmt = FORMATS.get(cache.cache_dtype)  # None where only a draft's layers are packed

@@ -102,7 +102,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.rows = torch.arange(largest, dtype=torch.int32, device=device)
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         check_padding(vllm_config, kv_cache_spec)
-        log_capacity(vllm_config)
+        log_capacity(vllm_config, kv_cache_spec.block_size)
         log_match_unit(vllm_config)
 
     @classmethod

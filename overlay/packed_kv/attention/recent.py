@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from ..codecs.pages import PagedCodec
     from .metadata import PackedMetadata
+    from .ring_cache import RingSpec
 
 logger = init_logger("vllm.packed_kv")
 
@@ -163,15 +164,19 @@ class RecentLayer(AttentionLayerBase):
         return RecentBackendOfMixedPages if _need_block_outermost(_specs(self.config)) else RecentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = self.find_spec(vllm_config)
+        self.ring_block_size = spec.ring_block_size  # of the cache that vLLM is about to lay out
+        return spec
+
+    def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
+        """As `get_kv_cache_spec`, for who only wants to know."""
         from .ring_cache import ring_spec
 
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
         connected = vllm_config.kv_transfer_config is not None  # a connector would take ring blocks for blocks
         sizes = {"one_size": _have_one_size(specs) and not connected, "side_by_side": _need_block_outermost(specs)}
-        spec = ring_spec(packed, self.window, self.slack, **sizes)
-        self.ring_block_size = spec.ring_block_size
-        return spec
+        return ring_spec(packed, self.window, self.slack, **sizes)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep vLLM's view of the cache as uint8 [ring blocks, KV heads, ring_block_size, ring_slot_bytes]."""
