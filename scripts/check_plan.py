@@ -169,6 +169,7 @@ def _ranks(number: int) -> Iterator[None]:
     """vLLM's groups of a single process, of which the one of tensor parallelism says that it has `number` ranks."""
     from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
 
+    cleanup_dist_env_and_memory()  # an engine that did not start may have left its own
     with tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         parallel_state.initialize_model_parallel(1, 1)
