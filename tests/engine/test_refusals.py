@@ -133,6 +133,14 @@ def test_skipped_layers_that_pad_the_packed_pages(layers: list[str], demo_model:
     assert "leave out --kv-cache-dtype-skip-layers" in line
 
 
+def test_skipped_layers_of_chunked_attention(demo_model: str, tmp_path: Path) -> None:
+    model = tiny_models.save(tiny_models.llama4(), tmp_path)
+    match = "--kv-cache-dtype-skip-layers names a layer of chunked attention, which cannot keep auto pages"
+    options = {"tokenizer": demo_model, "kv_cache_dtype_skip_layers": ["0"]}
+    with pytest.raises(ValueError, match=match), engine(model, "tq4", **options):
+        pass
+
+
 @pytest.mark.parametrize("layers", [("0", "1"), ("1",)], ids=["all_layers", "a_layer"])
 def test_layers_with_a_backend_of_their_own(
     layers: tuple[str, ...], demo_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,8 +35,9 @@ logger = init_logger("vllm.packed_kv")
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     """Stores the new tokens of a batch into packed pages and attends over what is stored.
 
-    Raises ValueError for what the packed pages do not support: ALiBi, sinks of another shape than [query heads],
-    attention other than causal decoder attention, and any layer option that this class does not know.
+    Raises ValueError for a dtype that is not packed, and for what packed pages do not support: ALiBi, sinks of another
+    shape than [query heads], attention other than causal decoder attention, and any layer option that this class does
+    not know.
     """
 
     supports_dcp = False
@@ -57,6 +58,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         sinks: torch.Tensor | None = None,
         **unknown: object,
     ) -> None:
+        if kv_cache_dtype not in FORMATS:  # vLLM gives such a layer the backend that it would have unskipped
+            raise ValueError(
+                "--kv-cache-dtype-skip-layers names a layer of chunked attention, which cannot keep "
+                f"{kv_cache_dtype} pages beside packed ones; name others"
+            )
         refused = [name for name, value in unknown.items() if value is not None]
         if alibi_slopes is not None:
             refused.append("ALiBi")
