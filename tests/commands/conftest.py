@@ -24,7 +24,8 @@ def bare(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-S", "-c", BARE, *arguments]
+        # -P: where the checkout is installed, its metadata lies in the current folder.
+        command = [sys.executable, "-S", "-P", "-c", BARE, *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
     return run
