@@ -20,7 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from packed_kv.transformers import RECENT_TOKENS, PackedCache
+from packed_kv.layout import RECENT_TOKENS
+from packed_kv.transformers import PackedCache
 from packed_kv_quality.teacher_forced import text_windows, token_kl
 from packed_kv_quality.uncertainty import block_means, standard_error
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, PreTrainedModel

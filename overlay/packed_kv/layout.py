@@ -147,3 +147,37 @@ def ring_slot_bytes(head_dim: int) -> int:
     """Bytes of K and V of one token and head in the ring."""
     channels = stored_dim(head_dim)
     return -(-2 * (channels + channels // GROUP_SIZE) // 8) * 8
+
+
+RECENT_TOKENS = 64
+"""Of the recent window, unless another number is asked for; docs/quality.md has the figures by window."""
+RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
+SHORT = 4
+"""Ring blocks shorter than this make long tables."""
+EXCESS = 9 / 8
+"""Long ring blocks may take so many times the memory of short ones: a ring has one more than its tokens need."""
+
+
+def choose_ring_block(
+    page_bytes: int, slot_bytes: int, block_size: int, tokens: int, *, is_cut: bool
+) -> tuple[int, int]:
+    """Tokens of a ring block, and how many lie in one block of the pool.
+
+    Args:
+        page_bytes: of a packed page, more than which a block may not take; its `block_size` tokens are a multiple of a
+            ring's, as vLLM's scheduler works in their least common multiple.
+        slot_bytes: of one token of all KV heads in the ring.
+        tokens: that a ring holds.
+        is_cut: whether a block may hold several ring blocks.
+    """
+    fit = page_bytes // slot_bytes
+    sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
+    sizes = [size for size in sizes if size >= SHORT] or sizes
+    counts = {size: _largest_divisor(block_size // size, fit // size if is_cut else 1) for size in sizes}
+    costs = {size: (-(-tokens // size) + 1) / counts[size] for size in sizes}
+    size = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
+    return size, counts[size]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
+from .layout import RECENT_TOKENS
 from .outliers import Calibration, fields_for, load
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from .codecs import Codec
     from .formats import Format
 
-RECENT_TOKENS = 64
-"""The engine's default, too."""
 TILE = 1024
 """Tokens that are unpacked at a time, through fp32."""
 

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
 from packed_kv.attention.options import OptionError
-from packed_kv.attention.recent import DEFAULT_TOKENS
+from packed_kv.layout import RECENT_TOKENS
 from packed_kv_quality.engines import bytes_per_request
 from packed_kv_quality.teacher_forced import logits
 from vllm import LLM, SamplingParams
@@ -32,7 +32,7 @@ def test_nearest_tokens_cost_most(demo_model: str) -> None:
             costs[window] = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 8))
             tokens[window] = kv_tokens(llm)
             # 6 layers; blocks of 4 tokens take the packed block's bytes: 2 heads x 16 tokens x 80.
-            length = DEFAULT_TOKENS if window is None else window
+            length = RECENT_TOKENS if window is None else window
             assert bytes_per_request(llm) == (6 * (-(-(length + 1) // 4) + 1) * 2 * 16 * 80 if length else 0)
     print(f"turboquant25: KL without {costs[0]:.4f}, by default {costs[None]:.4f}, with 200 {costs[200]:.4f}")
     assert costs[None] < costs[0] / 10

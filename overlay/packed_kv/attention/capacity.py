@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, Un
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
+from ..planning.cache import MAX_PADDING
 from .fingerprint import fingerprint
 from .recent import RecentLayer
 
@@ -27,8 +28,6 @@ logger = init_logger("vllm.packed_kv")
 
 CPU_BLOCK = 128
 """Tokens of a block on the CPU platform, unless another number is asked for."""
-MAX_PADDING = 1.5
-"""Times its content that a packed page may take beside skipped layers, whose bf16 pages are 3.8 times and more."""
 
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring, read, round_trip
+from ..layout import RECENT_TOKENS
 from .active_blocks import RecentTokens
 from .options import OptionError, read_options
 from .recent_plan import plan
@@ -44,8 +45,6 @@ logger = init_logger("vllm.packed_kv")
 
 SUFFIX = ".recent"
 """Of a companion's name, behind that of its layer."""
-DEFAULT_TOKENS = 64
-"""docs/quality.md has the figures by window."""
 SAFE_CONNECTORS = ("OffloadingConnector",)
 """KV connectors that were seen to leave groups alone that take no part in the prefix cache."""
 
@@ -81,7 +80,7 @@ def find_window(config: VllmConfig) -> tuple[int, str]:
         raise OptionError(
             f"--additional-config: packed_kv.recent_tokens {asked} is more than {what} tokens; write at most {bound}"
         )
-    return min(asked or DEFAULT_TOKENS, bound), ""
+    return min(asked or RECENT_TOKENS, bound), ""
 
 
 def _without(config: VllmConfig) -> str | None:

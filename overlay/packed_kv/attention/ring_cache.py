@@ -22,7 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ..layout import ring_slot_bytes
+from ..layout import choose_ring_block, ring_slot_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,13 +60,6 @@ class RingSpec(CircularBufferSpec):
         return all(isinstance(spec, RingSpec) for spec in kv_cache_specs.values())
 
 
-RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
-SHORT = 4
-"""Ring blocks shorter than this make long tables."""
-EXCESS = 9 / 8
-"""Long ring blocks may take so many times the memory of short ones: a ring has one more than its window needs."""
-
-
 def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool, side_by_side: bool) -> RingSpec:
     """Of the ring beside a layer with the spec `packed`, in blocks that take no more than its bytes.
 
@@ -74,15 +67,10 @@ def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool,
     block (BLHNC). Else vLLM pads or scales pages, to distances that are not known here.
     """
     slot_bytes = ring_slot_bytes(packed.head_size)
-    fit = packed.page_size_bytes // (packed.num_kv_heads * slot_bytes)
-    sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
-    sizes = [size for size in sizes if size >= SHORT] or sizes
-    # A block's tokens divide the packed block's: the scheduler works in their least common multiple.
-    most = {size: fit // size if one_size or side_by_side else 1 for size in sizes}
-    counts = {size: _largest_divisor(packed.block_size // size, most[size]) for size in sizes}
-    costs = {size: (cdiv(window + slack, size) + 1) / counts[size] for size in sizes}
-    ring_block_size = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
-    count = counts[ring_block_size]
+    ring_block_size, count = choose_ring_block(
+        packed.page_size_bytes, packed.num_kv_heads * slot_bytes, packed.block_size, window + slack,
+        is_cut=one_size or side_by_side,
+    )  # fmt: skip
     return RingSpec(
         block_size=ring_block_size * count,
         block_stride_alignment=16 * count if side_by_side else None,
@@ -95,10 +83,6 @@ def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool,
         slack=slack,
         ring_block_size=ring_block_size,
     )
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)
 
 
 def cut_into_ring_blocks(cache: torch.Tensor, ring_block_size: int, is_block_outermost: bool) -> torch.Tensor:

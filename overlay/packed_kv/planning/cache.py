@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..formats import FORMATS
-from ..layout import MICRO_BLOCK, ring_slot_bytes
+from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block, ring_slot_bytes
 from .model import Layer, Model
 
 DENSE, FP8 = "bf16", "fp8"
 DTYPES = (DENSE, FP8, *FORMATS)
-RECENT_TOKENS = 64
-RING_BLOCK_SIZES, SHORT, EXCESS = (16, 8, 4, 2, 1), 4, 9 / 8
-"""As in `attention/ring_cache.py`, which imports vLLM."""
 MAX_PADDING = 1.5
-"""As in `attention/capacity.py`, which refuses to start with more."""
+"""Times its content that a packed page may take beside skipped layers, whose bf16 pages are 3.8 times and more:
+`attention/capacity.py` refuses to start with more."""
 
 
 class Refused(ValueError):
@@ -180,19 +178,10 @@ def _is_uniform(specs: Sequence[Spec]) -> bool:
 def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
     """As `attention/ring_cache.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
     token = layer.kv_heads * ring_slot_bytes(layer.head_size)
-    fit = page // token
-    sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
-    sizes = [size for size in sizes if size >= SHORT] or sizes
-    counts = {size: _largest_divisor(block_size // size, fit // size if is_cut else 1) for size in sizes}
-    costs = {size: (-(-(window + 1) // size) + 1) / counts[size] for size in sizes}
-    block = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
-    tokens = block * counts[block]
+    block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)
+    tokens = block * count
     shape = (layer.kv_heads, layer.head_size, window)
     return Spec("ring", tokens, page if one_size else tokens * token, window, shape, ring_block=block)
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)
 
 
 def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
