@@ -140,9 +140,7 @@ class Engine:
         self.vocabulary = self.engine.model_config.get_vocab_size()
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.blocks = self.scheduler.kv_cache_config.num_blocks
-        groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
-        if groups != 1:
-            raise ValueError(f"the model has {groups} KV cache groups; the benchmark takes models with one")
+        self.groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
         self._added = 0
 
     def attention(self) -> str:
@@ -156,14 +154,16 @@ class Engine:
         while not self._step():
             pass
         (request,) = self.scheduler.running
-        ids, *_ring = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        ids = max(groups, key=lambda ids: len(set(ids)))  # of full attention: all of its blocks are there
         self.llm.collective_rpc(copy_pages, args=(ids[: tokens // self.block_size], self.blocks))
         self._drain()
 
     def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
         """Whether the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
         tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS
-        return requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size) < self.blocks
+        blocks = requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size)
+        return blocks * self.groups < self.blocks
 
     def decode_steps(self, requests: int, context: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps in which `requests` requests decode, with `context` tokens or a few more.
@@ -241,6 +241,8 @@ class Engine:
         return Throughput(requests, time.perf_counter() - started, prefilled - started, steps)
 
     def _blocks_of(self, budget: int) -> int:
+        if self.groups != 1:  # their layers share memory, which `cache_bytes` would count twice
+            raise ValueError(f"the model has {self.groups} KV cache groups; a budget needs one with one (--budget 0)")
         block_bytes = sum(self.llm.collective_rpc(cache_bytes)) // self.blocks
         if budget // block_bytes >= self.blocks:
             raise ValueError(f"a budget of {budget} bytes is more than the KV cache has: {self.blocks * block_bytes}")
