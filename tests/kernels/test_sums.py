@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_shares_of_the_keys() -> None:
     scores = 5 * torch.randn(heads, tokens, 12, generator=generator).to(DEVICE)
     values = torch.randn(heads, 12, head_dim, generator=generator).to(DEVICE)
     scores[:, 1, :3] = scores[:, 2, 3:] = scores[:, 4] = float("-inf")
-    shares = [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    shares = [slice(start, end) for start, end in pairwise(ends)]
     outputs = [
         torch.einsum("htk,hkd->thd", scores[..., keys].softmax(-1).nan_to_num(0.0), values[:, keys]).contiguous()
         for keys in shares

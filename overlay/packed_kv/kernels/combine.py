@@ -139,9 +139,7 @@ def bind_weigh_share(output: torch.Tensor, ranks: int, rank: int) -> Launch:
     return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **_shape(output)), num_warps=4)
 
 
-def weigh_share(
-    output: torch.Tensor, of_ranks: torch.Tensor, rank: int, launch: Launch | None = None
-) -> torch.Tensor:
+def weigh_share(output: torch.Tensor, of_ranks: torch.Tensor, rank: int, launch: Launch | None = None) -> torch.Tensor:
     """Weigh a rank's attention over its share of the keys, in place, so that the ranks' sum is that over all keys.
 
     Args:
