@@ -360,7 +360,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
             return
         queries = ranks.gather(query[:read_pages])
-        over_share, sums = torch.empty_like(queries), self._sums_of_share(queries, metadata)
+        over_share, sums = queries.new_empty(queries.shape, dtype=torch.float32), self._sums_of_share(queries, metadata)
         plan = self._plan_decodes(metadata, None, sums[:by_kernel]) if decodes else None
         self._store(queries, key, value, kv_cache, metadata, None, decodes, plan)
         if plan is not None:

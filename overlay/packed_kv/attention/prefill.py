@@ -168,9 +168,10 @@ class FlashPrefill:
         """Attention of the requests from `first` on over what this rank has of their prefixes.
 
         Args:
-            query, output, sums: [tokens, query heads of all ranks, head_dim] of the batch, twice, and fp32 [tokens,
-                query heads of all ranks], the logarithms of the sums of weights; the rows of these requests are filled,
-                with 0 and `NOTHING` where the rank has no token of a prefix.
+            query: [tokens, query heads of all ranks, head_dim] of the batch.
+            output, sums: fp32 [tokens, query heads of all ranks, head_dim] and [tokens, query heads of all ranks], the
+                logarithms of the sums of weights; the rows of these requests are filled, with 0 and `NOTHING` where the
+                rank has no token of a prefix.
             cache, metadata, first: see `attend`.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
@@ -195,7 +196,7 @@ class FlashPrefill:
 
         Args:
             query, key, value, cache, metadata, first, output: see `attend`.
-            over_prefixes: [tokens, query heads, head_dim], contiguous, and fp32 [tokens, query heads] of the batch: the
+            over_prefixes: fp32 [tokens, query heads, head_dim], contiguous, and [tokens, query heads] of the batch: the
                 ranks' results of `attend_share`, combined.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)

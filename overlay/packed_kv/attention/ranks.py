@@ -86,18 +86,20 @@ class Ranks:
     def reserve(self, query: torch.Tensor) -> None:
         """Take the memory of `gather` and `combine` for such queries, so that vLLM's memory profile counts it."""
         queries = self.gather(query)
-        self.combine(torch.zeros_like(queries), queries.new_zeros(queries.shape[:2], dtype=torch.float32))
+        output = torch.zeros_like(queries, dtype=torch.float32)
+        self.combine(output, output[..., 0].contiguous())
 
     def combine(self, output: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over all ranks' tokens from that over this one's.
 
         Args:
-            output: [tokens, query heads of all ranks, head_dim], contiguous; overwritten.
+            output: fp32 [tokens, query heads of all ranks, head_dim], contiguous; overwritten. In fp32, as what comes out
+                is rounded once, then: like the output of one rank.
             sums: fp32 [tokens, query heads of all ranks], contiguous: natural logarithms of the sums of weights, -inf
                 or below -1e29 where this rank has no token for a row.
 
         Returns:
-            Of this rank's query heads, [tokens, query heads, head_dim] and fp32 [tokens, query heads].
+            Of this rank's query heads, fp32 [tokens, query heads, head_dim] and [tokens, query heads].
         """
         of_ranks = self.group.all_gather(sums, dim=0).view(self.share.ranks, *sums.shape)
         all_sums = self._weigh(output, of_ranks)

@@ -60,7 +60,7 @@ def combine(
     """Add the attention over further keys to that over some, in place, by their log-sum-exps.
 
     Args:
-        output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
+        output: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
         sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
         part: [tokens, query heads, head_dim], contiguous, attention over the further keys.
         part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
