@@ -47,27 +47,28 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 
 
 def one_kv_head(folder: Path) -> str:
-    """The demo model with all query heads on its first KV head."""
+    """The demo model without its second KV head and the query heads that read it."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    weights = load_file(DEMO_MODEL / "model.safetensors")
-    kept = {
-        name: x[: config["head_dim"]].clone() for name, x in weights.items() if "k_proj" in name or "v_proj" in name
-    }
-    save_file({**weights, **kept}, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    weights, head_dim = load_file(DEMO_MODEL / "model.safetensors"), config["head_dim"]
+    for name, x in weights.items():
+        if "self_attn" in name:
+            rows, columns = {"q": (2 * head_dim, None), "o": (None, 2 * head_dim)}.get(name[-13], (head_dim, None))
+            weights[name] = x[:rows, :columns].contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config | heads))
     return str(folder)
 
 
-def options(recent_tokens: int | None, **more: Any) -> dict[str, Any]:
+def options(packed_kv: dict[str, Any], **more: Any) -> dict[str, Any]:
     if torch.cuda.is_available():
         more |= {"enforce_eager": False, "compilation_config": GRAPHS}
-    config = {} if recent_tokens is None else {"packed_kv": {"recent_tokens": recent_tokens}}
     return {
         "skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256,
-        "max_logprobs": VOCAB, "enable_prefix_caching": False, "additional_config": config,
-        "async_scheduling": False, **more,
+        "max_logprobs": VOCAB, "enable_prefix_caching": False, "additional_config": {"packed_kv": packed_kv},
+        **more,
     }  # fmt: skip
 
 
@@ -94,9 +95,10 @@ def log_probabilities(flat: Any, first: int) -> torch.Tensor:
     return rows
 
 
-def over_ranks(model: str, dtype: str, activations: str, ranks: int) -> dict[str, Any]:
+def over_ranks(model: str, dtype: str, activations: str, ranks: int, kernel: str) -> dict[str, Any]:
     """Of TP 2, its tokens dealt out to so many ranks: KV tokens, log-probabilities by chunk, and what it generates."""
-    given = options(0, tensor_parallel_size=2, decode_context_parallel_size=ranks, distributed_executor_backend="mp")
+    parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": ranks}
+    given = options({"recent_tokens": 0, "decode_kernel": kernel}, distributed_executor_backend="mp", **parallel)
     given |= {"async_scheduling": False, "dtype": activations}  # so that each step takes what it is told to
     with engine(model, dtype, **given) as llm:
         found: dict[str, Any] = {"tokens": llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens}
@@ -119,7 +121,7 @@ def over_ranks(model: str, dtype: str, activations: str, ranks: int) -> dict[str
 
 def alone(dtype: str, activations: str) -> dict[str, Any]:
     """What one rank generates, and milliseconds of a step without requests: as it is, and of what it need not do."""
-    with engine(str(DEMO_MODEL), dtype, **options(None, dtype=activations)) as llm:
+    with engine(str(DEMO_MODEL), dtype, **options({}, dtype=activations)) as llm:
         found: dict[str, Any] = {"generated": [list(x.token_ids) for x in continued(llm)]}
         found["idle step, ms"] = milliseconds(llm.llm_engine.model_executor.execute_dummy_batch)
         if torch.cuda.is_available():
@@ -163,7 +165,7 @@ def served(kv_cache_dtype: str, ranks: tuple[int | None, ...], **more: Any) -> l
         return tokens
 
     async def run() -> list[list[list[int]]]:
-        given = {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES, **options(None, **more)}
+        given = {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES, **options({}, **more)}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(DEMO_MODEL), kv_cache_dtype=kv_cache_dtype, **given))
         try:
             return [await asyncio.gather(*(answer(llm, rank, i) for i in range(len(LENGTHS)))) for rank in ranks]
@@ -192,33 +194,38 @@ def same(one: list[int], other: list[int]) -> int:
 
 
 def compare_ranks(dtype: str, activations: str, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Any]]:
-    """Figures of decode context parallelism, each with its name, as they come."""
+    """Figures of decode context parallelism, each with its name, as they come; and what is not due to it: how far two
+    kernels are apart that round otherwise."""
     with tempfile.TemporaryDirectory() as folder:
-        model = one_kv_head(Path(folder))
-        one, two = pool.map(lambda ranks: apart(over_ranks, model, dtype, activations, ranks), (1, 2))
-    yield "KV tokens, DCP 1", one["tokens"]
-    yield "KV tokens, DCP 2", two["tokens"]
-    for chunk in CHUNKS:
-        name = f"chunks of {chunk}"
-        yield f"mean KL of DCP 2 to DCP 1, {name}", kl(one[name], two[name])
-    equal = [same(*pair) for pair in zip(one["generated"], two["generated"], strict=True)]
-    yield f"tokens of {GENERATED} as with DCP 1", equal
-    likely = [torch.cat([x[:n] for x, n in zip(of["of generated"], equal, strict=True)]) for of in (one, two)]
-    yield "mean KL of DCP 2 to DCP 1, these tokens", kl(*likely)
+        given = (one_kv_head(Path(folder)), dtype, activations)
+        engines = ((1, "auto"), (2, "auto"), (1, "triton"))
+        one, two, triton = pool.map(lambda engine: apart(over_ranks, *given, *engine), engines)
+    for ranks, found in ((1, one), (2, two)):
+        yield f"KV tokens, DCP {ranks}", found["tokens"]
+    for name, found in (("DCP 2", two), ("the Triton kernel, DCP 1", triton)):
+        for chunk in CHUNKS:
+            of_chunk = f"chunks of {chunk}"
+            yield f"mean KL to DCP 1 of {name}, {of_chunk}", kl(one[of_chunk], found[of_chunk])
+        equal = [same(*pair) for pair in zip(one["generated"], found["generated"], strict=True)]
+        yield f"tokens of {GENERATED} as with DCP 1, {name}", equal
+        likely = [torch.cat([x[:n] for x, n in zip(of["of generated"], equal, strict=True)]) for of in (one, found)]
+        yield f"mean KL to DCP 1 of {name}, these tokens", kl(*likely)
 
 
 def compare_engines(
     served_by: Callable[[str, str], list[list[list[int]]]], dtype: str, activations: str, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[str, Any]]:
     """Figures of an engine of several processes beside one of one."""
-    expected, found = (pool.submit(apart, case, dtype, activations) for case in (alone, served_by))
-    tokens = expected.result().pop("generated")
-    yield from expected.result().items()
+    expected = pool.submit(apart, alone, dtype, activations)
+    found = pool.submit(apart, served_by, dtype, activations)
+    figures = expected.result()
+    tokens = figures.pop("generated")
+    yield from figures.items()
     for index, of_rank in enumerate(found.result()):
         yield f"tokens of {GENERATED} as alone, rank {index}", [same(*x) for x in zip(tokens, of_rank, strict=True)]
 
 
-CASES = {
+CASES: dict[str, Callable[[str, str, ThreadPoolExecutor], Iterator[tuple[str, Any]]]] = {
     "dcp": compare_ranks,
     "pp": partial(compare_engines, in_stages),
     "dp": partial(compare_engines, in_replicas),
