@@ -93,8 +93,8 @@ class Ranks:
         """Attention over all ranks' tokens from that over this one's.
 
         Args:
-            output: fp32 [tokens, query heads of all ranks, head_dim], contiguous; overwritten. In fp32, so that what comes
-                out is rounded once, like the output of one rank.
+            output: fp32 [tokens, query heads of all ranks, head_dim], contiguous; overwritten. In fp32, so that the
+                result is rounded once, like the output of one rank.
             sums: fp32 [tokens, query heads of all ranks], contiguous: natural logarithms of the sums of weights, -inf
                 or below -1e29 where this rank has no token for a row.
 
