@@ -37,20 +37,19 @@ def attend_pages(
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
     output = output.view(tokens, kv_heads, group, -1)
     batch = (query, cache, block_table, query_start, seq_lens)
-    sinks = options.pop("sinks", None)
+    sinks, sums = options.pop("sinks", None), options.pop("sums", None)
     if kernel == "triton":
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
-        merge(
-            partial, stats, matrix, output, sinks, None if options.get("logits_soft_cap") else options.get("query_bias")
-        )
+        bias = None if options.get("logits_soft_cap") else options.get("query_bias")
+        merge(partial, stats, matrix, output, sinks, bias, sums)
         return
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring = options.pop("query_bias", None), options.pop("ring", None)
-    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring)
+    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums)
     packed, counters = launch.pack_matrix(matrix), torch.zeros(2112, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
-        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None)
+        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, sums is not None)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
         import emulated
@@ -58,12 +57,13 @@ def attend_pages(
         variant = launch.Variant(
             shape.warps, shape.is_final, launch.columns_of(group, max_query_len), cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
+            sums is not None and shape.is_final,
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
         emulated.run(constants, (shape.blocks, kv_heads, len(seq_lens)), output, step, layer)
     if not shape.is_final:
-        merge(partial, stats, matrix, output)
+        merge(partial, stats, matrix, output, sums=sums)
     assert not counters.any(), "not left for the next launch"
     if shape.is_final and shape.warps > 1:
         written = (~stats[..., 0].isnan()).sum(-1)  # as many blocks as work on a request, each in its own place

@@ -199,7 +199,7 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
+def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool = False) -> Case:
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.merge:_merge_kernel",
@@ -207,11 +207,11 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False) -> Case:
         types=dict(
             partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
-            sinks="*bf16", bias="*fp32",
+            sinks="*bf16", bias="*fp32", sums="*fp32",
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, OUTPUT_DIM=128, PART=128, ROWS=rows, SPLITS=splits,
-            HAS_SINKS=sinks, HAS_BIAS=sinks,
+            HAS_SINKS=sinks, HAS_BIAS=sinks, HAS_SUMS=sums,
         ),
         options=dict(num_warps=8 if rows >= 8 else 4),
         unaligned=("rows", "splits"),
@@ -249,10 +249,23 @@ def sinks_case() -> Case:
     )  # fmt: skip
 
 
+def share_case() -> Case:
+    return Case(
+        kernel="packed_kv.kernels.combine:_share_kernel",
+        arch=90,
+        types=dict(output="*bf16", sums="*fp32", of_ranks="*fp32"),
+        constants=dict(RANK=1, RANKS=2, HEADS=64, PADDED_HEADS=64, HEAD_DIM=128, PADDED_DIM=128),
+        options=dict(num_warps=4),
+    )  # fmt: skip
+
+
 def test_what_stands_around_decode_stays_in_registers():
-    merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [((8, 8), 90, True)]
-    cases = [merge_case(*key) for key in merges] + [rotate_query_case(), sinks_case()]
-    keys = [*merges, "rotate_query", "sinks"]
+    merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [
+        ((8, 8), 90, True),
+        ((8, 8), 90, False, True),
+    ]
+    cases = [merge_case(*key) for key in merges] + [rotate_query_case(), sinks_case(), share_case()]
+    keys = [*merges, "rotate_query", "sinks", "share"]
     for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from implementations import attend_pages
@@ -17,8 +19,9 @@ BOUND = 2e-3
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
         window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
-        **transforms):  # fmt: skip
-    """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison."""
+        returns_sums=False, **transforms):  # fmt: skip
+    """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison; or of both the
+    logarithms of the sums of weights, [tokens, query heads]."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
     codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **transforms)
@@ -29,6 +32,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
     cache, start = cache.to(DEVICE), torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     query = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(DEVICE, dtype)
     expected = torch.zeros(query.shape, dtype=torch.float64, device=DEVICE)
+    expected_sums = torch.zeros(query.shape[:2], dtype=torch.float64, device=DEVICE)
     scale, used = head_dim**-0.5, 0
     if sinks is not None:  # from far below the sum of weights to far above it
         sinks = torch.linspace(-3, 9, kv_heads * group).to(DEVICE, sinks)
@@ -44,24 +48,32 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         key = codec.key.decode(codec.key.encode(key, first), first)
         value = codec.value.decode(codec.value.encode(value))
         rows = slice(int(start[i]), int(start[i]) + count)
-        expected[rows] = attention(query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks)
+        expected[rows], expected_sums[rows] = attention(
+            query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks
+        )
     rotated = torch.empty(len(query), kv_heads, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
     bias_rows, bias = codec.query_bias_rows(whole=soft_cap is not None or sinks is not None), None
     if bias_rows is not None:
         bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
     output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    sums = torch.full(query.shape[:2], float("nan"), device=DEVICE) if returns_sums else None
     attend_pages(
         kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
         output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
-        sinks=sinks,
+        sinks=sinks, sums=sums,
     )  # fmt: skip
+    if sums is not None:
+        assert relative_rms(output.double(), expected) < BOUND
+        lacks = 0 if bias is None or soft_cap else bias[..., 0].double() * math.log(2)  # what the scores lack
+        return sums.double(), expected_sums - lacks
     return output.double(), expected
 
 
 def attention(query, key, value, scale, window, soft_cap, sinks=None):
-    """Causal attention of the last tokens, float64: [tokens, heads, d] over [keys, KV heads, d]."""
+    """Causal attention of the last tokens, float64 [tokens, heads, d] over [keys, KV heads, d], and the logarithms of
+    its sums of weights [tokens, heads]."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -72,7 +84,7 @@ def attention(query, key, value, scale, window, soft_cap, sinks=None):
     scores = scores.masked_fill((distance < 0) | (distance >= (window or len(key))), float("-inf"))
     if sinks is not None:  # of each head one more key, whose value is 0
         scores = torch.cat((scores, sinks.double()[:, None, None].expand(scores[..., :1].shape)), dim=-1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value), scores.logsumexp(-1).T
 
 
 def relative_rms(output, expected):

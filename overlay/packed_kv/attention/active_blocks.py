@@ -13,6 +13,7 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..layout import MICRO_BLOCK
+from .shares import WHOLE, Share
 
 KV_TILE = 1024
 """Tokens of a request dequantised at a time: at 8 KV heads of 128 channels, 8 MB of K and V in fp32."""
@@ -60,17 +61,38 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention of one request's newest tokens over all of its cached tokens, the newest included.
 
+    See `attend_share`, of which this is the output where there is one rank.
+    """
+    return attend_share(codec, cache, block_table, seq_len, query, options, recent)[0]
+
+
+def attend_share(
+    codec: PagedCodec,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_len: int,
+    query: torch.Tensor,
+    options: AttentionOptions,
+    recent: RecentTokens | None = None,
+    share: Share = WHOLE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of one request's newest tokens over those of its cached tokens, the newest included, that are in
+    this rank's share.
+
     Args:
         codec: of this layer.
         cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-        block_table: int [at least ceil(seq_len / block_size)], the request's blocks.
-        seq_len: tokens of the request in the cache.
+        block_table: int [at least ceil(share.count(seq_len) / block_size)], the request's blocks.
+        seq_len: tokens of the request, on whatever rank.
         query: float [tokens, query heads, head_dim], at positions seq_len - tokens .. seq_len - 1.
         options: see `AttentionOptions`.
         recent: read instead of the pages by the queries near enough; None: nothing is.
+        share: what is in this rank's pages.
 
     Returns:
-        float32 [tokens, query heads, head_dim].
+        float32 [tokens, query heads, head_dim], 0 of a query that sees nothing of the share; the logarithms of the sums
+        of weights, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the scores of
+        centred keys lack.
     """
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
@@ -83,25 +105,26 @@ def attend(
     state = _OnlineSoftmax(rows)
     positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
     window = options.sliding_window or seq_len
-    first_visible = max(0, seq_len - tokens - window + 1)
+    stored, first_visible = share.count(seq_len), share.count(max(0, seq_len - tokens - window + 1))
     rows_at_once = max(1, MAX_SCORES // (query_heads * KV_TILE))
 
-    for tile in range(first_visible // KV_TILE * KV_TILE, seq_len, KV_TILE):
-        start, end = max(tile, first_visible // MICRO_BLOCK * MICRO_BLOCK), min(tile + KV_TILE, seq_len)
+    for tile in range(first_visible // KV_TILE * KV_TILE, stored, KV_TILE):
+        start, end = max(tile, first_visible // MICRO_BLOCK * MICRO_BLOCK), min(tile + KV_TILE, stored)
         token_ids = torch.arange(start, end, MICRO_BLOCK, device=query.device)
         micro_blocks = (block_table[token_ids // block_size] * block_size + token_ids % block_size) // MICRO_BLOCK
         key, value = (x[:, : end - start] for x in codec.read(cache, micro_blocks))
-        kv_positions = torch.arange(start, end, device=query.device)
+        kv_positions = share.place(torch.arange(start, end, device=query.device))
         # The rows that see this tile: not before its start, not a window past its end.
-        first = max(0, start - (seq_len - tokens))
-        last = min(tokens, end - 1 + window - (seq_len - tokens))
+        first = max(0, share.place(start) - (seq_len - tokens))
+        last = min(tokens, share.place(end - 1) + window - (seq_len - tokens))
         for row in range(first, last, rows_at_once):
             part = slice(row, min(row + rows_at_once, last))
             distance = positions[part, None] - kv_positions
             hidden = (distance < 0) | (distance >= window)
             if recent is not None:
                 hidden |= (distance < recent.window) & (kv_positions >= recent.first)
-            state.update(part, _scores(rows[:, part], key, hidden, options, bias, part, start == 0), value)
+            has_first = start == 0 and share.has_first
+            state.update(part, _scores(rows[:, part], key, hidden, options, bias, part, has_first), value)
     if recent is not None and recent.key.shape[1]:
         key, value = recent.key.to(rows.dtype), recent.value.to(rows.dtype)
         distance = positions[:, None] - torch.arange(recent.first, seq_len, device=query.device)
@@ -113,7 +136,8 @@ def attend(
     if options.sinks is not None:
         sinks = options.sinks.to(rows.dtype).view(kv_heads, 1, group)
         state.add_sinks(sinks if bias is None or options.logits_soft_cap else sinks - bias[..., 0])
-    return codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
+    output = codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
+    return output, state.sums().permute(1, 0, 2).reshape(tokens, query_heads)
 
 
 def _scores(
@@ -165,4 +189,7 @@ class _OnlineSoftmax:
         self.output = self.output * shrink.unsqueeze(-1)
 
     def result(self) -> torch.Tensor:
-        return self.output / self.total.unsqueeze(-1)
+        return self.output / self.total.masked_fill(self.total == 0, 1).unsqueeze(-1)
+
+    def sums(self) -> torch.Tensor:
+        return self.maximum + self.total.log()

@@ -40,6 +40,7 @@ from ..kernels.rotate import (
 from ..kernels.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
 from .routes import longest_fused
+from .shares import WHOLE, Share
 
 logger = init_logger("vllm.packed_kv")
 
@@ -83,10 +84,11 @@ class FusedDecode:
 
     Args:
         codec: of the layer, on a CUDA device.
-        query_heads, kv_heads: of this rank.
+        query_heads, kv_heads: of this rank; of all ranks that share the tokens, where there are several.
         options: see `AttentionOptions`.
         longest_decode: query tokens of a request, drafts included.
         kernel: "triton", or "auto": the CUDA kernel where it serves.
+        share: what is in this rank's pages. Where there are several ranks, plans have sums to fill.
     """
 
     def __init__(
@@ -97,10 +99,14 @@ class FusedDecode:
         options: AttentionOptions,
         longest_decode: int,
         kernel: str = "auto",
+        share: Share = WHOLE,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.longest_decode = longest_decode
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
+        if self.bias_rows is not None and not share.has_first:
+            self.bias_rows = self.bias_rows * self.bias_rows.new_tensor([[1.0], [0.0]])  # of token 0, which others have
+        self.has_sums = share.ranks > 1
         self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
         self.rotation = QueryRotation(rotation_matrix(codec.key, kv_heads), options.scale, self.bias_rows)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
@@ -182,6 +188,7 @@ class FusedDecode:
         seq_lens: torch.Tensor,
         max_query_len: int,
         ring: Ring | None = None,
+        sums: torch.Tensor | None = None,
     ) -> DecodePlan:
         """For the decodes of a step, and layers of the same heads.
 
@@ -189,10 +196,12 @@ class FusedDecode:
             tokens: query tokens.
             block_table: int32 [requests, blocks].
             query_start: int32 [requests + 1].
-            seq_lens: int32 [requests].
+            seq_lens: int32 [requests], tokens in this rank's pages.
             max_query_len: known on the host.
             ring: of these requests, of any of these layers; None: there is none.
+            sums: with several ranks, fp32 [tokens, query heads], contiguous: see `merge`; else None.
         """
+        assert self.has_sums == (sums is not None)
         shape = self.shape
         programs = len(seq_lens) * self.programs
         if self.of_cuda is None:
@@ -204,13 +213,13 @@ class FusedDecode:
         batch = (rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring)
         decode: tuple[Grid, Arguments] | CudaPlan
         if self.of_cuda is not None:
-            decode = CudaPlan(grid, max_query_len, len(seq_lens), cuda.step_arguments(*batch), batch)
+            decode = CudaPlan(grid, max_query_len, len(seq_lens), cuda.step_arguments(*batch, sums), (*batch, sums))
         else:
             decode = decode_grid(shape, grid.blocks, len(seq_lens), max_query_len), decode_arguments(*batch)
         tile = merge_tile(grid.blocks)
         merge = None
         if not grid.is_final:
-            arguments = merge_arguments(partial, stats, shape.group, query_bias)
+            arguments = merge_arguments(partial, stats, shape.group, query_bias, sums)
             merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
         rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)
         return DecodePlan(rotate, decode, merge, tokens * shape.group, tile)
@@ -239,9 +248,8 @@ class FusedDecode:
             return
         merge = merges.get(plan.tile)
         if merge is None:
-            merge = bind_merge(
-                self._heads_apart(output), self.from_rotated, plan.tile, sinks, has_bias=self.merges_bias
-            )
+            apart, flags = self._heads_apart(output), {"has_bias": self.merges_bias, "has_sums": self.has_sums}
+            merge = bind_merge(apart, self.from_rotated, plan.tile, sinks, **flags)
             merges[plan.tile] = merge
         merge(plan.merge[0], (output,), plan.merge[1])
 
@@ -252,7 +260,8 @@ class FusedDecode:
         if self.of_cuda is None:
             return bind_decode(self.codec.layout, self.shape, cache, ring), {}
         apart = self._heads_apart(output)
-        decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, self.shape.has_bias)
+        flags = self.shape.has_bias, self.has_sums
+        decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, *flags)
         decode.prepare(self.longest_decode)
         return decode, {}
 

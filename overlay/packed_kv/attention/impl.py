@@ -18,10 +18,11 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import write as write_ring
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions, RecentTokens, attend
+from .active_blocks import AttentionOptions, RecentTokens, attend_share
 from .calibration import find_calibration
 from .metadata import PackedMetadata, longest_decode
 from .options import read_options
+from .ranks import Ranks, refuse_layer, share_of
 from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens
 from .routes import fused_serves
 
@@ -40,8 +41,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     not know.
     """
 
-    supports_dcp = False
+    supports_dcp = True
     supports_pcp = False
+    can_return_lse_for_decode = True
 
     def __init__(
         self,
@@ -85,6 +87,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.dtype = config.model_config.dtype
         self.longest_decode = longest_decode(config)
         self.config = config
+        self.share = share_of(config)
+        refuse_layer(
+            self.share, kv_cache_dtype, sliding_window, sinks is not None, kv_sharing_target_layer_name is not None
+        )
+        self.ranks = Ranks(self.share) if self.share.ranks > 1 else None
+        """Those that share this layer's tokens, where there are several."""
+        self.group = self.num_heads * self.share.ranks // self.num_kv_heads
+        """Query heads a KV head that the decode kernel serves."""
         self.recent_tokens = recent_tokens(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
@@ -132,10 +142,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
             from .prefill import FlashPrefill
 
-            shape = (self.codec, self.num_heads, self.num_kv_heads, self.options)
-            self.fused = FusedDecode(*shape, self.longest_decode, self.decode_kernel)
+            shape = (self.codec, self.num_heads * self.share.ranks, self.num_kv_heads, self.options)
+            self.fused = FusedDecode(*shape, self.longest_decode, self.decode_kernel, self.share)
             if self.flash_attention is not None:
-                self.prefill = FlashPrefill(*shape, self.max_tokens, self.max_requests, self.flash_attention)
+                batch = (self.max_tokens, self.max_requests)
+                self.prefill = FlashPrefill(*shape, *batch, self.flash_attention, self.share)
 
     def forward(
         self,
@@ -156,8 +167,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 carry their own scales.
             query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
             key, value: [tokens, KV heads, head_dim], same dtype; not looked at in a layer that shares another's cache.
-            kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-            attn_metadata: None in vLLM's profiling run.
+            kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes]; empty in vLLM's profiling run.
+            attn_metadata: None in the profiling run, and in steps without requests.
             output: [tokens, query heads, head_dim], filled; rows of padding may hold anything afterwards.
             output_scale, output_block_scale: must be None.
         """
@@ -174,7 +185,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self._build_codec(self.calibration.channels(name, self.num_kv_heads, self.head_size))
             self.calibration = None
         if attn_metadata is None:
-            self._profile(query, key, value, output)
+            if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
+                self._profile(query, key, value)
+            return output.zero_()
+        if self.ranks is not None:
+            self._forward_of_share(query, key, value, kv_cache, attn_metadata, self.ranks, output)
             return output
         recent = RecentStep.of(self.layers.get((shared or layer.layer_name) + SUFFIX), bool(shared))
         decodes = self._decodes_by_kernel(attn_metadata, query.dtype)
@@ -204,8 +219,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
     def _decodes_by_kernel(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
         """How many requests, from the first on, the fused route serves."""
-        group = self.num_heads // self.num_kv_heads
-        if self.fused is None or not fused_serves(group, metadata.decode_query_len, dtype):
+        if self.fused is None or not fused_serves(self.group, metadata.decode_query_len, dtype):
             return 0
         return metadata.decodes
 
@@ -265,6 +279,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     def _attend_in_pytorch(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         metadata: PackedMetadata, recent: RecentStep | None, first: int, output: torch.Tensor,
+        sums: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Serve the batch's requests from `first` on, one by one."""
         starts = metadata.query_starts
@@ -276,10 +291,20 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             if rows.start < rows.stop:
                 table, seq_len = metadata.block_table[request], metadata.context[request]
                 view = views.get(request)
-                result = attend(self.codec, kv_cache, table, seq_len, query[rows], self.options, view)
+                batch = (table, seq_len, query[rows], self.options, view, metadata.share)
+                result, of_rows = attend_share(self.codec, kv_cache, *batch)
                 output[rows] = result.to(output.dtype)
+                if sums is not None:
+                    sums[rows] = of_rows
 
-    def _plan_decodes(self, metadata: PackedMetadata, recent: RecentStep | None) -> DecodePlan:
+    def _sums_of_share(self, queries: torch.Tensor, metadata: PackedMetadata) -> torch.Tensor:
+        """Memory for the logarithms of a batch's sums of weights; layers may share it."""
+        rows, heads = queries.shape[:2]
+        return self._planned(metadata, None, ("sums",), lambda: queries.new_empty((rows, heads), dtype=torch.float32))
+
+    def _plan_decodes(
+        self, metadata: PackedMetadata, recent: RecentStep | None, sums: torch.Tensor | None = None
+    ) -> DecodePlan:
         """Of the batch's decodes, for the fused route."""
         fused, requests = self.fused, metadata.decodes
         assert fused is not None
@@ -287,28 +312,71 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         def plan() -> DecodePlan:
             return fused.plan_decodes(
                 metadata.decode_tokens, metadata.block_table[:requests], metadata.query_start_loc[: requests + 1],
-                metadata.seq_lens[:requests], metadata.decode_query_len, recent.ring(0, requests) if recent else None,
+                metadata.stored_lens[:requests], metadata.decode_query_len,
+                recent.ring(0, requests) if recent else None, sums,
             )  # fmt: skip
 
         # Layers with sinks may need a bias that the others do not, and these and those with a window the other kernel.
         return self._planned(metadata, recent, ("decode", fused.bias_rows is not None, fused.of_cuda is not None), plan)
 
-    def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+    def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
-        if self.fused is not None and key is not None:
-            self.fused.reserve_largest(self.max_requests, self.longest_decode)
-            if self.prefill is not None:
-                self.prefill.reserve(query.dtype)
-            # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
-            tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
-            new_tokens = tokens if self.prefill is None else -(-tokens // 2)
-            blocks = -(-tokens // MICRO_BLOCK)
-            page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
-            batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device)
-            places = torch.arange(tokens, device=key.device)
-            self.fused.store(page, key[:tokens], value[:tokens], self.fused.plan_store(places, places))
-            if self.prefill is not None:
-                self.prefill.attend(query, key, value, page, batch, 0, output)
-            else:
-                self._attend_in_pytorch(query, key, value, page, batch, None, 0, output)
-        output.zero_()
+        if self.fused is None or key is None:
+            return
+        self.fused.reserve_largest(self.max_requests, self.longest_decode)
+        if self.prefill is not None:
+            self.prefill.reserve(query.dtype)
+        if self.ranks is not None:
+            self.ranks.reserve(query)
+        # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
+        tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
+        new_tokens = tokens if self.prefill is None else -(-tokens // 2)
+        blocks = -(-tokens // MICRO_BLOCK)
+        page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
+        batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device, self.share)
+        places = torch.arange(tokens, device=key.device)
+        self.fused.store(page, key[:tokens], value[:tokens], self.fused.plan_store(places, places))
+        output = torch.empty_like(query)
+        if self.ranks is not None:
+            self._forward_of_share(query, key, value, page, batch, self.ranks, output)
+        elif self.prefill is not None:
+            self.prefill.attend(query, key, value, page, batch, 0, output)
+        else:
+            self._attend_in_pytorch(query, key, value, page, batch, None, 0, output)
+
+    def _forward_of_share(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, ranks: Ranks, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """As `forward`, where each of some ranks has a share of the tokens: first all serve the rows that read pages,
+        then each adds what a prefill reads raw. What decides whether they talk to each other is the same on all."""
+        tokens, decodes = metadata.num_actual_tokens, self._decodes_by_kernel(metadata, query.dtype)
+        by_kernel = tokens if decodes == len(metadata.context) else metadata.query_starts[decodes]
+        has_prefixes = self.prefill is None or not metadata.has_new_prompts(decodes)
+        read_pages = tokens if has_prefixes else by_kernel
+        if not read_pages:
+            assert self.prefill is not None
+            self._store(query, key, value, kv_cache, metadata, None, 0, None)
+            self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
+            return
+        queries = ranks.gather(query[:read_pages])
+        over_share, sums = queries.new_empty(queries.shape, dtype=torch.float32), self._sums_of_share(queries, metadata)
+        plan = self._plan_decodes(metadata, None, sums[:by_kernel]) if decodes else None
+        self._store(queries, key, value, kv_cache, metadata, None, decodes, plan)
+        if plan is not None:
+            assert self.fused is not None
+            self.fused.attend(kv_cache, plan, over_share)
+        if self.prefill is None:
+            self._attend_in_pytorch(queries, key, value, kv_cache, metadata, None, decodes, over_share, sums)
+        elif read_pages > by_kernel:
+            self.prefill.attend_share(queries, kv_cache, metadata, decodes, over_share, sums)
+        of_ranks = ranks.combine(over_share, sums)
+        done = by_kernel if self.prefill is not None else tokens
+        output[:done] = of_ranks[0][:done]
+        if done == tokens:
+            return
+        assert self.prefill is not None
+        if has_prefixes:
+            self.prefill.attend_rest(query, key, value, kv_cache, metadata, decodes, output, of_ranks)
+        else:
+            self.prefill.attend(query, key, value, kv_cache, metadata, decodes, output)

@@ -22,7 +22,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .capacity import check_padding, log_capacity, log_match_unit
+from .ranks import share_of
 from .routes import MAX_COLUMNS, fused_serves
+from .shares import WHOLE, Share
 
 logger = init_logger("vllm.packed_kv")
 
@@ -38,6 +40,8 @@ class PackedMetadata(AttentionMetadata):
     batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
     `plans` keeps what the first layer of a kind worked out for the others.
+    `share` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
+    many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1.
     """
 
     num_actual_tokens: int
@@ -51,6 +55,8 @@ class PackedMetadata(AttentionMetadata):
     decodes: int
     decode_tokens: int
     decode_query_len: int
+    stored_lens: torch.Tensor
+    share: Share = WHOLE
     plans: dict[tuple, Any] = field(default_factory=dict)
 
     def has_new_prompts(self, first: int) -> bool:
@@ -61,21 +67,24 @@ class PackedMetadata(AttentionMetadata):
         return self.plans[name]
 
     @classmethod
-    def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device) -> PackedMetadata:
+    def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device, share: Share = WHOLE) -> PackedMetadata:
         """A request in blocks 0, 1, ... of 16 tokens each, the last `new_tokens` of its `tokens` in the batch."""
         places = torch.arange(tokens, device=device)
+        seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
         return cls(
             num_actual_tokens=new_tokens,
             block_table=places[: -(-tokens // MICRO_BLOCK)].to(torch.int32).unsqueeze(0),
             slot_mapping=places[tokens - new_tokens :],
             positions=places[tokens - new_tokens :],
             query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+            seq_lens=seq_lens,
             query_starts=[0, new_tokens],
             context=[tokens],
             decodes=0,
             decode_tokens=0,
             decode_query_len=1,
+            stored_lens=share.count(seq_lens),
+            share=share,
         )
 
 
@@ -101,6 +110,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         largest = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * longest_decode(vllm_config)
         self.rows = torch.arange(largest, dtype=torch.int32, device=device)
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
+        self.share = share_of(vllm_config)
+        self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
         check_padding(vllm_config, kv_cache_spec)
         log_capacity(vllm_config, kv_cache_spec.block_size)
         log_match_unit(vllm_config)
@@ -139,7 +150,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             decodes=decodes,
             decode_tokens=common.num_actual_tokens if decodes == len(lengths) else starts[decodes],
             decode_query_len=max(lengths[:decodes], default=0),
+            stored_lens=self._stored_lens(common.seq_lens),
+            share=self.share,
         )
+
+    def _stored_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
+        if self.share == WHOLE:
+            return seq_lens
+        return self.stored_lens[: len(seq_lens)].copy_(self.share.count(seq_lens))
 
     def _positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """int64 [tokens], in memory that outlives the step, for CUDA graphs.
@@ -172,7 +191,8 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
 
 
 def _largest_group(vllm_config: VllmConfig) -> int:
-    """Query heads a KV head: the most that a packed layer has (sliding layers of Step-3.5 have more than the model)."""
+    """Query heads a KV head, with those of the ranks that share its tokens: the most that a packed layer has (sliding
+    layers of Step-3.5 have more than the model)."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     packed = [layer.impl for layer in layers if getattr(layer, "kv_cache_dtype", None) in FORMATS]
-    return max(impl.num_heads // impl.num_kv_heads for impl in packed)
+    return max(impl.group for impl in packed)

@@ -27,12 +27,13 @@ from ..kernels.gather import (
     unrotate_arguments,
     unrotate_grid,
 )
-from ..kernels.launch import Arguments, Launches
+from ..kernels.launch import Arguments, Launch, Launches
 from ..kernels.ring import bind_gather_ring, gather_ring_arguments
 from ..kernels.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
+from .shares import WHOLE, Share
 
 if TYPE_CHECKING:
     from .metadata import PackedMetadata
@@ -46,6 +47,8 @@ Launched = tuple[tuple[int, int, int], tuple[torch.Tensor, ...], Arguments]
 """What a `Launch` is called with."""
 FlashAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """vLLM's `flash_attn_varlen_func`, or one that takes the same arguments."""
+NOTHING = -1.0e30
+"""A logarithm of a sum of weights that counts for nothing beside any other, and is a number."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class FlashPrefill:
         options: see `AttentionOptions`.
         max_tokens, max_requests: of a batch.
         flash_attention: see `find_flash_attention`.
+        share: what is in this rank's pages of a prefix; then `query_heads` are those of all ranks that share it.
     """
 
     def __init__(
@@ -105,9 +109,10 @@ class FlashPrefill:
         max_tokens: int,
         max_requests: int,
         flash_attention: FlashAttention,
+        share: Share = WHOLE,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.flash_attention = flash_attention
+        self.flash_attention, self.share = flash_attention, share
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
@@ -145,9 +150,74 @@ class FlashPrefill:
         else:
             assert own_read is not None
             key, value = self._read(cache, own_read)
+        sums = self._attend_chunks(query, key, value, own, output)
+        self._attend_prefixes(query, cache, parts, over_parts, output, sums, ring)
+        if (sinks := self.options.sinks) is not None:
+            launch = self.bound.get("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
+            apply_sinks(output, sums, launch)
+
+    def attend_share(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: PackedMetadata,
+        first: int,
+        output: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> None:
+        """Attention of the requests from `first` on over what this rank has of their prefixes.
+
+        Args:
+            query: [tokens, query heads of all ranks, head_dim] of the batch.
+            output, sums: fp32 [tokens, query heads of all ranks, head_dim] and [tokens, query heads of all ranks], the
+                logarithms of the sums of weights; the rows of these requests are filled, with 0 and `NOTHING` where the
+                rank has no token of a prefix.
+            cache, metadata, first: see `attend`.
+        """
+        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
+        query, output = query[rows], output[rows]
+        _, _, parts, over_parts = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)
+        over_prefixes = sums.new_full((sums.shape[1], len(query)), NOTHING)
+        self._attend_prefixes(query, cache, parts, over_parts, output.zero_(), over_prefixes, None)
+        sums[rows] = over_prefixes.T
+
+    def attend_rest(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: PackedMetadata,
+        first: int,
+        output: torch.Tensor,
+        over_prefixes: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Attention of the requests from `first` on over their own chunks, and over their prefixes as it is.
+
+        Args:
+            query, key, value, cache, metadata, first, output: see `attend`.
+            over_prefixes: fp32 [tokens, query heads, head_dim], contiguous, and [tokens, query heads] of the batch: the
+                ranks' results of `attend_share`, combined.
+        """
+        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
+        output, (part, part_sums) = output[rows], (x[rows] for x in over_prefixes)
+        own = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)[0]
+        sums = self._attend_chunks(query[rows], key[rows], value[rows], own, output)
+        combine(output, sums, part, part_sums.T.contiguous(), self._combine(output))
+
+    def _attend_chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: KeyPart, output: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the rows of a prefill, over their own chunks; returns their sums' logarithms, as `_flash`."""
         window = self.options.sliding_window
         left = -1 if window is None else window - 1
-        sums = self._flash(query, key, value, own, output, causal=True, window=(left, 0))
+        return self._flash(query, key, value, own, output, causal=True, window=(left, 0))
+
+    def _attend_prefixes(
+        self, query: torch.Tensor, cache: torch.Tensor, parts: list[PartRead], over_parts: torch.Tensor,
+        output: torch.Tensor, sums: torch.Tensor, ring: Ring | None,
+    ) -> None:  # fmt: skip
+        """Add the attention over prefixes to `output` and `sums`, part by part."""
         for read in parts:
             part = read.part
             seen = slice(part.first_row, part.end_row)
@@ -155,11 +225,11 @@ class FlashPrefill:
             over_part = over_parts[: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            launch = self.bound.get("combine", (output.stride(), output.dtype), lambda: bind_combine(output))
-            combine(output[seen], sums[:, seen], over_part, part_sums, launch)
-        if (sinks := self.options.sinks) is not None:
-            launch = self.bound.get("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
-            apply_sinks(output, sums, launch)
+            combine(output[seen], sums[:, seen], over_part, part_sums, self._combine(output))
+
+    def _combine(self, output: torch.Tensor) -> Launch:
+        held_for = (output.shape[1], output.stride(), output.dtype)
+        return self.bound.get(("combine", output.shape[1]), held_for, lambda: bind_combine(output))
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""
@@ -184,21 +254,24 @@ class FlashPrefill:
         if plan not in metadata.plans:
             starts = metadata.query_starts[first:]
             query_lens = [end - start for start, end in pairwise(starts)]
-            prefixes = [n - count for n, count in zip(metadata.context[first:], query_lens, strict=True)]
+            prefixes = [
+                self.share.count(n - count) for n, count in zip(metadata.context[first:], query_lens, strict=True)
+            ]
             query_starts = [start - starts[0] for start in starts]
             blocks = metadata.block_table[first:]
             spans = prefix_parts(query_lens, prefixes, self.options.sliding_window, self.capacity, shared)
             raw = [Span(request, count, 0, count) for request, count in enumerate(query_lens)]
             own = key_part(own_part(query_lens, prefixes) if shared else raw, query_starts, blocks, block_size)
             recent_from = [prefix - recent + 1 for prefix in prefixes]
+            has_first = self.share.has_first
+            parts = [
+                key_part(part, query_starts, blocks, block_size, recent_from, has_first=has_first) for part in spans
+            ]
             key, value, over_parts = self.reserve(dtype)
             metadata.plans[plan] = (
                 own,
                 PartRead.of(own, key, value, dtype) if shared else None,
-                [
-                    PartRead.of(key_part(part, query_starts, blocks, block_size, recent_from), key, value, dtype, ring)
-                    for part in spans
-                ],
+                [PartRead.of(part, key, value, dtype, ring) for part in parts],
                 over_parts,
             )
         return metadata.plans[plan]

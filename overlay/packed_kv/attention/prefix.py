@@ -124,6 +124,8 @@ def key_part(
     block_table: torch.Tensor,
     block_size: int,
     recent_from: Sequence[int] | None = None,
+    *,
+    has_first: bool = True,
 ) -> KeyPart:
     """Put a part's indices on the device, without waiting for it.
 
@@ -133,6 +135,7 @@ def key_part(
         block_table: int32 [requests, blocks], of the same requests.
         block_size: tokens of a block, a multiple of 16.
         recent_from: of each request, the token from which on its ring is asked first; None: no ring is.
+        has_first: whether a span from 0 on begins with the first token of the request.
     """
     first_row = query_starts[spans[0].request]
     queries, keys, rows = [0], [0], [0]
@@ -142,7 +145,7 @@ def key_part(
         assert row == queries[-1], "rows of a part are neighbours"
         queries.append(row + span.queries)
         keys.append(keys[-1] + span.end - span.start)
-        if span.start == 0 < span.end:
+        if has_first and span.start == 0 < span.end:
             first_tokens.append(keys[-2])
         if recent_from is not None and (low := max(span.start, recent_from[span.request])) < span.end:
             recent += [span.request, keys[-2] - span.start, low, span.end]

@@ -87,6 +87,8 @@ def _without(config: VllmConfig) -> str | None:
     """Why this engine can have no recent window."""
     if not hasattr(kv_cache_interface, "CircularBufferSpec"):
         return "this version of vLLM, which has no KV-cache groups for rings (0.32 has)"
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return "decode context parallelism, which deals a request's tokens out to ranks"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return "--disable-hybrid-kv-cache-manager (some KV connectors imply it)"
     connector = config.kv_transfer_config.kv_connector if config.kv_transfer_config else None

@@ -114,7 +114,9 @@ class PackedDTypeHandler:
     def attn_backend(self, config: AttentionSelectorConfig) -> type[AttentionBackend]:
         """The backend of a layer. Raises ValueError, in one line, for what is not supported."""
         from .backend import backend_of
+        from .ranks import refuse
 
+        refuse(get_current_vllm_config(), self.name)
         backend = backend_of(self.name)
         refused = backend.validate_configuration(
             device_capability=current_platform.get_device_capability(), **config._asdict()

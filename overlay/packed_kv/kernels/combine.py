@@ -1,6 +1,7 @@
 """Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding).
 
-An attention sink is one more key without a value, so it only makes the result smaller (`apply_sinks`).
+An attention sink is one more key without a value, so it only makes the result smaller (`apply_sinks`). Where ranks have
+shares of the keys, each weighs its result before all are added (`weigh_share`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def combine(
     """Add the attention over further keys to that over some, in place, by their log-sum-exps.
 
     Args:
-        output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
+        output: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
         sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
         part: [tokens, query heads, head_dim], contiguous, attention over the further keys.
         part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
@@ -105,3 +106,55 @@ def apply_sinks(output: torch.Tensor, sums: torch.Tensor, launch: Launch) -> Non
     """
     assert sums.stride(1) == 1, sums.stride()
     launch((len(output), 1, 1), (output, sums), Arguments(sums.stride(0)))
+
+
+@triton.jit
+def _share_kernel(
+    output, sums, of_ranks,
+    RANK: tl.constexpr, RANKS: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
+    there, nothing = head < HEADS, float("-inf")
+    top = tl.full([PADDED_HEADS], nothing, tl.float32)
+    for rank in tl.static_range(RANKS):
+        top = tl.maximum(top, tl.load(of_ranks + (rank * tokens + token) * HEADS + head, mask=there, other=nothing))
+    top = tl.where(top == nothing, 0.0, top)
+    total = tl.zeros([PADDED_HEADS], tl.float32)
+    for rank in tl.static_range(RANKS):
+        own = tl.load(of_ranks + (rank * tokens + token) * HEADS + head, mask=there, other=nothing)
+        total += tl.exp(own - top)
+    own = tl.load(of_ranks + (RANK * tokens + token) * HEADS + head, mask=there, other=nothing)
+    weight = tl.where(total > 0, tl.exp(own - top) / total, 0.0)
+    known = there[:, None] & (channel < HEAD_DIM)[None, :]
+    target = output + (token * HEADS + head[:, None]) * HEAD_DIM + channel[None, :]
+    result = tl.load(target, mask=known & (weight > 0)[:, None], other=0.0).to(tl.float32) * weight[:, None]
+    tl.store(target, result.to(output.dtype.element_ty), mask=known)
+    tl.store(sums + token * HEADS + head, top + tl.log(total), mask=there)
+
+
+def bind_weigh_share(output: torch.Tensor, ranks: int, rank: int) -> Launch:
+    """The kernel for outputs of these heads, and for one of so many ranks; see `weigh_share`."""
+    return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **_shape(output)), num_warps=4)
+
+
+def weigh_share(output: torch.Tensor, of_ranks: torch.Tensor, rank: int, launch: Launch | None = None) -> torch.Tensor:
+    """Weigh a rank's attention over its share of the keys, in place, so that the ranks' sum is that over all keys.
+
+    Args:
+        output: fp16, bf16 or fp32 [tokens, query heads, head_dim], contiguous; not looked at where a row saw no key.
+        of_ranks: fp32 [ranks, tokens, query heads], contiguous: each rank's natural logarithms of its sums of weights,
+            -inf where a row saw no key.
+        rank: whose output this is.
+        launch: of `bind_weigh_share` for such outputs; None: made here.
+
+    Returns:
+        fp32 [tokens, query heads], the logarithms of all ranks' sums; -inf where no rank has a key.
+    """
+    assert output.is_contiguous() and of_ranks.is_contiguous(), (output.stride(), of_ranks.stride())
+    sums = torch.empty_like(of_ranks[0])
+    if launch is None:
+        launch = bind_weigh_share(output, len(of_ranks), rank)
+    launch((len(output), 1, 1), (output, sums, of_ranks), Arguments())
+    return sums

@@ -90,6 +90,7 @@ INLINE u32 multiply_halves(u32 a, u32 b) {
 INLINE u32 add_halves(u32 a, u32 b) { return to_halves(low_float(a) + low_float(b), high_float(a) + high_float(b)); }
 INLINE u32 upper_half(u32 pair) { return (pair >> 16) * 0x10001u; }
 INLINE float exp2_fast(float x) { return exp2f(x); }
+INLINE float log2_fast(float x) { return log2f(x); }
 INLINE float maximum_of(float a, float b) { return fmaxf(a, b); }
 INLINE float minus_infinity() { return -INFINITY; }
 INLINE u32 to_tf32(float x) { return (__float_as_int(x) + 0x1000u) & 0xFFFFE000u; }

@@ -54,6 +54,8 @@ INLINE void store_partial(const Arguments& a, const Request& request, int head, 
 struct Sum {
     float maximum, total, output;
     INLINE float mean() const { return total > 0 ? output / total : 0; }
+    // The natural logarithm of all weights' sum, minus infinity of none.
+    INLINE float logarithm() const { return (maximum + log2_fast(total)) * 0.6931471805599453f; }
 };
 template <class Statistics, class Output>
 INLINE Sum combine(int count, Statistics&& statistics, Output&& output) {
@@ -144,6 +146,7 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
             blocks, [&](int b, int what) { return load_from_l2(a.partial_stats + 2 * (slot + b) + what); },
             [&](int b) { return load_from_l2(a.partial_output + (slot + b) * HEAD_DIM + channel); });
         combined[column * ROW + channel] = sum.mean();
+        if (HAS_SUMS && channel == 0) a.sums[request.row(head, column)] = sum.logarithm();
     }
     return true;
 }
@@ -172,6 +175,7 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
             [&](int w) { return outputs[(w * COLUMNS + column) * ROW + channel]; });
         if (is_alone) {
             combined[column * ROW + channel] = sum.mean();
+            if (HAS_SUMS && channel == 0 && request.has(column)) a.sums[request.row(head, column)] = sum.logarithm();
         } else if (request.has(column)) {
             const long long slot = request.row(head, column) * gridDim.x + blockIdx.x;  // for all of the grid's blocks
             a.partial_output[slot * HEAD_DIM + channel] = sum.output;

@@ -12,6 +12,7 @@
 //   RING_BLOCK, RECENT, HAS_BIAS        as in decode.py
 //   WARPS, STAGES, BLOCKS               warps of a block, stages of a warp, blocks of a multiprocessor
 //   IS_FINAL, OUTPUT                    see above; 0: fp16, 1: bf16, 2: fp32
+//   HAS_SUMS                            where the output is written, the sums of weights are, too
 //   STAGE_BYTES, SHARED_BYTES           of a stage, and of a block
 struct Arguments {
     // of a call
@@ -21,7 +22,7 @@ struct Arguments {
     const int *block_table, *query_start, *seq_lens;
     const float* query_bias;
     const int *ring_table, *ring_first;
-    float *partial_output, *partial_stats;
+    float *partial_output, *partial_stats, *sums;
     unsigned table_stride, ring_table_stride;
     // of a layer
     const unsigned char *cache, *ring;

@@ -64,6 +64,7 @@ class Variant(NamedTuple):
     recent: int
     has_bias: bool
     output: torch.dtype
+    has_sums: bool = False
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
@@ -96,6 +97,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "STAGES": STAGES,
         "BLOCKS": WARPS_A_MULTIPROCESSOR // warps,
         "IS_FINAL": int(variant.is_final),
+        "HAS_SUMS": int(variant.has_sums),
         "STAGE_BYTES": stage,
         "SHARED_BYTES": max(warps * STAGES * (stage + 8), combine),
     }
@@ -126,7 +128,7 @@ def make_counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(multiprocessors * WARPS_A_MULTIPROCESSOR, dtype=torch.int32, device=device)
 
 
-OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=9Q2I"), struct.Struct("=4Q7I4x")
+OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=10Q2I"), struct.Struct("=4Q7I4x")
 """`Arguments` of decode.cu, one part behind the other."""
 
 
@@ -139,14 +141,18 @@ def step_arguments(
     partial_stats: torch.Tensor,
     query_bias: torch.Tensor | None,
     ring: Ring | None,
+    sums: torch.Tensor | None = None,
 ) -> bytes:
-    """What a step decides; see `kernels.decode.decode`. Of `ring`, the table and the first tokens count."""
+    """What a step decides; see `kernels.decode.decode`, and `merge` for `sums`. Of `ring`, the table and the first
+    tokens count."""
     assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
+    assert sums is None or sums.is_contiguous(), sums.stride()
     table, first = (0, 0) if ring is None else (ring.block_table.data_ptr(), ring.first.data_ptr())
     return OF_STEP.pack(
         query.data_ptr(), block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
         0 if query_bias is None else query_bias.data_ptr(), table, first, partial_output.data_ptr(),
-        partial_stats.data_ptr(), block_table.stride(0), 0 if ring is None else ring.block_table.stride(0),
+        partial_stats.data_ptr(), 0 if sums is None else sums.data_ptr(),
+        block_table.stride(0), 0 if ring is None else ring.block_table.stride(0),
     )  # fmt: skip
 
 
@@ -181,14 +187,16 @@ class CudaDecode:
         ring: of the layer; None: there is none.
         output: [tokens, KV heads, queries a KV head, head_dim]: its dtype and strides are those of the calls.
         has_bias: whether queries come with a bias.
+        has_sums: whether steps come with sums to fill, where the grid is final.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, has_bias: bool,
+        output: torch.Tensor, has_bias: bool, has_sums: bool = False,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, _ = output.shape
         self.page, self.has_bias, self.output, self.kept = page, has_bias, output.dtype, (matrix, counters)
+        self.has_sums = has_sums
         self.block_size = cache.shape[2]
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
         layer = layer_arguments(cache, ring, output, matrix, counters)
@@ -230,7 +238,7 @@ class CudaDecode:
     def _function(self, shape: Grid, max_query_len: int) -> _Function:
         variant = Variant(
             shape.warps, shape.is_final, columns_of(self.group, max_query_len), self.block_size, self.ring_block,
-            self.recent, self.has_bias, self.output,
+            self.recent, self.has_bias, self.output, self.has_sums and shape.is_final,
         )  # fmt: skip
         return _load(tuple(constants(self.page, self.kv_heads, self.group, variant).items()), self.device)
 

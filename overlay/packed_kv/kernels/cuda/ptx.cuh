@@ -59,6 +59,11 @@ INLINE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
+INLINE float log2_fast(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
 INLINE float maximum_of(float a, float b) {
     float result;
     asm("max.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));

@@ -1,0 +1,31 @@
+"""What vLLM's CPU platform lacks for decode context parallelism, in PyTorch: an extension of its workers, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from packed_kv.attention import ranks
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.block_table import BlockTable
+
+
+class Extension:
+    """Nothing of it is called: a worker imports this module before it builds a model."""
+
+
+def compute_slot_mapping(self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor) -> None:
+    """As `ComputeSlotMappingKernel` of `block_table.py`."""
+    run, ranks_, block = self.cp_kv_cache_interleave_size, self.dcp_world_size, self.block_size
+    starts = query_start_loc[: num_reqs + 1].long()
+    request = torch.repeat_interleave(torch.arange(num_reqs), starts.diff())
+    places = positions[: len(request)]
+    within = places % (block * ranks_)
+    blocks = self.block_table.gpu[request, places // (block * ranks_)].long()
+    slots = blocks * block + within // (ranks_ * run) * run + within % run
+    self.slot_mapping.gpu.fill_(PAD_SLOT_ID)
+    self.slot_mapping.gpu[: len(request)] = torch.where(within // run % ranks_ == self.dcp_rank, slots, PAD_SLOT_ID)
+
+
+BlockTable.compute_slot_mapping = compute_slot_mapping
+ranks._reason = lambda _config: None

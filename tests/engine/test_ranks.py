@@ -1,0 +1,104 @@
+"""Engines of two ranks: what they answer is what one answers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from harness import engine, kv_tokens, mean_kl
+from packed_kv.attention.impl import PackedAttentionImpl
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+PROMPTS = [
+    [(7 * i * i + 3 * i + start) % tiny_models.VOCAB for i in range(n)] for start, n in ((0, 60), (5, 37), (9, 1))
+]
+TWO_PROCESSES: dict[str, Any] = {"distributed_executor_backend": "mp"}
+
+
+def run(model: str, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
+    """Log-probabilities of all positions, prompts in chunks of up to 48 tokens; tokens generated; KV tokens."""
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_logprobs": tiny_models.VOCAB}
+    sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
+    with engine(model, "turboquant25", dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
+        llm.llm_engine.model_executor.execute_dummy_batch()  # without one, vLLM's second stage fails on a CPU
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        tokens = kv_tokens(llm)
+    rows = [row for x in results for row in (*x.prompt_logprobs[1:], *x.outputs[0].logprobs)]
+    logprobs = torch.tensor([[row[token].logprob for token in range(tiny_models.VOCAB)] for row in rows])
+    return logprobs, [list(x.outputs[0].token_ids) for x in results], tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One KV head, so that two ranks replicate it."""
+    return tiny_models.save(tiny_models.llama(num_key_value_heads=1), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> tuple[torch.Tensor, list[list[int]], int]:
+    return run(model)
+
+
+def test_decode_context_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
+    """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers."""
+    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
+    logprobs, generated, tokens = run(model, worker_extension_cls="dealt_out.Extension", **ranks, **TWO_PROCESSES)
+    assert mean_kl(alone[0], logprobs) < 1e-6
+    assert generated == alone[1]
+    assert tokens == 2 * alone[2]
+
+
+def test_pipeline_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
+    """Layers dealt out to two stages, with a recent window, which each stage has of its own layers."""
+    stages = {"pipeline_parallel_size": 2, "async_scheduling": False, "recent_tokens": None}
+    logprobs, generated, _ = run(model, **stages, **TWO_PROCESSES)
+    expected = run(model, recent_tokens=None)
+    assert torch.equal(logprobs, expected[0]) and generated == expected[1]
+    assert not torch.equal(logprobs, alone[0]), "no window"
+
+
+def test_data_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
+    """Each rank answers as the one that is alone."""
+    options = {"dtype": "float32", "data_parallel_size": 2, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
+    sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}
+    without_window = {"additional_config": {"packed_kv": {"recent_tokens": 0}}}
+    arguments = AsyncEngineArgs(model, kv_cache_dtype="turboquant25", **options, **sizes, **without_window)
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+
+    async def answer(llm: AsyncLLM, rank: int, index: int) -> list[int]:
+        prompt = {"prompt_token_ids": PROMPTS[index]}
+        async for result in llm.generate(prompt, sampling, f"{rank}-{index}", data_parallel_rank=rank):
+            tokens = list(result.outputs[0].token_ids)
+        return tokens
+
+    async def answers() -> list[list[list[int]]]:
+        llm = AsyncLLM.from_engine_args(arguments)
+        try:
+            return [await asyncio.gather(*(answer(llm, rank, i) for i in range(len(PROMPTS)))) for rank in (0, 1)]
+        finally:
+            llm.shutdown()
+
+    assert asyncio.run(answers()) == [alone[1], alone[1]]
+
+
+def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data-parallel rank without requests takes such steps with the others. The profiling run takes one, too."""
+    profiled: list[object] = []
+    monkeypatch.setattr(PackedAttentionImpl, "_profile", lambda *arguments: profiled.append(arguments))
+    with engine(model, "turboquant25", skip_tokenizer_init=True, max_model_len=256) as llm:
+        executor = llm.llm_engine.model_executor
+        runner = executor.driver_worker.worker.model_runner
+        profiled.clear()
+        executor.execute_dummy_batch()
+        assert not profiled
+        caches = {layer: layer.kv_cache for layer in runner.compilation_config.static_forward_context.values()}
+        for layer in caches:
+            layer.kv_cache = torch.tensor([])  # as while vLLM profiles
+        executor.execute_dummy_batch()
+        for layer, cache in caches.items():
+            layer.kv_cache = cache
+        assert len(profiled) == tiny_models.SMALL["num_hidden_layers"]

@@ -1,0 +1,188 @@
+"""A layer whose tokens are dealt out to two ranks against the same layer on one, both on the routes of CUDA."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packed_kv.attention import fused, ranks
+from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.attention.metadata import PackedMetadata
+from packed_kv.attention.prefill import FlashPrefill
+from packed_kv.attention.shares import WHOLE, Share
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS
+from test_decode import DEVICE, relative_rms, transforms
+from test_gather import flash_attention
+from vllm.v1.worker import workspace
+
+HEADS, HEAD_DIM, BLOCK, RANKS = 4, 64, 16, 2
+
+
+class Together:
+    """The ranks as threads, of which one runs at a time: each until it has to wait for what the others send."""
+
+    def __init__(self) -> None:
+        self.turn, self.all_here, self.sent = threading.Lock(), threading.Barrier(RANKS), [torch.empty(0)] * RANKS
+
+    def run(self, of_rank: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        results, errors = [torch.empty(0)] * RANKS, []
+
+        def target(rank: int) -> None:
+            with self.turn:
+                try:
+                    results[rank] = of_rank(rank)
+                except BaseException as error:
+                    errors.append(error)
+                    self.all_here.abort()
+
+        threads = [threading.Thread(target=target, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.sent[rank] = x.clone()
+        self.turn.release()
+        self.all_here.wait()
+        self.turn.acquire()
+        received = list(self.sent)
+        self.turn.release()
+        self.all_here.wait()
+        self.turn.acquire()
+        return received
+
+
+class Group:
+    """What `Ranks` asks of vLLM's group."""
+
+    def __init__(self, together: Together, rank: int) -> None:
+        self.together, self.rank = together, rank
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self.together.exchange(self.rank, x), dim)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        summed = torch.stack(self.together.exchange(self.rank, x)).float().sum(0).to(x.dtype)
+        return summed.chunk(RANKS, dim)[self.rank].contiguous()
+
+
+class Workspace:
+    """One memory for all who ask, as vLLM's."""
+
+    def __init__(self) -> None:
+        self.memory = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)
+
+    def get_simultaneous(self, *asked: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        given, at = [], 0
+        for shape, dtype in asked:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            given.append(self.memory[at : at + size].view(dtype).view(shape))
+            at += -(-size // 256) * 256
+        return given
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories: dict[int, Workspace] = {}
+    manager = lambda: memories.setdefault(threading.get_ident(), Workspace())  # noqa: E731  # of a rank
+    monkeypatch.setattr(fused, "current_workspace_manager", manager)
+    monkeypatch.setattr(workspace, "current_workspace_manager", manager)
+    if DEVICE == "cpu":
+        card = SimpleNamespace(multi_processor_count=1, major=8, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+
+
+def layer(codec: PagedCodec, share: Share, group: Group | None, options: AttentionOptions) -> PackedAttentionImpl:
+    impl = object.__new__(PackedAttentionImpl)
+    shape = (codec, HEADS, 1, options)
+    impl.__dict__ |= {
+        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM, "group": HEADS, "share": share,
+        "codec": codec, "options": options, "device": torch.device("cpu"), "layers": {}, "calibration": None,
+        "kv_cache_dtype": "turboquant35", "kv_sharing_target_layer_name": None, "ranks": None,
+        "fused": fused.FusedDecode(*shape, 1, share=share),
+        "prefill": FlashPrefill(*shape, 64, 8, flash_attention, share),
+    }  # fmt: skip
+    if group is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "get_dcp_group", lambda: group)
+            impl.ranks = ranks.Ranks(share)
+    return impl
+
+
+def batch(share: Share, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata, list[torch.Tensor]]:
+    """Metadata of requests with (tokens, new tokens), and where vLLM would put all tokens of each."""
+    starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0)
+    seq_lens = torch.tensor([tokens for tokens, _ in lengths], dtype=torch.int32, device=DEVICE)
+    wide = -(-max(tokens for tokens, _ in lengths) // (BLOCK * share.ranks))
+    order = torch.randperm(len(lengths) * wide, generator=torch.Generator().manual_seed(0))
+    table = order.view(len(lengths), wide).to(torch.int32)
+    slots = []
+    for request, (tokens, _) in enumerate(lengths):
+        places = torch.arange(tokens)
+        within = places % (BLOCK * share.ranks)
+        inside = within // (share.ranks * share.run) * share.run + within % share.run
+        slot = table[request, places // (BLOCK * share.ranks)].long() * BLOCK + inside
+        slots.append(torch.where(within // share.run % share.ranks == share.rank, slot, -1).to(DEVICE))
+    new_slots = torch.cat([slot[-new:] for slot, (_, new) in zip(slots, lengths, strict=True)])
+    positions = torch.cat([torch.arange(tokens - new, tokens) for tokens, new in lengths]).to(DEVICE)
+    decodes = next((i for i, (_, new) in enumerate(lengths) if new > 1), len(lengths))
+    metadata = PackedMetadata(
+        num_actual_tokens=int(starts[-1]), block_table=table.to(DEVICE), slot_mapping=new_slots, positions=positions,
+        query_start_loc=starts.to(DEVICE, torch.int32), seq_lens=seq_lens, query_starts=starts.tolist(),
+        context=seq_lens.tolist(), decodes=decodes, decode_tokens=int(starts[decodes]), decode_query_len=1,
+        stored_lens=share.count(seq_lens), share=share,
+    )  # fmt: skip
+    return metadata, slots
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([(1, 1), (37, 1), (40, 3), (3, 3), (3, 2)], {"run": 4}),
+        ([(24, 2)], {"soft_cap": 5.0}),
+        ([(40, 1), (2, 2)], {"run": 16}),
+        ([(2, 2)], {}),
+        ([(20, 1), (20, 2)], {"in_pytorch": True}),
+    ],
+    ids=str,
+)
+def test_two_ranks_are_as_one(lengths: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, **transforms(HEAD_DIM, 1))
+    attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
+    vectors = [torch.randn(2, tokens, 1, HEAD_DIM, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
+    new = [x[:, -count:] for x, (_, count) in zip(vectors, lengths, strict=True)]
+    key, value = (torch.cat([x[i] for x in new]) for i in (0, 1))
+    query = torch.randn(len(key), HEADS, HEAD_DIM, generator=generator).to(DEVICE).half()
+
+    def forward(share: Share, group: Group | None) -> torch.Tensor:
+        metadata, slots = batch(share, lengths)
+        impl = layer(codec, share, group, attention)
+        if options.get("in_pytorch"):
+            impl.prefill = None
+        shape = (metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes)
+        cache = torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
+        for (tokens, count), (k, v), slot in zip(lengths, vectors, slots, strict=True):
+            old = slice(0, tokens - count)
+            codec.write(cache, slot[old], k[old], v[old], torch.arange(tokens, device=DEVICE)[old])
+        heads = slice(share.rank * impl.num_heads, (share.rank + 1) * impl.num_heads)
+        output = torch.full_like(query[:, heads], float("nan"))
+        return impl.forward(
+            SimpleNamespace(layer_name="x"), query[:, heads], key, value, cache, metadata, output
+        )  # fmt: skip
+
+    together = Together()
+    of_ranks = together.run(lambda rank: forward(Share(RANKS, rank, options.get("run", 1)), Group(together, rank)))
+    expected = forward(WHOLE, None)
+    assert not expected.isnan().any()
+    assert relative_rms(torch.cat(of_ranks, 1).double(), expected.double()) < 2e-3
