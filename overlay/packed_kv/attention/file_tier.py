@@ -170,7 +170,9 @@ class PackedFileTier(FileSystemTierManager):
             self.failed_stores.add(job)
             self._store_job_keys.pop(job, None)  # of which vLLM would tell others
             if self._is_news(can_write=False):
-                logger.warning("KV pages on disk: cannot write (%s); serving goes on without new ones", error)
+                logger.warning(
+                    "KV pages on disk: cannot write into %s (%s); serving goes on without new ones", self.root, error
+                )
         else:
             if self._is_news(can_write=True):
                 logger.info("KV pages on disk: written again, into %s", self.root)
