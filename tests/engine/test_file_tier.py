@@ -201,7 +201,10 @@ def test_no_space_is_said_once(tmp_path: Path, lines: list[str], monkeypatch: py
         patch.setattr(os, "writev", full)
         assert [host.store().success for _ in range(3)] == [False] * 3
     assert len(lines) == 1
-    assert f"cannot write into {tmp_path} ([Errno 28] No space left on device); serving goes on without new ones" in lines[0]
+    assert (
+        f"cannot write into {tmp_path} ([Errno 28] No space left on device); serving goes on without new ones"
+        in lines[0]
+    )
     assert not [*host.tier.take_events()]
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".tmp")]
     assert host.store().success
