@@ -1,4 +1,4 @@
-"""vLLM's offloading on the CPU: its own scheduler side, tiers and copy descriptors, with `memmove` for the GPU's copies.
+"""vLLM's offloading on the CPU: its own scheduler side, tiers and copy descriptors; `memmove` for the GPU's copies.
 
 vLLM makes its worker on GPUs only; what is stood in for here are streams, events and the copy itself.
 """

@@ -80,7 +80,7 @@ def test_the_same_bytes_whatever_the_ranks(dtype: str) -> None:
 
 
 def test_one_copy_a_page_and_rank() -> None:
-    """A rank's heads lie together in a canonical page, so that it costs no more copies than a page of the rank's own."""
+    """A rank's heads lie together in a canonical page, which so costs no more copies than a page of the rank's own."""
     for ranks in (1, 2, 4, 8):
         pages = torch.zeros(BLOCKS, HEADS // ranks, BLOCK, FORMATS["isoquant4"].slot_bytes(HEAD_DIM), dtype=torch.uint8)
         assert len(derive(pages, ranks, ranks - 1, "isoquant4").runs) == 1

@@ -1,4 +1,4 @@
-"""Files of KV pages: what is not this engine's, or not whole, is a miss and one line in the log; nothing stops serving."""
+"""Files of KV pages: what is another engine's, or not whole, is a miss and one line; nothing stops serving."""
 
 from __future__ import annotations
 

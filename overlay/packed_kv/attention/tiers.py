@@ -27,7 +27,7 @@ FILES = "packed_kv_fs"
 
 
 def check_tiers(config: VllmConfig, fmt: Format) -> None:
-    """Put `PackedFileTier` in the place of each tier `fs`; leave out those whose folders cannot be written, in one line.
+    """Put `PackedFileTier` in the place of each tier `fs`; leave out, with one line, those that cannot be written to.
 
     Raises ValueError before vLLM 0.32, whose tiers are made otherwise.
     """
