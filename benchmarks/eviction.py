@@ -2,21 +2,21 @@
 
     python benchmarks/eviction.py [--csv FILE]
 
-vLLM's own `CPUOffloadingManager` and policies (`lru`, `arc`) run behind a GPU prefix cache that is LRU, as vLLM's is; each
-request looks its prompt up in both, loads what the host tier has, and stores the rest there, as the offloading connector
-does. Two more policies are made here, from outside of vLLM (`cache_policy_module_path`):
+vLLM's own `CPUOffloadingManager` and policies (`lru`, `arc`) run behind a GPU prefix cache that is LRU, as vLLM's is;
+each request looks its prompt up in both, loads what the host tier has, and stores the rest there, as the offloading
+connector does. Two more policies are made here, from outside of vLLM (`cache_policy_module_path`):
 
 - `Session`: forgets whole conversations, chosen by chance, tail first; under a load that does not fit, LRU forgets each
   conversation shortly before it comes back, and this one does not;
 - `Farthest`: knows the trace and forgets what is needed last (Belady): no policy can do much better.
 
-Sizes: 8 GB on the GPU and 24 GB in host memory for isoquant4 pages of an 8B model (36 layers, 8 KV heads of 128 channels,
-39,168 bytes a token), chunks of 64 tokens. Traces:
+Sizes: 8 GB on the GPU and 24 GB in host memory for isoquant4 pages of an 8B model (36 layers, 8 KV heads of 128
+channels, 39,168 bytes a token), chunks of 64 tokens. Traces:
 
-- agents: N at once; contexts of 8k tokens, of which 1k are in common, grow by 100 to 400 a turn up to 12k, then the agent
-  starts anew; think time exponential, mean 1 s; a turn takes 0.5 s;
-- chat: conversations arrive as a Poisson process, 500 tokens in common, 100 to 2,000 to begin with and 150 to 600 more a
-  turn, 5 turns on average, 20 s between them in the median (log-normal, sigma 1);
+- agents: N at once; contexts of 8k tokens, of which 1k are in common, grow by 100 to 400 a turn up to 12k, then the
+  agent starts anew; think time exponential, mean 1 s; a turn takes 0.5 s;
+- chat: conversations arrive as a Poisson process, 500 tokens in common, 100 to 2,000 to begin with and 150 to 600 more
+  a turn, 5 turns on average, 20 s between them in the median (log-normal, sigma 1);
 - documents: the chat, and for every second conversation a document of 8k to 30k tokens that is asked about once.
 
 A row: trace, N or arrivals a second, policy, requests, share of the prompts' tokens found on the GPU, in host memory,
@@ -28,10 +28,10 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,8 @@ class Request:
     tokens: int
     common: int
 
-    def keys(self) -> list[bytes]:
-        """Of its full chunks."""
+    def chunks(self) -> list[bytes]:
+        """Keys of its full chunks."""
         shared = self.common // CHUNK
         return [key_of(0 if chunk < shared else self.session, chunk) for chunk in range(self.tokens // CHUNK)]
 
@@ -233,20 +233,20 @@ def run(trace: list[Request], policy: str) -> tuple[float, float]:
     uses: dict[bytes, list[int]] = defaultdict(list)
     if policy == "Farthest":
         for number in reversed(range(len(trace))):
-            for key in trace[number].keys():
+            for key in trace[number].chunks():
                 uses[key].append(number)
     Farthest.uses = uses
     manager = CPUOffloadingManager(host_chunks, policy, __name__)
     asked = on_gpu = in_host = 0
     for number, request in enumerate(trace):
-        keys, context = request.keys(), ReqContext(str(number))
+        keys, context = request.chunks(), ReqContext(str(number))
         for position, key in enumerate(keys):
             if hasattr(context, "set_offload_key_position"):  # 0.33 and later
                 context.set_offload_key_position(key, (position + 1) * CHUNK)
             if uses:
                 uses[key].pop()
-        hits = leading(keys, lambda key: key in gpu)
-        loaded = leading(keys[hits:], lambda key: manager.lookup(key, context) is LookupResult.HIT)
+        hits = leading(keys, gpu.__contains__)
+        loaded = leading(keys[hits:], partial(is_stored, manager, context))
         move(manager, keys, keys[hits : hits + loaded], context)
         if isinstance(manager._policy, Farthest):
             for key in filter(manager._policy.get, keys):
@@ -264,6 +264,10 @@ def run(trace: list[Request], policy: str) -> tuple[float, float]:
 def leading(keys: list[bytes], is_there: Any) -> int:
     """How many of the first keys are there."""
     return next((number for number, key in enumerate(keys) if not is_there(key)), len(keys))
+
+
+def is_stored(manager: CPUOffloadingManager, context: ReqContext, key: bytes) -> bool:
+    return manager.lookup(key, context) is LookupResult.HIT
 
 
 def move(manager: CPUOffloadingManager, keys: list[bytes], loaded: list[bytes], context: ReqContext) -> None:
@@ -284,7 +288,6 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
-    sys.modules[Path(__file__).stem] = sys.modules["__main__"]
     for name in options.traces:
         for load in LOADS[name]:
             trace = trace_of(name, load)
