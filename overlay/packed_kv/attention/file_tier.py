@@ -86,6 +86,7 @@ class PackedFileTier(FileSystemTierManager):
         offloading_spec, primary_kv_view, tier_type: of vLLM.
         root_dir: folder, made if need be.
         page_format: dtype and fingerprint, which goes into the folder's name in the dtype's place.
+        n_read_threads: and so parts of a job.
         options: further ones of vLLM's tier.
 
     """
@@ -97,6 +98,7 @@ class PackedFileTier(FileSystemTierManager):
         tier_type: str,
         root_dir: str,
         page_format: str,
+        n_read_threads: int = 16,
         **options: Any,
     ) -> None:
         spec, config = copy.copy(offloading_spec), offloading_spec.config
@@ -107,9 +109,8 @@ class PackedFileTier(FileSystemTierManager):
             model=replace(config.model, dtype=page_format),
             parallel=replace(config.parallel, is_parallelism_agnostic=portable),
         )
-        super().__init__(spec, primary_kv_view, tier_type, root_dir=root_dir, **options)
-        self.root = Path(root_dir)
-        self.threads = max(1, len(self._pool._threads) // 2)
+        super().__init__(spec, primary_kv_view, tier_type, root_dir=root_dir, n_read_threads=n_read_threads, **options)
+        self.root, self.threads = Path(root_dir), n_read_threads
         self.failed_stores: set[int] = set()
         self.can_write = True
         self.lock = threading.Lock()
