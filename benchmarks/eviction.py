@@ -10,8 +10,8 @@ connector does. Two more policies are made here, from outside of vLLM (`cache_po
   conversation shortly before it comes back, and this one does not;
 - `Farthest`: knows the trace and forgets what is needed last (Belady): no policy can do much better.
 
-Sizes: 8 GB on the GPU and 24 GB in host memory for isoquant4 pages of an 8B model (36 layers, 8 KV heads of 128
-channels, 39,168 bytes a token), chunks of 64 tokens. Traces:
+Sizes: 8 GB on the GPU and 24 GB in host memory; `--token-bytes` a token, by default those of isoquant4 in an 8B model
+(36 layers, 8 KV heads of 128 channels; bf16: 147456); chunks of 64 tokens. Traces:
 
 - agents: N at once; contexts of 8k tokens, of which 1k are in common, grow by 100 to 400 a turn up to 12k, then the
   agent starts anew; think time exponential, mean 1 s; a turn takes 0.5 s;
@@ -44,7 +44,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-CHUNK, TOKEN_BYTES = 64, 39_168
+CHUNK = 64
 GPU_BYTES, HOST_BYTES = 8e9, 24e9
 LOADS = {"agents": (48, 72, 96, 128), "chat": (1, 2, 4), "documents": (0.5, 1, 2)}
 REQUESTS = 4_000
@@ -226,10 +226,10 @@ class Farthest(Listed):
         return gone
 
 
-def run(trace: list[Request], policy: str) -> tuple[float, float]:
+def run(trace: list[Request], policy: str, token_bytes: int) -> tuple[float, float]:
     """Shares of the tokens of prompts that were found on the GPU and in host memory."""
     gpu: OrderedDict[bytes, None] = OrderedDict()
-    gpu_chunks, host_chunks = (int(size // (CHUNK * TOKEN_BYTES)) for size in (GPU_BYTES, HOST_BYTES))
+    gpu_chunks, host_chunks = (int(size // (CHUNK * token_bytes)) for size in (GPU_BYTES, HOST_BYTES))
     uses: dict[bytes, list[int]] = defaultdict(list)
     if policy == "Farthest":
         for number in reversed(range(len(trace))):
@@ -286,16 +286,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--token-bytes", type=int, default=39168, help="default: %(default)s")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     for name in options.traces:
         for load in LOADS[name]:
             trace = trace_of(name, load)
             for policy in options.policies:
-                shares = run(trace, policy)
+                shares = run(trace, policy, options.token_bytes)
                 found = [f"{share:.3f}" for share in (*shares, sum(shares))]
                 print(name, load, policy, *found, flush=True)
-                row = {"trace": name, "load": load, "policy": policy, "requests": len(trace)}
+                row = {"trace": name, "load": load, "token_bytes": options.token_bytes, "policy": policy}
+                row["requests"] = len(trace)
                 row |= dict(zip(("on_gpu", "in_host", "found"), found, strict=True))
                 if options.csv:
                     append(options.csv, {**row, "vllm": __version__, "commit": commit_here()})
