@@ -266,6 +266,13 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
     assert inner == before
 
 
+@pytest.mark.parametrize("folder", [{}, {"root_dir": ""}, {"root_dir": 3}])
+def test_a_tier_without_a_folder(folder: dict[str, Any]) -> None:
+    extra = {"secondary_tiers": [{"type": "fs", **folder}]}
+    with pytest.raises(ValueError, match='has no folder; write "root_dir": "PATH"'):
+        tiers.check_tiers(settings(extra), FORMATS["tq4"])
+
+
 def test_a_version_of_vllm_without_such_tiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delattr("vllm.v1.kv_offload.tiering.base.TransferJob")
     extra = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}

@@ -29,7 +29,7 @@ FILES = "packed_kv_fs"
 def check_tiers(config: VllmConfig, fmt: Format) -> None:
     """Put `PackedFileTier` in the place of each tier `fs`; leave out, with one line, those that cannot be written to.
 
-    Raises ValueError before vLLM 0.32, whose tiers are made otherwise.
+    Raises ValueError for a tier without a folder, and before vLLM 0.32, whose tiers are made otherwise.
     """
     for extra in _extra_configs(config):
         tiers = extra.get("secondary_tiers", [])
@@ -40,7 +40,9 @@ def check_tiers(config: VllmConfig, fmt: Format) -> None:
         for tier in tiers:
             if not _is_fs(tier):
                 checked.append(tier)
-            elif reason := _unusable(tier.get("root_dir", "")):
+            elif not isinstance(tier.get("root_dir"), str) or not tier["root_dir"]:
+                raise ValueError(f'--kv-transfer-config: the tier {tier} has no folder; write "root_dir": "PATH"')
+            elif reason := _unusable(tier["root_dir"]):
                 logger.warning("KV pages on disk: none (%s); serving goes on without", reason)
             else:
                 checked.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
