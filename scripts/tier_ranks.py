@@ -5,7 +5,7 @@
 
 Engines with `"canonical_layout": true` and one folder run one after the other, each with the next number of
 tensor-parallel ranks; each is asked twice, so that the second answer is that of its own prefix cache. A CPU will do.
-Ranks split sums, so that log-probabilities agree as far as rounding lets them.
+Ranks split sums, so that log-probabilities agree as far as rounding lets them, here that of fp32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ def main() -> int:
     sampling = vllm.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
-            settings = {"kv_transfer_config": connector(folder, canonical_layout=True), "tensor_parallel_size": ranks}
-            settings |= {"block_size": 32, "max_model_len": 512, "distributed_executor_backend": "mp"}
+            settings = {
+                "kv_transfer_config": connector(folder, canonical_layout=True),
+                "tensor_parallel_size": ranks,
+                "distributed_executor_backend": "mp",
+                "dtype": "float32",
+                "block_size": 32,
+                "max_model_len": 512,
+            }
             with engine(options.model, options.dtype, **settings) as llm:
                 for _ in range(2):
                     (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
