@@ -32,3 +32,8 @@ def fingerprint(config: VllmConfig, fmt: Format) -> str:
         "calibration": transforms_of_model(config, fmt),
     }
     return hashlib.sha256(json.dumps(pages, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def page_format(config: VllmConfig, fmt: Format) -> str:
+    """Dtype and fingerprint, for the keys of pages that leave the process."""
+    return f"{fmt.name}-{fingerprint(config, fmt)}"

@@ -148,16 +148,19 @@ class PackedDTypeHandler:
             )
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
-        """Have a calibration file made if that was asked for. Raises CalibrationError."""
+        """Have a calibration file made if that was asked for, then see to tiers on disk. Raises CalibrationError, and
+        ValueError for tiers that this vLLM has not."""
         from .self_calibration import resolve_auto
+        from .tiers import check_tiers
 
         resolve_auto(vllm_config)
+        check_tiers(vllm_config, FORMATS[self.name])
 
     def page_format(self, vllm_config: VllmConfig) -> str:
         """Dtype and fingerprint, for the keys of pages that leave the process."""
-        from .fingerprint import fingerprint
+        from .fingerprint import page_format
 
-        return f"{self.name}-{fingerprint(vllm_config, FORMATS[self.name])}"
+        return page_format(vllm_config, FORMATS[self.name])
 
 
 def _unsupported_here() -> list[str]:

@@ -1,0 +1,194 @@
+"""vLLM's disk tier for packed pages: a file that is truncated, corrupted or of another engine is never read as pages.
+
+vLLM's own tier (`kv_offload/tiering/fs`) takes a file for what its name says, if it is long enough. Here each file ends
+with a checksum of its pages and of its name, and its folder's name is a digest of the page format and the layout over
+ranks, too:
+
+    | a chunk's pages, in whole pages of memory | "packedkv" | CRC-32, 4 bytes, little-endian | zeros | = 4096 bytes
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = init_logger("vllm.packed_kv")
+
+FOOTER = 4096
+"""Bytes behind the pages: what O_DIRECT can write."""
+MAGIC = b"packedkv"
+
+
+def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
+    """Write a file of pages (bytes) and its footer below `root`, unless it is there. Another process sees all of it or
+    nothing. Raises OSError."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}_{os.getpid()}_{os.urandom(4).hex()}.tmp")
+    try:
+        file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | (O_DIRECT if direct else 0), 0o644)
+        try:
+            written = os.writev(file, [pages, _footer(path, root, pages)])
+        finally:
+            os.close(file)
+        if written != len(pages) + FOOTER:
+            raise OSError(f"{path}: {written} of {len(pages) + FOOTER} bytes written")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
+    """Fill `pages` (bytes) with those of a file below `root`. Raises OSError, and removes a file that is not what its
+    name says."""
+    footer = mmap.mmap(-1, FOOTER)
+    file = os.open(path, os.O_RDONLY | (O_DIRECT if direct else 0))
+    try:
+        read = os.readv(file, [pages, footer])
+    finally:
+        os.close(file)
+    if read != len(pages) + FOOTER or footer[:] != _footer(path, root, pages)[:]:
+        path.unlink(missing_ok=True)
+        raise OSError(f"{path} is truncated, corrupted or another engine's: taken for a miss, and removed")
+
+
+def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
+    """In memory of its own page, as O_DIRECT wants it."""
+    checksum = zlib.crc32(pages, zlib.crc32(str(path.relative_to(root)).encode()))
+    footer = mmap.mmap(-1, FOOTER)
+    footer.write(struct.pack(f"<{len(MAGIC)}sI", MAGIC, checksum))
+    return footer
+
+
+class PackedFileTier(FileSystemTierManager):
+    """vLLM's tier `fs` with files of its own, read and written by several threads a job.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: of vLLM.
+        root_dir: folder, made if need be.
+        page_format: dtype and fingerprint, which goes into the folder's name in the dtype's place.
+        n_read_threads: and so parts of a job.
+        options: further ones of vLLM's tier.
+
+    """
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        root_dir: str,
+        page_format: str,
+        n_read_threads: int = 16,
+        **options: Any,
+    ) -> None:
+        spec, config = copy.copy(offloading_spec), offloading_spec.config
+        # vLLM takes the files of one layout over ranks for those of any other, which is only true of canonical pages.
+        portable = config.canonical_layout and config.parallel.is_parallelism_agnostic
+        spec.config = replace(
+            config,
+            model=replace(config.model, dtype=page_format),
+            parallel=replace(config.parallel, is_parallelism_agnostic=portable),
+        )
+        super().__init__(spec, primary_kv_view, tier_type, root_dir=root_dir, n_read_threads=n_read_threads, **options)
+        self.root, self.threads = Path(root_dir), n_read_threads
+        self.failed_stores: set[int] = set()
+        self.can_write = True
+        self.lock = threading.Lock()
+        self._tell_of_others()
+
+    def _tell_of_others(self) -> None:
+        """One line where a folder has pages, and none that this engine can read."""
+        own = Path(self.file_mapper.base_path)
+        others = [entry for entry in self.root.iterdir() if entry.is_dir() and (entry / "config.json").is_file()]
+        if len(others) > 1 and not own.with_name(f"{own.name}_r{self.file_mapper.rank}").is_dir():
+            logger.warning(
+                "KV pages on disk: %s has pages of other models, dtypes, calibrations, versions or ranks only "
+                "(%s is this engine's folder); they are not read",
+                self.root,
+                own.name,
+            )
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job = job_metadata.job_id
+        if self.events is not None:
+            self._store_job_keys[job] = list(job_metadata.keys)
+        self._job_block_counts[job] = len(job_metadata.keys)
+        tasks = self._tasks(job_metadata, self._store)
+        self._pool.enqueue_store(job, len(tasks), tasks)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job = job_metadata.job_id
+        self._load_job_keys[job] = list(job_metadata.keys)
+        self._job_block_counts[job] = len(job_metadata.keys)
+        tasks = self._tasks(job_metadata, self._load)
+        self._pool.enqueue_load(job, len(tasks), tasks)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        for result in super().get_finished_jobs():
+            is_failed = result.job_id in self.failed_stores
+            self.failed_stores.discard(result.job_id)
+            yield replace(result, success=False) if is_failed else result
+
+    def _tasks(self, job: TransferJob, run: Callable[..., None]) -> list[Callable[[], None]]:
+        """A part of a job's chunks for each thread, in order: (path, pages) and the number of the first of them."""
+        view, size = self._primary_kv_view.cast("B"), self._block_size
+        chunks = [
+            (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
+            for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
+        ]
+        part = -(-len(chunks) // self.threads)
+        return [
+            functools.partial(run, job.job_id, first, chunks[first : first + part])
+            for first in range(0, len(chunks), part)
+        ]
+
+    def _store(self, job: int, _first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
+        """In a thread. What cannot be written is not there later: one line, until something can be written again."""
+        try:
+            for path, pages in chunks:
+                write_pages(path, self.root, pages, self._use_o_direct)
+        except OSError as error:
+            self.failed_stores.add(job)
+            self._store_job_keys.pop(job, None)  # of which vLLM would tell others
+            if self._is_news(can_write=False):
+                logger.warning(
+                    "KV pages on disk: cannot write into %s (%s); serving goes on without new ones", self.root, error
+                )
+        else:
+            if self._is_news(can_write=True):
+                logger.info("KV pages on disk: written again, into %s", self.root)
+
+    def _is_news(self, can_write: bool) -> bool:
+        with self.lock:
+            was, self.can_write = self.can_write, can_write
+        return was != can_write
+
+    def _load(self, job: int, first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
+        """In a thread. vLLM keeps a job's chunks before the first that fails, and logs the error in one line."""
+        for number, (path, pages) in enumerate(chunks, start=first):
+            try:
+                read_pages(path, self.root, pages, self._use_o_direct)
+            except OSError:
+                with self.lock:
+                    self._load_progress[job] = min(number, self._load_progress.get(job, number))
+                raise

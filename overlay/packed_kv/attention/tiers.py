@@ -1,0 +1,93 @@
+"""Where an engine's settings name a folder for KV pages: packed ones get files with a checksum, in a folder that works.
+
+Before an engine starts, vLLM's tier `fs` in `--kv-transfer-config` becomes `file_tier.PackedFileTier`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from .fingerprint import page_format
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..formats import Format
+
+logger = init_logger("vllm.packed_kv")
+
+FILES = "packed_kv_fs"
+"""The tier's name among vLLM's."""
+
+
+def check_tiers(config: VllmConfig, fmt: Format) -> None:
+    """Put `PackedFileTier` in the place of each tier `fs`; leave out, with one line, those that cannot be written to.
+
+    Raises ValueError for a tier without a folder, and before vLLM 0.32, whose tiers are made otherwise.
+    """
+    for extra in _extra_configs(config):
+        tiers = extra.get("secondary_tiers", [])
+        if not isinstance(tiers, list) or not any(_is_fs(tier) for tier in tiers):
+            continue
+        _register(fmt)
+        checked = []
+        for tier in tiers:
+            if not _is_fs(tier):
+                checked.append(tier)
+            elif not isinstance(tier.get("root_dir"), str) or not tier["root_dir"]:
+                raise ValueError(f'--kv-transfer-config: the tier {tier} has no folder; write "root_dir": "PATH"')
+            elif reason := _unusable(tier["root_dir"]):
+                logger.warning("KV pages on disk: none (%s); serving goes on without", reason)
+            else:
+                checked.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
+        extra["secondary_tiers"] = checked
+
+
+def _is_fs(tier: object) -> bool:
+    return isinstance(tier, dict) and tier.get("type") in ("fs", FILES)
+
+
+def _extra_configs(config: VllmConfig) -> Iterator[dict[str, Any]]:
+    """Options of an engine's KV connectors, those within a MultiConnector too."""
+    if config.kv_transfer_config is None:
+        return
+    found = [config.kv_transfer_config.kv_connector_extra_config]
+    while found:
+        extra = found.pop()
+        yield extra
+        children = extra.get("connectors", [])
+        found += [child.setdefault("kv_connector_extra_config", {}) for child in children if isinstance(child, dict)]
+
+
+def _register(fmt: Format) -> None:
+    """Make the tier known to vLLM, in this process: the engine core's, where tiers are made."""
+    from vllm.v1.kv_offload.tiering import base
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if not hasattr(base, "TransferJob"):
+        raise ValueError(
+            f"--kv-transfer-config: the tier fs is not supported with --kv-cache-dtype {fmt.name} in this version of "
+            "vLLM (0.32 has it); leave it out"
+        )
+    with contextlib.suppress(ValueError):  # registered by an engine before
+        SecondaryTierFactory.register_tier(FILES, f"{__package__}.file_tier", "PackedFileTier")
+
+
+def _unusable(root: str) -> str:
+    """Why nothing can be written into a folder, which is made if need be, or ""."""
+    probe = Path(root, f".packed_kv_{uuid.uuid4().hex}")
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(4096))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        return str(error)
+    return ""

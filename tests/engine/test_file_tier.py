@@ -1,0 +1,280 @@
+"""Files of KV pages: what is another engine's, or not whole, is a miss and one line; nothing stops serving."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1.kv_offload.cpu.host_register", reason="before vLLM 0.32 tiers are made otherwise")
+
+from packed_kv.attention import tiers
+from packed_kv.attention.file_tier import FOOTER, PackedFileTier, read_pages, write_pages
+from packed_kv.formats import FORMATS
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+CHUNK, CHUNKS = 8192, 12
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(CHUNKS)]
+REQUEST = ReqContext("a request")
+
+
+class Host:
+    """A host tier of `CHUNKS` chunks and a disk tier behind it; what an engine does with these, step by step."""
+
+    def __init__(self, root: Path, page_format: str = "isoquant4-0123456789abcdef", **options: Any) -> None:
+        self.pages = np.frombuffer(mmap.mmap(-1, CHUNKS * CHUNK), np.uint8).reshape(CHUNKS, CHUNK)  # for O_DIRECT
+        spec = SimpleNamespace(
+            config=config(**options), kv_events_config=SimpleNamespace(enable_kv_cache_events=True), blocks_per_chunk=1
+        )
+        self.tier = PackedFileTier(
+            spec, memoryview(self.pages), "packed_kv_fs", str(root), page_format,
+            n_read_threads=2, n_write_threads=2, enable_kv_events=True,
+        )  # fmt: skip
+        self.jobs = 0
+
+    def store(self, numbers: range = range(CHUNKS)) -> Any:
+        """The job's result, of chunks with bytes of their own."""
+        self.pages[:] = np.random.default_rng(0).integers(0, 256, self.pages.shape, np.uint8)
+        return self.run(self.tier.submit_store, numbers, is_promotion=False)
+
+    def load(self) -> Any:
+        self.pages[:] = 0
+        return self.run(self.tier.submit_load, range(CHUNKS), is_promotion=True)
+
+    def run(self, submit: Callable[[TransferJob], None], numbers: range, is_promotion: bool) -> Any:
+        self.jobs += 1
+        keys = [KEYS[number] for number in numbers]
+        submit(TransferJob(self.jobs, keys, np.array(numbers), is_promotion, REQUEST))
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        assert result.job_id == self.jobs
+        return result
+
+    def has(self, number: int) -> bool:
+        """Whether the tier says that it has a chunk."""
+        while (found := self.tier._lookup_manager.lookup(KEYS[number], REQUEST)) is None:
+            self.tier._lookup_manager.flush()
+        return found
+
+    def path(self, number: int) -> Path:
+        return Path(self.tier.file_mapper.get_file_name(KEYS[number]))
+
+
+def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True) -> OffloadingConfig:
+    made = OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer",), 0),),
+        worker_kv_bytes_per_block=CHUNK // ranks,
+        enable_kv_cache_events=True,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig("a/model", "isoquant4"),
+        cache=OffloadingCacheConfig(16, 1),
+        parallel=OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, agnostic),
+    )
+    return replace(made, canonical_layout=canonical, kv_cache_layout="LBHNC")
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged from warnings on: by us, and by the threads of vLLM's tier."""
+    found: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    for name in ("vllm.packed_kv", "vllm.v1.kv_offload.tiering.fs.thread_pool"):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", [handler])
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        logger.isEnabledFor.__self__._cache.clear()
+    return found
+
+
+def test_what_is_stored_comes_back(tmp_path: Path, lines: list[str]) -> None:
+    host = Host(tmp_path)
+    assert host.store().success
+    stored = host.pages.copy()
+    later = Host(tmp_path)
+    assert all(map(later.has, range(CHUNKS)))
+    assert later.load().success
+    assert (later.pages == stored).all()
+    assert not lines
+    assert {path.stat().st_size for path in tmp_path.rglob("*.bin")} == {CHUNK + FOOTER}
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
+def truncate(path: Path, _other: Path) -> None:
+    os.truncate(path, CHUNK)
+
+
+def empty(path: Path, _other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path, _other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[CHUNK // 2] ^= 1
+    path.write_bytes(content)
+
+
+def zero_the_end(path: Path, _other: Path) -> None:
+    """As a file system may leave a file whose last page was not written before the power went."""
+    path.write_bytes(path.read_bytes()[:CHUNK].ljust(CHUNK + FOOTER, b"\0"))
+
+
+def foreign(path: Path, other: Path) -> None:
+    """Whole, but of another chunk."""
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip, zero_the_end, foreign], ids=lambda damage: damage.__name__)
+def test_a_damaged_file_is_a_miss(damage: Callable[[Path, Path], None], tmp_path: Path, lines: list[str]) -> None:
+    """Chunks before it are kept, those from it on computed again and its file written again."""
+    host = Host(tmp_path)
+    host.store()
+    stored = host.pages.copy()
+    damage(host.path(7), host.path(3))
+    host = Host(tmp_path)
+    assert all(map(host.has, range(CHUNKS)))
+    result = host.load()
+    assert not result.success
+    assert list(result.successful_keys) == KEYS[:7]
+    assert (host.pages[:7] == stored[:7]).all()
+    (line,) = lines
+    assert f"{host.path(7)} is truncated, corrupted or another engine's: taken for a miss, and removed" in line
+    assert [host.has(number) for number in range(CHUNKS)] == [True] * 7 + [False] * 5
+    host.store()
+    assert Host(tmp_path).load().success
+
+
+def test_a_file_of_vllms_own_tier_is_a_miss(tmp_path: Path, lines: list[str]) -> None:
+    host = Host(tmp_path)
+    FileSystemTierManager.submit_store(host.tier, TransferJob(1, KEYS, np.arange(CHUNKS), False, REQUEST))
+    host.tier.drain_jobs()
+    assert [result.success for result in host.tier.get_finished_jobs()] == [True]
+    assert not host.load().success
+    assert len(lines) == host.tier.threads  # each has taken one
+
+
+def test_pages_of_other_engines_are_not_found(tmp_path: Path, lines: list[str]) -> None:
+    Host(tmp_path).store()
+    for options in ({"page_format": "isoquant4-fedcba9876543210"}, {"ranks": 2}, {"canonical": True}):
+        lines.clear()
+        host = Host(tmp_path, **options)
+        assert not any(map(host.has, range(CHUNKS)))
+        (line,) = lines
+        assert f"{tmp_path} has pages of other models, dtypes, calibrations, versions or ranks only" in line
+
+
+def test_only_canonical_pages_are_shared_between_ranks(tmp_path: Path) -> None:
+    """vLLM takes pages in a layout of the ranks' own to be shared, too, where its first model runner is used."""
+    folders = [Host(tmp_path, ranks=n, canonical=c).tier.file_mapper.base_path for c in (False, True) for n in (1, 2)]
+    assert folders[0] != folders[1] != folders[2] == folders[3]
+    assert Host(tmp_path, ranks=2, canonical=True, agnostic=False).tier.file_mapper.base_path not in folders
+
+
+def test_no_space_is_said_once(tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path)
+
+    def full(*_args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        assert [host.store().success for _ in range(3)] == [False] * 3
+    assert len(lines) == 1
+    assert (
+        f"cannot write into {tmp_path} ([Errno 28] No space left on device); serving goes on without new ones"
+        in lines[0]
+    )
+    assert not [*host.tier.take_events()]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".tmp")]
+    assert host.store().success
+    assert len(lines) == 2
+    assert "written again" in lines[1]
+    assert [*host.tier.take_events()]
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """Processes that are killed while they write one file after the other leave only whole files."""
+    pages = memoryview(bytes(1 << 20))
+    whole = 0
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        if not (child := os.fork()):
+            for number in range(1 << 30):
+                write_pages(folder / f"{number}.bin", tmp_path, pages, direct=False)
+        while not (folder / "1.bin").exists():
+            time.sleep(0.001)
+        time.sleep(0.003 * attempt)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for path in folder.glob("*.bin"):
+            read_pages(path, tmp_path, memoryview(bytearray(len(pages))), direct=False)
+            whole += 1
+    assert whole > 5
+
+
+def settings(extra: dict[str, Any]) -> Any:
+    """What of a VllmConfig `check_tiers` reads."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(model="none", revision=None),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
+        additional_config={},
+    )
+
+
+def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
+    """Each tier `fs`, in connectors within others too, is ours; other tiers stay; a folder that is none is left out."""
+    (tmp_path / "file").write_text("")
+    good, other = {"type": "fs", "root_dir": str(tmp_path / "new"), "n_read_threads": 3}, {"type": "obj"}
+    bad = {"type": "fs", "root_dir": str(tmp_path / "file" / "folder")}
+    inner: dict[str, Any] = {"secondary_tiers": [good]}
+    outer = {"secondary_tiers": [bad, other], "connectors": [{"kv_connector_extra_config": inner}, {}]}
+    tiers.check_tiers(settings(outer), FORMATS["tq4"])
+    (tier,) = inner["secondary_tiers"]
+    assert tier == {**good, "type": tiers.FILES, "page_format": tier["page_format"]}
+    assert tier["page_format"].startswith("tq4-")
+    assert outer["secondary_tiers"] == [other]
+    (line,) = lines
+    assert "serving goes on without" in line
+    assert str(tmp_path / "file") in line
+    assert not [*(tmp_path / "new").iterdir()]
+    factory = pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
+    assert factory.SecondaryTierFactory.get_tier_class(tier) is PackedFileTier
+    before = dict(inner)
+    tiers.check_tiers(settings(inner), FORMATS["tq4"])  # a second engine with the same settings
+    assert inner == before
+
+
+@pytest.mark.parametrize("folder", [{}, {"root_dir": ""}, {"root_dir": 3}])
+def test_a_tier_without_a_folder(folder: dict[str, Any]) -> None:
+    extra = {"secondary_tiers": [{"type": "fs", **folder}]}
+    with pytest.raises(ValueError, match='has no folder; write "root_dir": "PATH"'):
+        tiers.check_tiers(settings(extra), FORMATS["tq4"])
+
+
+def test_a_version_of_vllm_without_such_tiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr("vllm.v1.kv_offload.tiering.base.TransferJob")
+    extra = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+    with pytest.raises(ValueError, match="the tier fs is not supported with --kv-cache-dtype tq4 in this version"):
+        tiers.check_tiers(settings(extra), FORMATS["tq4"])
