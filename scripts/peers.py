@@ -1,0 +1,342 @@
+#!/usr/bin/env python3
+"""Disaggregated prefill over NIXL between engines of this host: the figures of docs/disaggregated.md.
+
+    python scripts/peers.py                                      # the demo model, on a CPU or on GPUs
+    python scripts/peers.py isoquant4:1:2 turboquant25:2:1       # dtype, prefill ranks, decode ranks
+    python scripts/peers.py --shape 8b --tokens 10000 --csv peers.csv auto isoquant4 isoquant4:1:1:64 isoquant4:1:2
+
+Each engine is a process of its own; all start at once, then the cases follow one another. In each, a prefill engine
+computes a prompt, and a decode engine goes on with it. The prefill engine then answers the same prompt itself, from its
+prefix cache: tokens and logprobs are compared with these, and the pages of all full blocks byte for byte. Needs nixl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO / "benchmarks")]
+
+CONNECTOR = "NixlConnector"
+START_SECONDS, ANSWER_SECONDS = 300, 180
+
+
+@dataclass
+class Answer:
+    """What an engine says to a prompt. `params` are for the decode engine; `transfers` has bytes, descriptors and
+    seconds of each read of each rank."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    params: dict[str, Any] | None
+    seconds: float
+    transfers: list[tuple[int, int, float]]
+
+
+def keep_transfers(worker: Any) -> None:
+    """In a worker: from now on, remember what NIXL says of each read; vLLM only counts."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats as Stats
+
+    record, worker.transfers = Stats.record_transfer, []
+
+    def kept(stats: Stats, telemetry: Any) -> None:
+        worker.transfers.append((telemetry.totalBytes, telemetry.descCount, telemetry.xferDuration / 1e6))
+        record(stats, telemetry)
+
+    Stats.record_transfer = kept  # type: ignore[method-assign]
+
+
+def take_transfers(worker: Any) -> list[tuple[int, int, float]]:
+    """In a worker: what was remembered since the last call."""
+    transfers, worker.transfers = worker.transfers, []
+    return transfers
+
+
+def yield_cores(worker: Any) -> None:
+    """In a worker on a CPU: let NIXL's thread, which polls without pause, run only where a core is idle; and the model
+    on any core, as vLLM has just bound it to one that all engines of the host share."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    for task in map(int, os.listdir("/proc/self/task")):
+        if task not in python:
+            os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def digest_pages(worker: Any, blocks: list[int]) -> dict[str, list[list[str]]]:
+    """In a worker: of each attention layer and KV head of this rank, a digest of its page in each of `blocks`."""
+    import torch
+
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
+    digests = {}
+    for name, layer in layers.items():
+        if hasattr(layer, "impl"):
+            cache = layer.kv_cache  # [blocks, KV heads, tokens, bytes or channels of K and V]
+            pages = cache[torch.tensor(blocks, device=cache.device)].cpu().view(torch.uint8)
+            digests[name] = [hashlib.sha256(page.numpy().tobytes()).hexdigest() for page in pages.flatten(0, 1)]
+            digests[name] = [digests[name][i :: cache.shape[1]] for i in range(cache.shape[1])]
+    return digests
+
+
+def serve(connection: Connection, log: str, environment: dict[str, str], model: str, options: dict[str, Any]) -> None:
+    """A process: an engine that answers what comes through `connection`, until that is None."""
+    sys.stdout.flush()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    from packed_kv_quality.engines import engine, prepare_environment
+
+    prepare_environment(small_model=True)
+    import torch
+    from vllm import SamplingParams
+
+    with engine(model, **options) as llm:
+        llm.collective_rpc(keep_transfers)
+        if not torch.cuda.is_available():
+            llm.collective_rpc(yield_cores)
+        connection.send("ready")
+        while (message := connection.recv()) is not None:
+            prompt, params, count = message
+            if prompt is None:
+                connection.send(llm.collective_rpc(digest_pages, args=(params,)))
+                continue
+            extra = {"kv_transfer_params": params} if params else None
+            sampling = SamplingParams(
+                max_tokens=count, temperature=0, ignore_eos=True, logprobs=0, detokenize=False, extra_args=extra
+            )
+            started = time.perf_counter()
+            (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+            seconds, output = time.perf_counter() - started, result.outputs[0]
+            logprobs = [next(iter(entry.values())).logprob for entry in output.logprobs]
+            transfers = [read for rank in llm.collective_rpc(take_transfers) for read in rank]
+            answer = Answer(
+                list(output.token_ids), logprobs, output.finish_reason, result.kv_transfer_params, seconds, transfers
+            )
+            connection.send(answer)
+
+
+class Peer:
+    """An engine in a process of its own; `start` does not wait until it is ready."""
+
+    def __init__(self, model: str, role: str, log: Path, environment: dict[str, str], options: dict[str, Any]) -> None:
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        device = "cuda" if "CUDA_VISIBLE_DEVICES" in environment else "cpu"
+        transfer = {"kv_connector": CONNECTOR, "kv_role": role, "kv_buffer_device": device}
+        self.log, arguments = log, (theirs, str(log), environment, model, {"kv_transfer_config": transfer, **options})
+        self.process = context.Process(target=serve, args=arguments)
+        self.process.start()
+        theirs.close()
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if self.connection.poll(seconds):
+                return self.connection.recv()
+            reason = f"no answer in {seconds:.0f} s"
+        except EOFError:
+            reason = "the engine ended"
+        raise RuntimeError(f"{reason}; its log ends\n{self.log.read_text()[-3000:]}")
+
+    def wait(self) -> None:
+        """Until the engine is ready. Raises RuntimeError with the end of its log."""
+        assert self._receive(START_SECONDS) == "ready"
+
+    def ask(self, prompt: list[int], params: dict[str, Any] | None = None, count: int = 1) -> Answer:
+        """Go on with `prompt` for `count` tokens. `params`: of NIXL, from another engine's answer."""
+        self.connection.send((prompt, params, count))
+        return self._receive(ANSWER_SECONDS)
+
+    def prefill(self, prompt: list[int]) -> Answer:
+        """Compute a prompt for another engine."""
+        return self.ask(prompt, {"do_remote_decode": True, "do_remote_prefill": False})
+
+    def pages(self, blocks: list[int]) -> list[str]:
+        """Digests of the pages of all layers, KV heads (of all ranks, in order) and `blocks`."""
+        self.connection.send((None, blocks, 0))
+        ranks = self._receive(ANSWER_SECONDS)
+        heads = [head for name in ranks[0] for rank in ranks for head in rank[name]]
+        return [page for head in heads for page in head]
+
+    def close(self) -> None:
+        """End the engine, and its process in any case."""
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send(None)
+        self.process.join(20)
+        self.process.kill()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One side of a case."""
+
+    role: str
+    kv_cache_dtype: str
+    ranks: int
+    block_size: int
+
+    def start(self, port: int, log: Path, options: argparse.Namespace, model: str) -> Peer:
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        engine: dict[str, Any] = {
+            "kv_cache_dtype": self.kv_cache_dtype, "block_size": self.block_size, "dtype": options.dtype,
+            "max_model_len": options.tokens + 64, "max_num_batched_tokens": max(8192, options.tokens),
+            "kv_cache_memory_bytes": int(options.kv_cache_memory), "skip_tokenizer_init": True, "max_num_seqs": 8,
+        }  # fmt: skip
+        if options.shape == "8b":
+            engine["load_format"] = "dummy"
+        if self.ranks > 1:
+            engine |= {"tensor_parallel_size": self.ranks, "distributed_executor_backend": "mp"}
+        if options.devices:
+            first = 0 if self.ranks > 1 or self.role == "kv_producer" else options.devices - 1
+            visible = range(first, first + self.ranks)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
+        return Peer(model, self.role, log, environment, engine)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`text`: DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE]]]."""
+
+    prefill: Engine
+    decode: Engine
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        dtype, *numbers = text.split(":")
+        prefill_ranks, decode_ranks, block_size = (
+            *map(int, numbers),
+            *(1, 1, 32 if dtype == "auto" else 16)[len(numbers) :],
+        )
+        return cls(
+            Engine("kv_producer", dtype, prefill_ranks, block_size),
+            Engine("kv_consumer", dtype, decode_ranks, block_size),
+        )
+
+
+@dataclass
+class Comparison:
+    """A prompt computed by the prefill engine (`sent`), gone on with by the decode engine (`got`), and by the prefill
+    engine itself (`own`); digests of the pages of the prompt's full blocks on either side."""
+
+    sent: Answer
+    got: Answer
+    own: Answer
+    sent_pages: list[str]
+    got_pages: list[str]
+
+
+def compare(case: Case, prefill: Peer, decode: Peer, prompt: list[int], count: int) -> Comparison:
+    """One prompt through both engines. Raises RuntimeError if the transfer fails."""
+    sent = prefill.prefill(prompt)
+    got = decode.ask(prompt, sent.params, count)
+    if got.finish_reason == "error":
+        raise RuntimeError(f"the transfer failed; the decode engine's log ends\n{decode.log.read_text()[-3000:]}")
+    own = prefill.ask(prompt, None, count)
+    full = len(prompt) // case.decode.block_size
+    pages = [
+        engine.pages(answer.params["remote_block_ids"][0][:full])  # type: ignore[index]
+        for engine, answer in ((prefill, sent), (decode, decode.prefill(prompt)))  # it has the prompt now, too
+    ]
+    return Comparison(sent, got, own, *pages)
+
+
+def row(case: Case, found: list[Comparison]) -> dict[str, object]:
+    """The figures of some prompts: sums of what is equal, medians of times."""
+    reads = [list(zip(*one.got.transfers, strict=True)) for one in found]  # bytes, descriptors, seconds of all ranks
+    seconds = statistics.median(max(read[2]) for read in reads)
+    pages = [pair for one in found for pair in zip(one.sent_pages, one.got_pages, strict=True)]
+    tokens = [pair for one in found for pair in zip(one.got.tokens, one.own.tokens, strict=True)]
+    logprobs = [pair for one in found for pair in zip(one.got.logprobs, one.own.logprobs, strict=True)]
+    return {
+        "dtype": case.decode.kv_cache_dtype,
+        "prefill_ranks": case.prefill.ranks,
+        "decode_ranks": case.decode.ranks,
+        "block_size": case.decode.block_size,
+        "bytes": sum(reads[0][0]),
+        "descriptors": sum(reads[0][1]),
+        "transfer_ms": f"{seconds * 1e3:.2f}",
+        "GB_s": f"{sum(reads[0][0]) / seconds / 1e9:.2f}",
+        "prefill_ms": f"{statistics.median(one.sent.seconds for one in found) * 1e3:.1f}",
+        "pages": len(pages),
+        "equal_pages": sum(a == b for a, b in pages),
+        "tokens": len(tokens),
+        "equal_tokens": sum(a == b for a, b in tokens),
+        "max_logprob_difference": f"{max(abs(a - b) for a, b in logprobs):.2g}",
+    }
+
+
+@contextlib.contextmanager
+def started(cases: list[Case], options: argparse.Namespace, model: str, logs: Path) -> Iterator[dict[Engine, Peer]]:
+    """The engines of all cases, each once, ready."""
+    engines = list(dict.fromkeys(engine for case in cases for engine in (case.prefill, case.decode)))
+    peers: dict[Engine, Peer] = {}
+    try:
+        for i, engine in enumerate(engines):
+            peers[engine] = engine.start(options.port + 10 * i, logs / f"{i}.log", options, model)
+        for peer in peers.values():
+            peer.wait()
+        yield peers
+    finally:
+        for peer in peers.values():
+            peer.close()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("cases", nargs="*", type=Case.parse, metavar="DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE]]]")
+    add("--shape", choices=["demo", "8b"], default="demo", help="the demo model, or an 8B-shaped one of random weights")
+    add("--tokens", type=int, default=256, help="prompt tokens, a multiple of 64, and one more (default: %(default)s)")
+    add("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
+    add("--prompts", type=int, default=3, help="after one that is not counted (default: %(default)s)")
+    add("--dtype", default="float32", help="of the model; GPUs need bfloat16 or float16 (default: %(default)s)")
+    add("--kv-cache-memory", type=float, default=64e6, help="bytes of KV cache a rank (default: %(default)g)")
+    add("--devices", type=int, default=0, help="GPUs; 0: engines run on the CPU (default: %(default)s)")
+    add("--port", type=int, default=5700, help="first of the engines' ports (default: %(default)s)")
+    add("--csv", type=Path, help="append the rows to this file")
+    add("--commit", help="for the rows (default: what git says)")
+    options = parser.parse_args()
+    options.cases = options.cases or [Case.parse(text) for text in ("auto", "isoquant4", "isoquant4:1:2")]
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    import rows
+    from bench_engine import write_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(REPO / "models" / "demo-7m") if options.shape == "demo" else write_model(folder)
+        begun = time.perf_counter()
+        with started(options.cases, options, model, Path(folder)) as peers:
+            print(f"{len(peers)} engines ready after {time.perf_counter() - begun:.0f} s", flush=True)
+            for case in options.cases:
+                prompts = [
+                    random.Random(i).choices(range(3, 4000), k=options.tokens + 1) for i in range(options.prompts + 1)
+                ]
+                pair = peers[case.prefill], peers[case.decode]
+                found = [compare(case, *pair, prompt, options.answer) for prompt in prompts]
+                figures = row(case, found[1:]) | {"prompt_tokens": options.tokens + 1, "shape": options.shape}
+                print(*(f"{name} {value} " for name, value in figures.items()), flush=True)
+                if options.csv:
+                    machine = {**rows.machine(), "commit": options.commit or rows.commit_here()}
+                    rows.append(options.csv, figures | machine)
+
+
+if __name__ == "__main__":
+    main()
