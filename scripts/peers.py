@@ -78,18 +78,18 @@ def yield_cores(worker: Any) -> None:
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def digest_pages(worker: Any, blocks: list[int]) -> dict[str, list[list[str]]]:
-    """In a worker: of each attention layer and KV head of this rank, a digest of its page in each of `blocks`."""
+def digest_pages(worker: Any, blocks: list[int]) -> dict[str, list[list[bytes]]]:
+    """In a worker: of each attention layer and KV head of this rank, digests of its pages in `blocks`."""
     import torch
 
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
-    digests = {}
+    digests: dict[str, list[list[bytes]]] = {}
     for name, layer in layers.items():
         if hasattr(layer, "impl"):
             cache = layer.kv_cache  # [blocks, KV heads, tokens, bytes or channels of K and V]
             pages = cache[torch.tensor(blocks, device=cache.device)].cpu().view(torch.uint8)
-            digests[name] = [hashlib.sha256(page.numpy().tobytes()).hexdigest() for page in pages.flatten(0, 1)]
-            digests[name] = [digests[name][i :: cache.shape[1]] for i in range(cache.shape[1])]
+            found = [hashlib.sha256(page.numpy().tobytes()).digest()[:8] for page in pages.flatten(0, 1)]
+            digests[name] = [found[head :: cache.shape[1]] for head in range(cache.shape[1])]
     return digests
 
 
@@ -99,7 +99,7 @@ def serve(connection: Connection, log: str, environment: dict[str, str], model: 
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(environment, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    os.environ.update(environment, VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from packed_kv_quality.engines import engine, prepare_environment
 
     prepare_environment(small_model=True)
@@ -166,7 +166,7 @@ class Peer:
         """Compute a prompt for another engine."""
         return self.ask(prompt, {"do_remote_decode": True, "do_remote_prefill": False})
 
-    def pages(self, blocks: list[int]) -> list[str]:
+    def pages(self, blocks: list[int]) -> list[bytes]:
         """Digests of the pages of all layers, KV heads (of all ranks, in order) and `blocks`."""
         self.connection.send((None, blocks, 0))
         ranks = self._receive(ANSWER_SECONDS)
@@ -194,8 +194,10 @@ class Engine:
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         engine: dict[str, Any] = {
             "kv_cache_dtype": self.kv_cache_dtype, "block_size": self.block_size, "dtype": options.dtype,
-            "max_model_len": options.tokens + 64, "max_num_batched_tokens": max(8192, options.tokens),
-            "kv_cache_memory_bytes": int(options.kv_cache_memory), "skip_tokenizer_init": True, "max_num_seqs": 8,
+            "max_model_len": options.tokens + 64, "max_num_batched_tokens": 8192, "max_num_seqs": 8,
+            "kv_cache_memory_bytes": int(options.kv_cache_memory), "skip_tokenizer_init": True,
+            "num_gpu_blocks_override": (options.prompts + 2) * (options.tokens // self.block_size + 4),
+            "gpu_memory_utilization": 0.1,
         }  # fmt: skip
         if options.shape == "8b":
             engine["load_format"] = "dummy"
@@ -236,8 +238,8 @@ class Comparison:
     sent: Answer
     got: Answer
     own: Answer
-    sent_pages: list[str]
-    got_pages: list[str]
+    sent_pages: list[bytes]
+    got_pages: list[bytes]
 
 
 def compare(case: Case, prefill: Peer, decode: Peer, prompt: list[int], count: int) -> Comparison:
@@ -305,9 +307,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
     add("--prompts", type=int, default=3, help="after one that is not counted (default: %(default)s)")
     add("--dtype", default="float32", help="of the model; GPUs need bfloat16 or float16 (default: %(default)s)")
-    add("--kv-cache-memory", type=float, default=64e6, help="bytes of KV cache a rank (default: %(default)g)")
+    add("--kv-cache-memory", type=float, default=64e6, help="bytes of KV cache, at most (default: %(default)g)")
     add("--devices", type=int, default=0, help="GPUs; 0: engines run on the CPU (default: %(default)s)")
     add("--port", type=int, default=5700, help="first of the engines' ports (default: %(default)s)")
+    add("--logs", type=Path, help="keep the engines' logs in this folder")
     add("--csv", type=Path, help="append the rows to this file")
     add("--commit", help="for the rows (default: what git says)")
     options = parser.parse_args()
@@ -322,8 +325,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(REPO / "models" / "demo-7m") if options.shape == "demo" else write_model(folder)
-        begun = time.perf_counter()
-        with started(options.cases, options, model, Path(folder)) as peers:
+        begun, logs = time.perf_counter(), options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        with started(options.cases, options, model, logs) as peers:
             print(f"{len(peers)} engines ready after {time.perf_counter() - begun:.0f} s", flush=True)
             for case in options.cases:
                 prompts = [
