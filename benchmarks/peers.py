@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Disaggregated prefill over NIXL between engines of this host: the figures of docs/disaggregated.md.
 
-    python scripts/peers.py                                      # the demo model, on a CPU or on GPUs
-    python scripts/peers.py isoquant4:1:2 turboquant25:2:1       # dtype, prefill ranks, decode ranks
-    python scripts/peers.py --shape 8b --tokens 10000 --csv peers.csv auto isoquant4 isoquant4:1:1:64 isoquant4:1:2
+    PYTHONPATH=scripts python benchmarks/peers.py isoquant4 isoquant4:1:2 turboquant25:2:1    # demo model, CPU
+    PYTHONPATH=scripts python benchmarks/peers.py --devices 2 --shape 8b --dtype bfloat16 --tokens 10240 \\
+        --kv-cache-memory 8e9 --csv peers.csv auto isoquant4 isoquant4:1:1:64 isoquant4:1:2
+
+A case is DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE]]].
 
 Each engine is a process of its own; all start at once, then the cases follow one another. In each, a prefill engine
 computes a prompt, and a decode engine goes on with it. The prefill engine then answers the same prompt itself, from its
@@ -14,171 +16,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import os
 import random
 import statistics
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import rows
+from peer import Answer, Peer
+
 REPO = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPO / "benchmarks")]
-
-CONNECTOR = "NixlConnector"
-START_SECONDS, ANSWER_SECONDS = 300, 180
-
-
-@dataclass
-class Answer:
-    """What an engine says to a prompt. `params` are for the decode engine; `transfers` has bytes, descriptors and
-    seconds of each read of each rank."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    params: dict[str, Any] | None
-    seconds: float
-    transfers: list[tuple[int, int, float]]
-
-
-def keep_transfers(worker: Any) -> None:
-    """In a worker: from now on, remember what NIXL says of each read; vLLM only counts."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats as Stats
-
-    record, worker.transfers = Stats.record_transfer, []
-
-    def kept(stats: Stats, telemetry: Any) -> None:
-        worker.transfers.append((telemetry.totalBytes, telemetry.descCount, telemetry.xferDuration / 1e6))
-        record(stats, telemetry)
-
-    Stats.record_transfer = kept  # type: ignore[method-assign]
-
-
-def take_transfers(worker: Any) -> list[tuple[int, int, float]]:
-    """In a worker: what was remembered since the last call."""
-    transfers, worker.transfers = worker.transfers, []
-    return transfers
-
-
-def yield_cores(worker: Any) -> None:
-    """In a worker on a CPU: let NIXL's thread, which polls without pause, run only where a core is idle; and the model
-    on any core, as vLLM has just bound it to one that all engines of the host share."""
-    python = {thread.native_id for thread in threading.enumerate()}
-    for task in map(int, os.listdir("/proc/self/task")):
-        if task not in python:
-            os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
-def digest_pages(worker: Any, blocks: list[int]) -> dict[str, list[list[bytes]]]:
-    """In a worker: of each attention layer and KV head of this rank, digests of its pages in `blocks`."""
-    import torch
-
-    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
-    digests: dict[str, list[list[bytes]]] = {}
-    for name, layer in layers.items():
-        if hasattr(layer, "impl"):
-            cache = layer.kv_cache  # [blocks, KV heads, tokens, bytes or channels of K and V]
-            pages = cache[torch.tensor(blocks, device=cache.device)].cpu().view(torch.uint8)
-            found = [hashlib.sha256(page.numpy().tobytes()).digest()[:8] for page in pages.flatten(0, 1)]
-            digests[name] = [found[head :: cache.shape[1]] for head in range(cache.shape[1])]
-    return digests
-
-
-def serve(connection: Connection, log: str, environment: dict[str, str], model: str, options: dict[str, Any]) -> None:
-    """A process: an engine that answers what comes through `connection`, until that is None."""
-    sys.stdout.flush()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment, VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_USE_FLASHINFER_SAMPLER="0")
-    from packed_kv_quality.engines import engine, prepare_environment
-
-    prepare_environment(small_model=True)
-    import torch
-    from vllm import SamplingParams
-
-    with engine(model, **options) as llm:
-        llm.collective_rpc(keep_transfers)
-        if not torch.cuda.is_available():
-            llm.collective_rpc(yield_cores)
-        connection.send("ready")
-        while (message := connection.recv()) is not None:
-            prompt, params, count = message
-            if prompt is None:
-                connection.send(llm.collective_rpc(digest_pages, args=(params,)))
-                continue
-            extra = {"kv_transfer_params": params} if params else None
-            sampling = SamplingParams(
-                max_tokens=count, temperature=0, ignore_eos=True, logprobs=0, detokenize=False, extra_args=extra
-            )
-            started = time.perf_counter()
-            (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-            seconds, output = time.perf_counter() - started, result.outputs[0]
-            logprobs = [next(iter(entry.values())).logprob for entry in output.logprobs]
-            transfers = [read for rank in llm.collective_rpc(take_transfers) for read in rank]
-            answer = Answer(
-                list(output.token_ids), logprobs, output.finish_reason, result.kv_transfer_params, seconds, transfers
-            )
-            connection.send(answer)
-
-
-class Peer:
-    """An engine in a process of its own; `start` does not wait until it is ready."""
-
-    def __init__(self, model: str, role: str, log: Path, environment: dict[str, str], options: dict[str, Any]) -> None:
-        context = get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        device = "cuda" if "CUDA_VISIBLE_DEVICES" in environment else "cpu"
-        transfer = {"kv_connector": CONNECTOR, "kv_role": role, "kv_buffer_device": device}
-        self.log, arguments = log, (theirs, str(log), environment, model, {"kv_transfer_config": transfer, **options})
-        self.process = context.Process(target=serve, args=arguments)
-        self.process.start()
-        theirs.close()
-
-    def _receive(self, seconds: float) -> Any:
-        try:
-            if self.connection.poll(seconds):
-                return self.connection.recv()
-            reason = f"no answer in {seconds:.0f} s"
-        except EOFError:
-            reason = "the engine ended"
-        raise RuntimeError(f"{reason}; its log ends\n{self.log.read_text()[-3000:]}")
-
-    def wait(self) -> None:
-        """Until the engine is ready. Raises RuntimeError with the end of its log."""
-        assert self._receive(START_SECONDS) == "ready"
-
-    def ask(self, prompt: list[int], params: dict[str, Any] | None = None, count: int = 1) -> Answer:
-        """Go on with `prompt` for `count` tokens. `params`: of NIXL, from another engine's answer."""
-        self.connection.send((prompt, params, count))
-        return self._receive(ANSWER_SECONDS)
-
-    def prefill(self, prompt: list[int]) -> Answer:
-        """Compute a prompt for another engine."""
-        return self.ask(prompt, {"do_remote_decode": True, "do_remote_prefill": False})
-
-    def pages(self, blocks: list[int]) -> list[bytes]:
-        """Digests of the pages of all layers, KV heads (of all ranks, in order) and `blocks`."""
-        self.connection.send((None, blocks, 0))
-        ranks = self._receive(ANSWER_SECONDS)
-        heads = [head for name in ranks[0] for rank in ranks for head in rank[name]]
-        return [page for head in heads for page in head]
-
-    def close(self) -> None:
-        """End the engine, and its process in any case."""
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(None)
-        self.process.join(20)
-        self.process.kill()
 
 
 @dataclass(frozen=True)
@@ -220,14 +70,8 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         dtype, *numbers = text.split(":")
-        prefill_ranks, decode_ranks, block_size = (
-            *map(int, numbers),
-            *(1, 1, 32 if dtype == "auto" else 16)[len(numbers) :],
-        )
-        return cls(
-            Engine("kv_producer", dtype, prefill_ranks, block_size),
-            Engine("kv_consumer", dtype, decode_ranks, block_size),
-        )
+        prefill, decode, block_size = [*map(int, numbers), *(1, 1, 16)[len(numbers) :]]
+        return cls(Engine("kv_producer", dtype, prefill, block_size), Engine("kv_consumer", dtype, decode, block_size))
 
 
 @dataclass
@@ -314,14 +158,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--csv", type=Path, help="append the rows to this file")
     add("--commit", help="for the rows (default: what git says)")
     options = parser.parse_args()
-    options.cases = options.cases or [Case.parse(text) for text in ("auto", "isoquant4", "isoquant4:1:2")]
+    options.cases = options.cases or [Case.parse(text) for text in ("auto:1:1:32", "isoquant4", "isoquant4:1:2")]
     return options
 
 
 def main() -> None:
     options = parse_arguments()
-    import rows
-    from bench_engine import write_model
+    from bench_engine import write_model  # imports torch, in an engine's process before its environment is set
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(REPO / "models" / "demo-7m") if options.shape == "demo" else write_model(folder)
