@@ -62,6 +62,8 @@ def free_port() -> str:
 def peers(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Peer, Peer]]:
     """A prefill engine of one rank and a decode engine of two, which have one calibration, of channels at random."""
     pytest.importorskip("nixl", reason="nixl is not installed (60 MB; it runs without a GPU, too)")
+    if torch.cuda.is_available():
+        pytest.skip("on GPUs, benchmarks/peers.py does the same")
     folder = tmp_path_factory.mktemp("peers")
     calibration = {"calibration": str(write(folder, content(LAYERS, KV_HEADS, HEAD_DIM)))}
     options = OPTIONS | {"skip_tokenizer_init": True, "additional_config": {"packed_kv": calibration}}
