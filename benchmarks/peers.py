@@ -5,7 +5,7 @@
     PYTHONPATH=scripts python benchmarks/peers.py --devices 2 --shape 8b --dtype bfloat16 --tokens 10240 \\
         --kv-cache-memory 8e9 --csv peers.csv auto isoquant4 isoquant4:1:1:64 isoquant4:1:2
 
-A case is DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE]]].
+A CASE is DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE[:DECODE_BLOCK_SIZE]]]].
 
 Each engine is a process of its own; all start at once, then the cases follow one another. In each, a prefill engine
 computes a prompt, and a decode engine goes on with it. The prefill engine then answers the same prompt itself, from its
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import statistics
 import tempfile
@@ -48,6 +49,7 @@ class Engine:
             "kv_cache_memory_bytes": int(options.kv_cache_memory), "skip_tokenizer_init": True,
             "num_gpu_blocks_override": (options.prompts + 2) * (options.tokens // self.block_size + 4),
             "gpu_memory_utilization": 0.1,
+            **options.options,
         }  # fmt: skip
         if options.shape == "8b":
             engine["load_format"] = "dummy"
@@ -62,22 +64,25 @@ class Engine:
 
 @dataclass(frozen=True)
 class Case:
-    """`text`: DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE]]]."""
+    """Two engines that a prompt goes through."""
 
     prefill: Engine
     decode: Engine
 
     @classmethod
     def parse(cls, text: str) -> Case:
+        """As the module's docstring says."""
         dtype, *numbers = text.split(":")
-        prefill, decode, block_size = [*map(int, numbers), *(1, 1, 16)[len(numbers) :]]
-        return cls(Engine("kv_producer", dtype, prefill, block_size), Engine("kv_consumer", dtype, decode, block_size))
+        prefill, decode, size = [*map(int, numbers[:3]), *(1, 1, 16)[len(numbers) :]]
+        decode_size = int(numbers[3]) if len(numbers) > 3 else size
+        return cls(Engine("kv_producer", dtype, prefill, size), Engine("kv_consumer", dtype, decode, decode_size))
 
 
 @dataclass
 class Comparison:
     """A prompt computed by the prefill engine (`sent`), gone on with by the decode engine (`got`), and by the prefill
-    engine itself (`own`); digests of the pages of the prompt's full blocks on either side."""
+    engine itself (`own`); digests of the pages of the prompt's full blocks on either side, if all layers have the same
+    blocks and both engines blocks of one size."""
 
     sent: Answer
     got: Answer
@@ -93,11 +98,12 @@ def compare(case: Case, prefill: Peer, decode: Peer, prompt: list[int], count: i
     if got.finish_reason == "error":
         raise RuntimeError(f"the transfer failed; the decode engine's log ends\n{decode.log.read_text()[-3000:]}")
     own = prefill.ask(prompt, None, count)
-    full = len(prompt) // case.decode.block_size
-    pages = [
-        engine.pages(answer.params["remote_block_ids"][0][:full])  # type: ignore[index]
-        for engine, answer in ((prefill, sent), (decode, decode.prefill(prompt)))  # it has the prompt now, too
-    ]
+    again = decode.prefill(prompt)  # its params name the blocks into which it has read the prompt
+    groups = [answer.params["remote_block_ids"] for answer in (sent, again)]  # type: ignore[index]
+    pages: list[list[bytes]] = [[], []]
+    if len(groups[0]) == 1 and case.prefill.block_size == case.decode.block_size:
+        full = len(prompt) // case.decode.block_size
+        pages = [peer.pages(blocks[:full]) for peer, (blocks,) in zip((prefill, decode), groups, strict=True)]
     return Comparison(sent, got, own, *pages)
 
 
@@ -145,8 +151,10 @@ def started(cases: list[Case], options: argparse.Namespace, model: str, logs: Pa
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("cases", nargs="*", type=Case.parse, metavar="DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE]]]")
+    add("cases", nargs="*", type=Case.parse, metavar="CASE")
     add("--shape", choices=["demo", "8b"], default="demo", help="the demo model, or an 8B-shaped one of random weights")
+    add("--model", help="folder of another model")
+    add("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of all engines, as for `LLM`")
     add("--tokens", type=int, default=256, help="prompt tokens, a multiple of 64, and one more (default: %(default)s)")
     add("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
     add("--prompts", type=int, default=3, help="after one that is not counted (default: %(default)s)")
@@ -167,15 +175,16 @@ def main() -> None:
     from bench_engine import write_model  # imports torch, in an engine's process before its environment is set
 
     with tempfile.TemporaryDirectory() as folder:
-        model = str(REPO / "models" / "demo-7m") if options.shape == "demo" else write_model(folder)
+        demo = options.model or str(REPO / "models" / "demo-7m")
+        model = demo if options.shape == "demo" else write_model(folder)
+        vocabulary = range(3, json.loads(Path(model, "config.json").read_text())["vocab_size"])
         begun, logs = time.perf_counter(), options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         with started(options.cases, options, model, logs) as peers:
             print(f"{len(peers)} engines ready after {time.perf_counter() - begun:.0f} s", flush=True)
             for case in options.cases:
-                prompts = [
-                    random.Random(i).choices(range(3, 4000), k=options.tokens + 1) for i in range(options.prompts + 1)
-                ]
+                seeds = range(options.prompts + 1)
+                prompts = [random.Random(seed).choices(vocabulary, k=options.tokens + 1) for seed in seeds]
                 pair = peers[case.prefill], peers[case.decode]
                 found = [compare(case, *pair, prompt, options.answer) for prompt in prompts]
                 figures = row(case, found[1:]) | {"prompt_tokens": options.tokens + 1, "shape": options.shape}
