@@ -161,6 +161,11 @@ def test_layers_with_a_backend_of_their_own(
 
 UNSAFE = {
     "LMCacheConnectorV1": {"kv_connector": "LMCacheConnectorV1"},
+    "LMCacheMPConnector": {"kv_connector": "LMCacheMPConnector"},
+    "NixlConnector with enforce_handshake_compat false": {
+        "kv_connector": "NixlConnector",
+        "kv_connector_extra_config": {"enforce_handshake_compat": False},
+    },
     "ExampleConnector": {"kv_connector": "ExampleConnector"},
     "MooncakeConnector": {
         "kv_connector": "MultiConnector",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import re
 import signal
 import socket
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from installed_wheel import REPO, Installed
 from packed_kv import FORMATS
 
@@ -90,3 +94,44 @@ def test_calibration_is_worth_something(installed: Installed):
     found = installed.run("python", EXAMPLES / "calibrate_and_compare.py", *arguments).stdout
     plain, calibrated = map(float, re.search(r"turboquant35 +([\d.]+) +([\d.]+)", found).groups())
     assert 0 < calibrated < plain
+
+
+def test_disaggregated_proxy():
+    """The prefill server is asked for one token, the decode server for the client's, with what the first one said."""
+    spec = importlib.util.spec_from_file_location("proxy", EXAMPLES / "disaggregated_proxy.py")
+    proxy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(proxy)
+    asked: list[dict] = []
+    params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
+
+    async def prefill(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        if asked[-1]["prompt"] == "too long":
+            return web.json_response({"error": "too long"}, status=400)
+        return web.json_response({"kv_transfer_params": params})
+
+    async def decode(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.Response(body=b"data: 1\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    async def ask(prompt: str) -> tuple[int, str, bytes]:
+        servers = [TestServer(web.Application()) for _ in range(2)]
+        for server, answer in zip(servers, (prefill, decode), strict=True):
+            server.app.router.add_post("/v1/completions", answer)
+            await server.start_server()
+        app = proxy.make_app(*(str(server.make_url("")).rstrip("/") for server in servers))
+        async with TestClient(TestServer(app)) as client:
+            body = {"prompt": prompt, "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+            response = await client.post("/v1/completions", json=body)
+            answer = response.status, response.content_type, await response.read()
+        for server in servers:
+            await server.close()
+        return answer
+
+    assert asyncio.run(ask("hello")) == (200, "text/event-stream", b"data: 1\n\ndata: [DONE]\n\n")
+    first, second = asked
+    own = {"do_remote_decode": True, "do_remote_prefill": False}
+    assert first == {"prompt": "hello", "max_tokens": 1, "stream": False, "kv_transfer_params": own}
+    assert (second["max_tokens"], second["stream"], second["kv_transfer_params"]) == (9, True, params)
+    assert asyncio.run(ask("too long"))[0] == 400
+    assert len(asked) == 3

@@ -169,28 +169,36 @@ def _unsupported_here() -> list[str]:
     return [f"platform {current_platform.device_name} not supported (CUDA and CPU are)"]
 
 
-def _connectors(config: KVTransferConfig | None) -> list[str]:
-    """Names of the connectors of an engine, those within a MultiConnector instead of itself."""
+def _connectors(config: KVTransferConfig | None) -> list[KVTransferConfig]:
+    """An engine's connectors, those within a MultiConnector instead of itself."""
     if config is None or config.kv_connector is None:
         return []
-    if config.kv_connector_module_path:
-        return [f"{config.kv_connector_module_path}.{config.kv_connector}"]
-    if config.kv_connector != "MultiConnector":
-        return [config.kv_connector]
+    if config.kv_connector != "MultiConnector" or config.kv_connector_module_path:
+        return [config]
     children = [KVTransferConfig(**child) for child in config.kv_connector_extra_config.get("connectors", [])]
-    return [name for child in children for name in _connectors(child)]
+    return [connector for child in children for connector in _connectors(child)]
+
+
+def _unsupported_connector(config: KVTransferConfig) -> str | None:
+    """Why pages must not leave the engine, or come to it, this way."""
+    name = config.kv_connector
+    if config.kv_connector_module_path:
+        name = f"{config.kv_connector_module_path}.{name}"
+    if name == "LMCacheConnectorV1":
+        return f"KV connector {name} not supported (it assumes two numbers a channel)"
+    if name not in CONNECTORS:
+        return f"KV connector {name} not supported (its pages' keys do not name their format)"
+    if not config.get_from_extra_config("enforce_handshake_compat", True):
+        return f"KV connector {name} with enforce_handshake_compat false not supported (a peer's pages may differ)"
+    return None
 
 
 def _unsupported_in(config: VllmConfig) -> list[str]:
     """What would read or write the pages behind our back."""
     if config.speculative_config and config.speculative_config.method == "extract_hidden_states":  # has a connector
         return ["speculative method extract_hidden_states not supported (it stores hidden states as KV)"]
-    reasons = []
-    for connector in _connectors(config.kv_transfer_config):
-        if "LMCache" in connector:
-            reasons.append(f"KV connector {connector} not supported (it assumes two numbers a channel)")
-        elif connector not in CONNECTORS:
-            reasons.append(f"KV connector {connector} not supported (its pages' keys do not name their format)")
+    found = [_unsupported_connector(connector) for connector in _connectors(config.kv_transfer_config)]
+    reasons = [reason for reason in found if reason]
     if config.cache_config.kv_sharing_fast_prefill:
         reasons.append("--kv-sharing-fast-prefill not supported (the host learns of its batches too late)")
     return reasons

@@ -1,0 +1,102 @@
+"""Disaggregated prefill: over NIXL, an engine goes on with the pages of another as with those of its prefix cache."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from calibration_files import content, write
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import FORMATS
+from peer import Peer
+from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
+
+LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 128, 16
+FULL_BLOCKS, TOKENS = 3, 8
+PROMPT = random.Random(0).choices(range(3, 4000), k=FULL_BLOCKS * BLOCK + 1)
+OPTIONS = {"kv_cache_dtype": "isoquant4", "dtype": "float32", "block_size": BLOCK, "max_model_len": 256}
+
+
+def pages_of(codec: PagedCodec, key: torch.Tensor, value: torch.Tensor, block_size: int) -> torch.Tensor:
+    """uint8 [blocks, KV heads, block_size, bytes] of vectors [tokens, KV heads, head_dim] that fill the blocks."""
+    tokens, heads, _ = key.shape
+    cache = torch.zeros(tokens // block_size, heads, block_size, codec.slot_bytes, dtype=torch.uint8)
+    codec.write(cache, torch.arange(tokens), key, value)
+    return cache
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_nixl_takes_for_granted_of_a_block(name: str) -> None:
+    """A rank of more reads its heads as one run of bytes of each block; blocks that are smaller than one's own are
+    merged by vLLM's own function."""
+    fmt, heads, tokens = FORMATS[name], 4, 8 * BLOCK
+    order = [random.Random(head).sample(range(HEAD_DIM), HEAD_DIM) for head in range(heads)]
+    outliers = [sorted(channels[: HEAD_DIM // 4]) for channels in order] if fmt.outlier_bits else None
+    tables: dict[str, Any] = {"key_outliers": outliers, "value_outliers": outliers}
+    if fmt.rotation != "hadamard":
+        tables |= {"key_order": order}
+    key, value = torch.randn(2, tokens, heads, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    sent = pages_of(PagedCodec(fmt, HEAD_DIM, **tables), key, value, BLOCK)
+    for rank, own in enumerate((slice(0, 2), slice(2, 4))):
+        part = {field: table and table[own] for field, table in tables.items()}
+        kept = pages_of(PagedCodec(fmt, HEAD_DIM, **part), key[:, own], value[:, own], BLOCK)
+        assert torch.equal(sent.flatten(1).chunk(2, dim=1)[rank], kept.flatten(1))
+    larger = pages_of(PagedCodec(fmt, HEAD_DIM, **tables), key, value, 4 * BLOCK)
+    received = sent.reshape(larger.shape).clone()
+    assert not torch.equal(received, larger)
+    kv_postprocess_blksize_on_receive(received, torch.arange(len(larger)), 4)
+    assert torch.equal(received, larger)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def peers(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Peer, Peer]]:
+    """A prefill engine of one rank and a decode engine of two, which have one calibration, of channels at random."""
+    pytest.importorskip("nixl", reason="nixl is not installed (60 MB; it runs without a GPU, too)")
+    if torch.cuda.is_available():
+        pytest.skip("on GPUs, benchmarks/peers.py does the same")
+    folder = tmp_path_factory.mktemp("peers")
+    calibration = {"calibration": str(write(folder, content(LAYERS, KV_HEADS, HEAD_DIM)))}
+    options = OPTIONS | {"skip_tokenizer_init": True, "additional_config": {"packed_kv": calibration}}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    started = []
+    try:
+        for role, more in (("kv_producer", {}), ("kv_consumer", ranks)):
+            environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": free_port()}
+            started.append(Peer(demo_model, role, folder / role, environment, options | more))
+        for peer in started:
+            peer.wait()
+        prefill, decode = started
+        yield prefill, decode
+    finally:
+        for peer in started:
+            peer.close()
+
+
+def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -> None:
+    """Its two ranks read a head each out of the blocks of an engine that has both."""
+    prefill, decode = peers
+    sent = prefill.prefill(PROMPT)
+    got = decode.ask(PROMPT, sent.params, TOKENS)
+    own = prefill.ask(PROMPT, None, TOKENS)  # from its prefix cache
+    assert got.tokens == own.tokens
+    assert got.logprobs[0] == pytest.approx(own.logprobs[0], abs=1e-4)  # later ones depend on codes of their own
+    moved = sum(nbytes for nbytes, _, _ in got.transfers)
+    assert moved == (FULL_BLOCKS + 1) * BLOCK * LAYERS * KV_HEADS * FORMATS["isoquant4"].slot_bytes(HEAD_DIM)
+    again = decode.prefill(PROMPT)
+    assert not again.transfers
+    pages = [
+        peer.pages(answer.params["remote_block_ids"][0][:FULL_BLOCKS])
+        for peer, answer in ((prefill, sent), (decode, again))
+    ]
+    assert len(pages[0]) == LAYERS * KV_HEADS * FULL_BLOCKS == len({*pages[0]})
+    assert pages[0] == pages[1]
