@@ -12,7 +12,7 @@ is aborted. Rows of agentic.csv: the share of prompt tokens that the cache had (
 computed again though they had been before (`recomputed_tokens`; not those behind a preemption), seconds to the first
 token of a turn, turns and output tokens a second. `engine` says "vllm" or "arithmetic": `simulated_engine.py`, with the
 seconds a step of --steps. --offload adds host memory behind the cache (vLLM's `kv_offloading_size`), which arithmetic
-does not know. --reasoning measures the load of `reasoning.py` in the same engines afterwards, to save their start.
+does not know. --reasoning-seconds measures the load of `reasoning.py` in the same engines afterwards, to save a start.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     for name, tokens in LENGTHS.items():
         add(f"--{name}", type=int, default=tokens, help=f"tokens; see agents.py (default: {tokens})")
     add("--think", type=float, default=1.0, help="mean seconds between turns (default: %(default)s)")
-    add("--reasoning", type=float, default=0, metavar="SECONDS", help="measure the load of reasoning.py, too")
-    add("--reasoning-bytes", type=float, default=reasoning.KV_BYTES, help="of its KV cache (default: %(default)g)")
+    reasoning.add_arguments(parser, seconds=0, prefix="reasoning-")
     add("--predict", action="store_true", help="by arithmetic alone")
     workers.add_engine_arguments(parser)
     workers.add_arguments(parser, timeout=300)
@@ -81,9 +80,9 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     from live_engine import LiveEngine, start
 
     budget, longest, most = int(options.kv_bytes), options.last + options.output, max([1, *options.agents])
-    if options.reasoning:
-        load = reasoning.Load()
-        budget, longest = max(budget, int(options.reasoning_bytes)), max(longest, load.prompt + load.output)
+    if options.reasoning_seconds:
+        budget = max(budget, int(options.reasoning_bytes))
+        longest = max(longest, options.reasoning_prompt + options.reasoning_output)
         most = max(most, reasoning.MAX_REQUESTS)
     device = start(dtype, options, budget, longest, most)
     engine = LiveEngine(device)
@@ -95,8 +94,8 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
             point = agents.run(engine, load_of(number, options), options.seconds)
         workers.emit("agentic.csv", {**row(dtype, "vllm", blocks, engine.block_size, point, options), **rows.machine()})
         workers.end_turn()
-    if options.reasoning and workers.wait_for_device():
-        reasoning.measure_load(dtype, device, engine, load, options)
+    if options.reasoning_seconds and workers.wait_for_device():
+        reasoning.measure_load(dtype, device, engine, options)
         workers.end_turn()
 
 
@@ -105,7 +104,7 @@ def main() -> int:
     if options.predict:
         predict(options)
         return 0
-    return workers.take_turns(__file__, options, measure, len(options.agents) + bool(options.reasoning))
+    return workers.take_turns(__file__, options, measure, len(options.agents) + bool(options.reasoning_seconds))
 
 
 if __name__ == "__main__":

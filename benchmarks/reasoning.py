@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import bench_engine
     from live_engine import LiveEngine
 
-KV_BYTES, MAX_REQUESTS = int(20e9), 192
+MAX_REQUESTS = 192
 QUEUE = 2
 """Prompts that wait at any time, at least."""
 WARM_UP_STEPS = 8
@@ -48,14 +48,24 @@ class Load:
         return random.Random(f"prompt {number}").choices(range(3, self.vocabulary), k=length)
 
 
+def add_arguments(parser: argparse.ArgumentParser, *, seconds: float, prefix: str = "") -> None:
+    """The options of the load, for a script whose own ones may have the same names."""
+
+    def add(name: str, destination: str, default: float, what: str) -> None:
+        options = {"type": type(default), "default": default, "dest": f"reasoning_{destination}"}
+        parser.add_argument(f"--{prefix}{name}", help=f"{what} (default: %(default)g)", **options)
+
+    add("seconds", "seconds", float(seconds), "that the load is watched")
+    add("kv-bytes", "bytes", 20e9, "bytes of KV cache of each dtype")
+    add("prompt", "prompt", Load.prompt, "tokens of a prompt")
+    add("output", "output", Load.output, "tokens of an answer")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s")
-    add("--seconds", type=float, default=30.0, dest="reasoning", help="watched (default: %(default)s)")
-    add("--kv-bytes", type=float, default=KV_BYTES, dest="reasoning_bytes", help="of each dtype (default: %(default)g)")
-    add("--prompt", type=int, default=Load.prompt, help="tokens (default: %(default)s)")
-    add("--output", type=int, default=Load.output, help="tokens (default: %(default)s)")
+    add_arguments(parser, seconds=30)
     add("--predict", action="store_true", help="by arithmetic alone")
     add("--long", type=float, default=600, help="seconds of the long run of arithmetic; 0: none (default: %(default)s)")
     workers.add_engine_arguments(parser)
@@ -156,15 +166,14 @@ def load_engine(engine: LiveEngine | SimulatedEngine, load: Load, made: list[int
     return figures(*halves)
 
 
-def measure_load(
-    dtype: str, device: bench_engine.Engine, engine: LiveEngine, load: Load, options: argparse.Namespace
-) -> None:
+def measure_load(dtype: str, device: bench_engine.Engine, engine: LiveEngine, options: argparse.Namespace) -> None:
     """In a worker, whose engine has a prefix cache: emit the row."""
+    load = Load(options.reasoning_prompt, options.reasoning_output, device.vocabulary)
     device.fill_pages()
     with engine.serving(int(options.reasoning_bytes)) as blocks:
         _, ring = blocks_of(config_of(options.model), dtype, int(options.reasoning_bytes), engine.block_size)
         made = under_way(load, blocks, engine.block_size, ring)
-        measured = load_engine(engine, load, made, options.reasoning)
+        measured = load_engine(engine, load, made, options.reasoning_seconds)
     found = row(dtype, "vllm", load, blocks * engine.block_size, measured, options)
     workers.emit("reasoning.csv", {**found, **rows.machine()})
 
@@ -177,7 +186,7 @@ def predict(load: Load, options: argparse.Namespace) -> None:
         speed = Speed.measured(options.steps, dtype)
         engine = SimulatedEngine(blocks, options.block_size, ring, speed, max_requests=MAX_REQUESTS)
         made = under_way(load, blocks, options.block_size, ring)
-        rates = {"arithmetic": load_engine(engine, load, made, options.reasoning)}
+        rates = {"arithmetic": load_engine(engine, load, made, options.reasoning_seconds)}
         if options.long:
             engine = SimulatedEngine(blocks, options.block_size, ring, speed, max_requests=MAX_REQUESTS)
             watch = Watch(engine, load)
@@ -194,18 +203,18 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     """In a process of its own: measure one dtype."""
     from live_engine import LiveEngine, start
 
-    device = start(dtype, options, int(options.reasoning_bytes), options.prompt + options.output, MAX_REQUESTS)
+    longest = options.reasoning_prompt + options.reasoning_output
+    device = start(dtype, options, int(options.reasoning_bytes), longest, MAX_REQUESTS)
     workers.end_turn()
     if workers.wait_for_device():
-        load = Load(options.prompt, options.output, device.vocabulary)
-        measure_load(dtype, device, LiveEngine(device), load, options)
+        measure_load(dtype, device, LiveEngine(device), options)
         workers.end_turn()
 
 
 def main() -> int:
     options = parse_arguments()
     if options.predict:
-        predict(Load(options.prompt, options.output), options)
+        predict(Load(options.reasoning_prompt, options.reasoning_output), options)
         return 0
     return workers.take_turns(__file__, options, measure, 1)
 

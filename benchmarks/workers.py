@@ -48,6 +48,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
     add("--offload", type=float, help="GiB of host memory behind the cache (default: none)")
     add("--start-when", type=Path, help="import everything, and start the engines when this file is there")
+    add("--after", type=Path, help="start the engines, and measure when this file is there")
     results = Path(__file__).parent / "results"
     add("--steps", type=Path, default=results, help="of arithmetic: folder of decode.csv and prefill.csv")
     add("--block-size", type=int, default=16, help="of arithmetic (default: %(default)s)")
@@ -120,6 +121,8 @@ def take_turns(
         running = list(zip(options.dtypes, workers, logs, strict=True))
         try:
             for turn in range(turns + 1):
+                while turn == 1 and options.after and not options.after.exists():
+                    time.sleep(0.2)
                 parts = [(one, _collect(*one, options, commit, go=turn > 0, is_last=turn == turns)) for one in running]
                 running = [one for one, ended_well in parts if ended_well]
         finally:
