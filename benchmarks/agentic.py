@@ -25,6 +25,7 @@ import agents
 import reasoning
 import rows
 import workers
+from packed_kv.layout import MICRO_BLOCK
 from simulated_engine import SimulatedEngine, Speed, blocks_of, config_of
 
 LENGTHS = {"shared": 1024, "first": 8192, "last": 12288, "tool": 256, "output": 128}
@@ -57,20 +58,20 @@ def row(
 ) -> dict:
     return {
         "engine": engine, "dtype": dtype, **asdict(point.load), "kv_bytes": int(options.kv_bytes),
-        "kv_tokens": blocks * block_size, "offload_gib": options.offload or 0, **point.figures(),
+        "kv_tokens": blocks * block_size, "block_size": block_size, "offload_gib": options.offload or 0, **point.figures(),
     }  # fmt: skip
 
 
 def predict(options: argparse.Namespace) -> None:
     """Write the rows of arithmetic."""
     options.out.mkdir(parents=True, exist_ok=True)
-    commit = options.commit or rows.commit_here()
+    commit, block_size = options.commit or rows.commit_here(), options.block_size or MICRO_BLOCK
     for number in options.agents:
         for dtype in options.dtypes:
-            blocks, ring = blocks_of(config_of(options.model), dtype, int(options.kv_bytes), options.block_size)
-            engine = SimulatedEngine(blocks, options.block_size, ring, Speed.measured(options.steps, dtype))
+            blocks, ring = blocks_of(config_of(options.model), dtype, int(options.kv_bytes), block_size)
+            engine = SimulatedEngine(blocks, block_size, ring, Speed.measured(options.steps, dtype))
             point = agents.run(engine, load_of(number, options), options.seconds)
-            figures = row(dtype, "arithmetic", blocks, options.block_size, point, options)
+            figures = row(dtype, "arithmetic", blocks, block_size, point, options)
             print(*(f"{key} {value} " for key, value in figures.items()), flush=True)
             rows.append(options.out / "agentic.csv", {**figures, **dict.fromkeys(rows.MACHINE, ""), "commit": commit})
 

@@ -30,7 +30,9 @@ def start(
     while options.start_when and not options.start_when.exists():
         time.sleep(0.2)
     started = time.monotonic()
-    more = {"kv_offloading_size": options.offload} if options.offload else {}
+    more: dict[str, Any] = {"kv_offloading_size": options.offload} if options.offload else {}
+    if options.block_size:
+        more["block_size"] = options.block_size
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         llm = bench_engine.start(
             folder if options.model else bench_engine.write_model(folder), dtype, longest + SPARE_TOKENS, requests,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import rows
 import workers
+from packed_kv.layout import MICRO_BLOCK
 from simulated_engine import SimulatedEngine, Speed, blocks_of, config_of
 
 if TYPE_CHECKING:
@@ -181,19 +182,20 @@ def measure_load(dtype: str, device: bench_engine.Engine, engine: LiveEngine, op
 def predict(load: Load, options: argparse.Namespace) -> None:
     """Write the rows of arithmetic."""
     options.out.mkdir(parents=True, exist_ok=True)
+    block_size = options.block_size or MICRO_BLOCK
     for dtype in options.dtypes:
-        blocks, ring = blocks_of(config_of(options.model), dtype, int(options.reasoning_bytes), options.block_size)
+        blocks, ring = blocks_of(config_of(options.model), dtype, int(options.reasoning_bytes), block_size)
         speed = Speed.measured(options.steps, dtype)
-        engine = SimulatedEngine(blocks, options.block_size, ring, speed, max_requests=MAX_REQUESTS)
-        made = under_way(load, blocks, options.block_size, ring)
+        engine = SimulatedEngine(blocks, block_size, ring, speed, max_requests=MAX_REQUESTS)
+        made = under_way(load, blocks, block_size, ring)
         rates = {"arithmetic": load_engine(engine, load, made, options.reasoning_seconds)}
         if options.long:
-            engine = SimulatedEngine(blocks, options.block_size, ring, speed, max_requests=MAX_REQUESTS)
+            engine = SimulatedEngine(blocks, block_size, ring, speed, max_requests=MAX_REQUESTS)
             watch = Watch(engine, load)
             watch.run(options.long / 3)
             rates["arithmetic, long"] = figures(*(watch.run(options.long / 3) for _ in range(2)))
         for name, measured in rates.items():
-            found = row(dtype, name, load, blocks * options.block_size, measured, options)
+            found = row(dtype, name, load, blocks * block_size, measured, options)
             print(*(f"{key} {value} " for key, value in found.items()), flush=True)
             commit = options.commit or rows.commit_here()
             rows.append(options.out / "reasoning.csv", {**found, **dict.fromkeys(rows.MACHINE, ""), "commit": commit})

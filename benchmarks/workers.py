@@ -51,7 +51,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--after", type=Path, help="start the engines, and measure when this file is there")
     results = Path(__file__).parent / "results"
     add("--steps", type=Path, default=results, help="of arithmetic: folder of decode.csv and prefill.csv")
-    add("--block-size", type=int, default=16, help="of arithmetic (default: %(default)s)")
+    add("--block-size", type=int, help="tokens (default: vLLM's; of arithmetic 16)")
 
 
 def wait_for_device() -> bool:
