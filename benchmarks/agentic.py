@@ -58,7 +58,8 @@ def row(
 ) -> dict:
     return {
         "engine": engine, "dtype": dtype, **asdict(point.load), "kv_bytes": int(options.kv_bytes),
-        "kv_tokens": blocks * block_size, "block_size": block_size, "offload_gib": options.offload or 0, **point.figures(),
+        "kv_tokens": blocks * block_size, "block_size": block_size, "offload_gib": options.offload or 0,
+        **point.figures(),
     }  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from agents import Progress
 
 DRAIN_SECONDS = 20
 SPARE_TOKENS = 64
-SPARE = 1.03
-"""An engine's KV cache, times the largest budget: the scheduler gets the budget's blocks alone."""
+SPARE_BYTES = 64 << 20
+"""That an engine's KV cache has beyond the largest budget: the scheduler gets the budget's blocks alone."""
 
 
 def start(
@@ -36,7 +36,7 @@ def start(
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         llm = bench_engine.start(
             folder if options.model else bench_engine.write_model(folder), dtype, longest + SPARE_TOKENS, requests,
-            int(budget * SPARE), memory_share=0.1, prefix_caching=True, **more,
+            budget + SPARE_BYTES, memory_share=0.1, prefix_caching=True, **more,
         )  # fmt: skip
     engine = bench_engine.Engine(llm)
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {engine.attention()}", flush=True)

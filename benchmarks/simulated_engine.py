@@ -27,6 +27,8 @@ from packed_kv.planning import cache, model
 CHUNK = 8192
 """Tokens of a step."""
 FILES = "decode.csv", "prefill.csv"
+CONTEXT_BLOCKS = 128
+"""Of a request whose ring is counted: longer than any recent window."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def blocks_of(config: dict[str, Any], dtype: str, memory: int, block_size: int) 
     """Blocks of `memory` bytes of KV cache of a model with this config, and how many of them a recent window takes of a
     request, as `packed-kv plan` counts them."""
     shape, name = model.parse(config, "the model"), "bf16" if dtype == "auto" else dtype
-    serving = cache.Serving(context=block_size, block_size=block_size)
+    serving = cache.Serving(context=CONTEXT_BLOCKS * block_size, block_size=block_size)
     block = cache.bytes_per_token(shape, name, serving) * block_size
-    return memory // block, cache.capacity(shape, name, serving, memory).request_bytes // block - 1
+    return memory // block, cache.capacity(shape, name, serving, memory).request_bytes // block - CONTEXT_BLOCKS
 
 
 class BlockPool:
