@@ -121,7 +121,7 @@ def take_turns(
         running = list(zip(options.dtypes, workers, logs, strict=True))
         try:
             for turn in range(turns + 1):
-                while turn == 1 and options.after and not options.after.exists():
+                while turn == 1 and running and options.after and not options.after.exists():
                     time.sleep(0.2)
                 parts = [(one, _collect(*one, options, commit, go=turn > 0, is_last=turn == turns)) for one in running]
                 running = [one for one, ended_well in parts if ended_well]

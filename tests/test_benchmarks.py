@@ -160,10 +160,13 @@ def test_plots(tmp_path: Path) -> None:
             append(tmp_path / "decode.csv", {"dtype": dtype, "requests": 32, "context": 512 * i, **times, **made_with})
             serve = {"concurrency": i, "input": 8, "output": 8, "output_tokens_s": 10 * i}
             append(tmp_path / "serve.csv", {"dtype": dtype, **serve, **made_with})
-    assert run("plot.py", str(tmp_path)).split() == [
-        str(tmp_path / name) for name in ("step_time.png", "throughput.png")
-    ]
-    for name in ("step_time.png", "throughput.png"):
+            for engine in ("vllm", "arithmetic"):
+                load = {"engine": engine, "dtype": dtype, "agents": 8 * i, "first": 8, "last": 16, "kv_bytes": 8e9}
+                seen = {"offload_gib": 0, "hit_rate": 0.1 * i, "ttft_p50_s": 0.1 * i, "turns_s": i}
+                append(tmp_path / "agentic.csv", {**load, **seen, **made_with})
+    names = ("step_time.png", "throughput.png", "agentic.png")
+    assert run("plot.py", str(tmp_path)).split() == [str(tmp_path / name) for name in names]
+    for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
