@@ -91,7 +91,7 @@ def soak(server: Server, options: argparse.Namespace) -> dict[str, object]:
     readings: list[Memory] = []
     before = asyncio.run(soak_clients.alone(server.url, load, "before"))
     counted = server.counters()
-    watcher = threading.Thread(target=read_memory, args=(server, readings, stop, min(1.0, options.seconds / 60)))
+    watcher = threading.Thread(target=read_memory, args=(server, readings, stop, min(1.0, options.seconds / 200)))
     watcher.start()
     started = time.monotonic()
     clients = soak_clients.all_clients(
