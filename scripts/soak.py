@@ -32,6 +32,7 @@ import soak_clients
 import soak_server
 from soak_server import Memory, Server
 
+SAY_SECONDS = 5
 COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -80,9 +81,18 @@ def growth(readings: list[float]) -> float:
     return statistics.median(readings[-tenth:]) - statistics.median(readings[tenth : 2 * tenth])
 
 
-def read_memory(server: Server, readings: list[Memory], stop: threading.Event, every: float) -> None:
+def watch(
+    server: Server, result: soak_clients.Result, readings: list[Memory], stop: threading.Event, every: float
+) -> None:
+    """Read the memory `every` so many seconds, and say now and then how it goes."""
+    said = time.monotonic()
     while not stop.wait(every):
         readings.append(server.memory())
+        if time.monotonic() - said > SAY_SECONDS:
+            said, now = time.monotonic(), readings[-1]
+            counts = f"{result.tokens} tokens, {result.cancelled} cancelled, {len(result.errors)} errors"
+            parted = f"{len(result.parted)} of {result.samples} of the sample parted"
+            print(f"{counts}, {parted}, host {now.host:.0f} MiB, device {now.device:.0f} MiB", flush=True)
 
 
 def soak(server: Server, options: argparse.Namespace) -> dict[str, object]:
@@ -91,7 +101,7 @@ def soak(server: Server, options: argparse.Namespace) -> dict[str, object]:
     readings: list[Memory] = []
     before = asyncio.run(soak_clients.alone(server.url, load, "before"))
     counted = server.counters()
-    watcher = threading.Thread(target=read_memory, args=(server, readings, stop, min(1.0, options.seconds / 200)))
+    watcher = threading.Thread(target=watch, args=(server, result, readings, stop, min(1.0, options.seconds / 200)))
     watcher.start()
     started = time.monotonic()
     clients = soak_clients.all_clients(
@@ -119,7 +129,7 @@ def soak(server: Server, options: argparse.Namespace) -> dict[str, object]:
 
 def memory_report(readings: list[Memory]) -> dict[str, object]:
     """MiB at the beginning, in the middle and at the end, and the growth."""
-    found: dict[str, object] = {}
+    found: dict[str, object] = {"device_is_own": all(reading.is_own for reading in readings)}
     for what in ("host", "device"):
         used = [getattr(reading, what) for reading in readings]
         found[f"{what}_mib"] = [round(used[i]) for i in (0, len(used) // 2, -1)]
@@ -177,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
             report |= soak(server, options)
             soak_server.save(options.out, report)
             if options.kill:
+                print(json.dumps(report), flush=True)
                 report["killed"] = kill(server, options)
                 soak_server.save(options.out, report)
     failed = failures(report, options)

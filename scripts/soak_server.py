@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,10 +30,12 @@ LINGER_SECONDS = 15
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB of all the server's processes on the host, without pages that they share with files, and of the device."""
+    """MiB of all the server's processes on the host, without pages that they share with files, and on the device;
+    `is_own`: not of others on the device, too."""
 
     host: float
     device: float
+    is_own: bool
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,12 @@ class Server:
         return named
 
     def memory(self) -> Memory:
-        host = 0
-        for process in self.processes():
+        host, processes = 0, self.processes()
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 used = process.memory_info()
                 host += used.rss - used.shared
-        return Memory(host / MIB, device_memory())
+        return Memory(host / MIB, *device_memory({process.pid for process in processes}))
 
     def counters(self) -> dict[str, float]:
         """Lines of /metrics by name, summed over their labels."""
@@ -99,13 +102,22 @@ class Server:
         return found
 
 
-def device_memory() -> float:
-    """MiB in use on the first GPU; 0 where there is none."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    try:
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    except FileNotFoundError:
-        return 0.0
+def device_memory(pids: set[int]) -> tuple[float, bool]:
+    """MiB that these processes use on the first GPU that is visible, and True; False and what all use, where the driver
+    does not name them, as in some containers. 0 where there is no GPU."""
+    if not shutil.which("nvidia-smi"):
+        return 0.0, True
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={gpu}", "--format=csv,noheader,nounits"]
+
+    def ask(what: str) -> list[list[str]]:
+        answer = subprocess.run([*command, what], capture_output=True, text=True, check=True).stdout
+        return [line.split(", ") for line in answer.splitlines()]
+
+    own = [
+        float(used) for pid, used in ask("--query-compute-apps=pid,used_memory") if pid.isdigit() and int(pid) in pids
+    ]
+    return (sum(own), True) if own else (float(ask("--query-gpu=memory.used")[0][0]), False)
 
 
 @contextlib.contextmanager
