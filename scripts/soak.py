@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -175,6 +176,7 @@ def failures(report: dict[str, object], options: argparse.Namespace) -> list[str
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
     more = shlex.split(options.server_options, posix=False)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "server.log")
