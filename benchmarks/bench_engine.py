@@ -48,13 +48,13 @@ def graph_sizes(max_requests: int) -> list[int]:
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
     recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
-    memory_share: float = 0.9,
+    memory_share: float = 0.9, prefix_caching: bool = False, **more: Any,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
     `recent_tokens`: of the packed dtypes' recent window; None: their default. `chunk`: tokens of a step.
     `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
-    `memory_share`: of the device; less where engines share it.
+    `memory_share`: of the device; less where engines share it. `more`: arguments of `LLM` as they are.
     """
     from vllm import LLM
 
@@ -64,10 +64,10 @@ def start(
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, max_model_len=max_model_len, max_num_batched_tokens=chunk,
+        enable_prefix_caching=prefix_caching, max_model_len=max_model_len, max_num_batched_tokens=chunk,
         max_num_seqs=max_requests, gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
         tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
-        compilation_config=compilation, **options,
+        compilation_config=compilation, **options, **more,
     )  # fmt: skip
 
 
@@ -217,11 +217,11 @@ class Engine:
 
     def requests_that_fit(self, budget: int, tokens: int) -> int:
         """How many requests of `tokens` tokens `budget` bytes of KV cache hold."""
-        return self._blocks_of(budget) // -(-tokens // self.block_size)
+        return self.blocks_of(budget) // -(-tokens // self.block_size)
 
     def throughput(self, requests: int, budget: int, prompt: int, output: int) -> Throughput:
         """`requests` requests at once, of `prompt` tokens in and `output` out, with `budget` bytes of KV cache."""
-        with self._budget(self._blocks_of(budget)):
+        with self.budget(self.blocks_of(budget)):
             for _ in range(requests):
                 self._add(prompt, output)
             steps: list[float] = []
@@ -240,7 +240,8 @@ class Engine:
             raise RuntimeError(f"{requests} requests never ran all at once")
         return Throughput(requests, time.perf_counter() - started, prefilled - started, steps)
 
-    def _blocks_of(self, budget: int) -> int:
+    def blocks_of(self, budget: int) -> int:
+        """Blocks of `budget` bytes of KV cache. Raises ValueError if the cache has not as many."""
         if self.groups != 1:  # their layers share memory, which `cache_bytes` would count twice
             raise ValueError(f"the model has {self.groups} KV cache groups; a budget needs one with one (--budget 0)")
         block_bytes = sum(self.llm.collective_rpc(cache_bytes)) // self.blocks
@@ -249,7 +250,7 @@ class Engine:
         return budget // block_bytes
 
     @contextmanager
-    def _budget(self, blocks: int) -> Iterator[None]:
+    def budget(self, blocks: int) -> Iterator[None]:
         """Leave the scheduler `blocks` blocks."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)

@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py FOLDER
 
-Reads decode.csv, prefill.csv, throughput.csv, serve.csv and mixed.csv of FOLDER, as far as they are there. Of rows of
-the same case the last one counts.
+Reads decode.csv, prefill.csv, throughput.csv, serve.csv, mixed.csv, agentic.csv and reasoning.csv of FOLDER, as far as
+they are there. Of rows of the same case the last one counts. What arithmetic says stands behind what was measured.
 """
 
 from __future__ import annotations
@@ -69,6 +69,42 @@ def mixed_table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+AGENTIC = ("hit_rate", "ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens")
+
+
+def agentic_table(rows: list[dict[str, str]], offload: float) -> str:
+    """Agents and dtypes down, figures across; `offload` GiB of host memory behind the cache."""
+    chosen = {
+        (row["engine"], row["agents"], row["dtype"]): row for row in rows if float(row["offload_gib"]) == offload
+    }  # fmt: skip
+    memory = f", {offload:g} GiB of host memory" if offload else ""
+    lines = [f"| agents{memory} | dtype | " + " | ".join(AGENTIC) + " |", "| ---: | --- |" + " ---: |" * len(AGENTIC)]
+    measured = [(int(agents), dtype) for engine, agents, dtype in chosen if engine == "vllm"]
+    for agents, dtype in sorted(measured, key=lambda case: case[0]):
+        cells = []
+        for column in AGENTIC:
+            row, expected = (chosen.get((engine, str(agents), dtype)) for engine in ("vllm", "arithmetic"))
+            cells.append(row[column] + (f" ({expected[column]})" if expected else ""))
+        lines.append(f"| {agents} | {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+REASONING = ("output_tokens_s", "mean_requests", "ended", "preemptions", "first_half_tokens_s", "second_half_tokens_s")
+
+
+def reasoning_table(rows: list[dict[str, str]]) -> str:
+    """Dtypes and ways down, figures across, with the ratio of output tokens a second to bf16."""
+    found = {(row["engine"], row["dtype"]): row for row in rows}
+    lines = ["| reasoning | dtype | " + " | ".join(REASONING) + " |", "| --- | --- |" + " ---: |" * len(REASONING)]
+    for (engine, dtype), row in found.items():
+        cells = [row[column] for column in REASONING]
+        base = found.get((engine, BASELINE))
+        if base and dtype != BASELINE:
+            cells[0] += f" ({float(row[REASONING[0]]) / float(base[REASONING[0]]):.2f})"
+        lines.append(f"| {engine} | {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the CSV files are")
@@ -78,6 +114,11 @@ def main() -> int:
         mixed = read(folder / "mixed.csv")
         for gpu in dict.fromkeys(row["gpu"] for row in mixed):
             found.append(mixed_table([row for row in mixed if row["gpu"] == gpu]))
+    if (folder / "agentic.csv").exists():
+        points = read(folder / "agentic.csv")
+        found += [agentic_table(points, offload) for offload in sorted({float(row["offload_gib"]) for row in points})]
+    if (folder / "reasoning.csv").exists():
+        found.append(reasoning_table(read(folder / "reasoning.csv")))
     if not found:
         parser.error(f"{folder} has none of the files: run benchmarks/decode.py --out there")
     print("\n\n".join(found))

@@ -103,6 +103,22 @@ def test_tables_show_ratios_of_the_last_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_tables_of_capacity_have_arithmetic_behind_what_was_measured(tmp_path: Path) -> None:
+    from rows import append
+
+    seen = dict.fromkeys(("ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens"), 7)
+    for engine, offload, rate in (("vllm", 0, 0.5), ("vllm", 0, 0.6), ("arithmetic", 0, 0.7), ("vllm", 24, 0.8)):
+        row = {"engine": engine, "dtype": DTYPE, "agents": 16, "offload_gib": offload, "hit_rate": rate}
+        append(tmp_path / "agentic.csv", {**row, **seen})
+    output = run("tables.py", str(tmp_path))
+    assert f"| 16 | {DTYPE} | 0.6 (0.7) | 7 (7) |" in output and f"| 16 | {DTYPE} | 0.8 | 7 |" in output
+    assert "| agents, 24 GiB of host memory | dtype |" in output
+    made = dict.fromkeys(("mean_requests", "ended", "preemptions", "first_half_tokens_s", "second_half_tokens_s"), 1)
+    for dtype, rate in (("auto", 100), (DTYPE, 250)):
+        append(tmp_path / "reasoning.csv", {"engine": "vllm", "dtype": dtype, "output_tokens_s": rate, **made})
+    assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("tables.py", str(tmp_path))
+
+
 def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page holds what the model wrote, and every request reads pages of its own."""
     import bench_engine
@@ -160,10 +176,13 @@ def test_plots(tmp_path: Path) -> None:
             append(tmp_path / "decode.csv", {"dtype": dtype, "requests": 32, "context": 512 * i, **times, **made_with})
             serve = {"concurrency": i, "input": 8, "output": 8, "output_tokens_s": 10 * i}
             append(tmp_path / "serve.csv", {"dtype": dtype, **serve, **made_with})
-    assert run("plot.py", str(tmp_path)).split() == [
-        str(tmp_path / name) for name in ("step_time.png", "throughput.png")
-    ]
-    for name in ("step_time.png", "throughput.png"):
+            for engine in ("vllm", "arithmetic"):
+                load = {"engine": engine, "dtype": dtype, "agents": 8 * i, "first": 8, "last": 16, "kv_bytes": 8e9}
+                seen = {"offload_gib": 0, "hit_rate": 0.1 * i, "ttft_p50_s": 0.1 * i, "turns_s": i}
+                append(tmp_path / "agentic.csv", {**load, **seen, **made_with})
+    names = ("step_time.png", "throughput.png", "agentic.png")
+    assert run("plot.py", str(tmp_path)).split() == [str(tmp_path / name) for name in names]
+    for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

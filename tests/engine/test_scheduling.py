@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from pydoc_data.topics import topics
 
+import exact_products
 import pytest
 import torch
 from fake_codecs import Float64Codec
@@ -74,14 +75,7 @@ def test_batched_chunked_cached_preempted_equals_alone(
 
 def multiply_in_float64(monkeypatch: pytest.MonkeyPatch, *, centred: bool = False) -> None:
     """Let linear layers and attention of engines built from now on multiply in float64 and round once."""
-
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        weight = layer.weight.detach().double()
-        layer.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(
-            x.double(), weight, None if bias is None else bias.double()
-        ).to(x.dtype)
-
-    monkeypatch.setattr(linear_layers, "dispatch_cpu_unquantized_gemm", dispatch)
+    monkeypatch.setattr(linear_layers, "dispatch_cpu_unquantized_gemm", exact_products.dispatch)
     transforms = {
         "key_mean": torch.linspace(-2, 2, HEAD_DIM),
         "key_scale": torch.logspace(1, -1, HEAD_DIM, base=2),

@@ -1,0 +1,184 @@
+"""A `vllm serve` to be soaked: its processes, the memory that they hold, its counters, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+"""The `vllm` command, also where it has no script."""
+NAME, ENGINE = "soaked", "EngineCore"
+MIB = 1 << 20
+LINGER_SECONDS = 15
+"""That a process may outlive its server."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """MiB of all the server's processes on the host, without pages that they share with files, and on the device;
+    `is_own`: not of others on the device, too."""
+
+    host: float
+    device: float
+    is_own: bool
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server; `process` leads a session of its own."""
+
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def is_healthy(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+        return True
+
+    def wait_until_healthy(self, seconds: float) -> None:
+        """Raises RuntimeError with the end of the log if the server does not answer in time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            if self.is_healthy():
+                return
+            time.sleep(0.5)
+        raise RuntimeError(f"the server did not start within {seconds:.0f} s:\n{self.log.read_text()[-3000:]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live of the server and what it started."""
+        try:
+            leader = psutil.Process(self.process.pid)
+            return [leader, *leader.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def engines(self) -> list[psutil.Process]:
+        """The processes of the engine: those with its name, by vLLM's own title of a process."""
+        named = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if ENGINE in process.name() or ENGINE in " ".join(process.cmdline()):
+                    named.append(process)
+        return named
+
+    def memory(self) -> Memory:
+        host, processes = 0, self.processes()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used = process.memory_info()
+                host += used.rss - used.shared
+        return Memory(host / MIB, *device_memory({process.pid for process in processes}))
+
+    def counters(self) -> dict[str, float]:
+        """Lines of /metrics by name, summed over their labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if match := re.match(r"([a-z_:]+)(?:\{.*\})? ([-+.\de]+)$", line):
+                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+        return found
+
+
+def device_memory(pids: set[int]) -> tuple[float, bool]:
+    """MiB that these processes use on the first GPU that is visible, and True; False and what all use, where the driver
+    does not name them, as in some containers. 0 where there is no GPU."""
+    if not shutil.which("nvidia-smi"):
+        return 0.0, True
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={gpu}", "--format=csv,noheader,nounits"]
+
+    def ask(what: str) -> list[list[str]]:
+        answer = subprocess.run([*command, what], capture_output=True, text=True, check=True).stdout
+        return [line.split(", ") for line in answer.splitlines()]
+
+    own = [
+        float(used) for pid, used in ask("--query-compute-apps=pid,used_memory") if pid.isdigit() and int(pid) in pids
+    ]
+    return (sum(own), True) if own else (float(ask("--query-gpu=memory.used")[0][0]), False)
+
+
+@contextlib.contextmanager
+def serve(model: str, dtype: str, options: list[str], log: Path) -> Iterator[Server]:
+    """Start a server; the caller waits until it answers. Ends it and whatever it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*VLLM, "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *options], stdout=output, stderr=subprocess.STDOUT,
+            env={"VLLM_NO_USAGE_STATS": "1", **os.environ}, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield Server(process, port, log)
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: an engine that outlives its server
+        process.wait()
+
+
+def kill_engine(server: Server, seconds: float) -> dict[str, object]:
+    """Kill the engine with -9 and see what becomes of the server within `seconds`."""
+    engines, everything = server.engines(), server.processes()
+    if not engines:
+        raise RuntimeError(f"the server has no process called {ENGINE}")
+    segments = shared_memory(everything)
+    for engine in engines:
+        engine.kill()
+    started = time.monotonic()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(seconds)
+    code = server.process.poll()
+    _, alive = psutil.wait_procs(everything, timeout=LINGER_SECONDS)
+    return {
+        "killed": len(engines), "exit_code": code, "seconds": round(time.monotonic() - started, 1),
+        "healthy_afterwards": code is None and server.is_healthy(),
+        "processes_left": sorted(_title(process) for process in alive if process.is_running()),
+        "shared_memory_left": sorted(path for path in segments if Path(path).exists()),
+    }  # fmt: skip
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[str]:
+    """Files of /dev/shm that the processes have mapped."""
+    paths = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            paths |= {area.path for area in process.memory_maps() if area.path.startswith("/dev/shm/")}
+    return paths
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{process.name()} ({process.status()})"
+    return ""
+
+
+def save(file: Path, report: dict[str, object]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n")

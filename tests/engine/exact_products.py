@@ -1,0 +1,38 @@
+"""Products in float64, rounded once, so that a row does not depend on how many rows it is multiplied with.
+
+For an engine in this process: `dispatch` and `Float64Codec` in the place of vLLM's and ours. For a server: a plugin of
+vLLM (`write_plugin`), which does it in each of its processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """For vLLM's `dispatch_cpu_unquantized_gemm`."""
+    weight = layer.weight.detach().double()
+    layer.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(
+        x.double(), weight, None if bias is None else bias.double()
+    ).to(x.dtype)
+
+
+def register() -> None:
+    """Of the plugin."""
+    from fake_codecs import Float64Codec
+    from packed_kv.attention import impl
+    from vllm.model_executor.layers import utils
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    impl.PagedCodec = Float64Codec
+
+
+def write_plugin(folder: Path) -> str:
+    """Make `folder` a place where vLLM finds the plugin; returns the PYTHONPATH that leads there."""
+    metadata = folder / "exact_products-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: exact-products\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nexact_products = exact_products:register\n")
+    return f"{folder}:{Path(__file__).parent}"
