@@ -152,9 +152,6 @@ def ring_slot_bytes(head_dim: int) -> int:
 RECENT_TOKENS = 64
 """Of the recent window, unless another number is asked for; docs/quality.md has the figures by window."""
 RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
-RING_BLOCK = 1 << 30
-"""Bit of a table's entry that numbers a ring block among several in a block of vLLM's pool; the other bits are the
-number. vLLM's warm-up makes tables of its own, of whole blocks' numbers: they lack the bit, and so are misses."""
 SHORT = 4
 """Ring blocks shorter than this make long tables."""
 EXCESS = 9 / 8

@@ -13,7 +13,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.ring import gather_ring, plan_ring
 from packed_kv.kernels.rotate import rotate_query, rotation_matrix
 from packed_kv.kernels.store import store_tokens
-from packed_kv.layout import RING_BLOCK, page_layout, ring_slot_bytes
+from packed_kv.layout import page_layout, ring_slot_bytes
 from test_decode import BOUND, DEVICE, relative_rms
 
 
@@ -52,36 +52,21 @@ def test_stored_bytes_equal_the_reference(name: str, head_dim: int) -> None:
     assert torch.equal(pages, plain)
 
 
-def ring_of(
-    requests: list[tuple[int, int]], window: int, block_size: int, kv_heads: int, head_dim: int, drafts: int,
-    marked: bool = True,
-):  # fmt: skip
-    """Block table, ring and number of ring blocks for requests (tokens, of them from the prefix cache).
-
-    `marked`: the table is one of several ring blocks a block of the pool, where a whole block's number is a miss too.
-    """
+def ring_of(requests: list[tuple[int, int]], window: int, block_size: int, kv_heads: int, head_dim: int, drafts: int):
+    """Block table and number of ring blocks for requests (tokens, of them from the prefix cache)."""
     ring_blocks = -(-(window + drafts + 1) // block_size) + 1
     longest = max(tokens for tokens, _ in requests)
     table = torch.zeros(len(requests), -(-longest // block_size) + 3, dtype=torch.int32)
     for i, (tokens, hit) in enumerate(requests):
         for entry in range(-(-hit // block_size), -(-tokens // block_size)):
-            table[i, entry] = 1 + i * ring_blocks + entry % ring_blocks | (RING_BLOCK if marked else 0)
-        table[i, : -(-hit // block_size)] = 3 if marked else 0
+            table[i, entry] = 1 + i * ring_blocks + entry % ring_blocks
         table[i, -(-tokens // block_size) :] = 10_000_000  # stale
     cache = poisoned_ring(1 + len(requests) * ring_blocks, kv_heads, block_size, head_dim)
     return table.to(DEVICE), cache, ring_blocks
 
 
-def slot_of(table: torch.Tensor, request: int, token: int, block_size: int) -> torch.Tensor:
-    """Of a marked or an unmarked table: a slot, or -1 for a miss."""
-    entry = int(table[request, token // block_size])
-    is_ring_block = entry >= RING_BLOCK or (entry > 0 and int(table.max()) < RING_BLOCK)
-    slot = entry % RING_BLOCK * block_size + token % block_size
-    return torch.tensor([slot if is_ring_block else -1], device=DEVICE)
-
-
 def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (140, 0)), query_lens=None, splits=3,
-        recent=32, block_size=8, window=None, soft_cap=None, kernel="triton", marked=True, **channels):  # fmt: skip
+        recent=32, block_size=8, window=None, soft_cap=None, kernel="triton", **channels):  # fmt: skip
     """Kernel output and the reference in float64. Of `requests` (tokens, from the prefix cache) the newest are decoded.
 
     All tokens but those of the prefix cache were written to the ring in order, so older ones were overwritten.
@@ -89,14 +74,12 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
     generator = torch.Generator().manual_seed(head_dim + len(requests))
     query_lens = query_lens or (1,) * len(requests)
     codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **channels)
-    table, ring_cache, ring_blocks = ring_of(requests, recent, block_size, kv_heads, head_dim, max(query_lens) - 1,
-                                             marked)  # fmt: skip
+    table, ring_cache, ring_blocks = ring_of(requests, recent, block_size, kv_heads, head_dim, max(query_lens) - 1)
     seq_lens = torch.tensor([tokens for tokens, _ in requests], dtype=torch.int32, device=DEVICE)
     start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(DEVICE)
     slots = torch.full((sum(query_lens) + 3,), 77, dtype=torch.int32, device=DEVICE)
     first = torch.full((len(requests),), -7, dtype=torch.int32, device=DEVICE)
-    sizes = dict(block_size=block_size, ring_blocks=ring_blocks, window=recent, longest_decode=max(query_lens),
-                 least=RING_BLOCK if marked else 1)  # fmt: skip
+    sizes = dict(block_size=block_size, ring_blocks=ring_blocks, window=recent, longest_decode=max(query_lens))
     plan_ring(start, seq_lens, table, slots, first, **sizes)
 
     blocks_each = [-(-tokens // 16) for tokens, _ in requests]
@@ -112,7 +95,8 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
         codec.write(pages, (page_table[i, ids // 16].long() * 16 + ids % 16).to(DEVICE), key, value)
         rotated = [part.prepare(x) for part, x in ((codec.key, key), (codec.value, value))]
         for token in range(hit, tokens):
-            slot = slot_of(table, i, token, block_size)
+            block = int(table[i, token // block_size])
+            slot = torch.tensor([block * block_size + token % block_size if block else -1], device=DEVICE)
             reference.write(ring_cache, slot, *(x[token : token + 1] for x in rotated))
         from_pages = [part.decode(part.encode(x)).double() for part, x in ((codec.key, key), (codec.value, value))]
         from_ring = [part.unrotate(reference.round_trip(x)).double()
@@ -161,7 +145,6 @@ def attention(query, key, value, scale, soft_cap):
         {"requests": ((200, 0), (64, 40), (20, 0)), "window": 20},  # the sliding window is the shorter one
         {"soft_cap": 2.0},
         {"recent": 1},
-        {"requests": ((50, 44), (100, 16)), "marked": False},
         {"recent": 200, "requests": ((140, 0), (30, 0))},  # longer than the requests: nothing is read from pages
     ],
     ids=str,
@@ -184,11 +167,10 @@ def test_plan_equals_the_reference(seed: int) -> None:
     requests = [(n, draw(0, n) if i % 2 else 0) for i, n in enumerate(lens)]
     counts = [draw(1, n - hit + 1) if i > 3 else min(n - hit, 1 + draw(0, drafts + 1)) for i, (n, hit) in
               enumerate(requests)]  # fmt: skip
-    table, _, ring_blocks = ring_of(requests, window, block_size, 1, 32, drafts, marked=seed > 2)
+    table, _, ring_blocks = ring_of(requests, window, block_size, 1, 32, drafts)
     start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    sizes = dict(block_size=block_size, ring_blocks=ring_blocks, window=window, longest_decode=1 + drafts,
-                 least=RING_BLOCK if seed > 2 else 1)  # fmt: skip
+    sizes = dict(block_size=block_size, ring_blocks=ring_blocks, window=window, longest_decode=1 + drafts)
     results = []
     for function in (plan, plan_ring):
         slots = torch.full((sum(counts) + 5,), 77, dtype=torch.int32, device=DEVICE)
@@ -212,7 +194,8 @@ def test_gather_writes_what_the_ring_has(head_dim: int) -> None:
     stored = torch.randn(3, 40, 2, kv_heads, head_dim, generator=generator).to(DEVICE)
     for i, (tokens, hit) in enumerate(requests):
         for token in range(hit, tokens):
-            slot = slot_of(table, i, token, block_size)
+            block = int(table[i, token // block_size])
+            slot = torch.tensor([block * block_size + token % block_size if block else -1], device=DEVICE)
             reference.write(cache, slot, stored[i, token, 0][None], stored[i, token, 1][None])
     first = torch.tensor([25, 32, 0], dtype=torch.int32, device=DEVICE)
     spans = torch.tensor([[0, -16, 25, 40], [1, 24 - 0, 18, 33], [2, 57, 0, 9]], dtype=torch.int32, device=DEVICE)

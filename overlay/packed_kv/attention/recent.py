@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring, read, round_trip
-from ..layout import RECENT_TOKENS, RING_BLOCK
+from ..layout import RECENT_TOKENS
 from .active_blocks import RecentTokens
 from .options import OptionError, read_options
 from .recent_plan import plan
@@ -244,8 +244,7 @@ class RecentStep:
         start = seq_len - own[0].shape[1]
         first = min(int(self.metadata.first[request]), start)
         places = torch.arange(first, start, device=cache.device)
-        numbers = table[places // cache.shape[2]].long() & RING_BLOCK - 1
-        slots = numbers * cache.shape[2] + places % cache.shape[2]
+        slots = table[places // cache.shape[2]].long() * cache.shape[2] + places % cache.shape[2]
         held = (x.transpose(0, 1) for x in read(cache, slots))
         key, value = (torch.cat(parts, dim=1) for parts in zip(held, own, strict=True))
         return RecentTokens(first, self.companion.window, key, value)
@@ -266,7 +265,6 @@ class RecentMetadataBuilder(AttentionMetadataBuilder[RecentMetadata]):
             "block_size": spec.ring_block_size,
             "ring_blocks": spec.ring_blocks,
             "window": spec.window,
-            "least": spec.least_entry,
             "longest_decode": spec.slack if device.type == "cuda" else 0,  # in PyTorch a batch's own tokens are raw
         }
         scheduler = vllm_config.scheduler_config

@@ -6,9 +6,7 @@ packed page alone: those of the prefix cache or of another server, and those tha
 the scheduler decides what is valid, and nobody has to keep tags.
 
 Where the pool's blocks hold much more than a ring, as beside state layers, a block is cut into ring blocks, and rings
-of several requests lie in it. Tables then have the numbers of ring blocks, block * ring blocks a block + place, and
-the bit `RING_BLOCK`. vLLM's warm-up makes up tables of its own, with a block a request: taken for ring blocks, these
-would lie in the states and pages of its other requests, and a state that is no number made a token that is none.
+of several requests lie in it. Tables then have the numbers of ring blocks: block * ring blocks a block + place.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ..layout import RING_BLOCK, choose_ring_block, ring_slot_bytes
+from ..layout import choose_ring_block, ring_slot_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,11 +49,6 @@ class RingSpec(CircularBufferSpec):
     @property
     def ring_blocks_a_block(self) -> int:
         return self.block_size // self.ring_block_size
-
-    @property
-    def least_entry(self) -> int:
-        """Of a table, that is a ring block's."""
-        return 1 if self.ring_blocks_a_block == 1 else RING_BLOCK
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return cdiv(self.ring_blocks * self.page_size_bytes, self.ring_blocks_a_block)
@@ -118,7 +111,6 @@ class RingManager(SingleTypeKVCacheManager):
         self.block_size = kv_cache_spec.ring_block_size
         self.ring_blocks = kv_cache_spec.ring_blocks
         self.a_block = kv_cache_spec.ring_blocks_a_block
-        self.mark = kv_cache_spec.least_entry & RING_BLOCK
         self.rings: dict[str, dict[int, KVCacheBlock]] = {}
         self.first: dict[str, int] = {}
         """Request -> number of its first block of tokens that it computes itself."""
@@ -178,17 +170,16 @@ class RingManager(SingleTypeKVCacheManager):
         place = places.pop()
         if not places:
             del self.free_places[number]
-        return KVCacheBlock(place | self.mark)
+        return KVCacheBlock(place)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self.req_to_blocks.pop(request_id, None)
         self.first.pop(request_id, None)
         empty = []
         for ring_block in self.rings.pop(request_id, {}).values():
-            place = ring_block.block_id & ~self.mark
-            number = place // self.a_block
+            number = ring_block.block_id // self.a_block
             places = self.free_places.setdefault(number, [])
-            places.append(place)
+            places.append(ring_block.block_id)
             if len(places) == self.a_block:
                 del self.free_places[number]
                 empty.append(self.blocks.pop(number))

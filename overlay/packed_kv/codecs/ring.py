@@ -30,8 +30,7 @@ class Ring:
     """One layer's ring, as attention reads it.
 
     `cache`: uint8 [blocks, KV heads, block_size, ring_slot_bytes], the last two dimensions contiguous. `block_table`:
-    int32 [requests, blocks of the longest request], entry i for tokens i * block_size and on; the bit `RING_BLOCK` of
-    `layout.py` is not of the number. `first`: int32
+    int32 [requests, blocks of the longest request], entry i for tokens i * block_size and on. `first`: int32
     [requests], the first token that is in the ring; from there on all are, up to the newest. `window`: tokens that a
     query reads there, its own included; those before are read from the packed pages.
     """

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
 from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
-from ..layout import RING_BLOCK, ring_slot_bytes
+from ..layout import ring_slot_bytes
 from . import power_of_2
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch
@@ -31,7 +31,6 @@ _LARGEST_HALF = tl.constexpr(65504.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 RING_SLOTS = tl.constexpr((0, *(ring_slot_bytes(groups * GROUP_SIZE) for groups in range(1, 17))))
 """By groups of a head: a kernel's constant cannot call what calls another function."""
-_NUMBER = tl.constexpr(RING_BLOCK - 1)
 TOKENS_A_PROGRAM = 1024
 """Of `plan_ring`, at a time."""
 
@@ -124,8 +123,7 @@ def _value_pairs(first, second):
 @triton.jit
 def _slots(ring_head, table, token, block_stride, BLOCK: tl.constexpr, SLOT: tl.constexpr):
     """Pointers to the slots of tokens."""
-    number = tl.load(table + token // BLOCK) & _NUMBER
-    return ring_head + number.to(tl.int64) * block_stride + token % BLOCK * SLOT
+    return ring_head + tl.load(table + token // BLOCK).to(tl.int64) * block_stride + token % BLOCK * SLOT
 
 
 @triton.jit
@@ -227,7 +225,7 @@ def attend_ring(
 @triton.jit(do_not_specialize=["tokens", "table_stride", "requests"])
 def _plan_kernel(
     query_start, seq_lens, table, slots, first, requests, tokens, table_stride,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, LONGEST: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, LONGEST: tl.constexpr,
     ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: requests."""
@@ -240,16 +238,16 @@ def _plan_kernel(
     low = tl.maximum(prefix - WINDOW + 1, 0)
     newest = tl.where(count <= LONGEST, tl.where(count > 0, seq_len, 0), prefix) - 1
     entry = low // BLOCK + tl.arange(0, ENTRIES)
-    entered = tl.load(table + entry, mask=entry * BLOCK <= newest, other=LEAST)
-    missing = tl.max(tl.where(entered < LEAST, entry, -1), 0)
+    entered = tl.load(table + entry, mask=entry * BLOCK <= newest, other=1)
+    missing = tl.max(tl.where(entered == 0, entry, -1), 0)
     tl.store(first + request, tl.maximum(low, (missing + 1) * BLOCK))
 
     kept = (seq_len - 1) // BLOCK - RING_BLOCKS + 1  # a block before it has the place of a newer one
     for base in range(0, count, TOKENS):
         token = base + tl.arange(0, TOKENS)
         position = prefix + token
-        entry = tl.load(table + position // BLOCK, mask=(token < count) & (position // BLOCK >= kept), other=0)
-        slot = tl.where(entry >= LEAST, (entry & _NUMBER) * BLOCK + position % BLOCK, -1)
+        block = tl.load(table + position // BLOCK, mask=(token < count) & (position // BLOCK >= kept), other=0)
+        slot = tl.where(block > 0, block * BLOCK + position % BLOCK, -1)
         tl.store(slots + start + token, slot, mask=token < count)
     if request == requests - 1:
         for base in range(end, tokens, TOKENS):  # padding
@@ -268,13 +266,12 @@ def plan_ring(
     ring_blocks: int,
     window: int,
     longest_decode: int,
-    least: int = 1,
 ) -> None:
-    """`attention/recent_plan.plan` in one launch: fills `slots` and `first`. The arguments are the same."""
+    """`attention/recent_metadata.plan` in one launch: fills `slots` and `first`. The arguments are the same."""
     requests = len(seq_lens)
     _plan_kernel[(requests,)](
         query_start, seq_lens, block_table, slots, first, requests, len(slots), block_table.stride(0),
-        WINDOW=window, BLOCK=block_size, RING_BLOCKS=ring_blocks, LONGEST=longest_decode, LEAST=least,
+        WINDOW=window, BLOCK=block_size, RING_BLOCKS=ring_blocks, LONGEST=longest_decode,
         ENTRIES=power_of_2((window + longest_decode) // block_size + 2), TOKENS=TOKENS_A_PROGRAM, num_warps=4,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ struct Ring {
         if (lane.index >= 16 / RING_PIECE) return;
         int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
         token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
-        const u32 block = table[token / TOKENS_OF_BLOCK] & 0x3FFFFFFF;  // without the bit RING_BLOCK of layout.py
+        const u32 block = table[token / TOKENS_OF_BLOCK];
         copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
                                cache + (u64)block * block_stride + token % TOKENS_OF_BLOCK * RING_SLOT);
     }
