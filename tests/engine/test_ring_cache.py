@@ -95,3 +95,22 @@ def test_ring_blocks_of_all_layers_are_apart(is_block_outermost: bool) -> None:
     for block, owned in enumerate(owners.flatten(1)):
         assert set(owned.tolist()) <= {block, -1}
         assert int((owned == block).sum()) == layers * page
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_warm_up_writes_in_no_block_of_another(count: int) -> None:
+    """Its tables have blocks' numbers, one after the other over requests and groups; read as those of ring blocks, they
+    must lie in blocks of the ring's own. (Beside state layers on a GPU, the engine did not start.)"""
+    from vllm.v1.worker.gpu.warmup import _reserved_block_count
+
+    spec = RingSpec(
+        block_size=8 * count, num_kv_heads=2, head_size=64, dtype=torch.uint8, state_content_bytes=136, window=64,
+        slack=1, ring_block_size=8,
+    )  # fmt: skip
+    reserve = {"num_lookahead_tokens": 0, "max_model_len": 4096, "max_encoder_len": 0}
+    numbers = iter(range(1, 1000))
+    rings, others = set(), set()
+    for _request in range(16):
+        others.add(next(numbers))  # its state
+        rings |= {next(numbers) // count for _ in range(_reserved_block_count(2, spec, **reserve))}
+    assert not rings & others

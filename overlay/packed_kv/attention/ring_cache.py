@@ -50,6 +50,12 @@ class RingSpec(CircularBufferSpec):
     def ring_blocks_a_block(self) -> int:
         return self.block_size // self.ring_block_size
 
+    @property
+    def num_warmup_blocks(self) -> int:
+        """Blocks that vLLM's warm-up makes up for a request, in tables of its own: none where their numbers would be
+        taken for those of ring blocks, in the pages and states of its other requests."""
+        return 1 if self.ring_blocks_a_block == 1 else 0
+
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return cdiv(self.ring_blocks * self.page_size_bytes, self.ring_blocks_a_block)
 
