@@ -5,7 +5,7 @@
 
 A sample of prompts is served alone first, and again behind the load: the same tokens, or the soak has failed. Between
 them `--clients` clients ask for `--tokens` tokens each (or for --seconds): shared prefixes, lengths up to --prompt and
---answer, a tenth cancelled, a tenth from the sample, whose tokens are compared. Give the server too small a KV cache,
+--answer, a tenth cancelled, some from the sample, whose tokens are compared. Give the server too small a KV cache,
 so that requests are preempted. Memory is read every second, of all the server's processes (without shared pages) and of
 the GPU; growth is the median of its last tenth over that of its second. --kill ends the engine with -9 at the end,
 while clients stream, and says what the server did. The report goes to --out and the terminal.
@@ -57,6 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=4000, help="prompts are of token ids below this (default: %(default)s)")
     add("--samples", type=int, default=8, help="prompts whose tokens are compared (default: %(default)s)")
     add("--sample-answer", type=int, default=128, help="tokens of their answers (default: %(default)s)")
+    add("--sample-share", type=float, default=0.1, help="of the requests (default: %(default)s)")
     add("--exact", action="store_true", help="all of the sample must be the same under load")
     add("--growth", type=float, default=64, help="MiB that memory may grow (default: %(default)s)")
     add("--kill", action="store_true", help="kill the engine at the end, and see what the server does")
@@ -70,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def load_of(options: argparse.Namespace) -> soak_clients.Load:
     return soak_clients.Load(
         options.vocabulary, options.prompt, options.answer, options.prefix, options.sample_answer,
-        samples=options.samples,
+        samples=options.samples, sample_share=options.sample_share,
     )  # fmt: skip
 
 

@@ -64,7 +64,9 @@ class Server:
             if self.is_healthy():
                 return
             time.sleep(0.5)
-        raise RuntimeError(f"the server did not start within {seconds:.0f} s:\n{self.log.read_text()[-3000:]}")
+        code = self.process.poll()
+        reason = f"did not answer within {seconds:.0f} s" if code is None else f"ended with exit code {code}"
+        raise RuntimeError(f"the server {reason}:\n{self.log.read_text()[-3000:]}")
 
     def processes(self) -> list[psutil.Process]:
         """All that live of the server and what it started."""

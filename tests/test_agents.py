@@ -225,7 +225,7 @@ def test_the_model_finds_what_vllm_finds(tmp_path: Path) -> None:
     from simulated_engine import SimulatedEngine, Speed, blocks_of, config_of
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    budget, dtype = 4_000_000, "isoquant4"
+    budget, dtype = 3_000_000, "isoquant4"
     llm = bench_engine.start(
         str(DEMO_MODEL), dtype, max_model_len=512, max_requests=16, kv_cache_memory=budget + (4 << 20),
         prefix_caching=True, block_size=32,
@@ -237,22 +237,22 @@ def test_the_model_finds_what_vllm_finds(tmp_path: Path) -> None:
         draw = random.Random(0)
         texts = [draw.choices(range(3, 4000), k=500) for _ in range(8)]
         trace = [(draw.randrange(8), draw.randint(100, 500)) for _ in range(24)]
-        model = SimulatedEngine(blocks, live.block_size, ring, Speed(1, 0, 0))
-        found: list[list[int]] = [[], []]
+        model, roomy = (SimulatedEngine(size, live.block_size, ring, Speed(1, 0, 0)) for size in (blocks, 1000))
+        found: list[list[int]] = [[], [], []]
         device.fill_pages()
         with live.serving(budget) as given:
-            assert given == blocks == 76
-            for hits, engine in zip(found, (live, model), strict=True):
+            assert given == blocks == 57
+            for hits, engine in zip(found, (live, model, roomy), strict=True):
                 for number, (text, length) in enumerate(trace):
                     engine.add(str(number), texts[text][:length], 1)
                     hits += finish(engine).values()
             load = Load(prompt=32, output=128, vocabulary=4000)
             watch = Watch(live, load)
-            watch.begin(under_way(load, 70, live.block_size, ring))
+            watch.begin(under_way(load, 50, live.block_size, ring))
             steps = [len(live.step()) for _ in range(3)]
             live.abort(sorted(watch.alive))
         assert found[0] == found[1]
-        assert 0 in found[0][8:] and max(found[0]) > 200, "nothing was evicted, or nothing was found"
+        assert 0 < sum(found[1]) < sum(found[2]), "nothing was found, or nothing was evicted"
         assert len(watch.alive) > 4 and max(steps) == len(watch.alive)
     finally:
         llm.llm_engine.engine_core.shutdown()

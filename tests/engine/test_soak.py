@@ -11,12 +11,15 @@ import exact_products
 import pytest
 import soak
 
-LOAD = "--clients 6 --tokens 80 --seconds 15 --prompt 100 --prefix 64 --answer 48 --samples 2 --sample-answer 12 --kill"
+LOAD = """
+    --clients 6 --tokens 60 --seconds 30 --prefix 32 --prompt 40 --answer 64 --samples 2 --sample-answer 12
+    --sample-share 0.3 --kill
+"""
 SERVER = """
-    --enforce-eager --dtype float32 --block-size 32 --max-model-len 256 --kv-cache-memory-bytes 700000
+    --enforce-eager --dtype float32 --block-size 32 --max-model-len 256 --kv-cache-memory-bytes 550000
     --no-scheduler-reserve-full-isl --additional-config {"packed_kv":{"recent_tokens":0}}
 """
-"""12 blocks hold 6 requests of 3 to 5 blocks, 2 of them shared, for a while."""
+"""9 blocks hold 6 requests that begin with 2 blocks, 1 of them shared, and grow to 4."""
 
 
 def test_growth_is_that_of_the_medians() -> None:
