@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl
+from packed_kv.attention import ranks
 from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.attention.shares import Share
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPTS = [
@@ -83,6 +87,57 @@ def test_data_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], i
             llm.shutdown()
 
     assert asyncio.run(answers()) == [alone[1], alone[1]]
+
+
+@pytest.mark.parametrize("share", [Share(), Share(2, 0, 1), Share(2, 1, 1), Share(3, 1, 4), Share(4, 3, 16)])
+def test_a_share_is_what_vllm_places_on_a_rank(share: Share) -> None:
+    for tokens in range(150):
+        of_vllm = get_dcp_local_seq_lens(torch.tensor([tokens]), share.ranks, share.rank, share.run)
+        assert share.count(tokens) == int(of_vllm) == int(share.count(torch.tensor([tokens])))
+        places = share.place(torch.arange(share.count(tokens))).tolist()
+        assert places == [i for i in range(tokens) if i // share.run % share.ranks == share.rank]
+
+
+def config(**changes: Any) -> Any:
+    """What `ranks.refuse` looks at."""
+    parallel = {"decode_context_parallel_size": 2, "dcp_comm_backend": changes.pop("dcp_comm_backend", "ag_rs")}
+    model = {"is_hybrid": changes.pop("is_hybrid", False), "attention_chunk_size": changes.pop("chunk", None)}
+    parts = {"speculative_config": None, "kv_transfer_config": None, **changes}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dcp_comm_backend": "a2a"}, "--dcp-comm-backend a2a"),
+        ({"speculative_config": object()}, "drafts"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")}, "OffloadingConnector"),
+        ({"is_hybrid": True}, "state layers"),
+        ({"chunk": 8192}, "chunked attention"),
+        ({"cpu": True}, "CPU"),
+        ({"old": True}, "this version of vLLM"),
+    ],
+)
+def test_what_cannot_be_dealt_out(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = dict(changes)
+    monkeypatch.setattr(ranks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    ranks.refuse(config(), "tq4")
+    if changes.pop("cpu", False):
+        monkeypatch.undo()
+    if changes.pop("old", False):
+        monkeypatch.setattr(ranks, "HAS_OPEN_REGISTRY", False)
+    with pytest.raises(ValueError, match=f"with .*{words}.*; use --decode-context-parallel-size 1$"):
+        ranks.refuse(config(**changes), "tq4")
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"), [((64, False, False), "window"), ((None, True, False), "sinks"), ((None, False, True), "cache")]
+)
+def test_layers_that_cannot_be_dealt_out(layer: tuple[int | None, bool, bool], words: str) -> None:
+    ranks.refuse_layer(Share(), "tq4", *layer)
+    ranks.refuse_layer(Share(2), "tq4", None, False, False)
+    with pytest.raises(ValueError, match=words):
+        ranks.refuse_layer(Share(2), "tq4", *layer)
 
 
 def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
