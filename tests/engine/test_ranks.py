@@ -48,9 +48,15 @@ def alone(model: str) -> tuple[torch.Tensor, list[list[int]], int]:
 
 
 def test_decode_context_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
-    """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers."""
-    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
-    logprobs, generated, tokens = run(model, worker_extension_cls="dealt_out.Extension", **ranks, **TWO_PROCESSES)
+    """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers. There is no window, as
+    nobody asks for one by name."""
+    dealt: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": 4,
+    }
+    dealt |= {"recent_tokens": None, "worker_extension_cls": "dealt_out.Extension"}
+    logprobs, generated, tokens = run(model, **dealt, **TWO_PROCESSES)
     assert mean_kl(alone[0], logprobs) < 1e-6
     assert generated == alone[1]
     assert tokens == 2 * alone[2]
