@@ -50,13 +50,10 @@ def alone(model: str) -> tuple[torch.Tensor, list[list[int]], int]:
 def test_decode_context_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
     """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers. There is no window, as
     nobody asks for one by name."""
-    dealt: dict[str, Any] = {
-        "tensor_parallel_size": 2,
-        "decode_context_parallel_size": 2,
-        "cp_kv_cache_interleave_size": 4,
-    }
-    dealt |= {"recent_tokens": None, "worker_extension_cls": "dealt_out.Extension"}
-    logprobs, generated, tokens = run(model, **dealt, **TWO_PROCESSES)
+    logprobs, generated, tokens = run(
+        model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
+        worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
+    )  # fmt: skip
     assert mean_kl(alone[0], logprobs) < 1e-6
     assert generated == alone[1]
     assert tokens == 2 * alone[2]
