@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from packed_kv_quality.engines import (
 )
 
 prepare_environment(small_model=True)
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # asking PyTorch for a GPU is too much before a fork
 VOCAB = 4096
 TEXT = CHECKOUT / "LICENSE"
 LENGTHS = (90, 37, 16, 3)
@@ -165,7 +167,8 @@ def served(kv_cache_dtype: str, ranks: tuple[int | None, ...], **more: Any) -> l
         return tokens
 
     async def run() -> list[list[list[int]]]:
-        given = {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES, **options({}, **more)}
+        small = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "gpu_memory_utilization": 0.1}
+        given = {"enforce_eager": True, **small, **options({}, **more)}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(DEMO_MODEL), kv_cache_dtype=kv_cache_dtype, **given))
         try:
             return [await asyncio.gather(*(answer(llm, rank, i) for i in range(len(LENGTHS)))) for rank in ranks]
