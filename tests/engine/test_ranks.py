@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,8 @@ from harness import engine, kv_tokens, mean_kl
 from packed_kv.attention import ranks
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.shares import Share
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
-from vllm.v1.engine.async_llm import AsyncLLM
 
 PROMPTS = [
     [(7 * i * i + 3 * i + start) % tiny_models.VOCAB for i in range(n)] for start, n in ((0, 60), (5, 37), (9, 1))
@@ -66,30 +64,6 @@ def test_pipeline_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]
     expected = run(model, recent_tokens=None)
     assert torch.equal(logprobs, expected[0]) and generated == expected[1]
     assert not torch.equal(logprobs, alone[0]), "no window"
-
-
-def test_data_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
-    """Each rank answers as the one that is alone."""
-    options = {"dtype": "float32", "data_parallel_size": 2, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
-    sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}
-    without_window = {"additional_config": {"packed_kv": {"recent_tokens": 0}}}
-    arguments = AsyncEngineArgs(model, kv_cache_dtype="turboquant25", **options, **sizes, **without_window)
-    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
-
-    async def answer(llm: AsyncLLM, rank: int, index: int) -> list[int]:
-        prompt = {"prompt_token_ids": PROMPTS[index]}
-        async for result in llm.generate(prompt, sampling, f"{rank}-{index}", data_parallel_rank=rank):
-            tokens = list(result.outputs[0].token_ids)
-        return tokens
-
-    async def answers() -> list[list[list[int]]]:
-        llm = AsyncLLM.from_engine_args(arguments)
-        try:
-            return [await asyncio.gather(*(answer(llm, rank, i) for i in range(len(PROMPTS)))) for rank in (0, 1)]
-        finally:
-            llm.shutdown()
-
-    assert asyncio.run(answers()) == [alone[1], alone[1]]
 
 
 @pytest.mark.parametrize("share", [Share(), Share(2, 0, 1), Share(2, 1, 1), Share(3, 1, 4), Share(4, 3, 16)])
