@@ -120,9 +120,13 @@ DENSE = {
         "rotary_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
     },
     "GPTNeoXForCausalLM": tiny("gpt_neox", heads(96)),
-    "OPTForCausalLM": tiny("opt", ffn_dim=256, word_embed_proj_dim=256, tie_word_embeddings=True),
-    "BloomForCausalLM": tiny("bloom", n_head=4, n_layer=4, tie_word_embeddings=True),
-    "FalconForCausalLM": tiny("falcon", heads(64), num_kv_heads=1, ffn_hidden_size=256, tie_word_embeddings=True),
+    "OPTForCausalLM": tiny(
+        "opt", num_key_value_heads=None, ffn_dim=256, word_embed_proj_dim=256, tie_word_embeddings=True,
+    ),
+    "BloomForCausalLM": tiny("bloom", num_key_value_heads=None, n_head=4, n_layer=4, tie_word_embeddings=True),
+    "FalconForCausalLM": tiny(
+        "falcon", heads(64), num_key_value_heads=None, num_kv_heads=1, ffn_hidden_size=256, tie_word_embeddings=True,
+    ),
     "CohereForCausalLM": tiny("cohere", heads(64, kv_heads=2), tie_word_embeddings=True),
     "Cohere2ForCausalLM": tiny("cohere2", sliding(), tie_word_embeddings=True),
     "Olmo2ForCausalLM": tiny("olmo2", heads(64)),

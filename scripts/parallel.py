@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What several ranks do to an engine with packed pages: decode context, pipeline and data parallelism of 2.
 
-    python scripts/parallel.py {dcp,pp,dp} [--dtype NAME] [--activations float16]     # two GPUs
+    python scripts/parallel.py {dcp,pp,dp} [--dtype NAME] [--activations float16]    # two GPUs, or a CPU for pp and dp
 
 Each beside an engine without, at once, in processes of their own, on the demo model; for decode context parallelism,
 which needs more ranks than KV heads, with its first KV head alone. docs/parallel.md has the figures.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from packed_kv_quality.engines import (
 )
 
 prepare_environment(small_model=True)
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # asking PyTorch for a GPU is too much before a fork
 VOCAB = 4096
 TEXT = CHECKOUT / "LICENSE"
 LENGTHS = (90, 37, 16, 3)
@@ -165,9 +167,12 @@ def served(kv_cache_dtype: str, ranks: tuple[int | None, ...], **more: Any) -> l
         return tokens
 
     async def run() -> list[list[list[int]]]:
-        given = {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES, **options({}, **more)}
+        small = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "gpu_memory_utilization": 0.1}
+        given = {"enforce_eager": True, **small, **options({}, **more)}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(DEMO_MODEL), kv_cache_dtype=kv_cache_dtype, **given))
         try:
+            if not torch.cuda.is_available():  # where vLLM's second stage fails unless it had such a step
+                await llm.collective_rpc("execute_dummy_batch")
             return [await asyncio.gather(*(answer(llm, rank, i) for i in range(len(LENGTHS)))) for rank in ranks]
         finally:
             llm.shutdown()

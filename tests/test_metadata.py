@@ -64,7 +64,7 @@ class Layer(AttentionLayerBase):
     """A packed layer of 8 KV heads."""
 
     def __init__(self, query_heads: int, kv_cache_dtype: str = "tq4") -> None:
-        self.kv_cache_dtype, self.impl = kv_cache_dtype, SimpleNamespace(num_heads=query_heads, num_kv_heads=8)
+        self.kv_cache_dtype, self.impl = kv_cache_dtype, SimpleNamespace(group=query_heads // 8)
 
     def get_attn_backend(self):
         raise NotImplementedError
@@ -105,6 +105,6 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
     layer = object.__new__(PackedAttentionImpl)
-    layer.num_heads, layer.num_kv_heads, layer.fused = 96, 8, object()
+    layer.group, layer.fused = 12, object()
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
     assert layer._decodes_by_kernel(batch, torch.bfloat16) == decodes

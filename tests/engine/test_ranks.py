@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl
+from packed_kv.attention import ranks
 from packed_kv.attention.impl import PackedAttentionImpl
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.v1.engine.async_llm import AsyncLLM
+from packed_kv.attention.shares import Share
+from vllm import SamplingParams
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 PROMPTS = [
     [(7 * i * i + 3 * i + start) % tiny_models.VOCAB for i in range(n)] for start, n in ((0, 60), (5, 37), (9, 1))
@@ -44,9 +46,12 @@ def alone(model: str) -> tuple[torch.Tensor, list[list[int]], int]:
 
 
 def test_decode_context_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
-    """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers."""
-    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 4}
-    logprobs, generated, tokens = run(model, worker_extension_cls="dealt_out.Extension", **ranks, **TWO_PROCESSES)
+    """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers. There is no window, as
+    nobody asks for one by name."""
+    logprobs, generated, tokens = run(
+        model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
+        worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
+    )  # fmt: skip
     assert mean_kl(alone[0], logprobs) < 1e-6
     assert generated == alone[1]
     assert tokens == 2 * alone[2]
@@ -61,28 +66,55 @@ def test_pipeline_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]
     assert not torch.equal(logprobs, alone[0]), "no window"
 
 
-def test_data_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
-    """Each rank answers as the one that is alone."""
-    options = {"dtype": "float32", "data_parallel_size": 2, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20}
-    sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}
-    without_window = {"additional_config": {"packed_kv": {"recent_tokens": 0}}}
-    arguments = AsyncEngineArgs(model, kv_cache_dtype="turboquant25", **options, **sizes, **without_window)
-    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+@pytest.mark.parametrize("share", [Share(), Share(2, 0, 1), Share(2, 1, 1), Share(3, 1, 4), Share(4, 3, 16)])
+def test_a_share_is_what_vllm_places_on_a_rank(share: Share) -> None:
+    for tokens in range(150):
+        of_vllm = get_dcp_local_seq_lens(torch.tensor([tokens]), share.ranks, share.rank, share.run)
+        assert share.count(tokens) == int(of_vllm) == int(share.count(torch.tensor([tokens])))
+        places = share.place(torch.arange(share.count(tokens))).tolist()
+        assert places == [i for i in range(tokens) if i // share.run % share.ranks == share.rank]
 
-    async def answer(llm: AsyncLLM, rank: int, index: int) -> list[int]:
-        prompt = {"prompt_token_ids": PROMPTS[index]}
-        async for result in llm.generate(prompt, sampling, f"{rank}-{index}", data_parallel_rank=rank):
-            tokens = list(result.outputs[0].token_ids)
-        return tokens
 
-    async def answers() -> list[list[list[int]]]:
-        llm = AsyncLLM.from_engine_args(arguments)
-        try:
-            return [await asyncio.gather(*(answer(llm, rank, i) for i in range(len(PROMPTS)))) for rank in (0, 1)]
-        finally:
-            llm.shutdown()
+def config(**changes: Any) -> Any:
+    """What `ranks.refuse` looks at."""
+    parallel = {"decode_context_parallel_size": 2, "dcp_comm_backend": changes.pop("dcp_comm_backend", "ag_rs")}
+    model = {"is_hybrid": changes.pop("is_hybrid", False), "attention_chunk_size": changes.pop("chunk", None)}
+    parts = {"speculative_config": None, "kv_transfer_config": None, **changes}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **parts)
 
-    assert asyncio.run(answers()) == [alone[1], alone[1]]
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dcp_comm_backend": "a2a"}, "--dcp-comm-backend a2a"),
+        ({"speculative_config": object()}, "drafts"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")}, "OffloadingConnector"),
+        ({"is_hybrid": True}, "state layers"),
+        ({"chunk": 8192}, "chunked attention"),
+        ({"cpu": True}, "CPU"),
+        ({"old": True}, "this version of vLLM"),
+    ],
+)
+def test_what_cannot_be_dealt_out(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = dict(changes)
+    monkeypatch.setattr(ranks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    ranks.refuse(config(), "tq4")
+    if changes.pop("cpu", False):
+        monkeypatch.undo()
+    if changes.pop("old", False):
+        monkeypatch.setattr(ranks, "HAS_OPEN_REGISTRY", False)
+    with pytest.raises(ValueError, match=f"with .*{words}.*; use --decode-context-parallel-size 1$"):
+        ranks.refuse(config(**changes), "tq4")
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"), [((64, False, False), "window"), ((None, True, False), "sinks"), ((None, False, True), "cache")]
+)
+def test_layers_that_cannot_be_dealt_out(layer: tuple[int | None, bool, bool], words: str) -> None:
+    ranks.refuse_layer(Share(), "tq4", *layer)
+    ranks.refuse_layer(Share(2), "tq4", None, False, False)
+    with pytest.raises(ValueError, match=words):
+        ranks.refuse_layer(Share(2), "tq4", *layer)
 
 
 def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from transformers import PretrainedConfig
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models import llama
+from vllm.model_executor.models import llama, registry
 from vllm.platforms import Platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -68,6 +69,16 @@ MODELS = {
     "encoder_decoder": (whisper, "ENCODER_DECODER not supported"),
     "encoder_only": (lambda: bert("BertModel"), "ENCODER_ONLY not supported"),
     "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "does not support ALiBi"),
+    "told_no_dtype": (
+        lambda: transformers.FalconConfig(
+            architectures=["FalconForCausalLM"],
+            vocab_size=512,
+            hidden_size=128,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+        ),
+        "does not pass the dtype to its attention layers",
+    ),
     "head_dim": (
         lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
         "head size must be a multiple of 16 (head size 72",
@@ -101,6 +112,20 @@ def test_model(what: str, demo_model: str, tmp_path: Path) -> None:
         line = refusal(str(tmp_path), tokenizer=demo_model)
     assert words in line
     assert "use --kv-cache-dtype auto" in line
+
+
+def test_models_that_tell_their_layers_no_dtype_are_known() -> None:
+    """Decoder attention that is made without a `cache_config` keeps dense pages, whatever --kv-cache-dtype says."""
+    found = set()
+    for file in Path(llama.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Attention":
+                given = {keyword.arg for keyword in node.keywords}  # None: **options
+                if not given & {"cache_config", None}:
+                    found.add(file.stem)
+    assert found - {"pixtral"} == {"falcon"}  # Pixtral's are an encoder's
+    classes = {name for name, (module, _) in registry._TEXT_GENERATION_MODELS.items() if module == "falcon"}
+    assert classes <= set(registration.UNTOLD)
 
 
 def test_sinks_of_another_number_of_heads() -> None:

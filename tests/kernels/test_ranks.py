@@ -141,6 +141,7 @@ def batch(share: Share, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata,
         query_start_loc=starts.to(DEVICE, torch.int32), seq_lens=seq_lens, query_starts=starts.tolist(),
         context=seq_lens.tolist(), decodes=decodes, decode_tokens=int(starts[decodes]), decode_query_len=1,
         stored_lens=share.count(seq_lens), share=share,
+        sums=torch.full((int(starts[-1]) * HEADS,), float("nan"), device=DEVICE),
     )  # fmt: skip
     return metadata, slots
 

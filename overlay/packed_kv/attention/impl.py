@@ -297,11 +297,6 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 if sums is not None:
                     sums[rows] = of_rows
 
-    def _sums_of_share(self, queries: torch.Tensor, metadata: PackedMetadata) -> torch.Tensor:
-        """Memory for the logarithms of a batch's sums of weights; layers may share it."""
-        rows, heads = queries.shape[:2]
-        return self._planned(metadata, None, ("sums",), lambda: queries.new_empty((rows, heads), dtype=torch.float32))
-
     def _plan_decodes(
         self, metadata: PackedMetadata, recent: RecentStep | None, sums: torch.Tensor | None = None
     ) -> DecodePlan:
@@ -333,7 +328,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         new_tokens = tokens if self.prefill is None else -(-tokens // 2)
         blocks = -(-tokens // MICRO_BLOCK)
         page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
-        batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device, self.share)
+        batch = PackedMetadata.of_one_request(
+            tokens, new_tokens, key.device, self.share, self.num_heads * self.share.ranks
+        )
         places = torch.arange(tokens, device=key.device)
         self.fused.store(page, key[:tokens], value[:tokens], self.fused.plan_store(places, places))
         output = torch.empty_like(query)
@@ -360,7 +357,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
             return
         queries = ranks.gather(query[:read_pages])
-        over_share, sums = queries.new_empty(queries.shape, dtype=torch.float32), self._sums_of_share(queries, metadata)
+        over_share = queries.new_empty(queries.shape, dtype=torch.float32)
+        assert metadata.sums is not None
+        sums = metadata.sums[: read_pages * queries.shape[1]].view(read_pages, -1)
         plan = self._plan_decodes(metadata, None, sums[:by_kernel]) if decodes else None
         self._store(queries, key, value, kv_cache, metadata, None, decodes, plan)
         if plan is not None:

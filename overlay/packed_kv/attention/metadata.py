@@ -41,7 +41,8 @@ class PackedMetadata(AttentionMetadata):
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
     `plans` keeps what the first layer of a kind worked out for the others.
     `share` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
-    many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1.
+    many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `sums`, fp32, is memory for a number
+    of each token and query head of all ranks; None where there is one rank.
     """
 
     num_actual_tokens: int
@@ -57,6 +58,7 @@ class PackedMetadata(AttentionMetadata):
     decode_query_len: int
     stored_lens: torch.Tensor
     share: Share = WHOLE
+    sums: torch.Tensor | None = None
     plans: dict[tuple, Any] = field(default_factory=dict)
 
     def has_new_prompts(self, first: int) -> bool:
@@ -67,8 +69,11 @@ class PackedMetadata(AttentionMetadata):
         return self.plans[name]
 
     @classmethod
-    def of_one_request(cls, tokens: int, new_tokens: int, device: torch.device, share: Share = WHOLE) -> PackedMetadata:
-        """A request in blocks 0, 1, ... of 16 tokens each, the last `new_tokens` of its `tokens` in the batch."""
+    def of_one_request(
+        cls, tokens: int, new_tokens: int, device: torch.device, share: Share = WHOLE, heads: int = 0
+    ) -> PackedMetadata:
+        """A request in blocks 0, 1, ... of 16 tokens each, the last `new_tokens` of its `tokens` in the batch. `heads`:
+        query heads of all ranks, where there are several."""
         places = torch.arange(tokens, device=device)
         seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
         return cls(
@@ -85,6 +90,7 @@ class PackedMetadata(AttentionMetadata):
             decode_query_len=1,
             stored_lens=share.count(seq_lens),
             share=share,
+            sums=torch.empty(new_tokens * heads, dtype=torch.float32, device=device),
         )
 
 
@@ -112,6 +118,10 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self.share = share_of(vllm_config)
         self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
+        self.sums: torch.Tensor | None = None
+        if self.share != WHOLE:  # not allocated in a step: a CUDA graph outlives those before its capture
+            heads = max(impl.num_heads * self.share.ranks for impl in _packed_layers(vllm_config))
+            self.sums = torch.empty(largest * heads, dtype=torch.float32, device=device)
         check_padding(vllm_config, kv_cache_spec)
         log_capacity(vllm_config, kv_cache_spec.block_size)
         log_match_unit(vllm_config)
@@ -152,6 +162,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             decode_query_len=max(lengths[:decodes], default=0),
             stored_lens=self._stored_lens(common.seq_lens),
             share=self.share,
+            sums=self.sums,
         )
 
     def _stored_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -193,6 +204,10 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
 def _largest_group(vllm_config: VllmConfig) -> int:
     """Query heads a KV head, with those of the ranks that share its tokens: the most that a packed layer has (sliding
     layers of Step-3.5 have more than the model)."""
+    return max(impl.group for impl in _packed_layers(vllm_config))
+
+
+def _packed_layers(vllm_config: VllmConfig) -> list[Any]:
+    """The implementations of their attention."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    packed = [layer.impl for layer in layers if getattr(layer, "kv_cache_dtype", None) in FORMATS]
-    return max(impl.group for impl in packed)
+    return [layer.impl for layer in layers if getattr(layer, "kv_cache_dtype", None) in FORMATS]

@@ -49,6 +49,10 @@ CONNECTORS = (
 )
 """KV connectors of vLLM that find pages by its block hashes, shake hands by its compatibility hash, or share none."""
 
+UNTOLD = ("FalconForCausalLM", "RWForCausalLM")
+"""Architectures whose models do not tell their attention layers of --kv-cache-dtype (`falcon.py` of all versions): vLLM
+would serve them with dense pages, whatever was asked for."""
+
 HAS_OPEN_REGISTRY = hasattr(AttentionBackendEnum, "register")
 """Whether the registry takes new names (0.31 and later). Before, all dtypes share its one free name, CUSTOM."""
 
@@ -149,10 +153,15 @@ class PackedDTypeHandler:
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
         """Have a calibration file made if that was asked for, then see to tiers on disk. Raises CalibrationError, and
-        ValueError for tiers that this vLLM has not."""
+        ValueError for tiers that this vLLM has not and for models that would not be packed."""
         from .self_calibration import resolve_auto
         from .tiers import check_tiers
 
+        if untold := set(vllm_config.model_config.architectures) & set(UNTOLD):
+            raise ValueError(
+                f"--kv-cache-dtype {self.name} cannot serve {', '.join(untold)}: vLLM's model does not pass the dtype "
+                "to its attention layers, which would keep dense pages; use --kv-cache-dtype auto for this model"
+            )
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
 
