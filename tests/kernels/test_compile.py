@@ -8,7 +8,7 @@ import pytest
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
-from packed_kv.kernels import decode, merge, pages, power_of_2, rotate, store
+from packed_kv.kernels import decode, merge, pages, power_of_2, ring, rotate, store
 from packed_kv.layout import page_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -259,13 +259,40 @@ def share_case() -> Case:
     )  # fmt: skip
 
 
+def plan_ring_case() -> Case:
+    pointers = ("query_start", "seq_lens", "table", "slots", "first")
+    return Case(
+        kernel="packed_kv.kernels.ring:_plan_kernel",
+        arch=90,
+        types={**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(("requests", "tokens", "table_stride"), "i32")},
+        constants=dict(WINDOW=64, BLOCK=8, RING_BLOCKS=10, LONGEST=1, ENTRIES=16, TOKENS=ring.TOKENS_A_PROGRAM),
+        options=dict(num_warps=4),
+        unaligned=("requests", "tokens", "table_stride"),
+    )
+
+
+def gather_ring_case() -> Case:
+    return Case(
+        kernel="packed_kv.kernels.ring:_gather_ring_kernel",
+        arch=90,
+        types=dict(
+            table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32", ring="*u8",
+            block_stride="i32", head_stride="i32",
+        ),
+        constants=dict(KV_HEADS=8, GROUPS=4, BLOCK=8),
+        options=dict(num_warps=4),
+        unaligned=("table", "first", "spans", "table_stride"),
+    )  # fmt: skip
+
+
 def test_what_stands_around_decode_stays_in_registers():
     merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [
         ((8, 8), 90, True),
         ((8, 8), 90, False, True),
     ]
-    cases = [merge_case(*key) for key in merges] + [rotate_query_case(), sinks_case(), share_case()]
-    keys = [*merges, "rotate_query", "sinks", "share"]
+    cases = [merge_case(*key) for key in merges]
+    cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]
+    keys = [*merges, "rotate_query", "sinks", "share", "plan_ring", "gather_ring"]
     for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have
