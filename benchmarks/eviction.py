@@ -116,7 +116,7 @@ class Listed(CachePolicy):
     def get(self, key: bytes) -> ChunkStatus | None:
         return self.chunks.get(key)
 
-    def insert(self, key: bytes, chunk: ChunkStatus, req_context: ReqContext) -> None:
+    def insert(self, key: bytes, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         self.chunks[key] = chunk
 
     def remove(self, key: bytes) -> None:
@@ -154,7 +154,7 @@ class Session(Listed):
         self.sessions: dict[bytes, list[bytes]] = defaultdict(list)
         self.rng = random.Random(1)
 
-    def insert(self, key: bytes, chunk: ChunkStatus, req_context: ReqContext) -> None:
+    def insert(self, key: bytes, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         super().insert(key, chunk, req_context)
         self.sessions[key[:6]].append(key)
 
@@ -185,7 +185,7 @@ class Farthest(Listed):
         uses = self.uses[key]
         return uses[-1] if uses else REQUESTS
 
-    def insert(self, key: bytes, chunk: ChunkStatus, req_context: ReqContext) -> None:
+    def insert(self, key: bytes, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         super().insert(key, chunk, req_context)
         self.push(key)
 

@@ -141,7 +141,7 @@ def figures(first: dict[str, float], second: dict[str, float]) -> dict[str, str]
     return {
         "seconds": f"{total['seconds']:.1f}", "output_tokens_s": f"{total['tokens'] / total['seconds']:.0f}",
         "first_half_tokens_s": rate["first"], "second_half_tokens_s": rate["second"],
-        "mean_requests": f"{total['at_once'] / total['steps']:.1f}", 
+        "mean_requests": f"{total['at_once'] / total['steps']:.1f}",
         "most_requests": f"{max(first['most'], second['most'])}",
         "ended": f"{total['ended']}", "preemptions": f"{total['preemptions']}", "steps": f"{total['steps']}",
     }  # fmt: skip

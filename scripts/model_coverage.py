@@ -160,7 +160,7 @@ def row_of(
     auto, packed = found.get("auto", {}), found.get(dtype, {})
     row: dict[str, Any] = {"architecture": architecture, "auto": auto, "packed": packed}
     error = packed if auto.get("done") else auto
-    if packed.get("done") and packed["heads"] and not any("PACKED_KV" in name for name in packed["backends"]):
+    if packed.get("done") and packed.get("heads") and not any("PACKED_KV" in name for name in packed["backends"]):
         return {**row, "result": "fails", "reason": "no layer is packed"}
     if packed.get("done"):
         return {**row, "result": "works"}

@@ -114,7 +114,10 @@ def soak(server: Server, options: argparse.Namespace) -> dict[str, object]:
     finally:
         stop.set()
         watcher.join()
-    seconds, counters = time.monotonic() - started, server.counters()
+    seconds = time.monotonic() - started
+    if server.process.poll() is not None:
+        raise RuntimeError(f"the server ended; its log's end:\n{server.log.read_text()[-4000:]}")
+    counters = server.counters()
     after = asyncio.run(soak_clients.alone(server.url, load, "after"))
     logged = [line for line in server.log.read_text().splitlines() if " ERROR " in f" {line}"]
     return {
@@ -150,6 +153,8 @@ def kill(server: Server, options: argparse.Namespace) -> dict[str, object]:
             for i in range(8)
         ]
         while result.tokens < 8:
+            if time.monotonic() > end:
+                raise RuntimeError(f"no streams to kill the engine under: {result.errors[:1]}")
             await asyncio.sleep(0.1)
         found = await asyncio.to_thread(soak_server.kill_engine, server, 60)
         await asyncio.gather(*streams)

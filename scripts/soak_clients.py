@@ -117,6 +117,7 @@ async def client(
                         break
             except (aiohttp.ClientError, RuntimeError, TimeoutError) as error:
                 result.errors.append(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(1)  # a server that is gone refuses at once
                 continue
             if cancel_at is None and len(made) != length:
                 result.errors.append(f"{len(made)} tokens where {length} were asked for")

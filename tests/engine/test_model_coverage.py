@@ -54,6 +54,8 @@ REFUSAL = "--kv-cache-dtype tq4 cannot serve this model here: MLA not supported 
     ("auto", "packed", "late", "result", "reason"),
     [
         (DONE, DONE, "", "works", None),
+        (DONE, DONE | {"heads": ["4/1"], "backends": ["FLASH_ATTN"]}, "", "fails", "no layer is packed"),
+        (DONE, DONE | {"heads": ["4/1"], "backends": ["FLASH_ATTN", "PACKED_KV_TQ4"]}, "", "works", None),
         (DONE, {"error": "ValueError", "message": f"1 error\n  {REFUSAL}\nhttps://x"}, "", "refused", REFUSAL),
         (DONE, {"error": "KeyError", "message": "'a'\nb"}, "", "fails", "KeyError: 'a'"),
         (DONE, {"kv_tokens": 1}, "", "crash", "tq4: exit code -11"),

@@ -119,7 +119,8 @@ class PackedFileTier(FileSystemTierManager):
     def _tell_of_others(self) -> None:
         """One line where a folder has pages, and none that this engine can read."""
         own = Path(self.file_mapper.base_path)
-        others = [entry for entry in self.root.iterdir() if entry.is_dir() and (entry / "config.json").is_file()]
+        # os.path's is False where the folder may not be entered (lost+found), and Path's raises.
+        others = [entry for entry in self.root.iterdir() if os.path.isfile(entry / "config.json")]
         if len(others) > 1 and not own.with_name(f"{own.name}_r{self.file_mapper.rank}").is_dir():
             logger.warning(
                 "KV pages on disk: %s has pages of other models, dtypes, calibrations, versions or ranks only "

@@ -117,9 +117,9 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.rows = torch.arange(largest, dtype=torch.int32, device=device)
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self.share = share_of(vllm_config)
-        self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
         self.sums: torch.Tensor | None = None
         if self.share != WHOLE:  # not allocated in a step: a CUDA graph outlives those before its capture
+            self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
             heads = max(impl.num_heads * self.share.ranks for impl in _packed_layers(vllm_config))
             self.sums = torch.empty(largest * heads, dtype=torch.float32, device=device)
         check_padding(vllm_config, kv_cache_spec)

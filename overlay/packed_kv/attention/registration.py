@@ -157,10 +157,11 @@ class PackedDTypeHandler:
         from .self_calibration import resolve_auto
         from .tiers import check_tiers
 
-        if untold := set(vllm_config.model_config.architectures) & set(UNTOLD):
+        architecture = vllm_config.model_config.architecture
+        if architecture in UNTOLD:  # by vLLM's own model, that is
             raise ValueError(
-                f"--kv-cache-dtype {self.name} cannot serve {', '.join(untold)}: vLLM's model does not pass the dtype "
-                "to its attention layers, which would keep dense pages; use --kv-cache-dtype auto for this model"
+                f"--kv-cache-dtype {self.name} cannot serve {architecture}: vLLM's model does not pass the dtype to its "
+                "attention layers, which would keep dense pages; use --kv-cache-dtype auto for this model"
             )
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
