@@ -160,8 +160,8 @@ class PackedDTypeHandler:
         architecture = vllm_config.model_config.architecture
         if architecture in UNTOLD:  # by vLLM's own model, that is
             raise ValueError(
-                f"--kv-cache-dtype {self.name} cannot serve {architecture}: vLLM's model does not pass the dtype to its "
-                "attention layers, which would keep dense pages; use --kv-cache-dtype auto for this model"
+                f"--kv-cache-dtype {self.name} cannot serve {architecture}: vLLM's model does not pass the dtype to "
+                "its attention layers, which would keep dense pages; use --kv-cache-dtype auto for this model"
             )
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
