@@ -220,7 +220,10 @@ def test_kv_connectors_that_do(what: str) -> None:
 
 def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
     cache = SimpleNamespace(kv_sharing_fast_prefill=False)
-    return SimpleNamespace(kv_transfer_config=connector, speculative_config=None, cache_config=cache)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    return SimpleNamespace(
+        kv_transfer_config=connector, speculative_config=None, cache_config=cache, parallel_config=parallel
+    )
 
 
 def test_kv_connector(demo_model: str) -> None:
