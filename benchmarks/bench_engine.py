@@ -154,8 +154,12 @@ class Engine:
         while not self._step():
             pass
         (request,) = self.scheduler.running
-        groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        ids = max(groups, key=lambda ids: len(set(ids)))  # of full attention: all of its blocks are there
+        config = self.scheduler.kv_cache_config
+        of_groups = zip(
+            config.kv_cache_groups, self.scheduler.kv_cache_manager.get_block_ids(request.request_id), strict=True
+        )
+        paged = [ids for group, ids in of_groups if group in config.prefix_cacheable_groups]  # no rings
+        ids = max(paged, key=lambda ids: len(set(ids)))  # of full attention: all of its blocks are there
         self.llm.collective_rpc(copy_pages, args=(ids[: tokens // self.block_size], self.blocks))
         self._drain()
 
