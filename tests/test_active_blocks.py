@@ -58,7 +58,7 @@ class Request:
     def attend(self, options: AttentionOptions, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Output of the tokens start .. end when `end` is the newest."""
         end = self.seq_len if end is None else end
-        return attend(self.codec, self.cache, self.table, end, self.query[start:end], options)
+        return attend(self.codec, self.cache, self.table, end, self.query[start:end], options)[0]
 
     def naive(self, options: AttentionOptions, dtype: torch.dtype) -> torch.Tensor:
         """Textbook attention of all tokens over the decoded K and V."""

@@ -46,7 +46,7 @@ def test_same_pages_and_attention(name: str, centred: bool) -> None:
         cache = torch.full((len(table), heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8, device=device)
         codec.write(cache, slots.to(device), key.to(device), value.to(device), positions.to(device))
         options = AttentionOptions(scale=head_dim**-0.5, sliding_window=1500, logits_soft_cap=30.0)
-        outputs.append(attend(codec, cache, table.to(device), tokens, query.to(device), options).cpu())
+        outputs.append(attend(codec, cache, table.to(device), tokens, query.to(device), options)[0].cpu())
         pages.append(cache.cpu())
     assert torch.equal(*pages)
     assert (outputs[0] - outputs[1]).norm() < 1e-5 * outputs[0].norm()

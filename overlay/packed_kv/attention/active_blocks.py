@@ -58,22 +58,6 @@ def attend(
     query: torch.Tensor,
     options: AttentionOptions,
     recent: RecentTokens | None = None,
-) -> torch.Tensor:
-    """Causal attention of one request's newest tokens over all of its cached tokens, the newest included.
-
-    See `attend_share`, of which this is the output where there is one rank.
-    """
-    return attend_share(codec, cache, block_table, seq_len, query, options, recent)[0]
-
-
-def attend_share(
-    codec: PagedCodec,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_len: int,
-    query: torch.Tensor,
-    options: AttentionOptions,
-    recent: RecentTokens | None = None,
     share: Share = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of one request's newest tokens over those of its cached tokens, the newest included, that are in

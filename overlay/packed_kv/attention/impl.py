@@ -18,7 +18,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import write as write_ring
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions, RecentTokens, attend_share
+from .active_blocks import AttentionOptions, RecentTokens, attend
 from .calibration import find_calibration
 from .metadata import PackedMetadata, longest_decode
 from .options import read_options
@@ -292,7 +292,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 table, seq_len = metadata.block_table[request], metadata.context[request]
                 view = views.get(request)
                 batch = (table, seq_len, query[rows], self.options, view, metadata.share)
-                result, of_rows = attend_share(self.codec, kv_cache, *batch)
+                result, of_rows = attend(self.codec, kv_cache, *batch)
                 output[rows] = result.to(output.dtype)
                 if sums is not None:
                     sums[rows] = of_rows

@@ -90,7 +90,7 @@ class PackedMetadata(AttentionMetadata):
             decode_query_len=1,
             stored_lens=share.count(seq_lens),
             share=share,
-            sums=torch.empty(new_tokens * heads, dtype=torch.float32, device=device),
+            sums=None if share == WHOLE else torch.empty(new_tokens * heads, dtype=torch.float32, device=device),
         )
 
 
