@@ -78,9 +78,14 @@ def scheduler(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def model_runner(llm: LLM) -> Any:
+    """The model runner of an in-process engine."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def model_of(llm: LLM) -> torch.nn.Module:
     """The model of an in-process engine."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return model_runner(llm).get_model()
 
 
 def attention_layers(llm: LLM) -> list[Any]:
@@ -95,7 +100,7 @@ def kv_tokens(llm: LLM) -> int:
 
 
 def bytes_per_token(llm: LLM) -> float:
-    """KV bytes of a token in all layers, from the page sizes that the scheduler allocates by. Without rings."""
+    """KV bytes of a token in all layers, from the page sizes that the engine allocates by. Without rings."""
     return sum(spec.page_size_bytes / spec.block_size for spec in _layer_specs(llm, rings=False))
 
 
@@ -107,8 +112,9 @@ def bytes_per_request(llm: LLM) -> int:
 
 def _layer_specs(llm: LLM, rings: bool) -> Iterator[Any]:
     """The KV-cache spec of each layer, of those that grow with a request or of rings, which take no part in the prefix
-    cache (before vLLM 0.32 there are none)."""
-    for group in scheduler(llm).kv_cache_config.kv_cache_groups:
+    cache (before vLLM 0.32 there are none). The runner's: the scheduler's has the first layer's for a whole group, also
+    where dtypes skip layers."""
+    for group in model_runner(llm).kv_cache_config.kv_cache_groups:
         if getattr(group.kv_cache_spec, "prefix_cacheable", True) != rings:
             one = dict.fromkeys(group.layer_names, group.kv_cache_spec)
             yield from getattr(group.kv_cache_spec, "kv_cache_specs", one).values()

@@ -16,8 +16,9 @@ import tiny_models
 import torch
 from fake_codecs import register_null_format
 from harness import engine, mean_kl, model_of, scheduler, teacher_forced_logits
-from packed_kv.attention import active_blocks
+from packed_kv.attention import active_blocks, capacity
 from packed_kv.formats import FORMATS
+from packed_kv_quality.engines import bytes_per_token
 from tiny_models import true_logits
 from vllm import SamplingParams
 
@@ -93,8 +94,9 @@ def test_dtype_equals_its_codec(name: str, kv_cache_dtype: str, folder_of, tiny_
 @pytest.mark.parametrize("name", ["gqa", "sliding_window"])
 def test_skipped_layers_stay_plain(name: str, skip_layers: tuple[int, ...], folder_of, tiny_engine) -> None:
     model = folder_of[name]
-    ours = logits(tiny_engine, model, "tq4", kv_cache_dtype_skip_layers=[str(layer) for layer in skip_layers])
-    check_dtype(ours, model, "tq4", skip_layers)
+    with tiny_engine(model, "tq4", kv_cache_dtype_skip_layers=[str(layer) for layer in skip_layers]) as llm:
+        assert bytes_per_token(llm) == capacity.bytes_per_token(llm.llm_engine.vllm_config)[0]
+        check_dtype(teacher_forced_logits(llm, TOKEN_IDS, CHUNK), model, "tq4", skip_layers)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])
