@@ -5,7 +5,7 @@
 
 Engines with `"canonical_layout": true` and one folder run one after the other, each with the next number of
 tensor-parallel ranks; each is asked twice, so that the second answer is that of its own prefix cache. A CPU will do.
-Ranks split sums, so that log-probabilities agree as far as rounding lets them, here that of fp32.
+Ranks split sums, so that log-probabilities agree as far as rounding of --activations lets them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 1])
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--dtype", default="isoquant4")
+    parser.add_argument("--activations", default="float32", help="of the model (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="of the prompt (default: %(default)s)")
     options = parser.parse_args()
     prepare_environment(small_model=True)
@@ -37,7 +38,7 @@ def main() -> int:
                 "kv_transfer_config": connector(folder, canonical_layout=True),
                 "tensor_parallel_size": ranks,
                 "distributed_executor_backend": "mp",
-                "dtype": "float32",
+                "dtype": options.activations,
                 "block_size": 32,
                 "max_model_len": 512,
             }
