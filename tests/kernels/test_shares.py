@@ -63,15 +63,19 @@ class Together:
 
 
 class Group:
-    """What `Ranks` asks of vLLM's group."""
+    """What `Ranks` asks of vLLM's group. Without NCCL it scatters as vLLM's does then: nothing."""
 
-    def __init__(self, together: Together, rank: int) -> None:
-        self.together, self.rank = together, rank
+    def __init__(self, together: Together, rank: int, has_nccl: bool = True) -> None:
+        self.together, self.rank, self.has_nccl = together, rank, has_nccl
+        self.device_communicator = SimpleNamespace(pynccl_comm=SimpleNamespace(disabled=not has_nccl), group=self)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(self.together.exchange(self.rank, x), dim)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return self.reduce_scatter_by_pytorch(x, dim) if self.has_nccl else torch.full_like(x.chunk(RANKS, dim)[0], 9e9)
+
+    def reduce_scatter_by_pytorch(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         summed = torch.stack(self.together.exchange(self.rank, x)).float().sum(0).to(x.dtype)
         return summed.chunk(RANKS, dim)[self.rank].contiguous()
 
@@ -154,10 +158,15 @@ def batch(share: Share, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata,
         ([(40, 1), (2, 2)], {"run": 16}),
         ([(2, 2)], {}),
         ([(20, 1), (20, 2)], {"in_pytorch": True}),
+        ([(40, 1), (20, 2)], {"has_nccl": False}),
     ],
     ids=str,
 )
-def test_two_ranks_are_as_one(lengths: list[tuple[int, int]], options: dict[str, Any]) -> None:
+def test_two_ranks_are_as_one(
+    lengths: list[tuple[int, int]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_pytorch = lambda communicator, x, dim: communicator.group.reduce_scatter_by_pytorch(x, dim)  # noqa: E731
+    monkeypatch.setattr(ranks.DeviceCommunicatorBase, "reduce_scatter", by_pytorch)
     generator = torch.Generator().manual_seed(1)
     codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, **transforms(HEAD_DIM, 1))
     attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
@@ -183,7 +192,11 @@ def test_two_ranks_are_as_one(lengths: list[tuple[int, int]], options: dict[str,
         )  # fmt: skip
 
     together = Together()
-    of_ranks = together.run(lambda rank: forward(Share(RANKS, rank, options.get("run", 1)), Group(together, rank)))
+    of_ranks = together.run(
+        lambda rank: forward(
+            Share(RANKS, rank, options.get("run", 1)), Group(together, rank, options.get("has_nccl", True))
+        )
+    )
     expected = forward(WHOLE, None)
     assert not expected.isnan().any()
     assert relative_rms(torch.cat(of_ranks, 1).double(), expected.double()) < 2e-3

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.platforms import current_platform
 
@@ -105,7 +106,16 @@ class Ranks:
         all_sums = self._weigh(output, of_ranks)
         heads = output.shape[1] // self.share.ranks
         own = slice(self.share.rank * heads, (self.share.rank + 1) * heads)
-        return self.group.reduce_scatter(output, dim=1), all_sums[:, own]
+        return self._reduce_scatter(output), all_sums[:, own]
+
+    def _reduce_scatter(self, output: torch.Tensor) -> torch.Tensor:
+        """Of the ranks' sum, this one's query heads."""
+        communicator = self.group.device_communicator
+        if getattr(getattr(communicator, "pynccl_comm", None), "disabled", False):
+            # Where vLLM finds no NCCL library of its own, its `reduce_scatter` returns memory that nobody wrote (its
+            # `all_gather` looks): so that of its base class, by PyTorch.
+            return DeviceCommunicatorBase.reduce_scatter(communicator, output, dim=1)
+        return self.group.reduce_scatter(output, dim=1)
 
     def _weigh(self, output: torch.Tensor, of_ranks: torch.Tensor) -> torch.Tensor:
         if output.device.type == "cpu":
