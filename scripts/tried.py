@@ -63,6 +63,11 @@ def rows(costs: Costs) -> dict[str, Method]:
         found[f"{name}, K less its mean"] = Method(code, code, offset="mean")
         found[f"{name}, K less its mean, scaled"] = Method(code, code, offset="mean", scaled=True)
         found[f"{name}, centred"] = Method(code, code, **ALL)
+    for name, code in (("tq3", TQ3), ("tq4", TQ4), ("isoquant4, calibrated", calibrated["isoquant4"])):
+        found[f"{name}, V scaled" + CENTRED] = Method(code, code, value_scaled=True, window=64, ring=Int8(), **ALL)
+    found["isoquant4, calibrated" + CENTRED] = Method(
+        calibrated["isoquant4"], calibrated["isoquant4"], window=64, ring=Int8(), **ALL
+    )
     return found | windows(calibrated["turboquant35"]) | others() | widths(costs)
 
 
@@ -107,7 +112,11 @@ def others() -> dict[str, Method]:
     for bits, group in ((3, 16), (3, 64), (4, 16), (4, 64)):
         found[f"tq{bits}, groups of {group}"] = Method(Grouped(bits, group), Grouped(bits, group))
     found["tq3, K less nearest of 256 centroids"] = Method(TQ3, TQ3, offset="centroids")
-    found["tq3, K less nearest of 256 centroids, scaled"] = Method(TQ3, TQ3, offset="centroids", scaled=True)
+    nearest: dict[str, Any] = {"offset": "centroids", "scaled": True}
+    found["tq3, K less nearest of 256 centroids, scaled"] = Method(TQ3, TQ3, **nearest)
+    found["tq3, K less nearest of 256 centroids, scaled, W64 int8"] = Method(
+        TQ3, TQ3, window=64, ring=Int8(), **nearest
+    )
     return found
 
 

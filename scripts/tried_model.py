@@ -35,14 +35,15 @@ class Method:
     Keys are stored less an `offset` that the reader adds again: "" (nothing), "mean" (of a head's channel), "mean and
     first" (position 0 has a mean of its own), or "centroids" (the nearest of 256 a head, a byte). `scaled`: stored
     times (E[q^2] / E[k^2])^(1/4), a factor a channel; V likewise with the output projection's columns, if its dtype
-    has outliers. `value_mean`: V less its mean. The first `sinks` tokens of a sequence, and the last `window` tokens
-    of each query, its own included, are kept as `ring` says.
+    has outliers or with `value_scaled`. `value_mean`: V less its mean. The first `sinks` tokens of a sequence, and the
+    last `window` tokens of each query, its own included, are kept as `ring` says.
     """
 
     key: Code
     value: Code
     offset: str = ""
     scaled: bool = False
+    value_scaled: bool = False
     value_mean: bool = False
     sinks: int = 0
     window: int = 0
@@ -231,7 +232,7 @@ class Run:
             offset = self.key_offset(layer, x)
         elif role == "value" and method.value_mean:
             offset = found["value_mean"].unsqueeze(1).expand_as(x)
-        scaled = method.scaled and (role == "key" or (dtype is not None and dtype.has_outliers))
+        scaled = method.scaled and (role == "key" or method.value_scaled or (dtype is not None and dtype.has_outliers))
         scale = self.facts.scale(layer, role, method.offset).unsqueeze(1) if scaled else torch.ones(1)
         chosen = self.facts.site(layer, role, method.offset, scaled, dtype is not None and dtype.calibrated)
         site = Site(layer, role, chosen.outliers, chosen.order, self.turns(x))
