@@ -20,7 +20,9 @@ RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 """Name -> tokens of a ring's block; the others are stored without one."""
 
 
-def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0) -> Case:
+def store_case(
+    fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None
+) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
                "value_channels", "key_table", "value_table", "ring_block", "ring_head",
                "query_token", "query_head", "matrix_head", "bias_rows_head")  # fmt: skip
@@ -37,6 +39,7 @@ def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, qu
         constants=dict(
             QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
             QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim), HAS_BIAS=calibrated,
+            VALUE_DIM=value_dim or head_dim,
             HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
             HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, head_dim),
         ),

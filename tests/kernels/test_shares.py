@@ -13,7 +13,7 @@ from packed_kv.attention import fused, ranks
 from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.metadata import PackedMetadata
-from packed_kv.attention.prefill import FlashPrefill
+from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.shares import WHOLE, Share
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
@@ -106,11 +106,11 @@ def layer(codec: PagedCodec, share: Share, group: Group | None, options: Attenti
     impl = object.__new__(PackedAttentionImpl)
     shape = (codec, HEADS, 1, options)
     impl.__dict__ |= {
-        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM, "group": HEADS, "share": share,
+        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM, "head_size_v": HEAD_DIM, "group": HEADS, "share": share,
         "codec": codec, "options": options, "device": torch.device("cpu"), "layers": {}, "calibration": None,
         "kv_cache_dtype": "turboquant35", "kv_sharing_target_layer_name": None, "ranks": None,
         "fused": fused.FusedDecode(*shape, 1, share=share),
-        "prefill": FlashPrefill(*shape, 64, 8, flash_attention, share),
+        "prefill": FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, HEAD_DIM), share),
     }  # fmt: skip
     if group is not None:
         with pytest.MonkeyPatch.context() as patch:
