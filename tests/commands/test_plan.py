@@ -304,7 +304,8 @@ BAD_CONFIGS = {
     "MLA": ({**SHAPE_8B, "kv_lora_rank": 512}, "has MLA (kv_lora_rank 512)"),
     "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "is an encoder-decoder"),
     "head size": ({**SHAPE_8B, "head_dim": 72}, "has heads of 72 channels; packed pages need a multiple of 16"),
-    "K and V": ({**SHAPE_8B, "v_head_dim": 64}, "has K of 128 and V of 64 channels"),
+    "K and V": ({**SHAPE_8B, "v_head_dim": 192}, "has K of 128 and V of 192 channels; packed pages need V of at most"),
+    "size of V": ({**SHAPE_8B, "v_head_dim": 72}, "has heads of 128 (K) and 72 (V) channels; packed pages need a"),
     "kind": ({**SHAPE_8B, "layer_types": ["odd"]}, "layers of the kind odd are not known"),
     "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"]}, "whose size plan does not know"),
 }
