@@ -56,9 +56,8 @@ class _Settings:
     def _rows(self, file: Calibration, layer: int, heads: int, head_dim: int) -> dict[str, Any]:
         if layer not in file.layers:
             file.refuse(f"has no entry for layer {layer}")
-        if (file.kv_heads, file.head_size) != (heads, head_dim):
-            found, ours = f"{file.kv_heads} KV heads of {file.head_size}", f"{heads} of {head_dim}"
-            file.refuse(f"made for another model: {found} channels, layer {layer} has {ours}")
+        if (file.layers[layer].kv_heads, file.head_size, file.value_head_size) != (heads, head_dim, head_dim):
+            file.refuse(f"made for another model: {file.heads}, layer {layer} has {heads} of {head_dim}")
         return {name: getattr(file.layers[layer], name) for name in fields_for(self.fmt)}
 
 

@@ -16,7 +16,12 @@ from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.attention.backend import backend_of
 from packed_kv.formats import FORMATS
 from packed_kv.layout import ring_slot_bytes
+from packed_kv.outliers import load
 from tiny_models import true_logits
+from tq_calibrate.choose import choose
+from tq_calibrate.collect import ATTENTION, Collector
+from tq_calibrate.model import load_model
+from tq_calibrate.write import file_content, write_file
 from vllm import LLM, SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SinkFullAttentionSpec
@@ -74,6 +79,32 @@ def test_recent_window(model: str) -> None:
             assert all(ring.kv_cache.shape[-1] == ring_slot_bytes(HEAD_SIZE) for ring in rings)
             losses[window] = mean_kl(plain, teacher_forced_logits(llm, IDS, CHUNK))
     assert losses[32] < 0.8 * losses[0], losses
+
+
+def test_calibrated_channels(model: str, tmp_path: Path) -> None:
+    """A file that the command's parts write, with V's own size and two numbers of KV heads, is what the engine stores
+    by."""
+    collector, path = Collector(), tmp_path / "calibration.json"
+    collector.run(load_model(model, ATTENTION, "float32", torch.device("cpu")), [[IDS[:100]]], lambda _tokens: None)
+    statistics = collector.statistics()
+    choices = {layer: choose(seen, "turboquant35") for layer, seen in statistics.layers.items()}
+    write_file(path, file_content(statistics, choices, "turboquant35", "MiMo"))
+    file = load(path)
+    assert (file.kv_heads, file.head_size, file.value_head_size) == ((1, 2), HEAD_SIZE, VALUE_SIZE)
+
+    def channels(number: int, role: str) -> dict:
+        layer = file.layers[number]
+        if role == "value":
+            return {"outliers": layer.value_outliers, "scale": layer.value_scale}
+        means = {"mean": layer.key_mean, "first_mean": layer.key_first_mean}
+        return {"outliers": layer.key_outliers, "scale": layer.key_scale, **means}
+
+    with start(model, "turboquant35", additional_config={"packed_kv": {"calibration": str(path)}}) as llm:
+        ours = teacher_forced_logits(llm, IDS, CHUNK)
+    expected = true_logits(model, IDS, "turboquant35", channels=channels)
+    error, loss = mean_kl(expected, ours), mean_kl(true_logits(model, IDS), expected)
+    assert error < loss / 100
+    assert loss < mean_kl(true_logits(model, IDS), true_logits(model, IDS, "turboquant35"))
 
 
 def spec(kind: type[FullAttentionSpec], value_size: int, **options: int) -> FullAttentionSpec:
