@@ -69,6 +69,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         set_field(value_head_size=72),
         "value_head_size must be a positive multiple of 16, at most head_size, got 72",
     ),
+    "numbers_of_heads": (set_field(kv_heads=2), "kv_heads must be a list of the numbers that layers have, got 2"),
     "fewer_values": (
         set_field(value_head_size=48),
         "layer 0: value_high_precision_indices: head 0 must be strictly ascending within 0 to 47",
@@ -290,7 +291,9 @@ def test_a_layer_that_is_not_split_has_all_heads() -> None:
     assert heads_of_rank([[0], [1]], kv_heads=2, tp_size=2, tp_rank=1) == [[0], [1]]
 
 
-BEYOND_SCHEMA = {"one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice"}
+BEYOND_SCHEMA = {
+    "one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice", "fewer_values",
+}  # fmt: skip
 """Refusals that a schema cannot state."""
 NUMBERS_BEYOND_SCHEMA = {"heads", "channels", "mean_nan", "scale_nan", "first_alone"}
 

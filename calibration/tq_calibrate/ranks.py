@@ -22,9 +22,7 @@ def join_ranks(sums: Iterable[tuple[int, Sums]]) -> Sums:
         for layer, layer_sums in seen.layers.items():
             by_layer.setdefault(layer, {})[rank] = layer_sums
     whole = Sums()
-    whole.layers = {
-        layer: _join_heads([parts[rank] for rank in sorted(parts)]) for layer, parts in by_layer.items()
-    }
+    whole.layers = {layer: _join_heads([parts[rank] for rank in sorted(parts)]) for layer, parts in by_layer.items()}
     return whole
 
 

@@ -41,10 +41,7 @@ def calibrate(options: argparse.Namespace) -> None:
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     write_file(out, file_content(statistics, choices, options.recipe, name))
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
-    print(
-        f"{out}: {len(choices)} layers, {load(out).heads}, from {seen}, "
-        f"{time.perf_counter() - start:.0f} s"
-    )
+    print(f"{out}: {len(choices)} layers, {load(out).heads}, from {seen}, {time.perf_counter() - start:.0f} s")
 
 
 def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics]:

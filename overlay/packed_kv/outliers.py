@@ -69,7 +69,8 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A checked file; `layers` maps the number of a layer to its channels. Heads of V have `value_head_size` channels."""
+    """A checked file; `layers` maps the number of a layer to its channels. Heads have `head_size` channels of K and
+    `value_head_size` of V."""
 
     path: str
     recipe: str
@@ -202,6 +203,9 @@ def _calibration(path: str, content: Any) -> Calibration:
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:
         raise _FaultError(f"layers must be an object with an entry a layer, got {_short(listed)}")
+    numbers_of_heads: Any = content.get("kv_heads")
+    if numbers_of_heads is not None and not isinstance(numbers_of_heads, list):
+        raise _FaultError(f"kv_heads must be a list of the numbers that layers have, got {_short(numbers_of_heads)}")
     layers: dict[int, LayerCalibration] = {}
     for name, entry in listed.items():
         number = _LAYER_NAME.fullmatch(name)
@@ -214,9 +218,9 @@ def _calibration(path: str, content: Any) -> Calibration:
             layers[layer] = _layer(entry, content["version"], recipe, (head_size, value_size))
         except _FaultError as fault:
             raise _FaultError(f"layer {layer}: {fault}") from None
-        heads, expected = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
-        if heads not in content.get("kv_heads", [expected]):
-            raise _FaultError(f"layer {layer} lists {heads} heads, the first one listed {expected}")
+        heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
+        if heads not in (numbers_of_heads or [first_heads]):
+            raise _FaultError(f"layer {layer} lists {heads} heads, the first one listed {first_heads}")
     return Calibration(path, recipe, head_size, value_size, layers)
 
 

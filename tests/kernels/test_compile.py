@@ -216,9 +216,7 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(
-    tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool = False, head_dim: int = 128
-) -> Case:
+def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool = False, head_dim: int = 128) -> Case:
     """For 128 channels of V, in vectors of `head_dim`."""
     splits, rows = tile
     return Case(

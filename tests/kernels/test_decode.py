@@ -17,8 +17,8 @@ BOUND = 2e-3
 """Relative RMS error: fp16 rounding of query, weights and rotation matrices (2^-11 each) gives about 1e-3."""
 
 
-def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
+def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None,
+        block_size=16, splits=3, window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
         returns_sums=False, **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison; or of both the
     logarithms of the sums of weights, [tokens, query heads]."""

@@ -106,7 +106,8 @@ def layer(codec: PagedCodec, share: Share, group: Group | None, options: Attenti
     impl = object.__new__(PackedAttentionImpl)
     shape = (codec, HEADS, 1, options)
     impl.__dict__ |= {
-        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM, "head_size_v": HEAD_DIM, "group": HEADS, "share": share,
+        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM, "head_size_v": HEAD_DIM,
+        "group": HEADS, "share": share,
         "codec": codec, "options": options, "device": torch.device("cpu"), "layers": {}, "calibration": None,
         "kv_cache_dtype": "turboquant35", "kv_sharing_target_layer_name": None, "ranks": None,
         "fused": fused.FusedDecode(*shape, 1, share=share),

@@ -74,9 +74,9 @@ def attend(
         share: what is in this rank's pages.
 
     Returns:
-        float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the share; the logarithms of the sums
-        of weights, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the scores of
-        centred keys lack.
+        float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the share; the logarithms of the
+        sums of weights, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the
+        scores of centred keys lack.
     """
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]

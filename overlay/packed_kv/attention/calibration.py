@@ -69,9 +69,7 @@ class RankCalibration:
         mine = {name: heads_of_rank(row, kv_heads, self.tp_size, self.tp_rank) for name, row in rows.items()}
         if any(len(row) != kv_heads for row in mine.values()):
             rank = f"rank {self.tp_rank} of {self.tp_size}"
-            self.file.refuse(
-                f"{layer.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}"
-            )
+            self.file.refuse(f"{layer.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}")
         return mine
 
     @property

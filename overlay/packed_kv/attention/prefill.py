@@ -51,8 +51,8 @@ NOTHING = -1.0e30
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """`function`: vLLM's `flash_attn_varlen_func`, or one that takes the same arguments. `value_dim`: channels of a head
-    of V, and of the output, that it is given: K's where it takes no others."""
+    """`function`: vLLM's `flash_attn_varlen_func`, or one that takes the same arguments. `value_dim`: channels of a
+    head of V, and of the output, that it is given: K's where it takes no others."""
 
     function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     value_dim: int
@@ -155,7 +155,8 @@ class FlashPrefill:
 
         Args:
             query: fp16 or bf16 [tokens, query heads, head_dim], all of the batch.
-            key, value: [tokens, KV heads, head_dim] and [.., .., value_dim] of the same dtype; None in a layer that shares another's cache.
+            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim] of the same dtype; None in a
+                layer that shares another's cache.
             cache: uint8 [blocks, KV heads, block_size, slot_bytes]; holds the batch's own tokens already.
             metadata: of the batch.
             first: index of a request.
@@ -216,8 +217,8 @@ class FlashPrefill:
 
         Args:
             query, key, value, cache, metadata, first, output: see `attend`.
-            over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch: the
-                ranks' results of `attend_share`, combined.
+            over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch:
+                the ranks' results of `attend_share`, combined.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         output, (part, part_sums) = output[rows], (x[rows] for x in over_prefixes)
@@ -230,15 +231,15 @@ class FlashPrefill:
     ) -> torch.Tensor:
         """Of the rows of a prefill, over their own chunks; returns their sums' logarithms, as `_flash`."""
         window = self.options.sliding_window
-        options = {"causal": True, "window": (-1 if window is None else window - 1, 0)}
+        seen = (-1 if window is None else window - 1, 0)
         if not self.pads:
-            return self._flash(query, key, value, step.own, output, **options)
+            return self._flash(query, key, value, step.own, output, causal=True, window=seen)
         value_dim = self.codec.value.head_dim
         padded_value, padded_output = (x[: len(query)] for x in step.padded)
         if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
             padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
             value = padded_value
-        sums = self._flash(query, key, value, step.own, padded_output, **options)
+        sums = self._flash(query, key, value, step.own, padded_output, causal=True, window=seen)
         output.copy_(padded_output[..., :value_dim])
         return sums
 
@@ -369,7 +370,7 @@ def find_flash_attention(
 
 
 def takes_two_sizes(version: int, generation: int, head_dim: int, value_dim: int) -> bool:
-    """Whether a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation (9: Hopper):
-    where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those that FlashAttention 3 rounds up."""
+    """Whether a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation (9:
+    Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them."""
     is_able = (version == 3 and generation == 9) or version == 4
     return is_able and 128 < head_dim <= 192 and 96 < value_dim <= 128

@@ -32,7 +32,7 @@ class PagedCodec:
 
     Args:
         fmt, head_dim, device: as for `Codec`; `head_dim` is K's.
-        value_dim: channels of a head of V, at most those of K, whose vectors' size V's have in a page. None: `head_dim`.
+        value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
         key_outliers, value_outliers: `outliers` of the two codecs, [heads, n] or [n].
         key_order: `channel_order` of K's codec, [heads, head_dim] or [head_dim].
         key_mean, key_scale, key_first_mean: `mean`, `scale` and `first_mean` of K's codec, [heads, head_dim] or
@@ -57,8 +57,9 @@ class PagedCodec:
     ) -> None:
         self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order, key_mean, key_scale, key_first_mean)
         value_dim = head_dim if value_dim is None else value_dim
-        of_value = {"scale": value_scale, "layout_dim": head_dim}
-        self.value = Codec(fmt, value_dim, "value", value_outliers, device, value_order, **of_value)
+        self.value = Codec(
+            fmt, value_dim, "value", value_outliers, device, value_order, scale=value_scale, layout_dim=head_dim
+        )
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.
         parts = (self.key, self.value)
         changes = any(part.transform.changes for part in parts)
@@ -155,7 +156,7 @@ class PagedCodec:
         return transform.mean_rows() if transform.first_mean is not None or whole else None
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> sums of V, [..., value_dim]."""
+        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> of V, [..., value_dim]."""
         sums = self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
         return sums[..., : self.value.head_dim]
 

@@ -64,8 +64,8 @@ def combine(
     Args:
         output: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
         sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
-        part: [tokens, query heads, head_dim or more], contiguous, attention over the further keys; what a head has beyond
-            the output's channels is not looked at.
+        part: [tokens, query heads, head_dim or more], contiguous, attention over the further keys; channels beyond the
+            output's are not looked at.
         part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
         launch: of `bind_combine` for such tensors; None: made here.
     """

@@ -44,8 +44,9 @@ def load_rotated(
     x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
     mean_row, scale_row, TRANSFORMED: tl.constexpr, dim, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Channels of each row's group, 0 past the `dim` of x_row if it HAS_PADDING, as a tuple of 8 fp32 [lanes], cleaned, centred and
-    scaled if TRANSFORMED, and multiplied by the rotation's constants: for Givens and quaternions, rotated."""
+    """Channels of each row's group, 0 past the `dim` of x_row if it HAS_PADDING, as a tuple of 8 fp32 [lanes], cleaned,
+    centred and scaled if TRANSFORMED, and multiplied by the rotation's constants: for Givens and quaternions,
+    rotated."""
     lane = index % 4
     d0 = tl.arange(0, 2)[None, :]
     mask = exists[:, None]

@@ -333,8 +333,8 @@ def _store_section(
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_GROUPS: tl.constexpr, FIRST_GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
-    FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-    MICRO_BLOCK_BYTES: tl.constexpr,
+    FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr,
+    HALF_WORDS: tl.constexpr, MICRO_BLOCK_BYTES: tl.constexpr,
     KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store GROUPS groups, from FIRST_GROUP on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""

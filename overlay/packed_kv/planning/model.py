@@ -46,8 +46,9 @@ class BadInput(ValueError):
 class Layer:
     """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
 
-    `value_size`: channels of a head of V, 0: as many as K's. `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
-    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none.
+    `value_size`: channels of a head of V, 0: as many as K's. `window`: tokens of a sliding layer's window or of a
+    chunk. `state_bytes`: of a state layer, for one rank, and `states` of them a request. `is_shared`: it reads the
+    pages of a layer before it and has none.
     """
 
     number: int

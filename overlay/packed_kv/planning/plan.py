@@ -169,11 +169,19 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 def layers(model: Model) -> str:
     """The layers in words: `24 full layers of 8 KV heads of 128 channels, 24 sliding ...`."""
     kinds = Counter(
-        (layer.kind, layer.kv_heads, layer.head_size, layer.window, layer.state_bytes, layer.is_shared, layer.value_size)
+        (
+            layer.kind,
+            layer.kv_heads,
+            layer.head_size,
+            layer.value_size,
+            layer.window,
+            layer.state_bytes,
+            layer.is_shared,
+        )
         for layer in model.layers
     )
     words = []
-    for (kind, heads, size, window, state, shared, value_size), number in kinds.items():
+    for (kind, heads, size, value_size, window, state, shared), number in kinds.items():
         if kind == "state":
             words.append(f"{number} state layers of {state:,} bytes")
             continue

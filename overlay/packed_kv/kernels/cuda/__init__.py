@@ -27,7 +27,8 @@ def refusal(
 ) -> str | None:
     """Why this kernel does not serve a layer, in words for the log; None: it does.
 
-    capability: of the GPU. group: query heads a KV head. query_len: tokens of the longest decode, drafts included. value_dim: of V, None: `head_dim`.
+    capability: of the GPU. group: query heads a KV head. query_len: tokens of the longest decode, drafts included.
+    value_dim: channels of V, None: `head_dim`.
     """
     if capability != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} (it is written for 9.0)"
