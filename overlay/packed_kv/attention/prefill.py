@@ -236,6 +236,7 @@ class FlashPrefill:
             return self._flash(query, key, value, step.own, output, causal=True, window=seen)
         value_dim = self.codec.value.head_dim
         padded_value, padded_output = (x[: len(query)] for x in step.padded)
+        padded_output = padded_output[:, : query.shape[1]]  # of a rank's own heads, where all ranks' have memory
         if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
             padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
             value = padded_value
