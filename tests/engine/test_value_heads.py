@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
 import torch
 from harness import engine, mean_kl, teacher_forced_logits
+from packed_kv.attention import registration
 from packed_kv.attention.backend import backend_of
 from packed_kv.formats import FORMATS
 from packed_kv.layout import ring_slot_bytes
@@ -122,6 +124,18 @@ def test_sizes_that_no_slot_holds() -> None:
             backend.customize_spec(spec(FullAttentionSpec, value_size))
     with pytest.raises(ValueError, match="does not support static attention sinks"):
         backend.customize_spec(spec(SinkFullAttentionSpec, VALUE_SIZE, sink_len=128))
+
+
+def test_a_layer_whose_implementation_is_not_told_is_refused() -> None:
+    """As on a vLLM without the patch, if a model left the choice of a backend to vLLM."""
+    registration.register_formats()
+    handler = registration.cache_config.get_kv_cache_dtype_handler("tq4")
+    layer = SimpleNamespace(head_size_v=VALUE_SIZE, impl=SimpleNamespace(head_size_v=VALUE_SIZE))
+    layer.get_attn_backend = lambda: backend_of("tq4")
+    handler.check_layer("layers.0.attn", layer)
+    layer.impl.head_size_v = HEAD_SIZE
+    with pytest.raises(ValueError, match=r"cannot serve layer layers\.0\.attn .* tells no backend of V's head size"):
+        handler.check_layer("layers.0.attn", layer)
 
 
 def test_layers_of_one_size_with_a_backend_of_their_own_are_refused(
