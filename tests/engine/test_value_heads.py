@@ -14,8 +14,9 @@ import pytest
 import tiny_models
 import torch
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.attention import registration
+from packed_kv.attention import capacity, registration
 from packed_kv.attention.backend import backend_of
+from packed_kv.attention.metrics import stored_and_dense
 from packed_kv.formats import FORMATS
 from packed_kv.layout import ring_slot_bytes
 from packed_kv.outliers import load
@@ -59,6 +60,9 @@ def test_dtype_equals_its_codec(name: str, model: str) -> None:
             assert layer.kv_cache.dtype == torch.uint8
             assert layer.kv_cache.shape[1] in (1, 2)
             assert layer.kv_cache.shape[-1] == FORMATS[name].slot_bytes(HEAD_SIZE)
+        bytes_of_token = 6 * FORMATS[name].slot_bytes(HEAD_SIZE), 6 * 2 * (HEAD_SIZE + VALUE_SIZE)  # of 6 heads in all
+        config = llm.llm_engine.vllm_config
+        assert capacity.bytes_per_token(config) == stored_and_dense(config, FORMATS[name]) == bytes_of_token
         prompts = [IDS[:150], IDS[20:57], IDS[90:]]
         together = answers(llm, prompts)
         assert together == [answer for prompt in prompts for answer in answers(llm, [prompt])]
