@@ -48,7 +48,7 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     seq_lens = torch.full((requests,), context, dtype=torch.int32, device=device)
     decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens)
     plan = decode.plan_decodes(tokens, table, query_start, seq_lens, query_tokens)
-    flash_attention = find_flash_attention(HEAD_DIM, query.dtype, None)
+    flash_attention = find_flash_attention(HEAD_DIM, HEAD_DIM, query.dtype, None)
     prefill = FlashPrefill(codec, QUERY_HEADS, KV_HEADS, options, tokens, requests, flash_attention)
 
     def microseconds(attend: Callable[[], None]) -> float:

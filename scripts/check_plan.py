@@ -77,6 +77,7 @@ CASES = {
     "hybrid, gated delta net": Case("Qwen3NextForCausalLM"),
     "shared, heads of two sizes": Case("Gemma4ForCausalLM"),
     "padded heads": Case("PhiForCausalLM"),
+    "K of 192 channels, V of 128; GPU": Case("MiMoV2FlashForCausalLM", on_gpu=True),
     "skipped layers": Case("LlamaForCausalLM", skip=(0, 3)),
     "skipped layers; GPU": Case("LlamaForCausalLM", skip=(0, 3), on_gpu=True),
     "last layer skipped; GPU": Case("LlamaForCausalLM", skip=(3,), on_gpu=True),

@@ -233,7 +233,9 @@ def main() -> None:
     figures: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, layers in choices.items():
         figures[name] = {
-            dtype: run.measure({n: codecs(dtype, seen.shape[1], layers[n] if layers else None) for n in seen.layers})
+            dtype: run.measure(
+                {n: codecs(dtype, seen.head_sizes[0], layers[n] if layers else None) for n in seen.layers}
+            )
             for dtype in options.dtypes
             if matters(dtype, name, layers)
         }

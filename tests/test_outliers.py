@@ -65,6 +65,15 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no_head_size": (drop("head_size"), "head_size must be a positive multiple of 16, got null"),
     "head_size_72": (set_field(head_size=72), "head_size must be a positive multiple of 16, got 72"),
     "head_size_32": (set_field(head_size=32), "heads of 32 channels have no outlier channels"),
+    "value_head_size": (
+        set_field(value_head_size=72),
+        "value_head_size must be a positive multiple of 16, at most head_size, got 72",
+    ),
+    "numbers_of_heads": (set_field(kv_heads=2), "kv_heads must be a list of the numbers that layers have, got 2"),
+    "fewer_values": (
+        set_field(value_head_size=48),
+        "layer 0: value_high_precision_indices: head 0 must be strictly ascending within 0 to 47",
+    ),
     "no_layers": (drop("layers"), "layers must be an object with an entry a layer, got null"),
     "layers_are_empty": (set_field(layers={}), "layers must be an object with an entry a layer, got {}"),
     "layer_name": (rename("model.layers.one\n.self_attn"), r'layer name "model.layers.one\n.self_attn" is not model'),
@@ -191,7 +200,7 @@ def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
     count = FORMATS[recipe].outlier_channels(head_size)
     file = content(3, 2, head_size, count, version=2) | {"recipe": recipe}
     calibration = load(write(tmp_path, file))
-    assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, 2)
+    assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, (2,))
     for number, layer in calibration.layers.items():
         entry = file["layers"][f"model.layers.{number}.self_attn"]
         assert [*vars(layer).values()] == [entry[field] for field in FIELDS]
@@ -282,7 +291,9 @@ def test_a_layer_that_is_not_split_has_all_heads() -> None:
     assert heads_of_rank([[0], [1]], kv_heads=2, tp_size=2, tp_rank=1) == [[0], [1]]
 
 
-BEYOND_SCHEMA = {"one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice"}
+BEYOND_SCHEMA = {
+    "one_head_less", "other_heads", "too_large", "order_of_heads", "unsorted", "layer_twice", "fewer_values",
+}  # fmt: skip
 """Refusals that a schema cannot state."""
 NUMBERS_BEYOND_SCHEMA = {"heads", "channels", "mean_nan", "scale_nan", "first_alone"}
 

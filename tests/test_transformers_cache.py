@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers_cache
 from calibration_files import content, write
-from packed_kv import FORMATS
+from packed_kv import FORMATS, get_codec
 from packed_kv.attention.active_blocks import AttentionOptions, RecentTokens, attend
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
@@ -301,6 +301,18 @@ def test_heads_of_a_width_that_is_padded_to_groups():
     assert torch.equal(*found)
 
 
+@every_format
+def test_values_of_fewer_channels_are_those_of_their_codec(name):
+    key, value = keys_and_values(40)
+    value = value[..., :48]
+    cache = PackedCache(name, recent_tokens=0)
+    cache.update(key[:, :, :39], value[:, :, :39], 0)
+    read_key, read_value = cache.update(key[:, :, 39:], value[:, :, 39:], 0)
+    for role, x, read in (("key", key, read_key), ("value", value, read_value)):
+        codec = get_codec(name, x.shape[-1], role, layout_dim=HEAD_DIM)
+        assert torch.equal(read, codec.decode(codec.encode(x.transpose(1, 2))).transpose(1, 2))
+
+
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
@@ -312,8 +324,8 @@ def test_heads_of_a_width_that_is_padded_to_groups():
          lambda file: layer_of(PackedCache("tq4", attention_mask=torch.ones(2, 5)))),
         (ValueError, "head_dim must be a positive multiple of 16, got 40",
          lambda file: PackedCache("tq4").update(*[torch.zeros(1, 1, 1, 40)] * 2, 0)),
-        (ValueError, "keys of 64 and values of 32 channels",
-         lambda file: PackedCache("tq4").update(torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 32), 0)),
+        (ValueError, "values of 96 channels do not fit vectors of 64",
+         lambda file: PackedCache("tq4").update(torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 96), 0)),
         (CalibrationError, "has no entry for layer 2",
          lambda file: PackedCache("tq4", calibration=file).update(*keys_and_values(1), 2)),
         (CalibrationError, "2 KV heads of 64 channels, layer 0 has 4 of 64",

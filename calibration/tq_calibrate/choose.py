@@ -36,7 +36,7 @@ FLOOR = 1e-9
 @dataclass
 class LayerChoice:
     """What the file lists of one layer: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
-    float64 [KV heads, head_size] or None."""
+    float64 [KV heads, head_size] or None; those of V are of its own head_size."""
 
     key_outliers: torch.Tensor
     value_outliers: torch.Tensor

@@ -119,10 +119,7 @@ def _check(options: argparse.Namespace) -> None:
 
         calibration.check_model(**asdict(shape_of(load_config(options.model))))
         fits = f", and fits {options.model}"
-    print(
-        f"{options.file} is sound{fits}: {len(calibration.layers)} layers, {calibration.kv_heads} KV heads of "
-        f"{calibration.head_size} channels, {calibration.recipe}"
-    )
+    print(f"{options.file} is sound{fits}: {len(calibration.layers)} layers, {calibration.heads}, {calibration.recipe}")
 
 
 def _show(options: argparse.Namespace) -> None:

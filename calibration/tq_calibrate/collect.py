@@ -77,14 +77,21 @@ class Collector:
         layer = getattr(module, "layer_idx", None)
         # A layer that reads another one's cache stores nothing; encoders of images have no layer_idx.
         if layer is not None and not getattr(module, "is_kv_shared_layer", False):
-            batch, heads, tokens, head_dim = query.shape
+            batch, heads, tokens, _ = query.shape
+            _refuse_latent(module, layer)
             positions = torch.arange(tokens, device=query.device).repeat(batch)
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            self.sums.add(layer, q, k, v, positions, lambda: output_weight(module, heads * head_dim))
+            self.sums.add(layer, q, k, v, positions, lambda: output_weight(module, heads * value.shape[-1]))
         if options.get("softcap") is None and options.get("s_aux") is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         eager = sys.modules[type(module).__module__].eager_attention_forward  # PyTorch's sdpa has no caps and no sinks
         return eager(module, query, key, value, _additive(attention_mask, query), **options)
+
+
+def _refuse_latent(module: torch.nn.Module, layer: int) -> None:
+    """Raise UserError for a layer whose cache holds no K and V per head, though its attention gets some."""
+    if getattr(getattr(module, "config", None), "kv_lora_rank", None):
+        raise UserError(f"layer {layer} has latent attention (MLA), so no K and V per head; it cannot be calibrated")
 
 
 def output_weight(module: torch.nn.Module, channels: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ from .sums import LayerSums, Sums
 OF_KEYS_AND_VALUES = ("key", "key_squares", "first_key", "value_squares", "key_max", "value_max")
 
 
-def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
-    """The sums of all heads, from (tensor-parallel rank, its sums) of every process; `kv_heads` of the whole model.
+def join_ranks(sums: Iterable[tuple[int, Sums]]) -> Sums:
+    """The sums of all heads, from (tensor-parallel rank, its sums) of every process.
 
     Processes of a pipeline have layers of their own. vLLM deals KV heads out as `packed_kv.outliers.heads_of_rank`
     says: a run each, one that several ranks in a row share, or all of a layer that is not split.
@@ -22,21 +22,19 @@ def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
         for layer, layer_sums in seen.layers.items():
             by_layer.setdefault(layer, {})[rank] = layer_sums
     whole = Sums()
-    whole.layers = {
-        layer: _join_heads([parts[rank] for rank in sorted(parts)], kv_heads) for layer, parts in by_layer.items()
-    }
+    whole.layers = {layer: _join_heads([parts[rank] for rank in sorted(parts)]) for layer, parts in by_layer.items()}
     return whole
 
 
-def _join_heads(ranks: list[LayerSums], kv_heads: int) -> LayerSums:
+def _join_heads(ranks: list[LayerSums]) -> LayerSums:
     first = ranks[0]
     if all(torch.equal(rank.value_weight, first.value_weight) for rank in ranks):  # all have all heads
         return first
-    copies = max(1, len(ranks) * len(first.key) // kv_heads)
+    copies = sum(torch.allclose(rank.key_squares, first.key_squares) for rank in ranks)  # layers may differ in heads
     sharing = [ranks[at : at + copies] for at in range(0, len(ranks), copies)]  # ranks with the same KV heads
     # Queries and the columns that they fill are dealt out among these ranks: a mean and a sum over query heads.
     columns = torch.cat([_stack(same, "value_weight").sum(0) for same in sharing])
-    whole = LayerSums(kv_heads, first.key.shape[1], columns)
+    whole = LayerSums(len(columns), (first.key.shape[1], first.value_weight.shape[1]), columns)
     whole.query_squares = torch.cat([_stack(same, "query_squares").mean(0) for same in sharing])
     for name in OF_KEYS_AND_VALUES:
         setattr(whole, name, torch.cat([getattr(same[0], name) for same in sharing]))

@@ -45,9 +45,9 @@ def report(path: str, folder: Path) -> Path:
         images = []
         for layer, entry in entries.items():
             images.append(f"layer-{layer:0{digits}d}.png")
-            figure = Figure(figsize=(20, 1.6 + 0.3 * calibration.kv_heads), layout="constrained")
             known = calibration.layers[layer]
-            means = known.key_mean or [[0.0] * calibration.head_size] * calibration.kv_heads
+            figure = Figure(figsize=(20, 1.6 + 0.3 * known.kv_heads), layout="constrained")
+            means = known.key_mean or [[0.0] * calibration.head_size] * known.kv_heads
             key, value = (stored_rms(role, known, entry) for role in ROLES)
             left, middle, right = figure.subplots(1, 3)
             _heat_map(left, "the mean of K", means, [])

@@ -28,8 +28,7 @@ def summary(path: str) -> str:
     )
     lines = [
         f"{path}: {content.get('model_name') or 'unnamed model'}, made for {calibration.recipe}",
-        f"{len(layers)} layers, {calibration.kv_heads} KV heads of {calibration.head_size} channels, "
-        f"{len(layers[0].key_outliers[0])} of them outliers",
+        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outliers[0])} of them outliers",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),

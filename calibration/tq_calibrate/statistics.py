@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from packed_kv.formats import GROUP_SIZE, HEAD_DIM_STEP
+from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP
+from packed_kv.outliers import RECIPES
 
 from .errors import UserError
 
 
 @dataclass
 class LayerStatistics:
-    """One layer, by KV head and channel; all float64 [KV heads, head_size].
+    """One layer, by KV head and channel; all float64 [KV heads, head_size], those of V [KV heads, its own].
 
     `key_energy`, `value_energy`: mean square of K (after norm and RoPE) and V. `key_variance`: mean square of K less
     its mean. `key_weight`: mean square of the queries that meet this channel of K. `value_weight`: squared norm of the
@@ -36,7 +37,8 @@ class LayerStatistics:
 
 @dataclass
 class Statistics:
-    """A model's layers that have a KV cache of their own, by number; all have one shape. `tokens` is 0 for weights."""
+    """A model's layers that have a KV cache of their own, by number; their heads have one size in K and one in V.
+    `tokens` is 0 for weights."""
 
     layers: dict[int, LayerStatistics]
     tokens: int = 0
@@ -44,10 +46,15 @@ class Statistics:
     """Fields of `calibration` in the file: where the statistics come from."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(KV heads, head_size) of every layer."""
-        heads, head_size = next(iter(self.layers.values())).key_energy.shape
-        return heads, head_size
+    def kv_heads(self) -> list[int]:
+        """How many layers have, ascending."""
+        return sorted({len(layer.key_energy) for layer in self.layers.values()})
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Channels of a head of K and of V."""
+        layer = next(iter(self.layers.values()))
+        return layer.key_energy.shape[1], layer.value_energy.shape[1]
 
 
 def check_head_size(head_size: int) -> None:
@@ -60,15 +67,24 @@ def check_head_size(head_size: int) -> None:
         )
 
 
-def check_one_shape(shapes: dict[int, tuple[int, ...]]) -> None:
-    """Raise UserError if layers differ in (KV heads, head_size): the file holds one head_size."""
-    first_layer, first = next(iter(shapes.items()))
-    check_head_size(first[1])
-    for layer, shape in shapes.items():
-        if shape != first:
+def check_head_sizes(layers: dict[int, LayerStatistics]) -> None:
+    """Raise UserError if layers' heads differ in size, of which the file holds one for K and one for V, or if there is
+    nothing to choose."""
+    shapes = {layer: (*seen.key_energy.shape, seen.value_energy.shape[1]) for layer, seen in layers.items()}
+    first_layer, (heads, size, value_size) = next(iter(shapes.items()))
+    check_head_size(size)
+    if value_size != size:
+        check_head_size(value_size)
+    if value_size > size or value_size <= FORMATS[RECIPES[0]].outlier_channels(size):
+        raise UserError(
+            f"heads of {size} channels of K and {value_size} of V cannot be calibrated: V must have at most K's, and "
+            "more than are outliers; use tq4, which needs no file"
+        )
+    for layer, (more_heads, *sizes) in shapes.items():
+        if sizes != [size, value_size]:
             raise UserError(
-                f"layers differ in shape (layer {first_layer}: {first[0]} KV heads of {first[1]} channels, layer "
-                f"{layer}: {shape[0]} of {shape[1]}); a calibration file holds one shape; use tq4, which needs no file"
+                f"layers differ in shape (layer {first_layer}: {heads} KV heads of {size} channels, layer {layer}: "
+                f"{more_heads} of {sizes[0]}); a calibration file holds one size; use tq4, which needs no file"
             )
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from .errors import UserError
-from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
+from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 
 class Sums:
@@ -37,43 +36,36 @@ class Sums:
         Args:
             layer: the layer's number.
             query: float [tokens, heads, head_dim], after norm and RoPE, as it meets the cache.
-            key, value: float [tokens, KV heads, head_dim], as the cache holds them.
+            key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], as the cache holds them.
             positions: int [tokens], of each token in its own sequence, from 0. Sequences must begin as a server's do.
-            output_columns: gives the squared norms of the output projection's columns, [heads * head_dim]; called the
+            output_columns: gives the squared norms of the output projection's columns, [heads * value_dim]; called the
                 first time that a layer is seen.
-
-        Raises UserError if K and V differ in size.
         """
-        if value.shape != key.shape:
-            raise UserError(
-                f"layer {layer}: K has {key.shape[-1]} channels and V {value.shape[-1]}, as latent attention (MLA) "
-                "has; it cannot be calibrated"
-            )
         if layer not in self.layers:
-            self.layers[layer] = LayerSums(key.shape[1], key.shape[2], output_columns())
+            self.layers[layer] = LayerSums(key.shape[1], (key.shape[2], value.shape[2]), output_columns())
         self.layers[layer].add(query, key, value, positions)
 
     def statistics(self) -> Statistics:
         """The means so far; there must be a layer. Raises UserError if there are none that a file can hold."""
         layers = {layer: sums.statistics() for layer, sums in sorted(self.layers.items())}
-        check_one_shape({layer: tuple(seen.key_energy.shape) for layer, seen in layers.items()})
+        check_head_sizes(layers)
         statistics = Statistics(layers, max(sums.tokens for sums in self.layers.values()))
         check_finite(statistics)
         return statistics
 
 
 class LayerSums:
-    """Sums of one layer, float64 [KV heads, head_size].
+    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's.
 
     Keys of position 0 are apart: they are stored less a mean of their own, and are unlike all others (small, under
     heavy attention). Queries there have but one key to choose from.
     """
 
-    def __init__(self, kv_heads: int, head_size: int, output_columns: torch.Tensor) -> None:
-        self.value_weight = output_columns.double().view(kv_heads, -1, head_size).sum(1)
-        zeros = torch.zeros(7, kv_heads, head_size, dtype=torch.float64, device=self.value_weight.device)
-        self.key, self.key_squares, self.first_key, self.query_squares, self.value_squares = zeros[:5]
-        self.key_max, self.value_max = zeros[5:]
+    def __init__(self, kv_heads: int, head_sizes: tuple[int, int], output_columns: torch.Tensor) -> None:
+        self.value_weight = output_columns.double().view(kv_heads, -1, head_sizes[1]).sum(1)
+        zeros = torch.zeros(5, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
+        self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros
+        self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
         self.tokens = self.first_tokens = 0
 
     def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:

@@ -77,13 +77,13 @@ def _record(
 
 
 def _output_columns(model: torch.nn.Module, layer: Any, number: int, dtype: torch.dtype) -> torch.Tensor:
-    """Squared norms of this rank's columns of a layer's output projection, float64 [heads * head_dim].
+    """Squared norms of this rank's columns of a layer's output projection, float64 [heads * value_dim].
 
     Its weight may be packed (AWQ, GPTQ, FP8, GGUF, or for a CPU's instructions), so it is asked for its columns by
     multiplying unit vectors, without the sum over ranks that a forward pass would add. Raises UserError.
     """
     projection = _output_projection(model, layer, number)
-    unit_vectors = torch.eye(layer.num_heads * layer.head_size, dtype=dtype).split(PROBE_ROWS)
+    unit_vectors = torch.eye(layer.num_heads * layer.head_size_v, dtype=dtype).split(PROBE_ROWS)
     device = next(model.parameters()).device
     rows = (projection.quant_method.apply(projection, part.to(device), None) for part in unit_vectors)
     return torch.cat([row.float().square().sum(-1) for row in rows]).double()

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from .errors import UserError, first_line
 from .model import SEQUENCE_LENGTH, context_length
-from .statistics import LayerStatistics, Statistics, check_finite, check_one_shape
+from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 TENSOR = re.compile(r"(.*\blayers\.(\d+))\.self_attn\.(?:k_proj|qkv_proj)\.(weight|qweight|weight_packed)")
 OTHER_TOWERS = {"audio_tower", "encoder", "mtp", "vision_model", "vision_tower", "visual"}
@@ -70,7 +70,7 @@ def estimate(config: Any, folder: Path, context: int = SEQUENCE_LENGTH) -> Stati
         layer: _Layer(weights, layer, prefix, text, positions).statistics()
         for layer, prefix in sorted(prefixes.items())
     }
-    check_one_shape({layer: tuple(seen.key_energy.shape) for layer, seen in layers.items()})
+    check_head_sizes(layers)
     source: dict[str, str | int] = {"method": "packed_kv_weights_v1", "objective": "score_and_output_error"}
     statistics = Statistics(layers, 0, source)
     check_finite(statistics)

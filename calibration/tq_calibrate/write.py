@@ -25,13 +25,16 @@ def file_content(
     `key_channel_rms`, of K less its mean, and `value_channel_rms` are for `show` and `report`; the runtime does not
     read them.
     """
+    head_size, value_size = statistics.head_sizes
     layers = {
         f"model.layers.{layer}.self_attn": _layer(statistics.layers[layer], choice) for layer, choice in choices.items()
     }
     return {
         "version": VERSION,
         "recipe": recipe,
-        "head_size": statistics.shape[1],
+        "head_size": head_size,
+        **({} if value_size == head_size else {"value_head_size": value_size}),
+        **({} if len(statistics.kv_heads) == 1 else {"kv_heads": statistics.kv_heads}),
         "model_name": model_name,
         "transform_version": TRANSFORM_VERSION,
         "codebook_version": CODEBOOK_VERSION,

@@ -46,9 +46,9 @@ class LayerCalibration:
     """A layer's channels, by KV head of the whole model.
 
     `key_outliers`, `value_outliers`: `[KV heads][outlier channels]`, ascending. `key_order`, `value_order`: all
-    channels in packing order, `[KV heads][head_size]`, or None.
+    channels in packing order, `[KV heads][head_size]`, for values `[KV heads][value_head_size]`, or None.
 
-    The rest is `[KV heads][head_size]` too, in the model's order of channels, or None. A key is stored less `key_mean`
+    The rest has such shapes, too, in the model's order of channels, or is None. A key is stored less `key_mean`
     (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
     `value_scale`.
     """
@@ -62,33 +62,46 @@ class LayerCalibration:
     key_scale: list[list[float]] | None = None
     value_scale: list[list[float]] | None = None
 
+    @property
+    def kv_heads(self) -> int:
+        return len(self.key_outliers)
+
 
 @dataclass(frozen=True)
 class Calibration:
-    """A checked file; `layers` maps the number of a layer to its channels. All layers have `kv_heads` heads."""
+    """A checked file; `layers` maps the number of a layer to its channels. Heads have `head_size` channels of K and
+    `value_head_size` of V."""
 
     path: str
     recipe: str
     head_size: int
+    value_head_size: int
     layers: dict[int, LayerCalibration]
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads of every layer."""
-        return len(next(iter(self.layers.values())).key_outliers)
+    def kv_heads(self) -> tuple[int, ...]:
+        """How many a layer has; more than one number where layers differ."""
+        return tuple(sorted({layer.kv_heads for layer in self.layers.values()}))
+
+    @property
+    def heads(self) -> str:
+        """Numbers and sizes of KV heads, in words."""
+        sizes = f"{self.head_size} channels"
+        if self.value_head_size != self.head_size:
+            sizes += f" of K and {self.value_head_size} of V"
+        return f"{' or '.join(map(str, self.kv_heads))} KV heads of {sizes}"
 
     def check_model(self, *, layers: int, kv_heads: int, head_size: int, every_layer: bool = True) -> None:
         """Raise CalibrationError if the file was made for another model.
 
-        `layers` counts all of the model's layers, `kv_heads` those of the whole model. `every_layer`: whether each
-        layer has a KV cache of its own, so that the file must list it.
+        `layers` counts all of the model's layers, `kv_heads` those of the whole model, in layers of one kind where they
+        differ. `every_layer`: whether each layer has a KV cache of its own, so that the file must list it.
         """
-        for what, ours, theirs in (
-            ("head_size", self.head_size, head_size),
-            ("KV heads", self.kv_heads, kv_heads),
-        ):
-            if ours != theirs:
-                self.refuse(f"made for another model: {what} {ours}, this model has {theirs}")
+        if self.head_size != head_size:
+            self.refuse(f"made for another model: head_size {self.head_size}, this model has {head_size}")
+        if kv_heads not in self.kv_heads:
+            ours = " or ".join(map(str, self.kv_heads))
+            self.refuse(f"made for another model: KV heads {ours}, this model has {kv_heads}")
         beyond = [layer for layer in self.layers if layer >= layers]
         missing = [layer for layer in range(layers) if layer not in self.layers] if every_layer else []
         if beyond or missing:
@@ -183,9 +196,16 @@ def _calibration(path: str, content: Any) -> Calibration:
         raise _FaultError(f"{rule}, got {_short(head_size)}") from None
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
+    value_size: Any = content.get("value_head_size", head_size)
+    if type(value_size) is not int or value_size % HEAD_DIM_STEP or not 0 < value_size <= head_size:
+        rule = f"value_head_size must be a positive multiple of {HEAD_DIM_STEP}, at most head_size"
+        raise _FaultError(f"{rule}, got {_short(value_size)}")
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:
         raise _FaultError(f"layers must be an object with an entry a layer, got {_short(listed)}")
+    numbers_of_heads: Any = content.get("kv_heads")
+    if numbers_of_heads is not None and not isinstance(numbers_of_heads, list):
+        raise _FaultError(f"kv_heads must be a list of the numbers that layers have, got {_short(numbers_of_heads)}")
     layers: dict[int, LayerCalibration] = {}
     for name, entry in listed.items():
         number = _LAYER_NAME.fullmatch(name)
@@ -195,13 +215,13 @@ def _calibration(path: str, content: Any) -> Calibration:
         if layer in layers:
             raise _FaultError(f"layer {layer} is listed twice")
         try:
-            layers[layer] = _layer(entry, content["version"], recipe, head_size)
+            layers[layer] = _layer(entry, content["version"], recipe, (head_size, value_size))
         except _FaultError as fault:
             raise _FaultError(f"layer {layer}: {fault}") from None
-        heads, expected_heads = len(layers[layer].key_outliers), len(next(iter(layers.values())).key_outliers)
-        if heads != expected_heads:
-            raise _FaultError(f"layer {layer} lists {heads} heads, the first one listed {expected_heads}")
-    return Calibration(path, recipe, head_size, layers)
+        heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
+        if heads not in (numbers_of_heads or [first_heads]):
+            raise _FaultError(f"layer {layer} lists {heads} heads, the first one listed {first_heads}")
+    return Calibration(path, recipe, head_size, value_size, layers)
 
 
 def _check_version(version: Any) -> None:
@@ -212,17 +232,19 @@ def _check_version(version: Any) -> None:
         raise _FaultError(f"version {_short(version)} is not supported (1 to {VERSION} are)")
 
 
-def _layer(entry: Any, version: int, recipe: str, head_size: int) -> LayerCalibration:
+def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int]) -> LayerCalibration:
+    """`sizes`: channels of a head of K and of V."""
     if not isinstance(entry, dict):
         raise _FaultError(f"expected an object, got {_short(entry)}")
-    count = FORMATS[recipe].outlier_channels(head_size)
+    count = FORMATS[recipe].outlier_channels(sizes[0])
+    roles = tuple(zip(("key", "value"), sizes, strict=True))
     key_outliers, value_outliers = (
-        _outliers(entry, f"{role}_high_precision_indices", recipe, head_size, count) for role in ("key", "value")
+        _outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles
     )
     if len(key_outliers) != len(value_outliers):
         raise _FaultError(f"lists {len(key_outliers)} heads of keys and {len(value_outliers)} of values")
-    shape = (len(key_outliers), head_size)
-    key_order, value_order = (_order(entry, f"{role}_channel_order", shape) for role in ("key", "value"))
+    heads = len(key_outliers)
+    key_order, value_order = (_order(entry, f"{role}_channel_order", (heads, size)) for role, size in roles)
     if version == 1:
         return LayerCalibration(key_outliers, value_outliers, key_order, value_order)
     layer = LayerCalibration(
@@ -230,10 +252,10 @@ def _layer(entry: Any, version: int, recipe: str, head_size: int) -> LayerCalibr
         value_outliers,
         key_order,
         value_order,
-        key_mean=_numbers(entry, "key_channel_mean", shape, -LARGEST_MEAN, LARGEST_MEAN),
-        key_first_mean=_numbers(entry, "key_first_token_mean", shape, -LARGEST_MEAN, LARGEST_MEAN),
-        key_scale=_numbers(entry, "key_channel_scale", shape, *SCALE_BOUNDS),
-        value_scale=_numbers(entry, "value_channel_scale", shape, *SCALE_BOUNDS),
+        key_mean=_numbers(entry, "key_channel_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
+        key_first_mean=_numbers(entry, "key_first_token_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
+        key_scale=_numbers(entry, "key_channel_scale", (heads, sizes[0]), *SCALE_BOUNDS),
+        value_scale=_numbers(entry, "value_channel_scale", (heads, sizes[1]), *SCALE_BOUNDS),
     )
     if layer.key_first_mean is not None and layer.key_mean is None:
         raise _FaultError("key_first_token_mean is there without key_channel_mean")

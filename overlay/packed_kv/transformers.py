@@ -47,18 +47,16 @@ class _Settings:
 
     def codec(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> PagedCodec:
         """That of a layer with keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
-        heads, head_dim = key.shape[1], key.shape[-1]
-        if value.shape[-1] != head_dim:
-            raise ValueError(f"layer {layer} has keys of {head_dim} and values of {value.shape[-1]} channels; give one")
-        rows = {} if self.calibration is None else self._rows(self.calibration, layer, heads, head_dim)
-        return PagedCodec(self.fmt, head_dim, device=key.device, **rows)
+        sizes = key.shape[1], key.shape[-1], value.shape[-1]
+        rows = {} if self.calibration is None else self._rows(self.calibration, layer, sizes)
+        return PagedCodec(self.fmt, key.shape[-1], device=key.device, value_dim=value.shape[-1], **rows)
 
-    def _rows(self, file: Calibration, layer: int, heads: int, head_dim: int) -> dict[str, Any]:
+    def _rows(self, file: Calibration, layer: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+        """`sizes`: KV heads, and their channels in keys and values."""
         if layer not in file.layers:
             file.refuse(f"has no entry for layer {layer}")
-        if (file.kv_heads, file.head_size) != (heads, head_dim):
-            found, ours = f"{file.kv_heads} KV heads of {file.head_size}", f"{heads} of {head_dim}"
-            file.refuse(f"made for another model: {found} channels, layer {layer} has {ours}")
+        if (file.layers[layer].kv_heads, file.head_size, file.value_head_size) != sizes:
+            file.refuse(f"made for another model: {file.heads}, layer {layer} has {sizes[0]} of {sizes[1]}")
         return {name: getattr(file.layers[layer], name) for name in fields_for(self.fmt)}
 
 

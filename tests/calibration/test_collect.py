@@ -107,7 +107,7 @@ def test_the_text_model_of_a_multimodal_one_is_seen(tmp_path: Path) -> None:
     model = load_model(str(tmp_path), ATTENTION, "float32", torch.device("cpu"))
     collector.run(model, [sequences(1, 8)], lambda _tokens: None)
     statistics = collector.statistics()
-    assert statistics.shape == (2, 64) and [*statistics.layers] == list(range(6))
+    assert (statistics.kv_heads, statistics.head_sizes) == ([2], (64, 64)) and [*statistics.layers] == list(range(6))
 
 
 def test_layers_that_share_or_lack_a_cache_are_left_out() -> None:
@@ -138,7 +138,7 @@ def test_latent_attention_is_refused() -> None:
         "DeepseekV3Config", kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32,
         head_dim=32, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"layer 0: K has 64 channels and V 32"):
+    with pytest.raises(UserError, match=r"layer 0 has latent attention \(MLA\)"):
         collect(config(), [sequences(1, 8)])
 
 

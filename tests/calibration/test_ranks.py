@@ -32,7 +32,7 @@ def test_ranks_join_to_the_whole_model(kv_heads: int, ranks: int) -> None:
         own = heads_of_rank(list(range(kv_heads)), max(1, kv_heads // ranks), ranks, rank)
         queries = slice(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
         parts.append((rank, sums(query[:, queries], key[:, own], value[:, own], columns[queries])))
-    joined = join_ranks(reversed(parts), kv_heads).statistics()
+    joined = join_ranks(reversed(parts)).statistics()
     assert joined.tokens == TOKENS
     for layer, expected in whole.statistics().layers.items():
         for name, value_of_name in vars(expected).items():
@@ -44,5 +44,5 @@ def test_processes_of_a_pipeline_and_layers_that_are_not_split() -> None:
     key, value = torch.randn(2, TOKENS, 4, SIZE)
     first, last = sums(query, key, value, columns), sums(query, key, value, columns)
     del first.layers[1], last.layers[0]
-    joined = join_ranks([(0, first), (1, first), (0, last), (1, last)], 4)
+    joined = join_ranks([(0, first), (1, first), (0, last), (1, last)])
     assert joined.layers == {0: first.layers[0], 1: last.layers[1]}

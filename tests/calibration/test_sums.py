@@ -25,7 +25,8 @@ def test_the_variance_beside_a_large_mean() -> None:
         sums.add(7, query[part], key[part], value[part], positions[part], lambda: asked.append(1) or columns)
     assert len(asked) == 1
     statistics = sums.statistics()
-    assert [*statistics.layers] == [7] and statistics.tokens == TOKENS and statistics.shape == (KV_HEADS, HEAD_SIZE)
+    assert [*statistics.layers] == [7] and statistics.tokens == TOKENS
+    assert (statistics.kv_heads, statistics.head_sizes) == ([KV_HEADS], (HEAD_SIZE, HEAD_SIZE))
     seen, later = statistics.layers[7], positions > 0
     kept = key[later].double()
     assert_close(seen.key_mean, kept.mean(0), rtol=1e-12, atol=0)

@@ -203,6 +203,14 @@ PUBLISHED = {
         "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "tie_word_embeddings": False,
     }),
+    "MiMo-V2-Flash": (309e9, {
+        "model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+        "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+        "sliding_window": 128, "hybrid_layer_pattern": [0 if i in (0, *range(5, 48, 6)) else 1 for i in range(48)],
+        "vocab_size": 152576, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "moe_layer_freq": [0] + [1] * 47, "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
 """Model -> parameters as published, and what its config says of them."""
 
@@ -304,7 +312,8 @@ BAD_CONFIGS = {
     "MLA": ({**SHAPE_8B, "kv_lora_rank": 512}, "has MLA (kv_lora_rank 512)"),
     "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "is an encoder-decoder"),
     "head size": ({**SHAPE_8B, "head_dim": 72}, "has heads of 72 channels; packed pages need a multiple of 16"),
-    "K and V": ({**SHAPE_8B, "v_head_dim": 64}, "has K of 128 and V of 64 channels"),
+    "K and V": ({**SHAPE_8B, "v_head_dim": 192}, "has K of 128 and V of 192 channels; packed pages need V of at most"),
+    "size of V": ({**SHAPE_8B, "v_head_dim": 72}, "has heads of 128 (K) and 72 (V) channels; packed pages need a"),
     "kind": ({**SHAPE_8B, "layer_types": ["odd"]}, "layers of the kind odd are not known"),
     "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"]}, "whose size plan does not know"),
 }

@@ -256,21 +256,25 @@ def test_layers_of_a_draft_take_first_channels(name: str, has_draft: bool, tmp_p
     path = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM))
     rank = calibration.RankCalibration(calibration.load(path), FORMATS["turboquant25"], 1, 0, has_draft)
     if has_draft:
-        assert rank.channels(name, KV_HEADS, HEAD_DIM) == {}
+        assert rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM) == {}
     else:
         with pytest.raises(CalibrationError, match=f"has no entry for the model's layer {name}; make"):
-            rank.channels(name, KV_HEADS, HEAD_DIM)
+            rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM)
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "head_size", "words"),
-    [(3, 64, "2 KV heads do not deal out to the 3 of"), (2, 96, "head_size 64, but model.layers.1.attn has 96")],
+    ("kv_heads", "head_sizes", "words"),
+    [
+        (3, (64, 64), "2 KV heads do not deal out to the 3 of"),
+        (2, (96, 96), "head_size 64, but model.layers.1.attn has 96"),
+        (2, (64, 32), "value_head_size 64, but model.layers.1.attn has 32"),
+    ],
 )
-def test_layers_of_another_shape_are_refused(kv_heads: int, head_size: int, words: str, tmp_path: Path) -> None:
+def test_layers_of_another_shape_are_refused(kv_heads: int, head_sizes: tuple, words: str, tmp_path: Path) -> None:
     path = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM))
     rank = calibration.RankCalibration(calibration.load(path), FORMATS["isoquant4"], 2, 1, False)
     with pytest.raises(CalibrationError, match=words):
-        rank.channels("model.layers.1.attn", kv_heads, head_size)
+        rank.channels("model.layers.1.attn", kv_heads, *head_sizes)
 
 
 def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -166,6 +167,36 @@ def test_attention_sinks(name: str, calibrated: bool, tmp_path: Path) -> None:
         assert costs[1] < 1.1 * costs[2]
     captured = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
     with engine(model, name, recent_tokens=None, **options, **captured) as llm:
+        assert mean_kl(decoded, teacher_forced_logits(llm, token_ids, 1)) < costs[0] / 100
+
+
+def test_values_of_fewer_channels(tmp_path: Path) -> None:
+    """MiMo-V2's shape, with sinks and windows: as `test_attention_sinks`; and FlashAttention over padded values, which
+    is what its versions without kernels for two sizes get."""
+    model = tiny_models.save(tiny_models.mimo_v2(), tmp_path)
+    token_ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    options: dict = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with engine(model, "auto", attention_backend="TRITON_ATTN_DIFFKV", **options) as llm:
+        bf16 = teacher_forced_logits(llm, token_ids, 70)
+    for window in (0, None):
+        with engine(model, "tq4", recent_tokens=window, **options) as llm:
+            decoded, chunked = (teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 70))
+            for implementation in implementations(llm):
+                prefill = implementation.prefill
+                prefill.flash_attention, prefill.pads = replace(prefill.flash_attention, value_dim=192), True
+                prefill.capacity = 112
+            padded = teacher_forced_logits(llm, token_ids, 70)
+            for implementation in implementations(llm):
+                implementation.prefill = None
+            in_pytorch = teacher_forced_logits(llm, token_ids, 70)
+        costs = [mean_kl(bf16, logits) for logits in (decoded, chunked, padded, in_pytorch)]
+        print(f"window {window}: KL decoded, chunked, padded, in PyTorch", *(f"{cost:.4f}" for cost in costs))
+        assert costs[0] == pytest.approx(costs[3], rel=0.3)
+        assert costs[1] < 1.1 * costs[3]
+        assert costs[2] == pytest.approx(costs[1], rel=0.25)
+    captured = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
+    with engine(model, "tq4", recent_tokens=None, **options, **captured) as llm:
+        assert llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
         assert mean_kl(decoded, teacher_forced_logits(llm, token_ids, 1)) < costs[0] / 100
 
 

@@ -78,6 +78,39 @@ def gpt_oss(**options: object) -> PretrainedConfig:
     return transformers.GptOssConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
 
 
+def mimo_v2(**options: object) -> PretrainedConfig:
+    """Values of fewer channels than keys; full layers, and sliding ones with sinks and twice the KV heads. The second
+    half of the options is vLLM's way to say what the first says to transformers."""
+    layers = ["full_attention", "sliding_attention"] * 2
+    special = {
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": len(layers),
+        "sliding_window": WINDOW,
+        "layer_types": layers,
+        "mlp_layer_types": ["dense"] * len(layers),
+        "n_routed_experts": 1,
+        "moe_intermediate_size": 64,
+    }
+    of_vllm = {
+        "layernorm_epsilon": 1e-5,
+        "hybrid_layer_pattern": [0, 1] * 2,
+        "moe_layer_freq": [0] * len(layers),
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "sliding_window_size": WINDOW,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
+        "add_swa_attention_sink_bias": True,
+        "architectures": ["MiMoV2FlashForCausalLM"],
+    }
+    return transformers.MiMoV2FlashConfig(**{**SMALL, **special, **of_vllm, **options})
+
+
 def llama4(**options: object) -> PretrainedConfig:
     """Chunked layers, in which a token sees those of its own chunk; the fourth sees all."""
     special = {
@@ -124,8 +157,8 @@ def save(config: PretrainedConfig, folder: Path) -> str:
     if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
-    if config.model_type == "gpt_oss":  # random sinks are all near 0
-        for layer in model.model.layers:
+    for layer in getattr(model.model, "layers", ()):
+        if getattr(layer.self_attn, "sinks", None) is not None:  # random ones are all near 0
             layer.self_attn.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
     model.save_pretrained(folder)
     return str(folder)
@@ -156,9 +189,10 @@ def true_logits(
 
     def through_codec(layer, query, key, value, *args, **kwargs):
         if kv_cache_dtype and layer.layer_idx not in skip_layers:
+            sizes = {"key": {}, "value": {"layout_dim": key.shape[-1]}}
             key, value = (
                 through(
-                    get_codec(kv_cache_dtype, x.shape[-1], role, **channels(layer.layer_idx, role)),
+                    get_codec(kv_cache_dtype, x.shape[-1], role, **sizes[role], **channels(layer.layer_idx, role)),
                     x,
                     channel_order(reference.config.model_type, x.shape[-1], role),
                 )

@@ -16,11 +16,15 @@ STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35
 """Name -> whether calibrated: outliers, means and scales. Every rotation and width, with and without half words."""
 
 
+TWO_SIZES = ("tq4", "turboquant35")
+"""Names that are also stored with V of fewer channels than K."""
 RING_BLOCK = {"tq4": 8, "turboquant25": 4}
 """Name -> tokens of a ring's block; the others are stored without one."""
 
 
-def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0) -> Case:
+def store_case(
+    fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, query_group: int = 0, value_dim: int | None = None
+) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
                "value_channels", "key_table", "value_table", "ring_block", "ring_head",
                "query_token", "query_head", "matrix_head", "bias_rows_head")  # fmt: skip
@@ -37,6 +41,7 @@ def store_case(fmt: Format, arch: int, calibrated: bool, head_dim: int = 128, qu
         constants=dict(
             QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
             QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim), HAS_BIAS=calibrated,
+            VALUE_DIM=value_dim or head_dim,
             HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
             HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, head_dim),
         ),
@@ -51,6 +56,9 @@ def store_resources() -> dict[tuple[str, int | str], Resources]:
     cases = [store_case(FORMATS[name], arch, STORED[name]) for name in STORED for arch in ARCHITECTURES]
     keys.append(("tq4", "head_dim 80"))
     cases.append(store_case(FORMATS["tq4"], 90, False, head_dim=80))
+    for name in TWO_SIZES:
+        keys += [(name, f"V of 128, sm_{arch}") for arch in ARCHITECTURES]
+        cases += [store_case(FORMATS[name], arch, STORED[name], 192, value_dim=128) for arch in ARCHITECTURES]
     return dict(zip(keys, compile_kernels(cases), strict=True))
 
 
@@ -68,6 +76,15 @@ def test_store_stays_in_registers(store_resources, name, arch):
 def test_store_of_padded_heads_stays_in_registers(store_resources):
     assert not store_resources["tq4", "head_dim 80"].spills
     assert store_resources["tq4", "head_dim 80"].registers <= 64
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+@pytest.mark.parametrize("name", TWO_SIZES)
+def test_store_of_values_of_fewer_channels_stays_in_registers(store_resources, name, arch):
+    """K of 192 channels."""
+    resources = store_resources[name, f"V of 128, sm_{arch}"]
+    assert not resources.spills
+    assert resources.registers <= 80  # of two sections, with a ring
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
@@ -199,7 +216,8 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool = False) -> Case:
+def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool = False, head_dim: int = 128) -> Case:
+    """For 128 channels of V, in vectors of `head_dim`."""
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.merge:_merge_kernel",
@@ -210,10 +228,10 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool
             sinks="*bf16", bias="*fp32", sums="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=128, PADDED_DIM=128, OUTPUT_DIM=128, PART=128, ROWS=rows, SPLITS=splits,
-            HAS_SINKS=sinks, HAS_BIAS=sinks, HAS_SUMS=sums,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, PART=head_dim & -head_dim,
+            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_BIAS=sinks, HAS_SUMS=sums,
         ),
-        options=dict(num_warps=8 if rows >= 8 else 4),
+        options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),
     )  # fmt: skip
 
@@ -289,6 +307,7 @@ def test_what_stands_around_decode_stays_in_registers():
     merges = [(tile, arch) for tile in merge.MERGE_TILES for arch in (80, 120)] + [
         ((8, 8), 90, True),
         ((8, 8), 90, False, True),
+        *((tile, 90, True, False, 192) for tile in merge.MERGE_TILES),
     ]
     cases = [merge_case(*key) for key in merges]
     cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]

@@ -17,21 +17,22 @@ BOUND = 2e-3
 """Relative RMS error: fp16 rounding of query, weights and rotation matrices (2^-11 each) gives about 1e-3."""
 
 
-def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None, block_size=16, splits=3,
-        window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
+def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None,
+        block_size=16, splits=3, window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
         returns_sums=False, **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison; or of both the
     logarithms of the sums of weights, [tokens, query heads]."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
-    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **transforms)
+    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, value_dim=value_dim, **transforms)
     blocks_each = [-(-n // block_size) for n in seq_lens]
     cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8)
     order = torch.randperm(len(cache), generator=generator).to(torch.int32)
     table = torch.full((len(seq_lens), max(blocks_each)), -1, dtype=torch.int32)
     cache, start = cache.to(DEVICE), torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     query = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(DEVICE, dtype)
-    expected = torch.zeros(query.shape, dtype=torch.float64, device=DEVICE)
+    of_output = (*query.shape[:2], value_dim or head_dim)
+    expected = torch.zeros(of_output, dtype=torch.float64, device=DEVICE)
     expected_sums = torch.zeros(query.shape[:2], dtype=torch.float64, device=DEVICE)
     scale, used = head_dim**-0.5, 0
     if sinks is not None:  # from far below the sum of weights to far above it
@@ -40,7 +41,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
         table[i, : blocks_each[i]] = order[used : used + blocks_each[i]]
         used += blocks_each[i]
         key, value = torch.randn(2, seq_len, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
-        value *= size
+        value = value[..., :value_dim] * size
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
         codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
@@ -56,7 +57,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, seq_lens=(1, 37, 100), query
     if bias_rows is not None:
         bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
-    output = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    output = torch.full(of_output, float("nan"), dtype=dtype, device=DEVICE)
     sums = torch.full(query.shape[:2], float("nan"), device=DEVICE) if returns_sums else None
     attend_pages(
         kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
@@ -111,6 +112,9 @@ def test_head_dims(name, head_dim):
         {"group": 64, "kv_heads": 1, "seq_lens": (1, 70), "sinks": torch.bfloat16},
         {"group": 20, "kv_heads": 2, "seq_lens": (3, 40), "query_lens": (2, 3), "window": 30},
         {"group": 7, "kv_heads": 1},
+        {"head_dim": 192, "value_dim": 128, "kv_heads": 1, "seq_lens": (1, 50)},
+        {"head_dim": 96, "value_dim": 48, "sinks": torch.bfloat16, "window": 20, "splits": 1},
+        {"head_dim": 96, "value_dim": 32, "query_lens": (1, 3, 2), "group": 16, "kv_heads": 1},
         {"block_size": 32},
         {"block_size": 48},
         {"head_dim": 112, "splits": 1},

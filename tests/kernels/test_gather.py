@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention.active_blocks import AttentionOptions
-from packed_kv.attention.prefill import FlashPrefill
+from packed_kv.attention.prefill import FlashAttention, FlashPrefill, takes_two_sizes
 from packed_kv.attention.prefix import key_part, prefix_parts
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
@@ -31,6 +31,7 @@ def pages(codec: PagedCodec, heads: int, seq_lens: tuple[int, ...], block_size: 
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
         key, value = torch.randn(2, seq_len, heads, codec.key.head_dim, generator=generator).to(DEVICE)
+        value = value[..., : codec.value.head_dim]
         codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
         vectors.append((key, value))
     return cache, table.to(DEVICE), vectors
@@ -146,6 +147,12 @@ def flash_attention(
     return out, sums
 
 
+def one_size_attention(q, k, v, **options):
+    """FlashAttention 2: K, V and the output have heads of one size."""
+    assert q.shape[2] == k.shape[2] == v.shape[2] == options["out"].shape[2]
+    return flash_attention(q, k, v, **options)
+
+
 QUERY_LENS, PREFIXES = (5, 17, 40, 20), (20, 0, 37, 64)
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
 
@@ -167,6 +174,10 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
         (False, {"sliding_window": 24, "sinks": True}),
         (False, {"transformed": True, "capacity": 48, "head_dim": 80}),
         (True, {"capacity": 48, "head_dim": 80}),
+        (False, {"capacity": 48, "head_dim": 96, "value_dim": 64}),
+        (False, {"transformed": True, "sliding_window": 60, "sinks": True, "head_dim": 96, "value_dim": 64, "pads": 1}),
+        (True, {"capacity": 48, "head_dim": 80, "value_dim": 48, "pads": 1}),
+        (True, {"capacity": 48, "head_dim": 80, "value_dim": 48}),
     ],
     ids=str,
 )
@@ -176,17 +187,22 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     heads, group, block_size, first = 2, 2, 16, 1
     options = dict(options)
     head_dim = options.pop("head_dim", 64)
+    value_dim, pads = options.pop("value_dim", head_dim), options.pop("pads", False)
     capacity = options.pop("capacity", 4096)
     given = transforms(heads, head_dim) if options.pop("transformed", False) else {}
-    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
+    if given:
+        given["value_scale"] = given["value_scale"][:, :value_dim]
+    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)
     seq_lens = tuple(a + b for a, b in zip(QUERY_LENS, PREFIXES, strict=True))
     cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
     options["sinks"] = SINKS if options.pop("sinks", False) else None
     attention = AttentionOptions(scale=0.2, **options)
-    prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash_attention)
+    flash = FlashAttention(one_size_attention if pads else flash_attention, head_dim if pads else value_dim)
+    prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash)
     prefill.capacity = capacity if not shared else max(capacity, sum(QUERY_LENS) + 16 * len(QUERY_LENS))
     gathered = (prefill.capacity, heads, codec.key.stored_dim)
-    shapes = ((gathered, torch.float16), (gathered, torch.float16), ((sum(QUERY_LENS), heads * group, head_dim), None))
+    own = [((sum(QUERY_LENS), n, flash.value_dim), None) for n in (heads * group, heads, heads * group)]
+    shapes = ((gathered, torch.float16), (gathered, torch.float16), *(own if pads else own[:1]))
     monkeypatch.setattr(
         prefill,
         "reserve",
@@ -198,7 +214,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     )
     query = torch.randn(starts[-1] + 3, heads * group, head_dim, generator=generator).to(DEVICE, torch.float16)
     key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, QUERY_LENS, strict=True)]).half() for i in (0, 1))
-    output = torch.full_like(query, float("nan"))
+    output = torch.full_like(query[..., :value_dim], float("nan"))
     prefill.attend(query, *((None, None) if shared else (key, value)), cache, metadata, first, output)
 
     assert output[: starts[first]].isnan().all() and output[starts[-1] :].isnan().all()
@@ -213,7 +229,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
             whole = [
                 torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
             ]
-        expected = torch.empty(QUERY_LENS[i], heads * group, head_dim, device=DEVICE)
+        expected = torch.empty(QUERY_LENS[i], heads * group, value_dim, device=DEVICE)
         _, sums = flash_attention(
             query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
             cu_seqlens_k=torch.tensor([0, seq_lens[i]]), max_seqlen_k=seq_lens[i], softmax_scale=0.2, causal=True,
@@ -222,6 +238,15 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
         if attention.sinks is not None:
             expected *= torch.sigmoid(sums.T - attention.sinks)[..., None]
         assert (output[rows].float() - expected).norm() < 1.5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("version", "generation", "head_dim", "value_dim", "takes"),
+    [(3, 9, 192, 128, True), (4, 10, 192, 128, True), (3, 8, 192, 128, False), (2, 9, 192, 128, False),
+     (3, 9, 256, 128, False), (3, 9, 192, 64, False)],
+)  # fmt: skip
+def test_two_sizes(version: int, generation: int, head_dim: int, value_dim: int, takes: bool) -> None:
+    assert takes_two_sizes(version, generation, head_dim, value_dim) == takes
 
 
 def test_a_part_holds_no_more_than_the_workspace() -> None:

@@ -13,7 +13,7 @@ from packed_kv.attention import fused, ranks
 from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.metadata import PackedMetadata
-from packed_kv.attention.prefill import FlashPrefill
+from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.shares import WHOLE, Share
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
@@ -110,11 +110,13 @@ def layer(codec: PagedCodec, share: Share, group: Group | None, options: Attenti
     impl = object.__new__(PackedAttentionImpl)
     shape = (codec, HEADS, 1, options)
     impl.__dict__ |= {
-        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM, "group": HEADS, "share": share,
+        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM,
+        "head_size_v": codec.value.head_dim,
+        "group": HEADS, "share": share,
         "codec": codec, "options": options, "device": torch.device("cpu"), "layers": {}, "calibration": None,
         "kv_cache_dtype": "turboquant35", "kv_sharing_target_layer_name": None, "ranks": None,
         "fused": fused.FusedDecode(*shape, 1, share=share),
-        "prefill": FlashPrefill(*shape, 64, 8, flash_attention, share),
+        "prefill": FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, HEAD_DIM), share),
     }  # fmt: skip
     if group is not None:
         with pytest.MonkeyPatch.context() as patch:
@@ -157,6 +159,7 @@ def batch(share: Share, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata,
         ([(24, 2)], {"soft_cap": 5.0}),
         ([(40, 1), (2, 2)], {"run": 16}),
         ([(2, 2)], {}),
+        ([(24, 1), (40, 3), (3, 3)], {"value_dim": 48}),
         ([(20, 1), (20, 2)], {"in_pytorch": True}),
         ([(40, 1), (20, 2)], {"has_nccl": False}),
     ],
@@ -168,11 +171,15 @@ def test_two_ranks_are_as_one(
     by_pytorch = lambda communicator, x, dim: communicator.group.reduce_scatter_by_pytorch(x, dim)  # noqa: E731
     monkeypatch.setattr(ranks.DeviceCommunicatorBase, "reduce_scatter", by_pytorch)
     generator = torch.Generator().manual_seed(1)
-    codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, **transforms(HEAD_DIM, 1))
+    value_dim = options.get("value_dim", HEAD_DIM)
+    channels = transforms(HEAD_DIM, 1)
+    channels["value_scale"] = channels["value_scale"][:, :value_dim]
+    codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
     attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
     vectors = [torch.randn(2, tokens, 1, HEAD_DIM, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
     new = [x[:, -count:] for x, (_, count) in zip(vectors, lengths, strict=True)]
     key, value = (torch.cat([x[i] for x in new]) for i in (0, 1))
+    value = value[..., :value_dim]
     query = torch.randn(len(key), HEADS, HEAD_DIM, generator=generator).to(DEVICE).half()
 
     def forward(share: Share, group: Group | None) -> torch.Tensor:
@@ -184,9 +191,9 @@ def test_two_ranks_are_as_one(
         cache = torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
         for (tokens, count), (k, v), slot in zip(lengths, vectors, slots, strict=True):
             old = slice(0, tokens - count)
-            codec.write(cache, slot[old], k[old], v[old], torch.arange(tokens, device=DEVICE)[old])
+            codec.write(cache, slot[old], k[old], v[old][..., :value_dim], torch.arange(tokens, device=DEVICE)[old])
         heads = slice(share.rank * impl.num_heads, (share.rank + 1) * impl.num_heads)
-        output = torch.full_like(query[:, heads], float("nan"))
+        output = torch.full_like(query[:, heads, :value_dim], float("nan"))
         return impl.forward(
             SimpleNamespace(layer_name="x"), query[:, heads], key, value, cache, metadata, output
         )  # fmt: skip

@@ -52,7 +52,8 @@ def check(
     expected = clone(cache)
     codec.write(expected, slots, key, value, positions)
     channels = channels_of(codec.key, "key") | channels_of(codec.value, "value")
-    on_device = PagedCodec(codec.key.fmt, codec.key.head_dim, device=DEVICE, **channels)
+    sizes = {"head_dim": codec.key.head_dim, "value_dim": codec.value.head_dim}
+    on_device = PagedCodec(codec.key.fmt, device=DEVICE, **sizes, **channels)
     actual = to_device(cache)
     on_device_positions = None if positions is None else positions.to(DEVICE)
     store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value), on_device_positions)
@@ -73,13 +74,13 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 
 def channels_of(codec, role: str) -> dict[str, torch.Tensor]:
     transform = codec.transform
-    given = {f"{role}_scale": transform.scale}
+    given = {f"{role}_scale": None if transform.scale is None else transform.scale[..., : codec.head_dim]}
     if role == "key":
         given |= {"key_mean": transform.mean, "key_first_mean": transform.first_mean}
     if codec.order is not None and codec.outlier_count:
         given[f"{role}_outliers"] = codec.order[..., : codec.outlier_count]
     elif codec.order is not None:
-        given[f"{role}_order"] = codec.order
+        given[f"{role}_order"] = codec.order[..., : codec.head_dim]
     return given
 
 
@@ -99,6 +100,23 @@ def shuffled(tokens: int, blocks: int, block_size: int) -> torch.Tensor:
 def test_bytes(name, head_dim):
     codec = PagedCodec(FORMATS[name], head_dim)
     check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim))
+
+
+@every_dtype
+@pytest.mark.parametrize(("value_dim", "calibrated"), [(128, False), (80, True)], ids=["v128", "v80 calibrated"])
+def test_bytes_of_values_of_fewer_channels(name, value_dim, calibrated):
+    """The values are views whose rows go on behind their channels, with what is none of theirs."""
+    channels = {}
+    if calibrated:
+        order = torch.stack([torch.randperm(80, generator=torch.Generator().manual_seed(i)) for i in range(HEADS)])
+        channels = {"value_scale": (2 * torch.randn(HEADS, 80)).exp2()}
+        if count := FORMATS[name].outlier_channels(192):
+            channels["value_outliers"] = order[:, :count].sort(-1).values
+        else:
+            channels["value_order"] = order
+    codec = PagedCodec(FORMATS[name], 192, value_dim=value_dim, **channels)
+    key, value = vectors(40, 192)
+    check(codec, poisoned(codec, 2, 32), shuffled(40, 2, 32), key, value[..., :value_dim])
 
 
 @every_dtype

@@ -74,9 +74,9 @@ def attend(
         share: what is in this rank's pages.
 
     Returns:
-        float32 [tokens, query heads, head_dim], 0 of a query that sees nothing of the share; the logarithms of the sums
-        of weights, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the scores of
-        centred keys lack.
+        float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the share; the logarithms of the
+        sums of weights, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the
+        scores of centred keys lack.
     """
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
@@ -120,7 +120,7 @@ def attend(
     if options.sinks is not None:
         sinks = options.sinks.to(rows.dtype).view(kv_heads, 1, group)
         state.add_sinks(sinks if bias is None or options.logits_soft_cap else sinks - bias[..., 0])
-    output = codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, head_dim)
+    output = codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, -1)
     return output, state.sums().permute(1, 0, 2).reshape(tokens, query_heads)
 
 

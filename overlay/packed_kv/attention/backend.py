@@ -71,15 +71,16 @@ class PackedAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 
-        Raises ValueError for K and V of different head sizes (a slot holds two vectors of one size), and for layers
-        that say only here that they have static sinks.
+        V of a head may have fewer channels than K, and has then K's size in a slot. Raises ValueError where it has
+        more, and for layers that say only here that they have static sinks.
         """
         if spec.dtype != torch.uint8:
             return spec
         reason = UNSUPPORTED_SPECS.get(type(spec).__name__)
         head_size_v = getattr(spec, "head_size_v", spec.head_size)
-        if head_size_v != spec.head_size:
-            reason = f"K and V of different head sizes ({spec.head_size} and {head_size_v})"
+        if head_size_v > spec.head_size or head_size_v % HEAD_DIM_STEP:
+            rule = f"up to as many, in multiples of {HEAD_DIM_STEP}, are"
+            reason = f"V of {head_size_v} channels beside K of {spec.head_size} ({rule})"
         if reason:
             raise ValueError(
                 f"--kv-cache-dtype {cls.fmt.name} does not support {reason}; use --kv-cache-dtype auto for this model"

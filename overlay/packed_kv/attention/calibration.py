@@ -52,7 +52,7 @@ class RankCalibration:
     tp_rank: int
     has_draft: bool
 
-    def channels(self, layer_name: str, kv_heads: int, head_size: int) -> dict[str, Rows]:
+    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> dict[str, Rows]:
         """Arguments of a layer's `PagedCodec`, for the `kv_heads` heads of this rank; those that the file has.
 
         Empty for the layers of a draft model, which the file does not describe. Raises CalibrationError for a layer
@@ -63,13 +63,13 @@ class RankCalibration:
             return {}
         if head_size != self.file.head_size:
             self.file.refuse(f"head_size {self.file.head_size}, but {layer_name} has {head_size}")
+        if head_size_v != self.file.value_head_size:
+            self.file.refuse(f"value_head_size {self.file.value_head_size}, but {layer_name} has {head_size_v}")
         rows = {name: row for name in self.arguments if (row := getattr(layer, name)) is not None}
         mine = {name: heads_of_rank(row, kv_heads, self.tp_size, self.tp_rank) for name, row in rows.items()}
         if any(len(row) != kv_heads for row in mine.values()):
             rank = f"rank {self.tp_rank} of {self.tp_size}"
-            self.file.refuse(
-                f"{self.file.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}"
-            )
+            self.file.refuse(f"{layer.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}")
         return mine
 
     @property
@@ -176,7 +176,11 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
         return {}
     file = load(path)
     whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)
-    layers = {layer: whole.channels(f"layers.{layer}", file.kv_heads, file.head_size) for layer in sorted(file.layers)}
+    sizes = file.head_size, file.value_head_size
+    layers = {
+        number: whole.channels(f"layers.{number}", layer.kv_heads, *sizes)
+        for number, layer in sorted(file.layers.items())
+    }
     return {layer: arguments for layer, arguments in layers.items() if arguments}
 
 

@@ -122,6 +122,7 @@ class FusedDecode:
         refused = "who asks for Triton by name" if kernel == "triton" else refusal(
             (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
             options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
+            value_dim=codec.value.head_dim,
         )  # fmt: skip
         logger.info_once(
             "KV cache: decodes are served by the %s",
@@ -231,7 +232,7 @@ class FusedDecode:
         Args:
             cache: uint8 [blocks, KV heads, block_size, slot_bytes].
             plan: of these tokens.
-            output: fp16 or bf16 [tokens or more, query heads, head_dim]; the rows of these tokens are filled.
+            output: fp16 or bf16 [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
         """
         sinks = self.options.sinks

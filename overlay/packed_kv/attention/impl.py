@@ -58,6 +58,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        head_size_v: int | None = None,
         **unknown: object,
     ) -> None:
         if kv_cache_dtype not in FORMATS:  # vLLM gives such a layer the backend that it would have unskipped
@@ -78,6 +79,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 "use --kv-cache-dtype auto for this model"
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.head_size_v = head_size if head_size_v is None else head_size_v
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -123,7 +125,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             return None
         from .prefill import find_flash_attention
 
-        found = find_flash_attention(self.head_size, self.dtype, self.options.logits_soft_cap)
+        found = find_flash_attention(self.head_size, self.head_size_v, self.dtype, self.options.logits_soft_cap)
         if found is None:
             logger.warning_once(
                 "%s: no FlashAttention for head size %d in %s here; prefill runs in PyTorch, many times slower",
@@ -136,7 +138,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
     def _build_codec(self, channels: dict[str, Any]) -> None:
         """Make the codec, with its `channels` from the calibration file, and what depends on it."""
-        self.codec = PagedCodec(FORMATS[self.kv_cache_dtype], self.head_size, device=self.device, **channels)
+        fmt, value_dim = FORMATS[self.kv_cache_dtype], self.head_size_v
+        self.codec = PagedCodec(fmt, self.head_size, device=self.device, value_dim=value_dim, **channels)
         self.fused = self.prefill = None
         if self.device.type == "cuda":
             from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
@@ -166,10 +169,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             layer: its name says which channels are its outliers, and it may share another layer's cache; the formats
                 carry their own scales.
             query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
-            key, value: [tokens, KV heads, head_dim], same dtype; not looked at in a layer that shares another's cache.
+            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], same dtype; not looked at in a
+                layer that shares another's cache.
             kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes]; empty in vLLM's profiling run.
             attn_metadata: None in the profiling run, and in steps without requests.
-            output: [tokens, query heads, head_dim], filled; rows of padding may hold anything afterwards.
+            output: [tokens, query heads, value_dim], filled; rows of padding may hold anything afterwards.
             output_scale, output_block_scale: must be None.
         """
         if output_scale is not None or output_block_scale is not None:
@@ -182,7 +186,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             )
         if self.calibration is not None:  # in the profiling run: the constructor is not told the layer's name
             name = shared or layer.layer_name
-            self._build_codec(self.calibration.channels(name, self.num_kv_heads, self.head_size))
+            self._build_codec(self.calibration.channels(name, self.num_kv_heads, self.head_size, self.head_size_v))
             self.calibration = None
         if attn_metadata is None:
             if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
@@ -271,7 +275,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self, metadata: PackedMetadata, recent: RecentStep | None, name: tuple, plan: Callable[[], Any]
     ) -> Any:
         """What `plan` returns, for the first layer of a step with these heads and this ring; kept for the others."""
-        name += (self.num_heads, self.num_kv_heads, self.head_size, recent and id(recent.metadata))
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
+        name += (*shape, recent and id(recent.metadata))
         if name not in metadata.plans:
             metadata.plans[name] = plan()
         return metadata.plans[name]
@@ -322,7 +327,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.prefill is not None:
             self.prefill.reserve(query.dtype)
         if self.ranks is not None:
-            self.ranks.reserve(query)
+            self.ranks.reserve(query, self.head_size_v)
         # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
         tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
         new_tokens = tokens if self.prefill is None else -(-tokens // 2)
@@ -333,7 +338,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         )
         places = torch.arange(tokens, device=key.device)
         self.fused.store(page, key[:tokens], value[:tokens], self.fused.plan_store(places, places))
-        output = torch.empty_like(query)
+        output = query.new_empty((*query.shape[:2], self.head_size_v))
         if self.ranks is not None:
             self._forward_of_share(query, key, value, page, batch, self.ranks, output)
         elif self.prefill is not None:
@@ -357,7 +362,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
             return
         queries = ranks.gather(query[:read_pages])
-        over_share = queries.new_empty(queries.shape, dtype=torch.float32)
+        over_share = queries.new_empty((*queries.shape[:2], self.head_size_v), dtype=torch.float32)
         assert metadata.sums is not None
         sums = metadata.sums[: read_pages * queries.shape[1]].view(read_pages, -1)
         plan = self._plan_decodes(metadata, None, sums[:by_kernel]) if decodes else None

@@ -157,4 +157,4 @@ def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
     }
     serving = Serving(config.model_config.max_model_len, skip_layers=frozenset(numbers))
     own = [layer for layer in model.attention if not layer.is_shared]
-    return bytes_per_token(model, fmt.name, serving), sum(4 * layer.kv_heads * layer.head_size for layer in own)
+    return bytes_per_token(model, fmt.name, serving), sum(2 * layer.kv_heads * layer.channels for layer in own)

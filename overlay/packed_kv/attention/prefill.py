@@ -45,10 +45,17 @@ MAX_HEAD_DIM = {2: 256, 3: 256, 4: 512}
 
 Launched = tuple[tuple[int, int, int], tuple[torch.Tensor, ...], Arguments]
 """What a `Launch` is called with."""
-FlashAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""vLLM's `flash_attn_varlen_func`, or one that takes the same arguments."""
 NOTHING = -1.0e30
 """A logarithm of a sum of weights that counts for nothing beside any other, and is a number."""
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """`function`: vLLM's `flash_attn_varlen_func`, or one that takes the same arguments. `value_dim`: channels of a
+    head of V, and of the output, that it is given: K's where it takes no others."""
+
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,18 @@ class PartRead:
         )
 
 
+@dataclass(frozen=True)
+class PrefillStep:
+    """A step's prefill: the requests' own part, how it is read if it is shared, their prefixes' parts, memory for
+    attention over these and, where V is padded, for the own part's V and output."""
+
+    own: KeyPart
+    own_read: PartRead | None
+    parts: list[PartRead]
+    over_parts: torch.Tensor
+    padded: list[torch.Tensor]
+
+
 class FlashPrefill:
     """Prefill attention of one layer.
 
@@ -113,6 +132,7 @@ class FlashPrefill:
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.flash_attention, self.share = flash_attention, share
+        self.pads = flash_attention.value_dim != codec.value.head_dim
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
@@ -135,23 +155,24 @@ class FlashPrefill:
 
         Args:
             query: fp16 or bf16 [tokens, query heads, head_dim], all of the batch.
-            key, value: [tokens, KV heads, head_dim] of the same dtype; None in a layer that shares another's cache.
+            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim] of the same dtype; None in a
+                layer that shares another's cache.
             cache: uint8 [blocks, KV heads, block_size, slot_bytes]; holds the batch's own tokens already.
             metadata: of the batch.
             first: index of a request.
-            output: [tokens, query heads, head_dim]; the rows of these requests are filled.
+            output: [tokens, query heads, value_dim]; the rows of these requests are filled.
             ring: of these requests, before the batch's own tokens are in it; None: there is none.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         query, output = query[rows], output[rows]
-        own, own_read, parts, over_parts = self._plan(metadata, first, cache.shape[2], key is None, query.dtype, ring)
+        step = self._plan(metadata, first, cache.shape[2], key is None, query.dtype, ring)
         if key is not None and value is not None:
             key, value = key[rows], value[rows]
         else:
-            assert own_read is not None
-            key, value = self._read(cache, own_read)
-        sums = self._attend_chunks(query, key, value, own, output)
-        self._attend_prefixes(query, cache, parts, over_parts, output, sums, ring)
+            assert step.own_read is not None
+            key, value = self._read(cache, step.own_read)
+        sums = self._attend_chunks(query, key, value, step, output)
+        self._attend_prefixes(query, cache, step, output, sums, ring)
         if (sinks := self.options.sinks) is not None:
             launch = self.bound.get("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
             apply_sinks(output, sums, launch)
@@ -169,16 +190,16 @@ class FlashPrefill:
 
         Args:
             query: [tokens, query heads of all ranks, head_dim] of the batch.
-            output, sums: fp32 [tokens, query heads of all ranks, head_dim] and [tokens, query heads of all ranks], the
+            output, sums: fp32 [tokens, query heads of all ranks, value_dim] and [tokens, query heads of all ranks], the
                 logarithms of the sums of weights; the rows of these requests are filled, with 0 and `NOTHING` where the
                 rank has no token of a prefix.
             cache, metadata, first: see `attend`.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         query, output = query[rows], output[rows]
-        _, _, parts, over_parts = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)
+        step = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)
         over_prefixes = sums.new_full((sums.shape[1], len(query)), NOTHING)
-        self._attend_prefixes(query, cache, parts, over_parts, output.zero_(), over_prefixes, None)
+        self._attend_prefixes(query, cache, step, output.zero_(), over_prefixes, None)
         sums[rows] = over_prefixes.T
 
     def attend_rest(
@@ -196,59 +217,72 @@ class FlashPrefill:
 
         Args:
             query, key, value, cache, metadata, first, output: see `attend`.
-            over_prefixes: fp32 [tokens, query heads, head_dim], contiguous, and [tokens, query heads] of the batch: the
-                ranks' results of `attend_share`, combined.
+            over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch:
+                the ranks' results of `attend_share`, combined.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         output, (part, part_sums) = output[rows], (x[rows] for x in over_prefixes)
-        own = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)[0]
-        sums = self._attend_chunks(query[rows], key[rows], value[rows], own, output)
-        combine(output, sums, part, part_sums.T.contiguous(), self._combine(output))
+        step = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)
+        sums = self._attend_chunks(query[rows], key[rows], value[rows], step, output)
+        combine(output, sums, part, part_sums.T.contiguous(), self._combine(output, part.shape[2]))
 
     def _attend_chunks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: KeyPart, output: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: PrefillStep, output: torch.Tensor
     ) -> torch.Tensor:
         """Of the rows of a prefill, over their own chunks; returns their sums' logarithms, as `_flash`."""
         window = self.options.sliding_window
-        left = -1 if window is None else window - 1
-        return self._flash(query, key, value, own, output, causal=True, window=(left, 0))
+        seen = (-1 if window is None else window - 1, 0)
+        if not self.pads:
+            return self._flash(query, key, value, step.own, output, causal=True, window=seen)
+        value_dim = self.codec.value.head_dim
+        padded_value, padded_output = (x[: len(query)] for x in step.padded)
+        padded_output = padded_output[:, : query.shape[1]]  # of a rank's own heads, where all ranks' have memory
+        if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
+            padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
+            value = padded_value
+        sums = self._flash(query, key, value, step.own, padded_output, causal=True, window=seen)
+        output.copy_(padded_output[..., :value_dim])
+        return sums
 
     def _attend_prefixes(
-        self, query: torch.Tensor, cache: torch.Tensor, parts: list[PartRead], over_parts: torch.Tensor,
-        output: torch.Tensor, sums: torch.Tensor, ring: Ring | None,
+        self, query: torch.Tensor, cache: torch.Tensor, step: PrefillStep, output: torch.Tensor, sums: torch.Tensor,
+        ring: Ring | None,
     ) -> None:  # fmt: skip
         """Add the attention over prefixes to `output` and `sums`, part by part."""
-        for read in parts:
+        for read in step.parts:
             part = read.part
             seen = slice(part.first_row, part.end_row)
             key, value = self._read(cache, read, ring)
-            over_part = over_parts[: part.end_row - part.first_row]
+            over_part = step.over_parts[: part.end_row - part.first_row]
             # Keys follow one another without a mask: to the right of its place a row sees all there are.
             part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            combine(output[seen], sums[:, seen], over_part, part_sums, self._combine(output))
+            combine(output[seen], sums[:, seen], over_part, part_sums, self._combine(output, over_part.shape[2]))
 
-    def _combine(self, output: torch.Tensor) -> Launch:
+    def _combine(self, output: torch.Tensor, part_dim: int) -> Launch:
         held_for = (output.shape[1], output.stride(), output.dtype)
-        return self.bound.get(("combine", output.shape[1]), held_for, lambda: bind_combine(output))
+        name = ("combine", output.shape[1], part_dim)
+        return self.bound.get(name, held_for, lambda: bind_combine(output, part_dim))
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Workspace for gathered K and V, and for the attention over them. vLLM's profiling run makes it count."""
+        """Workspace for gathered K and V, for the attention over them and, if V is padded, for a chunk's V and output.
+        vLLM's profiling run makes it count."""
         from vllm.v1.worker.workspace import current_workspace_manager
 
-        key = self.codec.key
+        key, value_dim = self.codec.key, self.flash_attention.value_dim
+        own = [((self.max_tokens, heads, value_dim), dtype) for heads in (self.kv_heads, self.query_heads)]
         return current_workspace_manager().get_simultaneous(
             ((self.capacity, self.kv_heads, key.stored_dim), torch.float16),
             ((self.capacity, self.kv_heads, key.stored_dim), torch.float16),
-            ((self.max_tokens, self.query_heads, key.head_dim), dtype),
+            ((self.max_tokens, self.query_heads, value_dim), dtype),
+            *(own if self.pads else []),
         )
 
     def _plan(
         self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, dtype: torch.dtype, ring: Ring | None
-    ) -> tuple[KeyPart, PartRead | None, list[PartRead], torch.Tensor]:
-        """The requests' own part, how it is read if it is shared, their prefixes' parts, and memory for attention over
-        these; made for the first layer of a kind, kept for the rest."""
+    ) -> PrefillStep:
+        """Made for the first layer of a kind, kept for the rest."""
         recent = ring.window if ring else 1
-        heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim)
+        heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
         table = None if ring is None else ring.block_table.data_ptr()
         plan = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, table)
         if plan not in metadata.plans:
@@ -267,17 +301,18 @@ class FlashPrefill:
             parts = [
                 key_part(part, query_starts, blocks, block_size, recent_from, has_first=has_first) for part in spans
             ]
-            key, value, over_parts = self.reserve(dtype)
-            metadata.plans[plan] = (
+            key, value, over_parts, *padded = self.reserve(dtype)
+            metadata.plans[plan] = PrefillStep(
                 own,
                 PartRead.of(own, key, value, dtype) if shared else None,
                 [PartRead.of(part, key, value, dtype, ring) for part in parts],
                 over_parts,
+                padded,
             )
         return metadata.plans[plan]
 
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a part in the model's basis, [tokens, KV heads, head_dim]."""
+        """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
         stored_dim = self.codec.key.stored_dim
         self.bound.get(
             "gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads, stored_dim)
@@ -290,8 +325,7 @@ class FlashPrefill:
         ):
             bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means, has_first)
             self.bound.get((name, has_first), None, bind)(*arguments)
-        head_dim = self.codec.key.head_dim
-        return read.key[..., :head_dim], read.value[..., :head_dim]
+        return read.key[..., : self.codec.key.head_dim], read.value[..., : self.flash_attention.value_dim]
 
     def _flash(
         self,
@@ -309,7 +343,7 @@ class FlashPrefill:
         Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows
         than keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
         """
-        _, sums = self.flash_attention(
+        _, sums = self.flash_attention.function(
             query, key, value, cu_seqlens_q=part.query_starts, cu_seqlens_k=part.key_starts,
             max_seqlen_q=part.longest_query, max_seqlen_k=max(part.longest_key, part.longest_query),
             softmax_scale=self.options.scale, causal=causal, window_size=list(window),
@@ -318,7 +352,9 @@ class FlashPrefill:
         return sums
 
 
-def find_flash_attention(head_dim: int, dtype: torch.dtype, logits_soft_cap: float | None) -> FlashAttention | None:
+def find_flash_attention(
+    head_dim: int, value_dim: int, dtype: torch.dtype, logits_soft_cap: float | None
+) -> FlashAttention | None:
     """vLLM's FlashAttention in the version that vLLM would take on this card, or None where none serves."""
     if dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -329,4 +365,13 @@ def find_flash_attention(head_dim: int, dtype: torch.dtype, logits_soft_cap: flo
     version = get_flash_attn_version(**{name: value for name, value in wanted.items() if name in known})
     if version is None or head_dim > MAX_HEAD_DIM.get(version, 0):
         return None
-    return functools.partial(flash_attn_varlen_func, fa_version=version)
+    two_sizes = takes_two_sizes(version, torch.cuda.get_device_capability()[0], head_dim, value_dim)
+    function = functools.partial(flash_attn_varlen_func, fa_version=version)
+    return FlashAttention(function, value_dim if two_sizes else head_dim)
+
+
+def takes_two_sizes(version: int, generation: int, head_dim: int, value_dim: int) -> bool:
+    """Whether a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation (9:
+    Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them."""
+    is_able = (version == 3 and generation == 9) or version == 4
+    return is_able and 128 < head_dim <= 192 and 96 < value_dim <= 128

@@ -84,23 +84,23 @@ class Ranks:
         same tokens."""
         return self.group.all_gather(query.contiguous(), dim=1).contiguous()
 
-    def reserve(self, query: torch.Tensor) -> None:
+    def reserve(self, query: torch.Tensor, value_dim: int) -> None:
         """Take the memory of `gather` and `combine` for such queries, so that vLLM's memory profile counts it."""
         queries = self.gather(query)
-        output = torch.zeros_like(queries, dtype=torch.float32)
+        output = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         self.combine(output, output[..., 0].contiguous())
 
     def combine(self, output: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over all ranks' tokens from that over this one's.
 
         Args:
-            output: fp32 [tokens, query heads of all ranks, head_dim], contiguous; overwritten. In fp32, so that the
+            output: fp32 [tokens, query heads of all ranks, value_dim], contiguous; overwritten. In fp32, so that the
                 result is rounded once, like the output of one rank.
             sums: fp32 [tokens, query heads of all ranks], contiguous: natural logarithms of the sums of weights, -inf
                 or below -1e29 where this rank has no token for a row.
 
         Returns:
-            Of this rank's query heads, fp32 [tokens, query heads, head_dim] and [tokens, query heads].
+            Of this rank's query heads, fp32 [tokens, query heads, value_dim] and [tokens, query heads].
         """
         of_ranks = self.group.all_gather(sums, dim=0).view(self.share.ranks, *sums.shape)
         all_sums = self._weigh(output, of_ranks)

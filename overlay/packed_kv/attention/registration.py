@@ -140,7 +140,8 @@ class PackedDTypeHandler:
         return backend
 
     def check_layer(self, layer_name: str, layer: AttentionLayerBase) -> None:
-        """Raise ValueError, in one line, if a layer got its backend from its model and not from `attn_backend`."""
+        """Raise ValueError, in one line, if a layer got its backend from its model and not from `attn_backend`, or if
+        its implementation was not told the size of V's heads."""
         from .backend import backend_of
 
         backend = layer.get_attn_backend()
@@ -149,6 +150,12 @@ class PackedDTypeHandler:
                 f"--kv-cache-dtype {self.name} cannot serve layer {layer_name} ({type(layer).__name__}): its model "
                 f"chooses the attention backend {backend.get_name()}, which cannot read packed pages; "
                 "use --kv-cache-dtype auto for this model"
+            )
+        sizes = {getattr(part, "head_size_v", None) for part in (layer, getattr(layer, "impl", None))}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"--kv-cache-dtype {self.name} cannot serve layer {layer_name} ({type(layer).__name__}): this vLLM "
+                f"({vllm.__version__}) tells no backend of V's head size; use --kv-cache-dtype auto for this model"
             )
 
     def before_engine(self, vllm_config: VllmConfig) -> None:

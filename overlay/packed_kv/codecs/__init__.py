@@ -21,9 +21,11 @@ def get_codec(
     mean: Numbers | None = None,
     scale: Numbers | None = None,
     first_mean: Numbers | None = None,
+    layout_dim: int | None = None,
 ) -> Codec:
     """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
-    return Codec(format_named(name), head_dim, role, outliers, device, channel_order, mean, scale, first_mean)
+    of_channels = (outliers, device, channel_order, mean, scale, first_mean)
+    return Codec(format_named(name), head_dim, role, *of_channels, layout_dim)
 
 
 def format_named(name: str) -> Format:

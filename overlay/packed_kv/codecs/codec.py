@@ -33,13 +33,15 @@ class Codec:
         head_dim: channels of a head, a multiple of 16.
         role: "key" or "value"; both are coded alike, the role only decides the order of codes in a page.
         outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
-            inputs [..., heads, head_dim], with n = `fmt.outlier_channels(head_dim)`. None: the first n channels.
+            inputs [..., heads, head_dim], with n = `fmt.outlier_channels(layout_dim)`. None: the first n channels.
             Must be None for a format without an outlier group.
         device: where the constants live; inputs must be on it.
         channel_order: for a format without an outlier group: the channels in packing order, a permutation [head_dim]
             for all heads or [heads, head_dim]; 32 in a row share a scale. None: as they come.
         mean, scale, first_mean: of the channels, [head_dim] or [heads, head_dim] in the model's order; see
             `ChannelTransform`. `encode` stores (x - mean) * scale, `decode` gives x back.
+        layout_dim: head_dim of the vectors whose size these have when packed, at least `head_dim`: V of fewer channels
+            than K takes K's. None: `head_dim`.
 
     Raises:
         ValueError: unsupported head_dim, role, outliers, channel order, means or scales.
@@ -56,15 +58,19 @@ class Codec:
         mean: Numbers | None = None,
         scale: Numbers | None = None,
         first_mean: Numbers | None = None,
+        layout_dim: int | None = None,
     ) -> None:
         if role not in ("key", "value"):
             raise ValueError(f'role must be "key" or "value", got {role!r}')
         device = torch.device(device)
         self.fmt, self.head_dim, self.role, self.device = fmt, head_dim, role, device
-        self.stored_dim = stored_dim(head_dim)
-        self.group_bits = fmt.group_bits(head_dim)
-        self.vector_bytes = fmt.vector_bytes(head_dim)
-        self.outlier_count = fmt.outlier_channels(head_dim)
+        layout_dim = head_dim if layout_dim is None else layout_dim
+        self.stored_dim = stored_dim(layout_dim)
+        if stored_dim(head_dim) > self.stored_dim:
+            raise ValueError(f"{fmt.name}: {role}s of {head_dim} channels do not fit vectors of {layout_dim}")
+        self.group_bits = fmt.group_bits(layout_dim)
+        self.vector_bytes = fmt.vector_bytes(layout_dim)
+        self.outlier_count = fmt.outlier_channels(layout_dim)
         self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
         self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
         order = None
@@ -74,7 +80,7 @@ class Codec:
             order = self._permutation(channel_order)
         self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
-        self.transform = ChannelTransform(head_dim, mean, scale, first_mean, device)
+        self.transform = ChannelTransform(head_dim, self.stored_dim, mean, scale, first_mean, device)
         self.heads = self._heads()
         # For kernels: the rotations' constants by packed channel, and the channels in packing order,
         # [heads, stored_dim] or [stored_dim].

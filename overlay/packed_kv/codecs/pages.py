@@ -31,12 +31,13 @@ class PagedCodec:
     constant, the same for all keys but a sequence's first: `query_bias`.
 
     Args:
-        fmt, head_dim, device: as for `Codec`.
+        fmt, head_dim, device: as for `Codec`; `head_dim` is K's.
+        value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
         key_outliers, value_outliers: `outliers` of the two codecs, [heads, n] or [n].
-        key_order, value_order: `channel_order` of the two codecs, [heads, head_dim] or [head_dim].
+        key_order: `channel_order` of K's codec, [heads, head_dim] or [head_dim].
         key_mean, key_scale, key_first_mean: `mean`, `scale` and `first_mean` of K's codec, [heads, head_dim] or
             [head_dim].
-        value_scale: `scale` of V's codec.
+        value_scale: `scale` of V's codec, `value_order` its `channel_order`: of `value_dim` channels.
     """
 
     def __init__(
@@ -52,9 +53,13 @@ class PagedCodec:
         key_scale: Numbers | None = None,
         key_first_mean: Numbers | None = None,
         value_scale: Numbers | None = None,
+        value_dim: int | None = None,
     ) -> None:
         self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order, key_mean, key_scale, key_first_mean)
-        self.value = Codec(fmt, head_dim, "value", value_outliers, device, value_order, scale=value_scale)
+        value_dim = head_dim if value_dim is None else value_dim
+        self.value = Codec(
+            fmt, value_dim, "value", value_outliers, device, value_order, scale=value_scale, layout_dim=head_dim
+        )
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.
         parts = (self.key, self.value)
         changes = any(part.transform.changes for part in parts)
@@ -75,7 +80,7 @@ class PagedCodec:
         Args:
             cache: see the class.
             slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
-            key, value: float [tokens, KV heads, head_dim].
+            key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim].
             positions: int [tokens], each token's place in its sequence; may be None without `key_first_mean`.
 
         Raises:
@@ -151,7 +156,7 @@ class PagedCodec:
         return transform.mean_rows() if transform.first_mean is not None or whole else None
 
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> sums of V, [..., head_dim]."""
+        """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> of V, [..., value_dim]."""
         sums = self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
         return sums[..., : self.value.head_dim]
 

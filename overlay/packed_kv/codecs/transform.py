@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..formats import stored_dim
-
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
 MAX_MEAN = 32768.0
@@ -23,10 +21,11 @@ MAX_SCALE = 1024.0
 class ChannelTransform:
     """(x - mean) * scale by channel: fp32, each operation rounded on its own.
 
-    Vectors have `stored_dim(head_dim)` channels; those that pad a head have mean 0 and scale 1.
+    Vectors have `stored_dim` channels; those that pad a head have mean 0 and scale 1.
 
     Args:
         head_dim: channels of a head.
+        stored_dim: channels that are stored of it.
         mean, scale, first_mean: finite numbers [head_dim] for all heads or [heads, head_dim] for inputs
             [..., heads, head_dim], in the model's order of channels; None: 0, 1, and `mean`. `first_mean` takes the
             place of `mean` in the first token of a sequence. Rounded to fp32.
@@ -39,12 +38,13 @@ class ChannelTransform:
     def __init__(
         self,
         head_dim: int,
+        stored_dim: int,
         mean: Numbers | None,
         scale: Numbers | None,
         first_mean: Numbers | None,
         device: torch.device,
     ) -> None:
-        self.head_dim, self.stored_dim, self.device = head_dim, stored_dim(head_dim), device
+        self.head_dim, self.stored_dim, self.device = head_dim, stored_dim, device
         self.mean = self._numbers(mean, "mean", -MAX_MEAN, MAX_MEAN, padding=0.0)
         self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
         self.first_mean = self._numbers(first_mean, "first_mean", -MAX_MEAN, MAX_MEAN, padding=0.0)

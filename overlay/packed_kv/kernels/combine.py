@@ -17,7 +17,8 @@ from .launch import Arguments, Launch
 @triton.jit(do_not_specialize=["sums_stride", "part_sums_stride"], do_not_specialize_on_alignment=["sums", "part_sums"])
 def _combine_kernel(
     output, sums, part_sums, part, sums_stride, part_sums_stride, output_token_stride, output_head_stride,
-    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
@@ -31,16 +32,17 @@ def _combine_kernel(
     known = there[:, None] & (channel < HEAD_DIM)[None, :]
     target = output + token * output_token_stride + head[:, None] * output_head_stride + channel[None, :]
     x = tl.load(target, mask=known, other=0.0).to(tl.float32)
-    y = tl.load(part + (token * HEADS + head[:, None]) * HEAD_DIM + channel[None, :],
+    y = tl.load(part + (token * HEADS + head[:, None]) * PART_DIM + channel[None, :],
                 mask=known & (weight_b > 0)[:, None], other=0.0).to(tl.float32)  # fmt: skip
     result = x * (weight_a / total)[:, None] + y * (weight_b / total)[:, None]
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
     tl.store(sums + head * sums_stride + token, top + tl.log(total), mask=there)
 
 
-def bind_combine(output: torch.Tensor) -> Launch:
-    """The kernel for outputs of these strides; see `combine`."""
-    return Launch(_combine_kernel, Arguments(*output.stride()[:2]), _shape(output), num_warps=4)
+def bind_combine(output: torch.Tensor, part_dim: int) -> Launch:
+    """The kernel for outputs of these strides, and parts of so many channels; see `combine`."""
+    constants = dict(PART_DIM=part_dim, **_shape(output))
+    return Launch(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
 
 
 def _shape(output: torch.Tensor) -> dict[str, int]:
@@ -62,13 +64,14 @@ def combine(
     Args:
         output: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
         sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
-        part: [tokens, query heads, head_dim], contiguous, attention over the further keys.
+        part: [tokens, query heads, head_dim or more], contiguous, attention over the further keys; channels beyond the
+            output's are not looked at.
         part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
-        launch: of `bind_combine` for such outputs; None: made here.
+        launch: of `bind_combine` for such tensors; None: made here.
     """
     assert sums.stride(1) == part_sums.stride(1) == 1 and part.is_contiguous(), part.stride()
     if launch is None:
-        launch = bind_combine(output)
+        launch = bind_combine(output, part.shape[2])
     step = Arguments(part, sums.stride(0), part_sums.stride(0))
     launch((len(part), 1, 1), (output, sums, part_sums), step)
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats import stored_dim
 from . import power_of_2
 from .decode import LOG2_E
 from .launch import Arguments, Launch, head_stride
@@ -91,10 +92,11 @@ def bind_merge(
     """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: take the bias of the
     step's arguments off the sinks; `has_sums`: fill its sums."""
     _, kv_heads, group, output_dim = output.shape
+    assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
     assert output.stride(-1) == 1, output.stride()
     assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
     head_dim = matrix.shape[2]
-    padded_dim = power_of_2(head_dim)
+    padded_dim = power_of_2(stored_dim(output_dim))
     padded_splits, rows = tile
     return Launch(
         _merge_kernel,
@@ -142,7 +144,7 @@ def merge(
         partial_output: fp32 [tokens, query heads, up to 128 splits, stored_dim].
         partial_stats: fp32 [tokens, query heads, splits, 2].
         matrix: `rotation_matrix(..., inverse=True)` of the V codec.
-        output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, head_dim], unit stride over channels and the
+        output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, value_dim], unit stride over channels and the
             heads evenly strided; filled.
         sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
         query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.

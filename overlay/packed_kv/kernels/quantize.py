@@ -42,10 +42,11 @@ def _stages(groups):
 @triton.jit
 def load_rotated(
     x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
-    mean_row, scale_row, TRANSFORMED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    mean_row, scale_row, TRANSFORMED: tl.constexpr, dim, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Channels of each row's group, 0 past the HEAD_DIM of x_row, as a tuple of 8 fp32 [lanes], cleaned, centred and
-    scaled if TRANSFORMED, and multiplied by the rotation's constants: for Givens and quaternions, rotated."""
+    """Channels of each row's group, 0 past the `dim` of x_row if it HAS_PADDING, as a tuple of 8 fp32 [lanes], cleaned,
+    centred and scaled if TRANSFORMED, and multiplied by the rotation's constants: for Givens and quaternions,
+    rotated."""
     lane = index % 4
     d0 = tl.arange(0, 2)[None, :]
     mask = exists[:, None]
@@ -56,8 +57,8 @@ def load_rotated(
         if ORDERED:
             source = tl.load(channels_row[:, None] + channel, mask=mask, other=0)
         there = mask
-        if HEAD_DIM % 32:
-            there = mask & (source < HEAD_DIM)
+        if HAS_PADDING:
+            there = mask & (source < dim)
         value = tl.load(x_row[:, None] + source, mask=there, other=0.0).to(tl.float32)
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
         if TRANSFORMED:

@@ -61,8 +61,9 @@ def bind_store(
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
     assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
     assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
-    assert key.dtype == value.dtype and key.shape == value.shape, (key.dtype, value.dtype, key.shape, value.shape)
-    assert key.shape[1:] == (heads, codec.key.head_dim), (key.shape, heads)
+    assert key.dtype == value.dtype and len(key) == len(value), (key.dtype, value.dtype, key.shape, value.shape)
+    for x, part in ((key, codec.key), (value, codec.value)):
+        assert x.shape[1:] == (heads, part.head_dim), (x.shape, heads, part.head_dim)
     assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
     assert ring is not None or not only_ring
     for part in (codec.key, codec.value):
@@ -95,7 +96,7 @@ def bind_store(
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
             QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
             QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
-            HAS_BIAS=queries is not None and queries[1].bias_rows is not None,
+            HAS_BIAS=queries is not None and queries[1].bias_rows is not None, VALUE_DIM=codec.value.head_dim,
             **store_constants(codec.key.fmt, codec.key.head_dim),
         ),
         num_warps=1, enable_fp_fusion=False,
@@ -155,8 +156,8 @@ def store_tokens(
             multiple of 16, address and other strides multiples of 4.
         slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
             are distinct.
-        key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] of one dtype, channels contiguous; rows
-            beyond the slots are padding.
+        key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] and [.., .., value_dim] of one dtype,
+            channels contiguous; rows beyond the slots are padding.
         positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the codec has a mean for
             first tokens, else not looked at.
         ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], or None: none.
@@ -266,6 +267,7 @@ def store_kernel(
     QUERY_CHANNELS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROTATION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_GROUPS: tl.constexpr,
@@ -298,7 +300,7 @@ def store_kernel(
                 x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
                 ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
                 positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
-                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, HEAD_GROUPS,
+                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM, HEAD_GROUPS,
                 SECTIONS[s][0], SECTIONS[s][1], SECTIONS[s][2], SECTIONS[s][3], SECTIONS[s][4],
                 CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
             )  # fmt: skip
@@ -329,10 +331,10 @@ def _store_section(
     ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
     positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
-    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_GROUPS: tl.constexpr,
-    FIRST_GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr,
-    FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-    MICRO_BLOCK_BYTES: tl.constexpr,
+    RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_GROUPS: tl.constexpr, FIRST_GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
+    FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr,
+    HALF_WORDS: tl.constexpr, MICRO_BLOCK_BYTES: tl.constexpr,
     KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store GROUPS groups, from FIRST_GROUP on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
@@ -358,9 +360,10 @@ def _store_section(
         position = tl.load(positions_ptr + token, mask=exists, other=1)
         mean_row += tl.where(position == 0, HEAD_GROUPS * 32, 0)
     scale_row = table_row + 2 * HEAD_GROUPS * 32
+    dim = HEAD_DIM if is_key else VALUE_DIM
     x = load_rotated(
         x_row, channels_row, constants_ptr, FIRST_GROUP + group, exists, index, ORDERED, ROTATION,
-        mean_row, scale_row, TRANSFORMED, HEAD_DIM,
+        mean_row, scale_row, TRANSFORMED, dim, HEAD_DIM % 32 != 0 or VALUE_DIM != HEAD_DIM,
     )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)

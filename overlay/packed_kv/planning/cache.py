@@ -91,7 +91,7 @@ def slot_bytes(dtype: str, layer: Layer, model: Model) -> int:
     """Bytes of K and V of one token and head."""
     if dtype in FORMATS:
         return FORMATS[dtype].slot_bytes(layer.head_size)
-    return 2 * layer.head_size * (1 if dtype == FP8 else model.dtype_bytes)
+    return layer.channels * (1 if dtype == FP8 else model.dtype_bytes)
 
 
 def bytes_per_token(model: Model, dtype: str, serving: Serving) -> int:

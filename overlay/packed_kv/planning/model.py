@@ -46,8 +46,9 @@ class BadInput(ValueError):
 class Layer:
     """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
 
-    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
-    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none.
+    `value_size`: channels of a head of V, 0: as many as K's. `window`: tokens of a sliding layer's window or of a
+    chunk. `state_bytes`: of a state layer, for one rank, and `states` of them a request. `is_shared`: it reads the
+    pages of a layer before it and has none.
     """
 
     number: int
@@ -58,6 +59,12 @@ class Layer:
     state_bytes: int = 0
     states: int = 0
     is_shared: bool = False
+    value_size: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Of a head's K and V together."""
+        return self.head_size + (self.value_size or self.head_size)
 
 
 @dataclass(frozen=True)
@@ -171,13 +178,14 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                     raise BadInput(f"{what}, whose size plan does not know; start the engine and read its line")
                 yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
-            heads, size = _heads(text, name, kind)
+            heads, size, value_size = _heads(text, name, kind)
             window = {"sliding": text.get("sliding_window"), "chunked": text.get("attention_chunk_size")}.get(kind) or 0
-            yield Layer(number, kind, max(1, heads // ranks), size, window, is_shared=number >= own)
+            sizes = {"head_size": size, "value_size": 0 if value_size == size else value_size}
+            yield Layer(number, kind, max(1, heads // ranks), window=window, is_shared=number >= own, **sizes)
 
 
-def _heads(text: Config, name: str, kind: str) -> tuple[int, int]:
-    """KV heads of the whole model, and their size, of its layers of a kind. Raises BadInput."""
+def _heads(text: Config, name: str, kind: str) -> tuple[int, int, int]:
+    """KV heads of the whole model, and their sizes in K and V, of its layers of a kind. Raises BadInput."""
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     kv_heads = first(
         text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"
@@ -190,13 +198,18 @@ def _heads(text: Config, name: str, kind: str) -> tuple[int, int]:
     if kind == "full" and text.get("global_head_dim"):  # Gemma 4
         size = text["global_head_dim"]
         kv_heads = text.get("num_global_key_value_heads") or kv_heads
+    value_size = text.get("v_head_dim") or size
+    if kind == "sliding" and text.get("swa_head_dim"):  # MiMo-V2
+        kv_heads, size = text["swa_num_key_value_heads"], text["swa_head_dim"]
+        value_size = text.get("swa_v_head_dim") or size
     if not isinstance(kv_heads or heads, int) or not isinstance(size, int):
         raise BadInput(f"{name} has heads that differ from layer to layer (KV heads {kv_heads}); plan reads one number")
-    if text.get("v_head_dim") and text["v_head_dim"] != size:
-        raise BadInput(f"{name} has K of {size} and V of {text['v_head_dim']} channels; packed pages need equal sizes")
-    if size % HEAD_DIM_STEP:
-        raise BadInput(f"{name} has heads of {size} channels; packed pages need a multiple of {HEAD_DIM_STEP}")
-    return kv_heads or heads, size
+    if value_size > size:
+        raise BadInput(f"{name} has K of {size} and V of {value_size} channels; packed pages need V of at most K's")
+    if size % HEAD_DIM_STEP or value_size % HEAD_DIM_STEP:
+        sizes = f"{size}" if value_size == size else f"{size} (K) and {value_size} (V)"
+        raise BadInput(f"{name} has heads of {sizes} channels; packed pages need a multiple of {HEAD_DIM_STEP}")
+    return kv_heads or heads, size, value_size
 
 
 def layer_kinds(text: Config) -> list[tuple[str, ...]]:
@@ -207,6 +220,8 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
         if unknown := sorted(set(map(str, words)) - set(KINDS)):
             raise BadInput(f"layers of the kind {', '.join(unknown)} are not known; known: {', '.join(KINDS)}")
         return [KINDS[word] for word in words]
+    if pattern := text.get("hybrid_layer_pattern"):  # MiMo-V2
+        return [("sliding",) if slides else ("full",) for slides in pattern]
     if pattern := text.get("hybrid_override_pattern"):
         return [NEMOTRON_H.get(letter, ()) for letter in pattern]
     if kind in ATTENTION_FREE:

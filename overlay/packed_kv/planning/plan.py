@@ -169,16 +169,25 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 def layers(model: Model) -> str:
     """The layers in words: `24 full layers of 8 KV heads of 128 channels, 24 sliding ...`."""
     kinds = Counter(
-        (layer.kind, layer.kv_heads, layer.head_size, layer.window, layer.state_bytes, layer.is_shared)
+        (
+            layer.kind,
+            layer.kv_heads,
+            layer.head_size,
+            layer.value_size,
+            layer.window,
+            layer.state_bytes,
+            layer.is_shared,
+        )
         for layer in model.layers
     )
     words = []
-    for (kind, heads, size, window, state, shared), number in kinds.items():
+    for (kind, heads, size, value_size, window, state, shared), number in kinds.items():
         if kind == "state":
             words.append(f"{number} state layers of {state:,} bytes")
             continue
         within = {"sliding": f" (window {window:,})", "chunked": f" (chunks of {window:,})"}.get(kind, "")
-        what = f"{number} {kind} layers{within} of {heads} KV heads of {size} channels"
+        sizes = f"{size} channels of K and {value_size} of V" if value_size else f"{size} channels"
+        what = f"{number} {kind} layers{within} of {heads} KV heads of {sizes}"
         words.append(f"{what}{' that read the pages of others' if shared else ''}")
     return ", ".join(words) + (f", on each of {model.ranks} cards" if model.ranks > 1 else "")
 

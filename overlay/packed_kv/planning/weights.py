@@ -92,9 +92,8 @@ def parameters(model: Model) -> tuple[float, float, float]:
 
 
 def _attention(config: Config, layer: Any, ranks: int) -> float:
-    query = config["num_attention_heads"] * layer.head_size
-    shared = 0 if layer.is_shared else 2 * layer.kv_heads * ranks * layer.head_size
-    return config["hidden_size"] * (2 * query + shared)
+    shared = 0 if layer.is_shared else layer.kv_heads * ranks * layer.channels
+    return config["hidden_size"] * (config["num_attention_heads"] * layer.channels + shared)
 
 
 def _state(config: Config, hidden: int) -> float:
@@ -127,6 +126,8 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
     is_sparse = count > 1 and number >= dense_first and (number + 1) % step == 0
     if pattern and pattern[number] == "-":
         is_sparse = False
+    if isinstance(config.get("moe_layer_freq"), list):  # MiMo-V2
+        is_sparse = count > 1 and bool(config["moe_layer_freq"][number])
     if not is_sparse:
         return matrices * (config.get("intermediate_size_mlp") or inner), 0
     expert = first(config, "moe_intermediate_size", "expert_hidden_dim") or inner

@@ -23,15 +23,19 @@ def refusal(
     logits_soft_cap: float | None = None,
     *,
     has_sinks: bool = False,
+    value_dim: int | None = None,
 ) -> str | None:
     """Why this kernel does not serve a layer, in words for the log; None: it does.
 
     capability: of the GPU. group: query heads a KV head. query_len: tokens of the longest decode, drafts included.
+    value_dim: channels of V, None: `head_dim`.
     """
     if capability != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} (it is written for 9.0)"
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} (it takes 64 and 128)"
+    if value_dim not in (None, head_dim):
+        return f"V of {value_dim} channels beside K of {head_dim}"
     if group * query_len > COLUMNS:
         return f"{group} query heads a KV head times {query_len} query tokens (it takes up to {COLUMNS})"
     if sliding_window:
