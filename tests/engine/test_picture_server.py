@@ -17,11 +17,11 @@ from typing import Any
 import coverage_engine
 import exact_products
 import pytest
-import soak_server
 from coverage_models import MODELS
 from harness import KV_CACHE_BYTES, engine
 from openai import BadRequestError, OpenAI
 from packed_kv.formats import FORMATS
+from packed_kv_quality.servers import Server, serve
 from vllm import SamplingParams
 
 pytest.importorskip("torchvision", reason="transformers' image processor of this model asks for it")
@@ -29,13 +29,14 @@ pytest.importorskip("torchvision", reason="transformers' image processor of this
 import picture_models
 from picture_models import message, picture
 
-ARCHITECTURE, DTYPE, TOKENS, BLOCK = "Qwen3VLForConditionalGeneration", "isoquant4", 12, 32
+ARCHITECTURE, DTYPE, NAME = "Qwen3VLForConditionalGeneration", "isoquant4", "pictures"
+TOKENS, BLOCK = 12, 32
 ROWS, COLUMNS = 5, 7
 """Of a picture in tokens, which are more than a block: the prefix cache finds pictures."""
 PIXELS = picture_models.PROCESSORS[ARCHITECTURE][2] * picture_models.MERGED
-CAT, DOG = (picture(seed, COLUMNS * PIXELS, ROWS * PIXELS) for seed in (0, 1))
+FIRST, SECOND = (picture(seed, COLUMNS * PIXELS, ROWS * PIXELS) for seed in (0, 1))
 QUESTION = "What is this?"
-CONVERSATIONS = [message(QUESTION, CAT), message(QUESTION, DOG), message(QUESTION)]
+CONVERSATIONS = [message(QUESTION, FIRST), message(QUESTION, SECOND), message(QUESTION)]
 SIZES = {"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 4, "block_size": BLOCK}
 IMAGES = {"image": 1, "video": 0}
 OPTIONS = f"""
@@ -47,7 +48,7 @@ OPTIONS = f"""
 NO_PICTURES = {
     "no base64": "data:image/png;base64,%%%",
     "no image": "data:image/png;base64," + base64.b64encode(b"a page of text").decode(),
-    "half an image": CAT[: len(CAT) // 8 * 4],
+    "half an image": FIRST[: len(FIRST) // 8 * 4],
 }
 
 
@@ -62,10 +63,10 @@ class Answer:
     cached_tokens: int
 
 
-def ask(server: soak_server.Server, conversation: list[dict[str, Any]]) -> Answer:
+def ask(server: Server, conversation: list[dict[str, Any]]) -> Answer:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
-            model=soak_server.NAME, messages=conversation, max_tokens=TOKENS, temperature=0, logprobs=True,
+            model=NAME, messages=conversation, max_tokens=TOKENS, temperature=0, logprobs=True,
             extra_body={"ignore_eos": True, "return_token_ids": True},
         )  # fmt: skip
     (choice,), usage = answer.choices, answer.usage
@@ -80,7 +81,7 @@ def model(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[soak_server.Server]:
+def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     plugin = exact_products.write_plugin(folder)
     options = [*OPTIONS.split(), *(f"--{name.replace('_', '-')}={size}" for name, size in SIZES.items())]
@@ -88,7 +89,7 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[soa
         with pytest.MonkeyPatch.context() as patch:  # of the server alone: this process has an engine, too
             patch.setenv("PYTHONPATH", f"{plugin}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
             patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
-            running = stack.enter_context(soak_server.serve(model, DTYPE, options, folder / "log"))
+            running = stack.enter_context(serve(model, DTYPE, NAME, options, folder / "log"))
         running.wait_until_healthy(240)
         yield running
 
@@ -106,7 +107,7 @@ def expected(model: str) -> list[list[int]]:
             return [list(llm.chat(each, sampling, use_tqdm=False)[0].outputs[0].token_ids) for each in CONVERSATIONS]
 
 
-def test_pages_are_packed(server: soak_server.Server) -> None:
+def test_pages_are_packed(server: Server) -> None:
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
         (info,) = re.findall(r"packed_kv_info\{(.*)\} 1\.0", answer.read().decode())
     text = MODELS[ARCHITECTURE]["text_config"]
@@ -116,14 +117,15 @@ def test_pages_are_packed(server: soak_server.Server) -> None:
     assert labels["bytes_per_token"] == str(slots * FORMATS[DTYPE].slot_bytes(text["head_dim"]))
 
 
-def test_the_picture_is_in_the_prompt(server: soak_server.Server) -> None:
-    text, cat, dog = (ask(server, message("Which animal?", *pictures)) for pictures in ((), (CAT,), (DOG,)))
-    assert cat.prompt_tokens == dog.prompt_tokens == text.prompt_tokens + 2 + ROWS * COLUMNS  # a mark on either side
-    assert cat.logprobs[0] != dog.logprobs[0], "the picture does not matter"
-    assert dog.cached_tokens == 0, "the prefix cache takes a picture for another"
+def test_the_picture_is_in_the_prompt(server: Server) -> None:
+    text, first, second = (ask(server, message("Which animal?", *pictures)) for pictures in ((), (FIRST,), (SECOND,)))
+    in_picture = ROWS * COLUMNS + 2  # a mark on either side
+    assert first.prompt_tokens == second.prompt_tokens == text.prompt_tokens + in_picture
+    assert first.logprobs[0] != second.logprobs[0], "the picture does not matter"
+    assert second.cached_tokens == 0, "the prefix cache takes a picture for another"
 
 
-def test_answers_are_the_engines(server: soak_server.Server, expected: list[list[int]]) -> None:
+def test_answers_are_the_engines(server: Server, expected: list[list[int]]) -> None:
     assert expected[0] != expected[1], "the picture does not matter"
     first, again = ask(server, CONVERSATIONS[0]), ask(server, CONVERSATIONS[0])
     assert first.tokens == again.tokens == expected[0]
@@ -134,7 +136,7 @@ def test_answers_are_the_engines(server: soak_server.Server, expected: list[list
 
 
 @pytest.mark.parametrize("url", NO_PICTURES.values(), ids=NO_PICTURES)
-def test_what_is_no_picture_is_refused(server: soak_server.Server, expected: list[list[int]], url: str) -> None:
+def test_what_is_no_picture_is_refused(server: Server, expected: list[list[int]], url: str) -> None:
     with pytest.raises(BadRequestError) as error:
         ask(server, message(QUESTION, url))
     assert len(error.value.body["message"].splitlines()) == 1
