@@ -14,7 +14,7 @@ from packed_kv.formats import FORMATS
 from packed_kv_quality.engines import attention_layers
 from vllm import LLM, SamplingParams
 
-pytest.importorskip("torchvision", reason="transformers' image processor of these models asks for it")
+pytest.importorskip("torchvision", reason="image processors ask for it; requirements.txt says why it is not there")
 
 import picture_models
 from picture_models import message, picture

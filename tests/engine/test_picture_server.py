@@ -24,7 +24,7 @@ from packed_kv.formats import FORMATS
 from packed_kv_quality.servers import Server, serve
 from vllm import SamplingParams
 
-pytest.importorskip("torchvision", reason="transformers' image processor of this model asks for it")
+pytest.importorskip("torchvision", reason="image processors ask for it; requirements.txt says why it is not there")
 
 import picture_models
 from picture_models import message, picture

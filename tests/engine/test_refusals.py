@@ -134,7 +134,7 @@ def test_sinks_of_another_number_of_heads() -> None:
 
 
 def test_images_attended_to_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3's, say."""
+    """Gemma 3's, say, whose model imports torchvision, which the CPU environment lacks."""
     monkeypatch.setattr(registration, "get_current_vllm_config", lambda: settings(None))
     registration.register_formats()
     layer = AttentionSelectorConfig(64, torch.bfloat16, "tq4", 16, use_mm_prefix=True)
