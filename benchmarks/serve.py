@@ -16,24 +16,18 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import bench_engine
 import rows
+from packed_kv_quality import servers
+from packed_kv_quality.servers import Server
 
 REPO = Path(__file__).resolve().parents[1]
-VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-"""The `vllm` command, also where it has no script."""
 NAME = "model"
 GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
 METRICS = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
@@ -64,17 +58,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextlib.contextmanager
 def server(
     dtype: str, more: list[str], model: str, log: Path, options: argparse.Namespace
-) -> Iterator[tuple[subprocess.Popen, int]]:
-    """`vllm serve` with one dtype, and its port; the caller waits until it answers. Ends it and whatever it started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+) -> contextlib.AbstractContextManager[Server]:
+    """`vllm serve` with one dtype; the caller waits until it answers."""
     arguments = [
-        "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1",
-        "--port", str(port), "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
+        "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
         "--max-num-batched-tokens", str(bench_engine.CHUNK), "--max-num-seqs", str(max(options.concurrency)),
         "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False), *more,
     ]  # fmt: skip
@@ -82,32 +71,7 @@ def server(
         arguments += ["--tokenizer", str(REPO / "models" / "demo-7m")]
     if options.kv_cache_memory:
         arguments += ["--kv-cache-memory-bytes", str(int(options.kv_cache_memory))]
-    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*VLLM, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    try:
-        yield process, port
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: an engine that outlives its server
-        process.wait()
-
-
-def wait_until_healthy(port: int, process: subprocess.Popen, log: Path, seconds: int) -> None:
-    """Raises RuntimeError with the end of the log if the server does not answer in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    raise RuntimeError(f"the server did not start within {seconds} s, or died:\n{log.read_text()[-3000:]}")
+    return servers.serve(model, dtype, NAME, arguments, log)
 
 
 def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -132,20 +96,17 @@ def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespac
     return result
 
 
-def measure(
-    dtype: str, more: list[str], process: subprocess.Popen, port: int, log: Path, options: argparse.Namespace,
-    commit: str,
-) -> None:  # fmt: skip
+def measure(dtype: str, more: list[str], running: Server, options: argparse.Namespace, commit: str) -> None:
     """Wait for a server, load it at each concurrency, write and print the rows."""
     started = time.monotonic()
     import vllm.benchmarks.serve  # noqa: F401  (takes seconds, while the server starts)
 
     made_with = rows.machine()
-    wait_until_healthy(port, process, log, options.start_seconds)
+    running.wait_until_healthy(options.start_seconds)
     print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
     kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
     for concurrency in options.concurrency:
-        result = load(port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
+        result = load(running.port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
         row: dict[str, object] = {
             "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
             "requests": result["completed"], "input": options.input, "output": options.output,
@@ -161,6 +122,7 @@ def measure(
 def main() -> int:
     options = parse_arguments()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     commit = options.commit or rows.commit_here()
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     failed = []
@@ -168,12 +130,12 @@ def main() -> int:
         model = options.model or bench_engine.write_model(folder)
         runs = [(*text.split(maxsplit=1), "")[:2] for text in options.dtypes]
         for group in [runs] if options.together else [[run] for run in runs]:
-            with contextlib.ExitStack() as servers:
+            with contextlib.ExitStack() as stack:
                 started = []
                 for i, (dtype, more) in enumerate(group):
                     log = Path(folder, f"{i}.log")
                     run = dtype, shlex.split(more)
-                    started.append((*run, *servers.enter_context(server(*run, model, log, options)), log))
+                    started.append((*run, stack.enter_context(server(*run, model, log, options))))
                 for run in started:
                     try:
                         measure(*run, options, commit)

@@ -60,7 +60,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--logs", type=Path, help="folder for what the engines print (default: none is kept)")
     add("--commit", default="", help="for the results")
     add("--markdown", type=Path, metavar="PAGE", help="put the table of --out into a page, and run nothing")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        others = {name: value for name, value in vars(options).items() if name not in ("markdown", "out")}
+        idle = [f"--{name.replace('_', '-')}" for name, value in others.items() if value != parser.get_default(name)]
+        if idle:
+            parser.error(f"--markdown runs nothing, so that {', '.join(idle)} would have no effect; leave one out")
+    return options
 
 
 def main() -> int:

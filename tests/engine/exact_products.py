@@ -1,13 +1,14 @@
 """Products in float64, rounded once, so that a row does not depend on how many rows it is multiplied with.
 
-For an engine in this process: `dispatch` and `Float64Codec` in the place of vLLM's and ours. For a server: a plugin of
-vLLM (`write_plugin`), which does it in each of its processes.
+For an engine in this process: `dispatch` and `Float64Codec` in the place of vLLM's and ours (`install`). For a server:
+a plugin of vLLM (`write_plugin`), which does it in each of its processes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -19,14 +20,19 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     ).to(x.dtype)
 
 
-def register() -> None:
-    """Of the plugin."""
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For engines that this process starts from now on."""
     from fake_codecs import Float64Codec
     from packed_kv.attention import impl
     from vllm.model_executor.layers import utils
 
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-    impl.PagedCodec = Float64Codec
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
+    monkeypatch.setattr(impl, "PagedCodec", Float64Codec)
+
+
+def register() -> None:
+    """Of the plugin: for good."""
+    install(pytest.MonkeyPatch())
 
 
 def write_plugin(folder: Path) -> str:

@@ -14,8 +14,8 @@ from tq_calibrate.cli import main
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))[2000:14000]
 TOKENS, CHUNK = 900, 128
-LARGEST_RATIO = {"turboquant25": 0.5, "turboquant35": 0.5, "isoquant4": 0.6, "planarquant4": 0.6}
-"""dtype -> bound of the KL divergence with the file over that without; measured: 0.29 to 0.37."""
+LARGEST_RATIO = {"turboquant25": 0.2, "turboquant35": 0.2, "isoquant4": 0.3, "planarquant4": 0.3}
+"""dtype -> bound of the KL divergence with the file over that without; measured: 0.10 to 0.18."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def logits(model: Path, dtype: str, tokens: list[int]) -> torch.Tensor:
         return teacher_forced_logits(llm, tokens, CHUNK)
 
 
-def test_calibration_halves_what_large_channels_cost(model: Path) -> None:
+def test_calibration_spares_most_of_what_large_channels_cost(model: Path) -> None:
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(model).encode(TEXT)[:TOKENS]

@@ -76,3 +76,12 @@ def test_page_has_the_results() -> None:
     assert PAGE.read_text() == model_coverage.with_table(PAGE.read_text(), results)
     assert len(results["rows"]) >= 45
     assert {row["architecture"] for row in results["rows"]} <= set(MODELS)
+
+
+def test_a_page_is_made_from_results_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert model_coverage.parse_arguments(["--markdown", "PAGE", "--out", "models.json"]).markdown == Path("PAGE")
+    with pytest.raises(SystemExit):
+        model_coverage.parse_arguments(
+            ["--parallel", "12", "--new-tokens", "4", "--out", "models.json", "--markdown", "PAGE"]
+        )
+    assert "--markdown runs nothing, so that --parallel, --new-tokens would have no effect" in capsys.readouterr().err
