@@ -49,8 +49,9 @@ memcheck() {
         echo "gpu_tests.sh: no memcheck: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin" >&2
         return 1
     fi
-    # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --error-exitcode 9 \
+    # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are
+    # no errors: cuda-bindings, which the CUDA kernel is loaded with, asks the driver for functions that it may not have.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 9 \
         python3 -m pytest -q -p no:cacheprovider "${memcheck_cases[@]}"
 }
 
