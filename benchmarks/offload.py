@@ -17,7 +17,7 @@ of them, when the GPU's prefix cache has them, when the host tier has (the prefi
 host tier emptied, too, as after a restart), with the files in the operating system's cache and dropped from it. Rows
 have the times to the first token, and the bytes and GB/s of the copies from host memory.
 
-`files` writes and reads the files of 10,240 tokens, one a block, by 16 threads, as the tier on disk does: in all, its
+`files` writes and reads the files of 10,240 tokens, one a block, by 16 threads, as our tier on disk does: in all, its
 checksum alone, and the bytes alone, the limit of the disk. Read from the disk, not from the system's cache.
 """
 
@@ -287,8 +287,9 @@ def files(options: argparse.Namespace, made_with: dict[str, str]) -> None:
 
             def read_alone(path: Path, memory: dict[Path, memoryview] = memory) -> None:
                 file = os.open(path, os.O_RDONLY | O_DIRECT)
-                os.readv(file, [memory[path]])
+                read = os.readv(file, [memory[path]])
                 os.close(file)
+                assert read == len(memory[path]), (path, read)
 
             methods: dict[str, Callable[[Path], object]] = {
                 "write": lambda path, folder=folder, memory=memory: write_pages(path, folder, memory[path], True),

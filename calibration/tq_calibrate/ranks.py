@@ -6,13 +6,17 @@ from collections.abc import Iterable
 
 import torch
 
+from .errors import UserError
 from .sums import LayerSums, Sums
 
 OF_KEYS_AND_VALUES = ("key", "key_squares", "first_key", "value_squares", "key_max", "value_max")
 
 
-def join_ranks(sums: Iterable[tuple[int, Sums]]) -> Sums:
+def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
     """The sums of all heads, from (tensor-parallel rank, its sums) of every process.
+
+    `kv_heads`: of the model, as its configuration says; some layers may have another number. Raises UserError if no
+    layer comes to that many: which ranks share a head is told by their sums.
 
     Processes of a pipeline have layers of their own. vLLM deals KV heads out as `packed_kv.outliers.heads_of_rank`
     says: a run each, one that several ranks in a row share, or all of a layer that is not split.
@@ -23,6 +27,12 @@ def join_ranks(sums: Iterable[tuple[int, Sums]]) -> Sums:
             by_layer.setdefault(layer, {})[rank] = layer_sums
     whole = Sums()
     whole.layers = {layer: _join_heads([parts[rank] for rank in sorted(parts)]) for layer, parts in by_layer.items()}
+    found = sorted({len(layer.key) for layer in whole.layers.values()})
+    if found and kv_heads not in found:
+        raise UserError(
+            f"the ranks' sums come to {', '.join(map(str, found))} KV heads a layer where the model has {kv_heads}; "
+            "calibrate with --tensor-parallel-size 1"
+        )
     return whole
 
 

@@ -101,7 +101,7 @@ class VllmModel:
                 for sequence in sequences:
                     llm.generate({"prompt_token_ids": sequence}, sampling, use_tqdm=False)
                     progress(len(sequence))
-                sums = join_ranks(llm.collective_rpc("tq_calibrate_sums"))
+                sums = join_ranks(llm.collective_rpc("tq_calibrate_sums"), self.config.get_total_num_kv_heads())
         except RUN_ERRORS as error:
             raise self._refusal(error) from error
         if not sums.layers:

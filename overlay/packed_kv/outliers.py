@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -86,10 +86,7 @@ class Calibration:
     @property
     def heads(self) -> str:
         """Numbers and sizes of KV heads, in words."""
-        sizes = f"{self.head_size} channels"
-        if self.value_head_size != self.head_size:
-            sizes += f" of K and {self.value_head_size} of V"
-        return f"{' or '.join(map(str, self.kv_heads))} KV heads of {sizes}"
+        return heads_in_words(self.kv_heads, self.head_size, self.value_head_size)
 
     def check_model(self, *, layers: int, kv_heads: int, head_size: int, every_layer: bool = True) -> None:
         """Raise CalibrationError if the file was made for another model.
@@ -204,7 +201,11 @@ def _calibration(path: str, content: Any) -> Calibration:
     if not isinstance(listed, dict) or not listed:
         raise _FaultError(f"layers must be an object with an entry a layer, got {_short(listed)}")
     numbers_of_heads: Any = content.get("kv_heads")
-    if numbers_of_heads is not None and not isinstance(numbers_of_heads, list):
+    if numbers_of_heads is not None and not (
+        isinstance(numbers_of_heads, list)
+        and numbers_of_heads
+        and all(type(number) is int and number > 0 for number in numbers_of_heads)
+    ):
         raise _FaultError(f"kv_heads must be a list of the numbers that layers have, got {_short(numbers_of_heads)}")
     layers: dict[int, LayerCalibration] = {}
     for name, entry in listed.items():
@@ -220,8 +221,17 @@ def _calibration(path: str, content: Any) -> Calibration:
             raise _FaultError(f"layer {layer}: {fault}") from None
         heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
         if heads not in (numbers_of_heads or [first_heads]):
-            raise _FaultError(f"layer {layer} lists {heads} heads, the first one listed {first_heads}")
+            other = f"kv_heads says {_short(numbers_of_heads)}" if numbers_of_heads else f"the first one {first_heads}"
+            raise _FaultError(f"layer {layer} lists {heads} heads, {other}")
     return Calibration(path, recipe, head_size, value_size, layers)
+
+
+def heads_in_words(numbers: Iterable[int], head_size: int, value_head_size: int) -> str:
+    """Numbers of KV heads, of which one is right, and their sizes."""
+    sizes = f"{head_size} channels"
+    if value_head_size != head_size:
+        sizes += f" of K and {value_head_size} of V"
+    return f"{' or '.join(map(str, numbers))} KV heads of {sizes}"
 
 
 def _check_version(version: Any) -> None:

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
 from .layout import RECENT_TOKENS
-from .outliers import Calibration, fields_for, load
+from .outliers import Calibration, fields_for, heads_in_words, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -56,7 +56,8 @@ class _Settings:
         if layer not in file.layers:
             file.refuse(f"has no entry for layer {layer}")
         if (file.layers[layer].kv_heads, file.head_size, file.value_head_size) != sizes:
-            file.refuse(f"made for another model: {file.heads}, layer {layer} has {sizes[0]} of {sizes[1]}")
+            ours = heads_in_words([sizes[0]], *sizes[1:])
+            file.refuse(f"made for another model: {file.heads}, layer {layer} has {ours}")
         return {name: getattr(file.layers[layer], name) for name in fields_for(self.fmt)}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed_kv.outliers import heads_of_rank
 from torch.testing import assert_close
+from tq_calibrate.errors import UserError
 from tq_calibrate.ranks import join_ranks
 from tq_calibrate.sums import Sums
 
@@ -32,7 +33,7 @@ def test_ranks_join_to_the_whole_model(kv_heads: int, ranks: int) -> None:
         own = heads_of_rank(list(range(kv_heads)), max(1, kv_heads // ranks), ranks, rank)
         queries = slice(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
         parts.append((rank, sums(query[:, queries], key[:, own], value[:, own], columns[queries])))
-    joined = join_ranks(reversed(parts)).statistics()
+    joined = join_ranks(reversed(parts), kv_heads).statistics()
     assert joined.tokens == TOKENS
     for layer, expected in whole.statistics().layers.items():
         for name, value_of_name in vars(expected).items():
@@ -44,5 +45,17 @@ def test_processes_of_a_pipeline_and_layers_that_are_not_split() -> None:
     key, value = torch.randn(2, TOKENS, 4, SIZE)
     first, last = sums(query, key, value, columns), sums(query, key, value, columns)
     del first.layers[1], last.layers[0]
-    joined = join_ranks([(0, first), (1, first), (0, last), (1, last)])
+    joined = join_ranks([(0, first), (1, first), (0, last), (1, last)], 4)
     assert joined.layers == {0: first.layers[0], 1: last.layers[1]}
+
+
+def test_ranks_whose_keys_do_not_tell_who_shares_them_are_refused() -> None:
+    """Ranks of one head rounded it otherwise; and two heads that are all zeros."""
+    query, columns = torch.randn(TOKENS, 2, SIZE), torch.rand(2, SIZE)
+    key, value = torch.randn(2, TOKENS, 1, SIZE)
+    near = [(rank, sums(query[:, rank : rank + 1], key * (1 + rank / 1e3), value, columns[rank])) for rank in (0, 1)]
+    with pytest.raises(UserError, match="come to 2 KV heads a layer where the model has 1; calibrate with"):
+        join_ranks(near, 1)
+    zeros = [(rank, sums(query[:, rank : rank + 1], 0 * key, value, columns[rank])) for rank in (0, 1)]
+    with pytest.raises(UserError, match="come to 1 KV heads a layer where the model has 2"):
+        join_ranks(zeros, 2)

@@ -87,7 +87,9 @@ def test_null_codec_is_as_exact_as_vllm(name: str, folder_of, tiny_engine, monke
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), list(zip(MODELS, [*FORMATS] * 2, strict=False)))
 def test_dtype_equals_its_codec(name: str, kv_cache_dtype: str, folder_of, tiny_engine) -> None:
-    check_dtype(logits(tiny_engine, folder_of[name], kv_cache_dtype), folder_of[name], kv_cache_dtype)
+    with tiny_engine(folder_of[name], kv_cache_dtype) as llm:
+        assert bytes_per_token(llm) == capacity.bytes_per_token(llm.llm_engine.vllm_config)[0]
+        check_dtype(teacher_forced_logits(llm, TOKEN_IDS, CHUNK), folder_of[name], kv_cache_dtype)
 
 
 @pytest.mark.parametrize("skip_layers", [(0,), (1,), (0, 2)], ids=str)

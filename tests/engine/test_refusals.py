@@ -170,7 +170,7 @@ def test_skipped_layers_of_chunked_attention(demo_model: str, tmp_path: Path) ->
 def test_layers_with_a_backend_of_their_own(
     layers: tuple[str, ...], demo_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such layers (MiMo-V2's, say) never ask which backend to use, and nothing is asked where all are such."""
+    """Such layers (Step5's, say) never ask which backend to use, and nothing is asked where all are such."""
 
     def make_layer(*args: object, prefix: str, **options: object) -> Attention:
         own = prefix.split(".")[2] in layers

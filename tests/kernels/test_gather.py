@@ -242,7 +242,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("version", "generation", "head_dim", "value_dim", "takes"),
-    [(3, 9, 192, 128, True), (4, 10, 192, 128, True), (3, 8, 192, 128, False), (2, 9, 192, 128, False),
+    [(3, 9, 192, 128, True), (4, 10, 192, 128, False), (3, 8, 192, 128, False), (2, 9, 192, 128, False),
      (3, 9, 256, 128, False), (3, 9, 192, 64, False)],
 )  # fmt: skip
 def test_two_sizes(version: int, generation: int, head_dim: int, value_dim: int, takes: bool) -> None:

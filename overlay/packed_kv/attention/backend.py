@@ -10,7 +10,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from ..formats import FORMATS, HEAD_DIM_STEP, Format
+from ..formats import FORMATS, HEAD_DIM_STEP, Format, refused_value_dim
 from ..layout import MICRO_BLOCK
 from .impl import PackedAttentionImpl
 from .metadata import PackedMetadataBuilder
@@ -78,10 +78,7 @@ class PackedAttentionBackend(AttentionBackend):
             return spec
         reason = UNSUPPORTED_SPECS.get(type(spec).__name__)
         head_size_v = getattr(spec, "head_size_v", spec.head_size)
-        if head_size_v > spec.head_size or head_size_v % HEAD_DIM_STEP:
-            rule = f"up to as many, in multiples of {HEAD_DIM_STEP}, are"
-            reason = f"V of {head_size_v} channels beside K of {spec.head_size} ({rule})"
-        if reason:
+        if reason := reason or refused_value_dim(spec.head_size, head_size_v):
             raise ValueError(
                 f"--kv-cache-dtype {cls.fmt.name} does not support {reason}; use --kv-cache-dtype auto for this model"
             )

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import write as write_ring
-from ..formats import FORMATS
+from ..formats import FORMATS, refused_value_dim
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions, RecentTokens, attend
 from .calibration import find_calibration
@@ -73,6 +73,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             refused.append(f"{attn_type} attention")
         if sinks is not None and sinks.shape != (num_heads,):
             refused.append(f"attention sinks of shape {list(sinks.shape)} (a number for each of {num_heads} heads is)")
+        if head_size_v is not None and (reason := refused_value_dim(head_size, head_size_v)):
+            refused.append(reason)
         if refused:
             raise ValueError(
                 f"--kv-cache-dtype {kv_cache_dtype} does not support {', '.join(refused)}; "

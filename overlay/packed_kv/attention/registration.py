@@ -151,11 +151,12 @@ class PackedDTypeHandler:
                 f"chooses the attention backend {backend.get_name()}, which cannot read packed pages; "
                 "use --kv-cache-dtype auto for this model"
             )
-        sizes = {getattr(part, "head_size_v", None) for part in (layer, getattr(layer, "impl", None))}
-        if len(sizes) > 1:
+        of_layer, told = (getattr(part, "head_size_v", None) for part in (layer, getattr(layer, "impl", None)))
+        if of_layer != told:
             raise ValueError(
-                f"--kv-cache-dtype {self.name} cannot serve layer {layer_name} ({type(layer).__name__}): this vLLM "
-                f"({vllm.__version__}) tells no backend of V's head size; use --kv-cache-dtype auto for this model"
+                f"--kv-cache-dtype {self.name} cannot serve layer {layer_name} ({type(layer).__name__}): its V has "
+                f"{of_layer} channels, and this vLLM ({vllm.__version__}) tells no backend of V's head size; "
+                "use --kv-cache-dtype auto for this model"
             )
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
