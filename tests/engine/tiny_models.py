@@ -157,9 +157,9 @@ def save(config: PretrainedConfig, folder: Path) -> str:
     if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
-    for layer in getattr(model.model, "layers", ()):
-        if getattr(layer.self_attn, "sinks", None) is not None:  # random ones are all near 0
-            layer.self_attn.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
+    for module in model.modules():
+        if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):  # random ones are all near 0
+            module.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
     model.save_pretrained(folder)
     return str(folder)
 
