@@ -328,7 +328,7 @@ def test_values_of_fewer_channels_are_those_of_their_codec(name):
          lambda file: PackedCache("tq4").update(torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 96), 0)),
         (CalibrationError, "has no entry for layer 2",
          lambda file: PackedCache("tq4", calibration=file).update(*keys_and_values(1), 2)),
-        (CalibrationError, "2 KV heads of 64 channels, layer 0 has 4 of 64",
+        (CalibrationError, "2 KV heads of 64 channels, layer 0 has 4 KV heads of 64 channels",
          lambda file: PackedCache("tq4", calibration=file).update(*[torch.zeros(1, 4, 1, 64)] * 2, 0)),
         (CalibrationError, "lists layer 1, this model has 0 to 0",
          lambda file: PackedCache("tq4", calibration=file, config=LlamaConfig(num_hidden_layers=1))),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP
-from packed_kv.outliers import RECIPES
+from packed_kv.outliers import RECIPES, heads_in_words
 
 from .errors import UserError
 
@@ -83,9 +83,9 @@ def check_head_sizes(layers: dict[int, LayerStatistics]) -> None:
     for layer, (more_heads, *sizes) in shapes.items():
         if sizes != [size, value_size]:
             raise UserError(
-                f"layers differ in shape (layer {first_layer}: {heads} KV heads of {size} channels of K and "
-                f"{value_size} of V, layer {layer}: {more_heads} of {sizes[0]} and {sizes[1]}); a calibration file "
-                "holds one size; use tq4, which needs no file"
+                f"layers differ in shape (layer {first_layer}: {heads_in_words([heads], size, value_size)}, "
+                f"layer {layer}: {heads_in_words([more_heads], *sizes)}); a calibration file holds one size; "
+                "use tq4, which needs no file"
             )
 
 
