@@ -221,7 +221,11 @@ def _calibration(path: str, content: Any) -> Calibration:
             raise _FaultError(f"layer {layer}: {fault}") from None
         heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
         if heads not in (numbers_of_heads or [first_heads]):
-            other = f"kv_heads says {_short(numbers_of_heads)}" if numbers_of_heads else f"the first one listed {first_heads}"
+            other = (
+                f"kv_heads says {_short(numbers_of_heads)}"
+                if numbers_of_heads
+                else f"the first one listed {first_heads}"
+            )
             raise _FaultError(f"layer {layer} lists {heads} heads, {other}")
     return Calibration(path, recipe, head_size, value_size, layers)
 

@@ -121,7 +121,10 @@ def test_layers_that_share_or_lack_a_cache_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (tiny_models.gemma4, "layers differ in shape (layer 0: 2 KV heads of 64 channels, layer 1: 2 KV heads of 128 channels)"),
+        (
+            tiny_models.gemma4,
+            "layers differ in shape (layer 0: 2 KV heads of 64 channels, layer 1: 2 KV heads of 128 channels)",
+        ),
         (functools.partial(tiny_models.llama, head_dim=48), "heads of 48 channels"),
         (functools.partial(tiny_models.llama, head_dim=32), "heads of 32 channels"),
         (config_of("BloomConfig", hidden_size=256, n_head=4), "attention interface"),
