@@ -34,6 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -271,45 +272,48 @@ def contexts(options: argparse.Namespace, made_with: dict[str, str]) -> None:
                 shutil.rmtree(folder)
 
 
-def files(options: argparse.Namespace, made_with: dict[str, str]) -> None:
-    import zlib
-
+def measure_files(folder: Path, size: int, count: int) -> Iterator[tuple[str, list[float]]]:
+    """Seconds that 16 threads take for all of `count` files of `size` bytes of pages, by method."""
     from packed_kv.attention.file_tier import O_DIRECT, read_pages, write_pages
 
+    memory = {folder / f"{number}.bin": memoryview(mmap.mmap(-1, size)) for number in range(count)}
+    for pages in memory.values():
+        pages[:] = os.urandom(size)
+
+    def read_alone(path: Path) -> None:
+        file = os.open(path, os.O_RDONLY | O_DIRECT)
+        read = os.readv(file, [memory[path]])
+        os.close(file)
+        assert read == size, (path, read)
+
+    methods: dict[str, Callable[[Path], object]] = {
+        "write": lambda path: write_pages(path, folder, memory[path], True),
+        "read": lambda path: read_pages(path, folder, memory[path], True),
+        "bytes alone": read_alone,
+        "checksum alone": lambda path: zlib.crc32(memory[path]),
+    }
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, method in methods.items():
+            seconds = []
+            for _ in range(1 if name == "write" else REPEATS):
+                drop_from_memory(folder)
+                began = time.perf_counter()
+                list(pool.map(method, memory))
+                seconds.append(time.perf_counter() - began)
+            yield name, seconds
+
+
+def files(options: argparse.Namespace, made_with: dict[str, str]) -> None:
     for dtype in options.dtypes:
         for block in options.blocks:
-            folder = options.folder / f"files-{dtype}-{block}"
+            folder, count = options.folder / f"files-{dtype}-{block}", TOKENS // block
             size = -(-LAYERS * page_bytes(dtype, block) // mmap.PAGESIZE) * mmap.PAGESIZE
-            paths = [folder / f"{number}.bin" for number in range(TOKENS // block)]
-            memory = {path: memoryview(mmap.mmap(-1, size)) for path in paths}
-            for pages in memory.values():
-                pages[:] = os.urandom(size)
-
-            def read_alone(path: Path, memory: dict[Path, memoryview] = memory) -> None:
-                file = os.open(path, os.O_RDONLY | O_DIRECT)
-                read = os.readv(file, [memory[path]])
-                os.close(file)
-                assert read == len(memory[path]), (path, read)
-
-            methods: dict[str, Callable[[Path], object]] = {
-                "write": lambda path, folder=folder, memory=memory: write_pages(path, folder, memory[path], True),
-                "read": lambda path, folder=folder, memory=memory: read_pages(path, folder, memory[path], True),
-                "bytes alone": read_alone,
-                "checksum alone": lambda path, memory=memory: zlib.crc32(memory[path]),
-            }
-            with ThreadPoolExecutor(THREADS) as pool:
-                for name, method in methods.items():
-                    seconds = []
-                    for _ in range(1 if name == "write" else REPEATS):
-                        drop_from_memory(folder)
-                        began = time.perf_counter()
-                        list(pool.map(method, paths))
-                        seconds.append(time.perf_counter() - began)
-                    speed = f"{size * len(paths) / statistics.median(seconds) / 1e9:.2f}"
-                    row = {"dtype": dtype, "block": block, "method": name, "bytes": size * len(paths), "gb_s": speed}
-                    print(*row.values(), "GB/s", flush=True)
-                    if options.csv:
-                        append(options.csv, {**row, **percentiles(seconds), "disk": options.disk, **made_with})
+            for name, seconds in measure_files(folder, size, count):
+                speed = f"{size * count / statistics.median(seconds) / 1e9:.2f}"
+                row = {"dtype": dtype, "block": block, "method": name, "bytes": size * count, "gb_s": speed}
+                print(*row.values(), "GB/s", flush=True)
+                if options.csv:
+                    append(options.csv, {**row, **percentiles(seconds), "disk": options.disk, **made_with})
             shutil.rmtree(folder)
 
 

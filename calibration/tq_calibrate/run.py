@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packed_kv.outliers import FILE_NAME, load
+from packed_kv.outliers import FILE_NAME, heads_in_words
 from tqdm import tqdm
 
 from .choose import choose
@@ -41,7 +41,8 @@ def calibrate(options: argparse.Namespace) -> None:
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     write_file(out, file_content(statistics, choices, options.recipe, name))
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
-    print(f"{out}: {len(choices)} layers, {load(out).heads}, from {seen}, {time.perf_counter() - start:.0f} s")
+    heads = heads_in_words(statistics.kv_heads, *statistics.head_sizes)
+    print(f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s")
 
 
 def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics]:
