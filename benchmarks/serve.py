@@ -8,6 +8,10 @@ it is imported once, while the first server starts. Requests arrive as a Poisson
 under way, the next waits. A rate above what the server can do therefore measures N requests at a time. Rows: TTFT and
 TPOT in milliseconds, p50 and p99, and tokens a second over the whole run, appended to --csv as they come.
 `async_engine.py` runs the same load without a server.
+
+With `--prefixes N` prompts are one of N prefixes of --prefix tokens and --input tokens of their own (vLLM's dataset
+`prefix_repetition`), in a random order, prefix caching is on, and rows have `hit_rate`: the share of prompt tokens that
+the cache had, by the server's own counters. They need a --csv of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
     add("--input", type=int, default=2048, help="prompt tokens (default: %(default)s)")
     add("--output", type=int, default=128, help="output tokens (default: %(default)s)")
+    add("--prefixes", type=int, default=0, help="prefixes that prompts share, at most the requests (default: none)")
+    add("--prefix", type=int, default=10240, help="tokens of a prefix (default: %(default)s)")
     add("--model", help="folder of a model with a tokenizer (default: 8B-shaped, dummy weights)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache (default: what the device has left)")
     add("--server-options", default=GPU_OPTIONS, help="more options of vllm serve (default: %(default)s)")
@@ -62,10 +68,12 @@ def server(
     dtype: str, more: list[str], model: str, log: Path, options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[Server]:
     """`vllm serve` with one dtype; the caller waits until it answers."""
+    longest = options.prefix * bool(options.prefixes) + options.input + options.output + 64
+    caching = "--enable-prefix-caching" if options.prefixes else "--no-enable-prefix-caching"
     arguments = [
-        "--load-format", "dummy", "--max-model-len", str(options.input + options.output + 64),
+        "--load-format", "dummy", "--max-model-len", str(longest), caching,
         "--max-num-batched-tokens", str(bench_engine.CHUNK), "--max-num-seqs", str(max(options.concurrency)),
-        "--no-enable-prefix-caching", *shlex.split(options.server_options, posix=False), *more,
+        *shlex.split(options.server_options, posix=False), *more,
     ]  # fmt: skip
     if not options.model:
         arguments += ["--tokenizer", str(REPO / "models" / "demo-7m")]
@@ -82,12 +90,16 @@ def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespac
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
     requests = options.rounds * concurrency
+    dataset = f"random --random-input-len {options.input} --random-output-len {options.output}"
+    if options.prefixes:
+        lengths = f"prefix-len {options.prefix}", f"suffix-len {options.input}", f"output-len {options.output}"
+        lengths = *lengths, f"num-prefixes {options.prefixes}"
+        dataset = " --prefix-repetition-".join(("prefix_repetition", *lengths))
     arguments = parser.parse_args(
         f"--backend vllm --base-url http://127.0.0.1:{port} --model {NAME} --tokenizer {tokenizer} --seed 0 "
-        f"--dataset-name random --random-input-len {options.input} --random-output-len {options.output} --ignore-eos "
-        f"--num-prompts {requests} --num-warmups 1 --request-rate {options.request_rate} --burstiness 1 "
-        f"--max-concurrency {concurrency} --temperature 0 --percentile-metrics ttft,tpot --metric-percentiles 50,99 "
-        "--disable-tqdm".split()
+        f"--dataset-name {dataset} --ignore-eos --num-prompts {requests} --num-warmups 1 "
+        f"--request-rate {options.request_rate} --burstiness 1 --max-concurrency {concurrency} --temperature 0 "
+        "--percentile-metrics ttft,tpot --metric-percentiles 50,99 --disable-tqdm".split()
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         result = serve.main(arguments)
@@ -106,6 +118,7 @@ def measure(dtype: str, more: list[str], running: Server, options: argparse.Name
     print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
     kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
     for concurrency in options.concurrency:
+        counted = hits(running)
         result = load(running.port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
         row: dict[str, object] = {
             "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,
@@ -115,8 +128,17 @@ def measure(dtype: str, more: list[str], running: Server, options: argparse.Name
             "total_tokens_s": f"{result['total_token_throughput']:.1f}",
             "server_options": " ".join([options.server_options, *more]),
         }  # fmt: skip
+        if options.prefixes:
+            found, asked = (now - before for now, before in zip(hits(running), counted, strict=True))
+            row |= {"prefixes": options.prefixes, "prefix": options.prefix, "hit_rate": f"{found / asked:.3f}"}
         rows.append(options.csv, {**row, **made_with, "commit": commit})
         print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
+
+
+def hits(running: Server) -> tuple[float, float]:
+    """Prompt tokens so far: those that the prefix cache had, and all."""
+    counters = running.counters()
+    return counters.get("vllm:prefix_cache_hits_total", 0.0), counters.get("vllm:prefix_cache_queries_total", 0.0)
 
 
 def main() -> int:

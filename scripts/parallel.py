@@ -215,6 +215,10 @@ def compare_ranks(dtype: str, activations: str, pool: ThreadPoolExecutor) -> Ite
         yield f"tokens of {GENERATED} as with DCP 1, {name}", equal
         likely = [torch.cat([x[:n] for x, n in zip(of["of generated"], equal, strict=True)]) for of in (one, found)]
         yield f"mean KL to DCP 1 of {name}, these tokens", kl(*likely)
+        # Prefilled in one piece, so the pages are the same: what attention of the first decode alone differs by.
+        first = [torch.stack([x[1] for x in of["of generated"]]) for of in (one, found)]
+        assert all(n > 1 for n in equal), equal
+        yield f"mean KL to DCP 1 of {name}, the first decode", kl(*first)
 
 
 def compare_engines(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +59,6 @@ class Server(servers.Server):
                 used = process.memory_info()
                 host += used.rss - used.shared
         return Memory(host / MIB, *device_memory({process.pid for process in processes}))
-
-    def counters(self) -> dict[str, float]:
-        """Lines of /metrics by name, summed over their labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        found: dict[str, float] = {}
-        for line in lines:
-            if match := re.match(r"([a-z_:]+)(?:\{.*\})? ([-+.\de]+)$", line):
-                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
-        return found
 
 
 def device_memory(pids: set[int]) -> tuple[float, bool]:

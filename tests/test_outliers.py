@@ -248,8 +248,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ({"layers": 1}, "lists layer 1, this model has layers 0 to 0"),
         ({"kv_heads": 8}, "KV heads 2, this model has 8"),
         ({"head_size": 128}, "head_size 64, this model has 128"),
+        ({"value_head_size": 32}, "value_head_size 64, this model has 32"),
     ],
-    ids=["more_layers", "fewer_layers", "kv_heads", "head_size"],
+    ids=["more_layers", "fewer_layers", "kv_heads", "head_size", "value_head_size"],
 )
 def test_another_model(model: dict, words: str, tmp_path: Path) -> None:
     calibration = load(write(tmp_path, content()))

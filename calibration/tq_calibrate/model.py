@@ -32,6 +32,7 @@ class Shape:
     layers: int
     kv_heads: int
     head_size: int
+    value_head_size: int
     every_layer: bool
 
 
@@ -84,11 +85,13 @@ def shape_of(config: PretrainedConfig) -> Shape:
     """The shape of a model's KV cache, as its configuration tells it."""
     text = config.get_text_config()
     heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     kinds = getattr(text, "layer_types", None) or []
     return Shape(
         layers=text.num_hidden_layers,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_size=head_size,
+        value_head_size=getattr(text, "v_head_dim", None) or head_size,
         every_layer=all("attention" in kind and "linear" not in kind for kind in kinds)
         and not getattr(text, "num_kv_shared_layers", 0),
     )

@@ -88,14 +88,26 @@ class Calibration:
         """Numbers and sizes of KV heads, in words."""
         return heads_in_words(self.kv_heads, self.head_size, self.value_head_size)
 
-    def check_model(self, *, layers: int, kv_heads: int, head_size: int, every_layer: bool = True) -> None:
+    def check_model(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_size: int,
+        value_head_size: int | None = None,
+        every_layer: bool = True,
+    ) -> None:
         """Raise CalibrationError if the file was made for another model.
 
         `layers` counts all of the model's layers, `kv_heads` those of the whole model, in layers of one kind where they
-        differ. `every_layer`: whether each layer has a KV cache of its own, so that the file must list it.
+        differ. `value_head_size`: None if it is not known. `every_layer`: whether each layer has a KV cache of its own,
+        so that the file must list it.
         """
         if self.head_size != head_size:
             self.refuse(f"made for another model: head_size {self.head_size}, this model has {head_size}")
+        if value_head_size not in (None, self.value_head_size):
+            fault = f"value_head_size {self.value_head_size}, this model has {value_head_size}"
+            self.refuse(f"made for another model: {fault}")
         if kv_heads not in self.kv_heads:
             ours = " or ".join(map(str, self.kv_heads))
             self.refuse(f"made for another model: KV heads {ours}, this model has {kv_heads}")

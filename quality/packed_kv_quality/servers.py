@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,16 @@ class Server:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
         return True
+
+    def counters(self) -> dict[str, float]:
+        """Lines of /metrics by name, summed over their labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if match := re.match(r"([a-z_:]+)(?:\{.*\})? ([-+.\de]+)$", line):
+                found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+        return found
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Raises RuntimeError with the end of the log if the server does not answer in time."""

@@ -102,7 +102,7 @@ def test_the_text_model_of_a_multimodal_one_is_seen(tmp_path: Path) -> None:
     config = Gemma3Config(text_config=tiny_models.gemma3().to_dict(), vision_config=eyes, mm_tokens_per_image=4)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     loaded = load_config(str(tmp_path))
-    assert shape_of(loaded) == Shape(layers=6, kv_heads=2, head_size=64, every_layer=True)
+    assert shape_of(loaded) == Shape(layers=6, kv_heads=2, head_size=64, value_head_size=64, every_layer=True)
     collector = Collector()
     model = load_model(str(tmp_path), ATTENTION, "float32", torch.device("cpu"))
     collector.run(model, [sequences(1, 8)], lambda _tokens: None)

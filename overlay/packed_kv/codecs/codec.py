@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..formats import GROUP_SIZE, Format, runs, stored_dim
+from ..formats import GROUP_SIZE, VALUE_GAIN, Format, runs, stored_dim
 from . import bitpack, scalar
 from .rotations import ROTATIONS
 from .transform import ChannelTransform, Numbers
@@ -31,7 +31,7 @@ class Codec:
     Args:
         fmt: the format.
         head_dim: channels of a head, a multiple of 16.
-        role: "key" or "value"; both are coded alike, the role only decides the order of codes in a page.
+        role: "key" or "value": the order of codes in a page, and V is coded times `VALUE_GAIN`.
         outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
             inputs [..., heads, head_dim], with n = `fmt.outlier_channels(layout_dim)`. None: the first n channels.
             Must be None for a format without an outlier group.
@@ -107,7 +107,9 @@ class Codec:
         first: see `encode`.
         """
         groups = self.prepare(x, first).unflatten(-1, (-1, GROUP_SIZE))
-        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
+        gains = VALUE_GAIN if self.role == "value" else dict.fromkeys(VALUE_GAIN, 1.0)
+        runs = split_runs(self.group_bits, groups, -2)
+        parts = [scalar.quantize(group * gains[bits], bits) for bits, group in runs]
         codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
         return codes.flatten(-2), scales
 

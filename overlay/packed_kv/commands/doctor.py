@@ -209,7 +209,7 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
         found = load_calibration(file)
         found.check_model(
             layers=first(model.config, "num_hidden_layers"), kv_heads=layer.kv_heads, head_size=layer.head_size,
-            every_layer=whole,
+            value_head_size=layer.value_size or layer.head_size, every_layer=whole,
         )  # fmt: skip
     except CalibrationError as error:
         return Finding(False, str(error))

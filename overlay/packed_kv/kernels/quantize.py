@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..codecs.codec import INPUT_LIMIT
 from ..codecs.scalar import SEARCH
-from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, VALUE_GAIN
 from .fragments import IS_INTERPRETED
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
@@ -26,6 +26,7 @@ _THRESHOLDS = tl.constexpr(
     {bits: tuple((low + high) / 2 for low, high in pairwise(levels)) for bits, levels in MAGNITUDES.items()}
 )
 _SEARCH = tl.constexpr(SEARCH)
+_VALUE_GAIN = tl.constexpr(VALUE_GAIN)
 
 
 @triton.constexpr_function
@@ -136,6 +137,16 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
     y = ()
     for k in tl.static_range(8):
         y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + _product(x[k], sign), x[k]),)
+    return y
+
+
+@triton.jit
+def gained(x, is_key, BITS: tl.constexpr):
+    """Rotated values as they are coded: those of V times `VALUE_GAIN`."""
+    gain = tl.where(is_key, 1.0, of(_VALUE_GAIN, BITS)).to(tl.float32)
+    y = ()
+    for k in tl.static_range(8):
+        y += (_product(x[k], gain),)
     return y
 
 

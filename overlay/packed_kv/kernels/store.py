@@ -32,7 +32,7 @@ from ..formats import GROUP_SIZE, Format
 from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from . import power_of_2
 from .launch import Arguments, Launch, head_stride
-from .quantize import hadamard, load_rotated, of, quantize, search_scale
+from .quantize import gained, hadamard, load_rotated, of, quantize, search_scale
 from .ring import RING_SLOTS, store_ring
 from .rotate import QUERY_ROWS, QueryRotation, bias_of_rows, rotate_rows
 from .words import store_codes
@@ -379,6 +379,7 @@ def _store_section(
         else:
             store_ring(entry + 32 * HEAD_GROUPS, scales + HEAD_GROUPS, x, FIRST_GROUP + group, index, in_ring, False)
     if HAS_PAGES:
+        x = gained(x, is_key, BITS)
         scale = search_scale(x, index, BITS)
         magnitudes, signs = quantize(x, scale, BITS)
         if is_key:
