@@ -14,7 +14,7 @@ from .attended import Scores, attention_from_afar
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 EVEN = 0.5
-"""Of the weights of K's mean and variance, the part that all keys have alike; the rest is dealt out by attention."""
+"""Of the weights of K's mean and variance, the part that all keys have alike; the rest follows attention."""
 
 
 class Sums:
@@ -51,9 +51,12 @@ class Sums:
             self.layers[layer] = LayerSums(key.shape[1], (key.shape[2], value.shape[2]), output_columns())
         self.layers[layer].add(query, key, value, positions, scores)
 
-    def statistics(self) -> Statistics:
-        """The means so far; there must be a layer. Raises UserError if there are none that a file can hold."""
-        layers = {layer: sums.statistics() for layer, sums in sorted(self.layers.items())}
+    def statistics(self, even: float = EVEN) -> Statistics:
+        """The means so far; there must be a layer. Raises UserError if there are none that a file can hold.
+
+        even: the part of the weights of K's mean and variance that all keys have alike.
+        """
+        layers = {layer: sums.statistics(even) for layer, sums in sorted(self.layers.items())}
         check_head_sizes(layers)
         statistics = Statistics(layers, max(sums.tokens for sums in self.layers.values()))
         check_finite(statistics)
@@ -96,11 +99,14 @@ class LayerSums:
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
             torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
 
-    def statistics(self) -> LayerStatistics:
-        """The means so far."""
+    def statistics(self, even: float = EVEN) -> LayerStatistics:
+        """The means so far; even: see `Sums.statistics`."""
         later = max(1, self.tokens - self.first_tokens)
         mean, energy = self.key / later, self.key_squares / later
-        mean, squares = self._weighed(mean, self.attended_key), self._weighed(energy, self.attended_squares)
+        mean, squares = (
+            self._weighed(alike, attended, even)
+            for alike, attended in ((mean, self.attended_key), (energy, self.attended_squares))
+        )
         return LayerStatistics(
             key_energy=energy,
             key_variance=(squares - mean.square()).clamp_min(0.0),
@@ -113,10 +119,10 @@ class LayerSums:
             key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
         )
 
-    def _weighed(self, mean: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The mean of all keys and that by attention, as `EVEN` says; the former where there was no attention."""
+    def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:
+        """The mean of all keys alike mixed with that by attention, whose sum is `attended`, where there was any."""
         by_attention = attended / self.attention.clamp_min(torch.finfo(torch.float64).tiny)
-        return torch.where(self.attention > 0, EVEN * mean + (1 - EVEN) * by_attention, mean)
+        return torch.where(self.attention > 0, even * alike + (1 - even) * by_attention, alike)
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
