@@ -74,8 +74,8 @@ def ranked(layer: LayerStatistics, figures: tuple[torch.Tensor, torch.Tensor]) -
     return LayerChoice(outliers[0], outliers[1], orders[0], orders[1])
 
 
-def choices_of(seen: Statistics, weights: Statistics) -> dict[str, dict[int, LayerChoice] | None]:
-    """Name -> channels of each layer; None: as they come."""
+def choices_of(seen: Statistics, alike: Statistics, weights: Statistics) -> dict[str, dict[int, LayerChoice] | None]:
+    """Name -> channels of each layer; None: as they come. In `alike` all keys count the same."""
     choices: dict[str, dict[int, LayerChoice] | None] = {"none": None}
     for name, figures in RANKINGS.items():
         choices[name] = {number: ranked(layer, figures(layer)) for number, layer in seen.layers.items()}
@@ -85,6 +85,7 @@ def choices_of(seen: Statistics, weights: Statistics) -> dict[str, dict[int, Lay
     choices["tq-calibrate, one mean for all tokens"] = {
         n: dataclasses.replace(choice, key_first_mean=None) for n, choice in whole.items()
     }
+    choices["tq-calibrate, all keys alike"] = {n: choose(layer, RECIPE) for n, layer in alike.layers.items()}
     choices["tq-calibrate --weights-only"] = {n: choose(layer, RECIPE) for n, layer in weights.layers.items()}
     choices["tq-calibrate"] = whole
     choices[SORTED] = {n: sorted_groups(layer, whole[n]) for n, layer in seen.layers.items()}
@@ -227,7 +228,8 @@ def main() -> None:
     sequences = token_sequences(text[SCORED.stop :], tokenizer, options.tokens, LENGTH, options.seed)
     collector.run(model, batches(sequences, 4), lambda _tokens: None)
     seen = collector.statistics()
-    choices = choices_of(seen, estimate(config, model_folder(options.model)))
+    alike = collector.sums.statistics(even=1.0)
+    choices = choices_of(seen, alike, estimate(config, model_folder(options.model)))
     run = QuantizedRun(model, tokenizer.encode(text[SCORED])[:SCORED_TOKENS])
 
     figures: dict[str, dict[str, tuple[float, float, float]]] = {}

@@ -26,6 +26,7 @@ import os
 import platform
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tq_calibrate.model import load_config, shape_of
 from tq_calibrate.text import load_tokenizer, read_text, token_sequences
 from tried_codes import Dtype, Float8, Grouped, Int8, Qjl, Raw, Spectral, Widths
 from tried_model import Facts, Method, Observer, Run, allocate, load, sensitivities
+from tried_rounding import Joint, Trellis
 
 BLOCK, LINE_END = 128, 1.1
 WIDTH_TOKENS = 256
@@ -47,6 +49,8 @@ TQ3, TQ4 = Dtype("tq3"), Dtype("tq4")
 ALL: dict[str, Any] = {"offset": "mean and first", "scaled": True}
 """What a row calls centred: the first token has a mean of its own, and channels are scaled."""
 CENTRED = ", centred, W64 int8"
+BEHIND_A_WINDOW: dict[str, Any] = {"scaled": True, "window": 64, "ring": Int8()}
+WEIGHED: dict[str, Any] = {"offset": "weighed", **BEHIND_A_WINDOW}
 PACKAGE = "aither_kvcache"
 Costs = dict[str, dict[tuple[int, str], float]]
 """`sensitivities` of keys as they are (under ""), and of keys centred and scaled (under `CENTRED`)."""
@@ -68,7 +72,7 @@ def rows(costs: Costs) -> dict[str, Method]:
     found["isoquant4, calibrated" + CENTRED] = Method(
         calibrated["isoquant4"], calibrated["isoquant4"], window=64, ring=Int8(), **ALL
     )
-    return found | windows(calibrated["turboquant35"]) | others() | widths(costs)
+    return found | windows(calibrated["turboquant35"]) | others() | widths(costs) | encoders(references)
 
 
 def windows(turboquant35: Dtype) -> dict[str, Method]:
@@ -120,6 +124,35 @@ def others() -> dict[str, Method]:
     return found
 
 
+def encoders(references: dict[str, Dtype]) -> dict[str, Method]:
+    """What calibration and an encoder may do with the same bytes and the same decoder, and a trellis."""
+    planar = Dtype("planarquant4")
+    found = {
+        "planarquant4, W64 int8": Method(planar, planar, window=64, ring=Int8()),
+        "planarquant4, W64 int8, V longer": Method(planar, replace(planar, longer=True), window=64, ring=Int8()),
+    }
+    for name, code in references.items():
+        longer = replace(code, longer=True)
+        found[f"{name}{CENTRED}"] = Method(code, code, "mean and first", **BEHIND_A_WINDOW)
+        found[f"{name}, weighed, W64 int8"] = Method(code, code, **WEIGHED)
+        found[f"{name}, weighed, W64 int8, V longer"] = Method(code, longer, **WEIGHED)
+    for name, code in ((name, references[name]) for name in ("tq3", "turboquant25, calibrated")):
+        longer, trellis = replace(code, longer=True), Trellis(code.name, code.calibrated)
+        key, value = Joint(code.name, code.calibrated), Joint(code.name, code.calibrated, longer=True)
+        for kind, offset in (("centred", "mean and first"), ("weighed", "weighed")):
+            found[f"{name}, {kind}"] = Method(code, code, offset, scaled=True)
+            found[f"{name}, {kind}, V longer"] = Method(code, longer, offset, scaled=True)
+        found[f"{name}{CENTRED}, V longer"] = Method(code, longer, "mean and first", **BEHIND_A_WINDOW)
+        found[f"{name}{CENTRED}, far scores right in sum"] = Method(
+            code, code, "mean and first", oracle=True, **BEHIND_A_WINDOW
+        )
+        found[f"{name}, weighed, W64 int8, V longer, K rounded jointly"] = Method(key, longer, **WEIGHED)
+        found[f"{name}, weighed, W64 int8, V longer, K and V rounded jointly"] = Method(key, value, **WEIGHED)
+        found[f"{name}, weighed, W64 int8, K on a trellis"] = Method(trellis, code, **WEIGHED)
+        found[f"{name}, weighed, W64 int8, K and V on a trellis"] = Method(trellis, trellis, **WEIGHED)
+    return found
+
+
 def widths(costs: Costs) -> dict[str, Method]:
     """3 bits on average, given to the places that need them; chosen for keys as they are stored in the row."""
     found = {"K 4 bits, V 2 bits": Method(Grouped(4), Grouped(2))}
@@ -160,32 +193,47 @@ class Results:
                 raise UserError(f"{path} holds another run's rows ({self.content['identity']}); name another --output")
 
     @property
-    def rows(self) -> dict[str, dict[str, float]]:
+    def rows(self) -> dict[str, dict[str, Any]]:
         return self.content["rows"]
 
     def add(self, name: str, slot_bytes: float, kl: torch.Tensor) -> None:
         blocks = torch.stack([block.mean() for block in kl.split(BLOCK)])
         error = float(blocks.std() / len(blocks) ** 0.5)
-        self.rows[name] = {"slot_bytes": slot_bytes, "kl": float(kl.mean()), "standard_error": error}
+        row = {"slot_bytes": slot_bytes, "kl": float(kl.mean()), "standard_error": error, "blocks": blocks.tolist()}
+        self.rows[name] = row
         self.path.write_text(json.dumps(self.content, indent=1) + "\n")
 
 
-def line(rows: dict[str, dict[str, float]], slot_bytes: float) -> float:
+def line(rows: dict[str, dict[str, Any]], slot_bytes: float) -> float:
     """KL divergence at `slot_bytes` on the straight line through tq3 and tq4, in bytes and log KL divergence."""
     low, high = rows["tq3"], rows["tq4"]
     share = (slot_bytes - low["slot_bytes"]) / (high["slot_bytes"] - low["slot_bytes"])
     return low["kl"] * (high["kl"] / low["kl"]) ** share
 
 
+def of_centred(rows: dict[str, dict[str, Any]], name: str) -> str:
+    """KL divergence over that of the same dtype centred behind the window, with the standard error of the difference;
+    empty where there is none."""
+    parts = name.split(", ")
+    bases = [base for at in range(len(parts), 0, -1) if (base := ", ".join(parts[:at]) + CENTRED) in rows]
+    if not bases or name == bases[0] or "W64 int8" not in name:
+        return ""
+    found, centred = (torch.tensor(rows[row]["blocks"]) for row in (name, bases[0]))
+    error = (found - centred).std() / len(centred) ** 0.5
+    return f"{found.mean() / centred.mean():.2f} ± {error / centred.mean():.2f}"
+
+
 def print_rows(results: Results, names: list[str], markdown: bool) -> None:
-    """The table; `of the line`: KL divergence over `line` at the row's bytes, where those are not far above tq4's."""
+    """The table; `of the line`: KL divergence over `line` at the row's bytes, where those are not far above tq4's; `of
+    centred`: see there."""
     rows, cells = results.rows, []
     for name in names:
         size, kl = rows[name]["slot_bytes"], rows[name]["kl"]
         near = {"tq3", "tq4"} <= {*rows} and size <= LINE_END * rows["tq4"]["slot_bytes"]
         share = f"{kl / line(rows, size):.2f}" if near else ""
-        cells.append((name, f"{size:g}", f"{kl:.4f} ± {rows[name]['standard_error']:.4f}", share))
-    print_table(("keys and values", "bytes", "KL", "of the line"), cells, markdown)
+        figure = f"{kl:.4f} ± {rows[name]['standard_error']:.4f}"
+        cells.append((name, f"{size:g}", figure, share, of_centred(rows, name)))
+    print_table(("keys and values", "bytes", "KL", "of the line", "of centred"), cells, markdown)
 
 
 def observe(options: argparse.Namespace, model: Any, sequences: list[list[int]], identity: dict[str, Any]) -> Facts:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from packed_kv import FORMATS, get_codec
-from packed_kv.codecs import scalar
+from packed_kv.codecs import Codec, scalar
 from packed_kv.codecs.rotations import Hadamard
 from packed_kv.formats import GROUP_SIZE, MAGNITUDES
 
@@ -24,14 +24,15 @@ FP16_BYTES, E4M3_MAX = 2, 448.0
 @dataclass(frozen=True)
 class Site:
     """Where a vector is stored: the layer's number, "key" or "value", the outlier channels and the channel order that
-    `tq-calibrate` chooses there (of what is stored, so behind centring and scaling), and RoPE's cos and sin,
-    [tokens, head_dim] each."""
+    `tq-calibrate` chooses there (of what is stored, so behind centring and scaling), RoPE's cos and sin, [tokens,
+    head_dim] each, and what errors cost: that of e is e^T `weight` e, with `weight` [KV heads, head_dim, head_dim]."""
 
     layer: int
     role: str
     outliers: torch.Tensor | None = None
     order: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    weight: torch.Tensor | None = None
 
 
 class Code(Protocol):
@@ -99,10 +100,12 @@ def e5m3_ceiling(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Dtype:
-    """A dtype of packed-kv, with the channels that `tq-calibrate` chooses if `calibrated`."""
+    """A dtype of packed-kv, with the channels that `tq-calibrate` chooses if `calibrated`. V is coded as it is, or
+    times `VALUE_GAIN` (as the dtypes do) if `longer`."""
 
     name: str
     calibrated: bool = False
+    longer: bool = False
 
     @property
     def has_outliers(self) -> bool:
@@ -112,13 +115,16 @@ class Dtype:
         return FORMATS[self.name].vector_bytes(head_dim)
 
     def read_back(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        codec = self.codec(x.shape[-1], site)
+        return codec.unrotate(codec.dequantize(*codec.quantize(x)))
+
+    def codec(self, head_dim: int, site: Site) -> Codec:
         channels: dict[str, Any] = {}
         if self.calibrated and self.has_outliers:
             channels["outliers"] = site.outliers
         elif self.calibrated:
             channels["channel_order"] = site.order
-        codec = get_codec(self.name, x.shape[-1], site.role, **channels)
-        return codec.unrotate(codec.dequantize(*codec.quantize(x)))
+        return get_codec(self.name, head_dim, site.role if self.longer else "key", **channels)
 
 
 @dataclass(frozen=True)

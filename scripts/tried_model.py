@@ -11,9 +11,11 @@ import torch
 import transformers
 from packed_kv.formats import FORMATS
 from torch.nn.functional import scaled_dot_product_attention
+from tq_calibrate.attended import Scores
 from tq_calibrate.choose import channel_order, outlier_channels
-from tq_calibrate.collect import ATTENTION, output_weight
+from tq_calibrate.collect import ATTENTION
 from tq_calibrate.model import load_model
+from tq_calibrate.sums import LayerSums
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,6 +26,8 @@ QUERY_TILE = 128
 CENTROIDS, SAMPLE, LLOYD_ROUNDS = 256, 8192, 8
 NOISE = {2: 0.10522, 3: 0.02583, 4: 0.00623}
 """bits -> relative squared error of the code (docs/formats.md)."""
+ENERGY = {"": "key", "centroids": "rest", "weighed": "weighed_spread"}
+"""offset -> what `Facts` calls the mean square of what is left of K; otherwise `spread`."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V."""
 
@@ -33,10 +37,12 @@ class Method:
     """How a cache keeps K and V.
 
     Keys are stored less an `offset` that the reader adds again: "" (nothing), "mean" (of a head's channel), "mean and
-    first" (position 0 has a mean of its own), or "centroids" (the nearest of 256 a head, a byte). `scaled`: stored
-    times (E[q^2] / E[k^2])^(1/4), a factor a channel; V likewise with the output projection's columns, if its dtype
-    has outliers or with `value_scaled`. `value_mean`: V less its mean. The first `sinks` tokens of a sequence, and the
-    last `window` tokens of each query, its own included, are kept as `ring` says.
+    first" (position 0 has a mean of its own), "weighed" (that, with the weights that `tq-calibrate` gives to keys), or
+    "centroids" (the nearest of 256 a head, a byte). `scaled`: stored times (E[q^2] / E[k^2])^(1/4), a factor a channel;
+    V likewise with the output projection's columns, if its dtype has outliers or with `value_scaled`. `value_mean`: V
+    less its mean. The first `sinks` tokens of a sequence, and the last `window` tokens of each query, its own included,
+    are kept as `ring` says. `oracle`: the reader knows, for each query and head, what true scores of the keys beyond
+    the window come to, and adds the difference to those that it has.
     """
 
     key: Code
@@ -47,6 +53,7 @@ class Method:
     value_mean: bool = False
     sinks: int = 0
     window: int = 0
+    oracle: bool = False
     ring: Code = field(default_factory=Raw)
 
     def slot_bytes(self, head_dim: int) -> float:
@@ -58,10 +65,10 @@ class Facts:
     """What calibration text tells, by layer; fp32 [KV heads, head_dim] but for `centroids`, [KV heads, 256, head_dim].
 
     `query` is E[q^2] of the query heads of a KV head, `key` E[k^2], `spread` E[(k - mean)^2], `rest` E[(k -
-    centroid)^2], `value` E[v^2], `output` the squared norms of the output projection's columns.
+    centroid)^2], `value` E[v^2], `output` the squared norms of the output projection's columns. `weighed_mean` and
+    `weighed_spread` are those of `tq-calibrate`. `query_matrix` E[q q^T] and `output_matrix` (products of the output
+    projection's columns, summed over the query heads) are [KV heads, head_dim, head_dim].
     """
-
-    NAMES = ("query", "key", "spread", "rest", "value", "output", "key_mean", "first_mean", "value_mean", "centroids")
 
     def __init__(self, layers: dict[int, dict[str, torch.Tensor]]) -> None:
         self.layers = layers
@@ -70,7 +77,7 @@ class Facts:
     def scale(self, layer: int, role: str, offset: str) -> torch.Tensor:
         """The factor of each channel: of geometric mean 1 in a head, and within 1/64 .. 64."""
         found = self.layers[layer]
-        energy = found["value"] if role == "value" else found[{"": "key", "centroids": "rest"}.get(offset, "spread")]
+        energy = found["value" if role == "value" else ENERGY.get(offset, "spread")]
         weight = found["output"] if role == "value" else found["query"]
         log = (weight.clamp_min(1e-12) / energy.clamp_min(1e-12)).log() / 4
         return (log - log.mean(-1, keepdim=True)).exp().clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
@@ -88,7 +95,7 @@ class Facts:
         found = self.layers[layer]
         energy, weight = found["value"], found["output"]
         if role == "key":
-            energy, weight = found["spread" if offset else "key"], found["query"]
+            energy, weight = found[ENERGY.get(offset, "spread")], found["query"]
         if scaled:
             scale = self.scale(layer, role, offset)
             energy, weight = energy * scale**2, weight / scale**2
@@ -118,6 +125,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.sums: dict[int, dict[str, torch.Tensor]] = {}
+        self.weighed: dict[int, LayerSums] = {}
         self.keys: dict[int, list[torch.Tensor]] = {}
         self.tokens = self.sequences = 0
 
@@ -134,12 +142,16 @@ class Observer:
 
     def attention(self, module: Any, query, key, value, mask, **options):
         if module.layer_idx not in self.sums:
-            output = output_weight(module, query.shape[1] * key.shape[-1]).view(key.shape[1], -1, key.shape[-1])
-            self.sums[module.layer_idx] = {"output": output.sum(1).float()}
+            columns = module.o_proj.weight.float().T.unflatten(0, (key.shape[1], -1, key.shape[-1]))
+            matrix = (columns @ columns.transpose(-1, -2)).sum(1)
+            self.sums[module.layer_idx] = {"output": matrix.diagonal(dim1=-2, dim2=-1), "output_matrix": matrix}
+            self.weighed[module.layer_idx] = LayerSums(key.shape[1], (key.shape[-1],) * 2, columns.square().sum(-1))
             self.keys[module.layer_idx] = []
         sums = self.sums[module.layer_idx]
+        queries = query[0].unflatten(0, (key.shape[1], -1))  # [KV heads, query heads, tokens, channels]
         found = {
-            "query": query[0].square().sum(1).unflatten(0, (key.shape[1], -1)).mean(1),
+            "query": queries.square().sum(2).mean(1),
+            "query_matrix": (queries.transpose(-1, -2) @ queries).mean(1),
             "key": key[0].square().sum(1),
             "value": value[0].square().sum(1),
             "key_mean": key[0].sum(1),
@@ -148,12 +160,17 @@ class Observer:
         }
         for name, x in found.items():
             sums[name] = sums[name] + x if name in sums else x.clone()
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.weighed[module.layer_idx].add(q, k, v, torch.arange(len(k)), Scores(options["scaling"]))
         self.keys[module.layer_idx].append(key[0, :, :: self.stride].half())
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     def _facts(self, layer: int) -> dict[str, torch.Tensor]:
         found = {name: x / self.tokens for name, x in self.sums[layer].items()}
-        found["output"] = self.sums[layer]["output"]
+        found |= {name: self.sums[layer][name] for name in ("output", "output_matrix")}
+        weighed = self.weighed[layer].statistics()
+        assert weighed.key_mean is not None
+        found["weighed_mean"], found["weighed_spread"] = weighed.key_mean.float(), weighed.key_variance.float()
         found["first_mean"] = self.sums[layer]["first_mean"] / self.sequences
         found["spread"] = (found["key"] - found["key_mean"].square()).clamp_min(0)
         scale = Facts({0: found}).scale(0, "key", "mean").unsqueeze(1)
@@ -218,7 +235,8 @@ class Run:
         if self.method is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
         far, near = zip(*(self.stored(module.layer_idx, *x) for x in (("key", key), ("value", value))), strict=True)
-        output = attend(query * options["scaling"], far, near, self.method.window)
+        true = key if self.method.oracle else None
+        output = attend(query * options["scaling"], far, near, self.method.window, true)
         return output.transpose(1, 2), None
 
     def stored(self, layer: int, role: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,9 +251,10 @@ class Run:
         elif role == "value" and method.value_mean:
             offset = found["value_mean"].unsqueeze(1).expand_as(x)
         scaled = method.scaled and (role == "key" or method.value_scaled or (dtype is not None and dtype.has_outliers))
-        scale = self.facts.scale(layer, role, method.offset).unsqueeze(1) if scaled else torch.ones(1)
+        scale = self.facts.scale(layer, role, method.offset).unsqueeze(1) if scaled else torch.ones(1, 1)
         chosen = self.facts.site(layer, role, method.offset, scaled, dtype is not None and dtype.calibrated)
-        site = Site(layer, role, chosen.outliers, chosen.order, self.turns(x))
+        weight = found["query_matrix" if role == "key" else "output_matrix"] / (scale * scale.transpose(-1, -2))
+        site = Site(layer, role, chosen.outliers, chosen.order, self.turns(x), weight)
         kept = ((x - offset) * scale).transpose(1, 2)
         far, near = (c.read_back(kept, site).transpose(1, 2) / scale + offset for c in (code, method.ring))
         far[:, :, : method.sinks] = near[:, :, : method.sinks]
@@ -247,8 +266,9 @@ class Run:
         if self.method.offset == "centroids":
             scale = self.facts.scale(layer, "key", "centroids").unsqueeze(1)
             return nearest(key[0] * scale, found["centroids"] * scale).unsqueeze(0) / scale
-        offset = found["key_mean"].unsqueeze(1).expand_as(key).clone()
-        if self.method.offset == "mean and first":
+        mean = found["weighed_mean" if self.method.offset == "weighed" else "key_mean"]
+        offset = mean.unsqueeze(1).expand_as(key).clone()
+        if self.method.offset != "mean":
             offset[:, :, 0] = found["first_mean"]
         return offset
 
@@ -261,11 +281,14 @@ class Run:
         return self.rope[tokens]
 
 
-def attend(query: torch.Tensor, far: Pair, near: Pair, window: int) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, far: Pair, near: Pair, window: int, true_key: torch.Tensor | None = None
+) -> torch.Tensor:
     """Causal attention that reads K and V of a query's last `window` tokens from `near`, of others from `far`.
 
     `query` [batch, heads, tokens, head_dim], scaled; `far` and `near` are K and V, [batch, KV heads, tokens, head_dim]
-    each. Returns the shape of `query`.
+    each. With `true_key` in the shape of K (and a window), a number is added to all far scores of a query, so that the
+    sum of their exponentials is that of the true scores. Returns the shape of `query`.
     """
     if not window:
         return scaled_dot_product_attention(query, far[0], far[1], is_causal=True, scale=1.0, enable_gqa=True)
@@ -277,6 +300,12 @@ def attend(query: torch.Tensor, far: Pair, near: Pair, window: int) -> torch.Ten
         distance = torch.arange(start, end).unsqueeze(1) - torch.arange(end)
         recent = distance[:, band] < window
         scores = rows @ far_key[..., :end, :].transpose(-1, -2)
+        if true_key is not None:
+            true, at_hand = (
+                x.masked_fill(distance < window, -torch.inf).logsumexp(-1, keepdim=True)
+                for x in (rows @ true_key.unsqueeze(2)[..., :end, :].transpose(-1, -2), scores)
+            )
+            scores += (true - at_hand).nan_to_num(0.0)  # no keys are far: -inf less -inf
         near_scores = rows @ near_key[..., band, :].transpose(-1, -2)
         scores[..., band] = torch.where(recent, near_scores, scores[..., band])
         weights = scores.masked_fill_(distance < 0, -torch.inf).softmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,11 @@ import transformers
 import tried
 from packed_kv import get_codec
 from packed_kv.codecs import scalar
-from packed_kv.formats import MAX_SCALE_BYTE
+from packed_kv.formats import MAX_SCALE_BYTE, VALUE_GAIN
 from tq_calibrate.errors import UserError
 from tried_codes import Dtype, Float8, Grouped, Int8, Qjl, Raw, Site, Spectral, Widths, e5m3_ceiling, hadamard, turn
 from tried_model import NOISE, Facts, Method, Observer, Run, allocate, attend, load, nearest
+from tried_rounding import Joint, Trellis, on_the_trellis
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 2, 64, 48
 SITE = Site(0, "key")
@@ -71,6 +73,8 @@ METHODS = {
     "plain": Method(Lossless(), Lossless()),
     "mean and scale": Method(Lossless(), Lossless(), offset="mean and first", scaled=True, value_mean=True),
     "centroids": Method(Lossless(), Lossless(), offset="centroids", scaled=True),
+    "weighed": Method(Lossless(), Lossless(), offset="weighed", scaled=True),
+    "oracle": Method(Lossless(), Lossless(), window=7, ring=Lossless(), oracle=True),
     "window": Method(Lossless(), Lossless(), offset="mean", window=7, sinks=3, ring=Lossless()),
     "all in the window": Method(Grouped(2), Grouped(2), window=TOKENS, ring=Lossless()),
     "all of them sinks": Method(Grouped(2), Grouped(2), sinks=TOKENS, ring=Lossless()),
@@ -104,8 +108,10 @@ def test_what_is_taken_off_comes_back(run: Run, monkeypatch: pytest.MonkeyPatch)
     x, found = gaussian(1, HEADS, TOKENS, HEAD_DIM), run.facts.layers[1]
     means = found["key_mean"].unsqueeze(1).expand(-1, TOKENS, -1)
     first = torch.cat((found["first_mean"].unsqueeze(1), means[:, 1:]), 1)
+    weighed = found["weighed_mean"].unsqueeze(1).expand_as(means)
     for offset, role, expected in (
         ("", "key", torch.zeros_like(means)), ("mean", "key", means), ("mean and first", "key", first),
+        ("weighed", "key", torch.cat((first[:, :1], weighed[:, 1:]), 1)),
         ("", "value", found["value_mean"].unsqueeze(1).expand(-1, TOKENS, -1)),
     ):  # fmt: skip
         monkeypatch.setattr(run, "method", Method(Nothing(), Nothing(), offset, value_mean=True, ring=Lossless()))
@@ -135,6 +141,17 @@ def test_window_reads_near_and_far(window: int, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(output[0, head, position], expected)
 
 
+def test_the_oracle_gives_far_keys_the_attention_that_is_theirs() -> None:
+    """V is 1 far away and 0 in the window, so the output is the far keys' share."""
+    query, true, far_key, near_key = (gaussian(1, heads, 9, 32, seed=s) for s, heads in enumerate((4, 2, 2, 2)))
+    ones = torch.ones(1, 2, 9, 32)
+    output = attend(query, (far_key, ones), (near_key, 0 * ones), 3, true)
+    for head, position in itertools.product(range(4), range(9)):
+        keys = torch.cat((true[0, head // 2, : max(0, position - 2)], near_key[0, head // 2, : position + 1][-3:]))
+        share = (keys @ query[0, head, position]).softmax(0)[:-3].sum() if position > 2 else torch.tensor(0.0)
+        torch.testing.assert_close(output[0, head, position], share.expand(32))
+
+
 def test_facts_are_those_of_the_keys(run: Run) -> None:
     seen: dict[int, list] = {layer: [] for layer in range(LAYERS)}
     with torch.inference_mode():
@@ -148,6 +165,9 @@ def test_facts_are_those_of_the_keys(run: Run) -> None:
         torch.testing.assert_close(found["key_mean"], keys.mean((1, 2)))
         torch.testing.assert_close(found["first_mean"], keys[:, :, 0].mean(1))
         torch.testing.assert_close(found["value_mean"], values.mean((1, 2)))
+        torch.testing.assert_close(found["weighed_mean"], keys[:, :, 1:].mean((1, 2)))  # none is far in 48 tokens
+        for matrix, name in (("query_matrix", "query"), ("output_matrix", "output")):
+            torch.testing.assert_close(found[matrix].diagonal(dim1=-2, dim2=-1), found[name])
         torch.testing.assert_close(found["spread"], keys.var((1, 2), correction=0), rtol=1e-3, atol=1e-3)
         flat = keys.flatten(1, 2)
         assert (found["rest"] < found["spread"]).all()
@@ -178,6 +198,47 @@ def test_errors_of_other_codes() -> None:
     assert errors[Grouped(3)] < errors[Qjl(3, True)] < errors[Qjl(3)], "docs/formats.md, section 9"
     assert errors[Raw()] < 1e-6 < errors[Int8()] < 1e-4 < errors[Float8(True)] < 1e-3
     assert errors[Float8()] == pytest.approx(errors[Float8(True)], rel=0.1)
+
+
+def test_v_is_longer_only_where_it_is_asked_for() -> None:
+    x, value = gaussian(1, 2000, 2, 64), Site(0, "value")
+    plain, longer = (code.read_back(x, value) for code in (Dtype("tq3"), Dtype("tq3", longer=True)))
+    assert torch.equal(plain, Dtype("tq3", longer=True).read_back(x, SITE))
+    assert float((longer * x).sum() / (plain * x).sum()) == pytest.approx(VALUE_GAIN[3], abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["tq3", "turboquant25"])
+def test_codes_are_rounded_for_what_errors_cost(name: str) -> None:
+    x, basis = gaussian(1, 500, 2, 64), gaussian(2, 64, 64, seed=1)
+    weight = basis @ torch.diag(torch.linspace(-3, 3, 64).exp()) @ basis.transpose(-1, -2)
+    nearest_codes, joint = Dtype(name).read_back(x, SITE), Joint(name).read_back(x, replace(SITE, weight=weight))
+    before, after = (float(torch.einsum("bthc,hcd,bthd->", e, weight, e)) for e in (nearest_codes - x, joint - x))
+    assert after < 0.8 * before and relative_mse(x, joint) > relative_mse(x, nearest_codes)
+    alike = torch.eye(64).expand(2, -1, -1)
+    torch.testing.assert_close(Joint(name).read_back(x, replace(SITE, weight=alike)), nearest_codes)
+
+
+@pytest.mark.parametrize("chain", [4, 8])
+def test_a_trellis_is_searched_for_the_nearest_sequence(chain: int) -> None:
+    """Of all that the rule in `Trellis` allows; and a decoder that knows three codes finds the level."""
+    x, levels = gaussian(20, 32), torch.linspace(-2, 2, 8)
+    found = on_the_trellis(x, levels, chain).view(-1, chain)
+    assert torch.isin(found, levels).all()
+    paths = torch.tensor([*itertools.product((0, 1), repeat=chain)])
+    subsets = 2 * paths.roll(1, 1) + (paths ^ paths.roll(2, 1))  # [paths, chain]
+    distance = (x.view(-1, 1, chain, 1) - torch.stack([levels[s::4] for s in range(4)])[subsets]).square()
+    least = distance.min(-1).values.sum(-1).min(-1).values
+    torch.testing.assert_close((found - x.view(-1, chain)).square().sum(-1), least)
+    number = (found.unsqueeze(-1) - levels).abs().argmin(-1)
+    lowest = (number >> 1 & 1).roll(-1, 1)
+    assert torch.equal(number & 1, lowest ^ lowest.roll(2, 1))
+
+
+def test_errors_on_a_trellis() -> None:
+    x = gaussian(1, 300, 2, 64)
+    for name, chain in (("tq3", 4), ("tq3", 8), ("turboquant25", 8)):
+        error, dtypes = (relative_mse(x, code.read_back(x, SITE)) for code in (Trellis(name, chain=chain), Dtype(name)))
+        assert 0.75 * dtypes < error < 0.92 * dtypes
 
 
 def test_qjl_is_unbiased() -> None:
@@ -255,6 +316,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_line_goes_through_tq3_and_tq4() -> None:
     rows = {"tq3": {"slot_bytes": 52, "kl": 0.16}, "tq4": {"slot_bytes": 68, "kl": 0.01}}
     assert [tried.line(rows, at) for at in (52, 60, 68, 76)] == pytest.approx([0.16, 0.04, 0.01, 0.0025])
+
+
+def test_figures_beside_the_centred_row_are_paired() -> None:
+    rows = {name: {"blocks": blocks} for name, blocks in (
+        ("tq3, centred, W64 int8", [1.0, 2.0, 3.0]), ("tq3, weighed, W64 int8", [0.5, 1.0, 1.5]), ("tq3", [1.0] * 3),
+        ("tq4, weighed, W64 int8", [1.0] * 3),
+    )}  # fmt: skip
+    assert [tried.of_centred(rows, name) for name in rows] == ["", "0.50 ± 0.14", "", ""]
 
 
 def test_a_text_that_is_too_short(tmp_path: Path) -> None:

@@ -6,14 +6,17 @@ would hold: K after norm and RoPE, and V. Ours adds them to `Sums` and hands on 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .attended import Scores
 from .errors import UserError, first_line
 from .statistics import Statistics
 from .sums import Sums
@@ -71,7 +74,7 @@ class Collector:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        **options: object,
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """transformers' attention function: query [batch, heads, tokens, head_dim], key and value with KV heads."""
         layer = getattr(module, "layer_idx", None)
@@ -81,11 +84,23 @@ class Collector:
             _refuse_latent(module, layer)
             positions = torch.arange(tokens, device=query.device).repeat(batch)
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            self.sums.add(layer, q, k, v, positions, lambda: output_weight(module, heads * value.shape[-1]))
+            columns = functools.partial(output_weight, module, heads * value.shape[-1])
+            self.sums.add(layer, q, k, v, positions, _scores(query, options), columns)
         if options.get("softcap") is None and options.get("s_aux") is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         eager = sys.modules[type(module).__module__].eager_attention_forward  # PyTorch's sdpa has no caps and no sinks
         return eager(module, query, key, value, _additive(attention_mask, query), **options)
+
+
+def _scores(query: torch.Tensor, options: dict[str, Any]) -> Scores:
+    """How the layer attends, from what transformers tells its attention function."""
+    scale = options.get("scaling")
+    return Scores(
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        options.get("sliding_window"),
+        options.get("softcap"),
+        options.get("s_aux"),
+    )
 
 
 def _refuse_latent(module: torch.nn.Module, layer: int) -> None:

@@ -10,6 +10,7 @@ from .errors import UserError
 from .sums import LayerSums, Sums
 
 OF_KEYS_AND_VALUES = ("key", "key_squares", "first_key", "value_squares", "key_max", "value_max")
+OF_ATTENTION = ("attention", "attended_key", "attended_squares")
 
 
 def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
@@ -42,10 +43,12 @@ def _join_heads(ranks: list[LayerSums]) -> LayerSums:
         return first
     copies = sum(torch.allclose(rank.key_squares, first.key_squares) for rank in ranks)  # layers may differ in heads
     sharing = [ranks[at : at + copies] for at in range(0, len(ranks), copies)]  # ranks with the same KV heads
-    # Queries and the columns that they fill are dealt out among these ranks: a mean and a sum over query heads.
+    # Queries and the columns that they fill are dealt out among these ranks: means and sums over query heads.
     columns = torch.cat([_stack(same, "value_weight").sum(0) for same in sharing])
     whole = LayerSums(len(columns), (first.key.shape[1], first.value_weight.shape[1]), columns)
     whole.query_squares = torch.cat([_stack(same, "query_squares").mean(0) for same in sharing])
+    for name in OF_ATTENTION:
+        setattr(whole, name, torch.cat([_stack(same, name).sum(0) for same in sharing]))
     for name in OF_KEYS_AND_VALUES:
         setattr(whole, name, torch.cat([getattr(same[0], name) for same in sharing]))
     whole.tokens, whole.first_tokens = first.tokens, first.first_tokens

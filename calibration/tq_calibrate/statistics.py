@@ -15,11 +15,11 @@ from .errors import UserError
 class LayerStatistics:
     """One layer, by KV head and channel; all float64 [KV heads, head_size], those of V [KV heads, its own].
 
-    `key_energy`, `value_energy`: mean square of K (after norm and RoPE) and V. `key_variance`: mean square of K less
-    its mean. `key_weight`: mean square of the queries that meet this channel of K. `value_weight`: squared norm of the
-    column of the output projection that reads this channel of V. `key_max`, `value_max`: largest magnitudes.
-    `key_mean`: mean of K. All of K and of the queries are without the tokens of position 0; `key_first_mean`: mean of
-    K at position 0.
+    `key_energy`, `value_energy`: mean square of K (after norm and RoPE) and V. `key_mean`, `key_variance`: mean of K,
+    and mean square of K less that, half of all keys alike and half of keys weighed by the attention that they get
+    (`sums`). `key_weight`: mean square of the queries that meet this channel of K. `value_weight`: squared norm of the
+    column of the output projection that reads this channel of V. `key_max`, `value_max`: largest magnitudes. All of K
+    and of the queries are without the tokens of position 0; `key_first_mean`: mean of K at position 0.
 
     Where only weights were seen the largest magnitudes are zeros and the means None, and `key_variance` is the energy.
     """

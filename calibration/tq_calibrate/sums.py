@@ -10,7 +10,11 @@ from collections.abc import Callable
 
 import torch
 
+from .attended import Scores, attention_from_afar
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
+
+EVEN = 0.5
+"""Of the weights of K's mean and variance, the part that all keys have alike; the rest follows attention."""
 
 
 class Sums:
@@ -29,6 +33,7 @@ class Sums:
         key: torch.Tensor,
         value: torch.Tensor,
         positions: torch.Tensor,
+        scores: Scores,
         output_columns: Callable[[], torch.Tensor],
     ) -> None:
         """Add tokens of one layer.
@@ -38,16 +43,20 @@ class Sums:
             query: float [tokens, heads, head_dim], after norm and RoPE, as it meets the cache.
             key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], as the cache holds them.
             positions: int [tokens], of each token in its own sequence, from 0. Sequences must begin as a server's do.
+            scores: how the layer attends.
             output_columns: gives the squared norms of the output projection's columns, [heads * value_dim]; called the
                 first time that a layer is seen.
         """
         if layer not in self.layers:
             self.layers[layer] = LayerSums(key.shape[1], (key.shape[2], value.shape[2]), output_columns())
-        self.layers[layer].add(query, key, value, positions)
+        self.layers[layer].add(query, key, value, positions, scores)
 
-    def statistics(self) -> Statistics:
-        """The means so far; there must be a layer. Raises UserError if there are none that a file can hold."""
-        layers = {layer: sums.statistics() for layer, sums in sorted(self.layers.items())}
+    def statistics(self, even: float = EVEN) -> Statistics:
+        """The means so far; there must be a layer. Raises UserError if there are none that a file can hold.
+
+        even: the part of the weights of K's mean and variance that all keys have alike.
+        """
+        layers = {layer: sums.statistics(even) for layer, sums in sorted(self.layers.items())}
         check_head_sizes(layers)
         statistics = Statistics(layers, max(sums.tokens for sums in self.layers.values()))
         check_finite(statistics)
@@ -63,12 +72,16 @@ class LayerSums:
 
     def __init__(self, kv_heads: int, head_sizes: tuple[int, int], output_columns: torch.Tensor) -> None:
         self.value_weight = output_columns.double().view(kv_heads, -1, head_sizes[1]).sum(1)
-        zeros = torch.zeros(5, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
-        self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros
+        zeros = torch.zeros(7, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
+        self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros[:5]
+        self.attended_key, self.attended_squares = zeros[5:]
+        self.attention = zeros.new_zeros(kv_heads, 1)
         self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
         self.tokens = self.first_tokens = 0
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor) -> None:
+    def add(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, scores: Scores
+    ) -> None:
         """Add tokens; shapes as for `Sums.add`."""
         first = positions == 0
         self.tokens += len(first)
@@ -77,18 +90,26 @@ class LayerSums:
         later = key[~first].double()
         self.key += later.sum(0)
         self.key_squares += later.square().sum(0)
+        attention = attention_from_afar(query, key, positions, scores)[~first].double().unsqueeze(-1)
+        self.attention += attention.sum(0)
+        self.attended_key += (attention * later).sum(0)
+        self.attended_squares += (attention * later.square()).sum(0)
         self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
         self.value_squares += _squares(value)
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
             torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
 
-    def statistics(self) -> LayerStatistics:
-        """The means so far."""
+    def statistics(self, even: float = EVEN) -> LayerStatistics:
+        """The means so far; even: see `Sums.statistics`."""
         later = max(1, self.tokens - self.first_tokens)
         mean, energy = self.key / later, self.key_squares / later
+        mean, squares = (
+            self._weighed(alike, attended, even)
+            for alike, attended in ((mean, self.attended_key), (energy, self.attended_squares))
+        )
         return LayerStatistics(
             key_energy=energy,
-            key_variance=(energy - mean.square()).clamp_min(0.0),
+            key_variance=(squares - mean.square()).clamp_min(0.0),
             value_energy=self.value_squares / self.tokens,
             key_weight=self.query_squares / later,
             value_weight=self.value_weight,
@@ -97,6 +118,11 @@ class LayerSums:
             key_mean=mean,
             key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
         )
+
+    def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:
+        """The mean of all keys alike mixed with that by attention, whose sum is `attended`, where there was any."""
+        by_attention = attended / self.attention.clamp_min(torch.finfo(torch.float64).tiny)
+        return torch.where(self.attention > 0, even * alike + (1 - even) * by_attention, alike)
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:

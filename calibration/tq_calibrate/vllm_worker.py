@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 
+from .attended import Scores
 from .collect import OUTPUT_PROJECTIONS, PROBE_ROWS
 from .errors import UserError
 from .sums import Sums
@@ -72,8 +73,15 @@ def _record(
         for x, heads in ((query, layer.num_heads), (key, layer.num_kv_heads), (value, layer.num_kv_heads))
     )
     positions = torch.arange(tokens, device=query.device)
-    sums.add(number, q, k, v, positions, lambda: _output_columns(model, layer, number, query.dtype))
+    columns = functools.partial(_output_columns, model, layer, number, query.dtype)
+    sums.add(number, q, k, v, positions, _scores(layer.impl, layer.sliding_window), columns)
     return forward(query, key, value, *args, **options)
+
+
+def _scores(backend: Any, window: int | None) -> Scores:
+    """How a layer attends, from its backend, which may have 0 for no soft cap, or know neither caps nor sinks."""
+    soft_cap, sinks = (getattr(backend, name, None) for name in ("logits_soft_cap", "sinks"))
+    return Scores(backend.scale, window, soft_cap or None, sinks)
 
 
 def _output_columns(model: torch.nn.Module, layer: Any, number: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from packed_kv.outliers import heads_of_rank
 from torch.testing import assert_close
+from tq_calibrate.attended import NEAR, Scores
 from tq_calibrate.errors import UserError
 from tq_calibrate.ranks import join_ranks
 from tq_calibrate.sums import Sums
 
-HEADS, SIZE, TOKENS = 8, 64, 10
+HEADS, SIZE, TOKENS = 8, 64, 2 * NEAR
 
 
 def sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: torch.Tensor) -> Sums:
@@ -18,7 +19,7 @@ def sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: t
     seen = Sums()
     positions = torch.arange(TOKENS)
     for layer in (0, 1):
-        seen.add(layer, query * (layer + 1), key * (layer + 1), value, positions, columns.flatten)
+        seen.add(layer, query * (layer + 1), key * (layer + 1), value, positions, Scores(0.1), columns.flatten)
     return seen
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch.testing import assert_close
-from tq_calibrate.sums import Sums
+from tq_calibrate.attended import NEAR, Scores
+from tq_calibrate.sums import EVEN, Sums
 
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 4000, 4, 2, 64
+SCORES = Scores(HEAD_SIZE**-0.5)
 
 
 def random(heads: int, seed: int) -> torch.Tensor:
@@ -22,7 +24,7 @@ def test_the_variance_beside_a_large_mean() -> None:
     columns = torch.rand(HEADS * HEAD_SIZE)
     sums, asked = Sums(), []
     for part in (slice(0, 130), slice(130, None)):
-        sums.add(7, query[part], key[part], value[part], positions[part], lambda: asked.append(1) or columns)
+        sums.add(7, query[part], key[part], value[part], positions[part], SCORES, lambda: asked.append(1) or columns)
     assert len(asked) == 1
     statistics = sums.statistics()
     assert [*statistics.layers] == [7] and statistics.tokens == TOKENS
@@ -40,5 +42,26 @@ def test_the_variance_beside_a_large_mean() -> None:
 
 def test_a_prompt_that_does_not_begin_at_position_0_leaves_the_first_mean_unknown() -> None:
     sums = Sums()
-    sums.add(0, random(4, 1), random(2, 2), random(2, 3), torch.arange(TOKENS) + 1, lambda: torch.ones(4 * HEAD_SIZE))
+    positions = torch.arange(TOKENS) + 1
+    sums.add(0, random(4, 1), random(2, 2), random(2, 3), positions, SCORES, lambda: torch.ones(4 * HEAD_SIZE))
     assert sums.statistics().layers[0].key_first_mean is None
+
+
+def test_keys_that_are_looked_at_from_afar_count_more() -> None:
+    """Two keys of the second head, far from all others, get all of its queries' attention, half of it each; nobody
+    looks far behind in the first head."""
+    tokens, looked_at, direction = 4 * NEAR, [5, 9], torch.nn.functional.normalize(random(1, 7)[0, 0], dim=0)
+    query, key, value = (random(heads, seed)[:tokens] for heads, seed in ((HEADS, 1), (KV_HEADS, 2), (KV_HEADS, 3)))
+    key[looked_at, 1] = 100 * direction
+    query[:, HEADS // 2 :] = 20 * direction
+    query[:, : HEADS // 2] = 200 * key[:, :1]  # the token itself
+    sums = Sums()
+    sums.add(0, query, key, value, torch.arange(tokens), SCORES, lambda: torch.ones(HEADS * HEAD_SIZE))
+    seen, kept = sums.statistics().layers[0], key[1:].double()
+    plain, squares = kept.mean(0), kept.square().mean(0)
+    assert_close(seen.key_mean[0], plain[0])
+    assert_close(seen.key_variance[0], kept[:, 0].var(0, correction=0))
+    mean = EVEN * plain[1] + (1 - EVEN) * 100 * direction
+    assert_close(seen.key_mean[1], mean)
+    attended = (100 * direction.double()).square()
+    assert_close(seen.key_variance[1], EVEN * squares[1] + (1 - EVEN) * attended - mean**2, rtol=1e-6, atol=1e-4)
