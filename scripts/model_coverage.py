@@ -227,9 +227,10 @@ def cells(row: dict[str, Any]) -> list[str]:
         return [*found, f"{row['result']}: {short(row['reason'])}", *[""] * (len(HEADER) - len(found) - 1)]
     ratio = packed["kv_tokens"] / auto["kv_tokens"] if auto["kv_tokens"] else 0
     scale = auto["other_prefix"] or 1
+    works = "works" if head_sizes else "works: no keys and values"
     return [
         *found,
-        "works" if head_sizes else "works: no keys and values",
+        f"{works} ({row['commit']})" if "commit" in row else works,
         f"{ratio:.2f}",
         ", ".join(name.removeprefix("PACKED_KV_") for name in packed["backends"]),
         "yes" if packed["graphs"] == auto["graphs"] != "NONE" else f"{packed['graphs']} ({auto['graphs']})",
