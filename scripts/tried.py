@@ -148,7 +148,9 @@ def encoders(references: dict[str, Dtype]) -> dict[str, Method]:
         )
         found[f"{name}, weighed, W64 int8, V longer, K rounded jointly"] = Method(key, longer, **WEIGHED)
         found[f"{name}, weighed, W64 int8, V longer, K and V rounded jointly"] = Method(key, value, **WEIGHED)
-        found[f"{name}, weighed, W64 int8, K on a trellis"] = Method(trellis, code, **WEIGHED)
+        found[f"{name}, weighed, W64 int8, V longer, K and V rounded jointly, rank 4"] = Method(
+            replace(key, rank=4), replace(value, rank=4), **WEIGHED
+        )
         found[f"{name}, weighed, W64 int8, K and V on a trellis"] = Method(trellis, trellis, **WEIGHED)
     return found
 
@@ -224,8 +226,8 @@ def of_centred(rows: dict[str, dict[str, Any]], name: str) -> str:
 
 
 def print_rows(results: Results, names: list[str], markdown: bool) -> None:
-    """The table; `of the line`: KL divergence over `line` at the row's bytes, where those are not far above tq4's; `of
-    centred`: see there."""
+    """The table, without columns that are empty; `of the line`: KL divergence over `line` at the row's bytes, where
+    those are not far above tq4's; `of centred`: see there."""
     rows, cells = results.rows, []
     for name in names:
         size, kl = rows[name]["slot_bytes"], rows[name]["kl"]
@@ -233,7 +235,9 @@ def print_rows(results: Results, names: list[str], markdown: bool) -> None:
         share = f"{kl / line(rows, size):.2f}" if near else ""
         figure = f"{kl:.4f} ± {rows[name]['standard_error']:.4f}"
         cells.append((name, f"{size:g}", figure, share, of_centred(rows, name)))
-    print_table(("keys and values", "bytes", "KL", "of the line", "of centred"), cells, markdown)
+    columns = zip(*(("keys and values", "bytes", "KL", "of the line", "of centred"), *cells), strict=True)
+    header, *lines = zip(*(column for column in columns if any(column[1:])), strict=True)
+    print_table(header, lines, markdown)
 
 
 def observe(options: argparse.Namespace, model: Any, sequences: list[list[int]], identity: dict[str, Any]) -> Facts:
