@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -126,11 +127,11 @@ def others() -> dict[str, Method]:
 
 def encoders(references: dict[str, Dtype]) -> dict[str, Method]:
     """What calibration and an encoder may do with the same bytes and the same decoder, and a trellis."""
-    planar = Dtype("planarquant4")
-    found = {
-        "planarquant4, W64 int8": Method(planar, planar, window=64, ring=Int8()),
-        "planarquant4, W64 int8, V longer": Method(planar, replace(planar, longer=True), window=64, ring=Int8()),
-    }
+    found = {}
+    for name in ("tq4", "tq3", "isoquant4", "isoquant3", "planarquant4", "planarquant3"):
+        code, longer = Dtype(name), Dtype(name, longer=True)
+        found[f"{name}, W64 int8"] = Method(code, code, window=64, ring=Int8())
+        found[f"{name}, W64 int8, V longer"] = Method(code, longer, window=64, ring=Int8())
     for name, code in references.items():
         longer = replace(code, longer=True)
         found[f"{name}{CENTRED}"] = Method(code, code, "mean and first", **BEHIND_A_WINDOW)
@@ -148,7 +149,9 @@ def encoders(references: dict[str, Dtype]) -> dict[str, Method]:
         )
         found[f"{name}, weighed, W64 int8, V longer, K rounded jointly"] = Method(key, longer, **WEIGHED)
         found[f"{name}, weighed, W64 int8, V longer, K and V rounded jointly"] = Method(key, value, **WEIGHED)
-        found[f"{name}, weighed, W64 int8, K on a trellis"] = Method(trellis, code, **WEIGHED)
+        found[f"{name}, weighed, W64 int8, V longer, K rounded jointly, rank 4"] = Method(
+            replace(key, rank=4), longer, **WEIGHED
+        )
         found[f"{name}, weighed, W64 int8, K and V on a trellis"] = Method(trellis, trellis, **WEIGHED)
     return found
 
@@ -211,29 +214,38 @@ def line(rows: dict[str, dict[str, Any]], slot_bytes: float) -> float:
     return low["kl"] * (high["kl"] / low["kl"]) ** share
 
 
-def of_centred(rows: dict[str, dict[str, Any]], name: str) -> str:
-    """KL divergence over that of the same dtype centred behind the window, with the standard error of the difference;
-    empty where there is none."""
+def base_of(name: str) -> str:
+    """The row that a row is compared with: as centred, and with a window of 64, as it is, and nothing else."""
     parts = name.split(", ")
-    bases = [base for at in range(len(parts), 0, -1) if (base := ", ".join(parts[:at]) + CENTRED) in rows]
-    if not bases or name == bases[0] or "W64 int8" not in name:
+    dtype = itertools.takewhile(lambda part: part not in ("centred", "weighed", "W64 int8"), parts)
+    calibrated = ["centred"] * bool({"centred", "weighed"} & {*parts})
+    return ", ".join([*dtype, *calibrated, *["W64 int8"] * ("W64 int8" in parts)])
+
+
+def of_base(rows: dict[str, dict[str, Any]], name: str) -> str:
+    """KL divergence over that of the row's base, with the standard error of the paired difference; empty where there is
+    no other row."""
+    base = base_of(name)
+    if base == name or base not in rows:
         return ""
-    found, centred = (torch.tensor(rows[row]["blocks"]) for row in (name, bases[0]))
-    error = (found - centred).std() / len(centred) ** 0.5
-    return f"{found.mean() / centred.mean():.2f} ± {error / centred.mean():.2f}"
+    found, other = (torch.tensor(rows[row]["blocks"]) for row in (name, base))
+    error = (found - other).std() / len(other) ** 0.5
+    return f"{found.mean() / other.mean():.2f} ± {error / other.mean():.2f}"
 
 
 def print_rows(results: Results, names: list[str], markdown: bool) -> None:
-    """The table; `of the line`: KL divergence over `line` at the row's bytes, where those are not far above tq4's; `of
-    centred`: see there."""
+    """The table, without columns that are empty; `of the line`: KL divergence over `line` at the row's bytes, where
+    those are not far above tq4's; `of the base`: see `of_base`."""
     rows, cells = results.rows, []
     for name in names:
         size, kl = rows[name]["slot_bytes"], rows[name]["kl"]
         near = {"tq3", "tq4"} <= {*rows} and size <= LINE_END * rows["tq4"]["slot_bytes"]
         share = f"{kl / line(rows, size):.2f}" if near else ""
         figure = f"{kl:.4f} ± {rows[name]['standard_error']:.4f}"
-        cells.append((name, f"{size:g}", figure, share, of_centred(rows, name)))
-    print_table(("keys and values", "bytes", "KL", "of the line", "of centred"), cells, markdown)
+        cells.append((name, f"{size:g}", figure, share, of_base(rows, name)))
+    columns = zip(*(("keys and values", "bytes", "KL", "of the line", "of the base"), *cells), strict=True)
+    header, *lines = zip(*(column for column in columns if any(column[1:])), strict=True)
+    print_table(header, lines, markdown)
 
 
 def observe(options: argparse.Namespace, model: Any, sequences: list[list[int]], identity: dict[str, Any]) -> Facts:

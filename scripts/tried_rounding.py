@@ -1,4 +1,7 @@
-"""Codes of several channels that are chosen together, for `tried.py`: by what errors cost, and on a trellis."""
+"""Codes of several channels that are chosen together, for `tried.py`: by what errors cost, and on a trellis.
+
+`python scripts/tried_rounding.py` prints what a trellis makes of Gaussian groups, beside the dtypes' code.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 
 import torch
+from format_error import print_table
 from packed_kv.codecs import Codec, scalar
 from packed_kv.codecs.codec import split_runs
 from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, VALUE_GAIN
@@ -15,6 +19,7 @@ from tried_codes import Dtype, Site
 SWEEPS, RIDGE = 3, 0.05
 STATES, SCALES_TRIED = 4, (-2, -1, 0, 1, 2)
 SAMPLE, LLOYD_ROUNDS = 1024, 15
+CHAINS = (32, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,11 @@ class Joint(Dtype):
     cost M of the site: a score's error is q . e, so M = E[q q^T] for K. Decoders need not know. Scales are the dtype's;
     from the nearest codes on, `SWEEPS` times each channel in turn gets the code that is best beside the others'.
 
-    M is mixed with `RIDGE` of its mean times the identity.
+    M is mixed with `RIDGE` of its mean times the identity. With `rank`, all but so many of its largest eigenvectors are
+    replaced by what they leave on the diagonal, so that a sweep takes `rank` products a channel instead of head_dim.
     """
+
+    rank: int | None = None
 
     def read_back(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         codec = self.codec(x.shape[-1], site)
@@ -37,8 +45,7 @@ class Joint(Dtype):
             self._descend(codec, wanted, decoded, steps, self._cost(codec, site)).transpose(0, 1).unsqueeze(0)
         )
 
-    @staticmethod
-    def _cost(codec: Codec, site: Site) -> torch.Tensor:
+    def _cost(self, codec: Codec, site: Site) -> torch.Tensor:
         """M of rotated channels, [heads, head_dim, head_dim], 1 on average on its diagonal."""
         assert site.weight is not None
         heads, size, _ = site.weight.shape
@@ -47,6 +54,10 @@ class Joint(Dtype):
         )  # [heads, channels, rotated]
         cost = matrix.transpose(-1, -2) @ site.weight @ matrix
         cost = cost / cost.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        if self.rank is not None:
+            values, vectors = (x[..., -self.rank :] for x in torch.linalg.eigh(cost))
+            largest = (vectors * values.unsqueeze(-2)) @ vectors.transpose(-1, -2)
+            cost = largest + torch.diag_embed((cost - largest).diagonal(dim1=-2, dim2=-1))
         return cost + RIDGE * torch.eye(size)
 
     @staticmethod
@@ -149,3 +160,17 @@ def fitted_levels(bits: int, chain: int) -> torch.Tensor:
         means = torch.where(members > 0, sums / members.clamp_min(torch.finfo(torch.float32).tiny), levels)
         levels = (means - means.flip(0)) / 2
     return levels
+
+
+def main() -> None:
+    x, rows = torch.randn(8192, GROUP_SIZE, generator=torch.Generator().manual_seed(1)), []
+    for bits in (3, 2):
+        plain = scalar.dequantize(*scalar.quantize(x, bits), bits)
+        found = [plain, *(trellis(x, bits, chain) for chain in CHAINS)]
+        errors = [float((decoded - x).square().sum() / x.square().sum()) for decoded in found]
+        rows.append((str(bits), f"{errors[0]:.5f}", *(f"{e:.5f} ({e / errors[0]:.2f})" for e in errors[1:])))
+    print_table(("bits", "this code", *(f"trellis, chains of {chain}" for chain in CHAINS)), rows, markdown=True)
+
+
+if __name__ == "__main__":
+    main()
