@@ -218,6 +218,10 @@ def test_codes_are_rounded_for_what_errors_cost(name: str) -> None:
     assert after < float(torch.einsum("bthc,hcd,bthd->", low, weight, low)) < 0.9 * before
     alike = torch.eye(64).expand(2, -1, -1)
     torch.testing.assert_close(Joint(name).read_back(x, replace(SITE, weight=alike)), nearest_codes)
+    value = Site(0, "value", weight=alike)
+    torch.testing.assert_close(
+        Joint(name, longer=True).read_back(x, value), Dtype(name, longer=True).read_back(x, value)
+    )
 
 
 @pytest.mark.parametrize("chain", [4, 8])
