@@ -71,7 +71,7 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
     with tqdm(total=options.tokens, unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics = model.run(sequences, bar.update)
     statistics.source |= {
-        "method": "packed_kv_activations_v1",
+        "method": "packed_kv_activations_v2",
         "objective": "score_and_output_error",
         "num_prompts": len(sequences),
         "max_seq_len": context,

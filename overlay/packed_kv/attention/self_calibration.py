@@ -35,6 +35,9 @@ logger = init_logger("vllm.packed_kv")
 
 CONTEXT = 2048
 """Tokens of a sequence that tq-calibrate runs, unless the engine serves fewer."""
+STATISTICS = 2
+"""Of tq-calibrate: count it up when it comes to choose otherwise, so that engines have their files made anew. 2: keys
+are weighed by the attention that they get."""
 MODEL_OPTIONS = (
     "tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "trust_remote_code",
     "quantization", "quantization_config", "hf_overrides", "hf_config_path", "config_format", "model_impl",
@@ -68,10 +71,12 @@ def settled_file(config: VllmConfig) -> Path:
 
 def cached_file(config: VllmConfig) -> Path:
     """Where the file of an engine's model is kept: below vLLM's own folder in the user's cache, under the model's name
-    and a digest of all that decides the file: weights, tokenizer, arguments, context, version of the file."""
+    and a digest of all that decides the file: weights, tokenizer, arguments, context, version of the file and of the
+    statistics that it is made from."""
     model = config.model_config
     decides = {
         "version": VERSION,
+        "statistics": STATISTICS,
         "files": _identity(model),
         "options": _model_options(config),
         "dtype": _dtype(model),
