@@ -11,7 +11,7 @@ TPOT in milliseconds, p50 and p99, and tokens a second over the whole run, appen
 
 With `--prefixes N` prompts are one of N prefixes of --prefix tokens and --input tokens of their own (vLLM's dataset
 `prefix_repetition`), in a random order, prefix caching is on, and rows have `hit_rate`: the share of prompt tokens that
-the cache had, by the server's own counters. They need a --csv of their own.
+the cache had, by the server's own counters, vLLM's one warm-up prompt included. They need a --csv of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY
 METRICS = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s. Options of vllm serve "
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
     add("--input", type=int, default=2048, help="prompt tokens (default: %(default)s)")
     add("--output", type=int, default=128, help="output tokens (default: %(default)s)")
-    add("--prefixes", type=int, default=0, help="prefixes that prompts share, at most the requests (default: none)")
+    add("--prefixes", type=int, default=0, help="prefixes that prompts share; they divide the requests (default: none)")
     add("--prefix", type=int, default=10240, help="tokens of a prefix (default: %(default)s)")
     add("--model", help="folder of a model with a tokenizer (default: 8B-shaped, dummy weights)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache (default: what the device has left)")
@@ -61,7 +61,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--start-seconds", type=int, default=240, help="how long a server may start (default: %(default)s)")
     add("--csv", type=Path, default=Path("serve.csv"), help="file of the rows (default: %(default)s)")
     add("--commit", help="for the rows (default: what git says)")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    requests = options.rounds * options.concurrency[0]
+    if options.prefixes and (len(options.concurrency) > 1 or requests % options.prefixes):
+        parser.error(
+            f"--prefixes {options.prefixes} takes one --concurrency (a second would find the prompts of the first in the "
+            "cache) and divides the requests, --rounds times that"
+        )
+    return options
 
 
 def server(

@@ -214,6 +214,16 @@ def test_the_load_is_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> No
     assert (*lengths, shared.prefix_repetition_output_len) == (50, 100, 7)
 
 
+@pytest.mark.parametrize("wrong", [["--concurrency", "4", "8"], ["--concurrency", "4", "--rounds", "3"]])
+def test_prefixes_divide_the_requests_of_one_concurrency(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    import serve
+
+    assert serve.parse_arguments(["--prefixes", "8", "--concurrency", "4", "--rounds", "4"]).prefixes == 8
+    with pytest.raises(SystemExit):
+        serve.parse_arguments(["--prefixes", "8", *wrong])
+    assert "--prefixes 8 takes one --concurrency" in capsys.readouterr().err
+
+
 def test_the_cases_of_the_memory_check_exist() -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(REPO / "scripts" / "gpu_tests.sh"), "collect"]

@@ -21,8 +21,8 @@ NEAR = 64
 """Tokens: a query's weights are for keys at least so far behind it."""
 STRIDE = 8
 """Every so manieth query is asked."""
-TILE = 256
-"""Queries that are asked at once."""
+TILE = 1024
+"""Queries that are asked at once, those of all query heads of a KV head."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _of_a_sequence(query: torch.Tensor, key: torch.Tensor, scores: Scores, sinks
     """Weights of one head's keys [tokens, head_dim], from `query` [tokens, heads, head_dim] -> fp32 [tokens]."""
     asked, at = torch.arange(NEAR, len(key), STRIDE, device=key.device), torch.arange(len(key), device=key.device)
     weights = torch.zeros(len(key), dtype=torch.float32, device=key.device)
-    for rows in asked.split(TILE):
+    for rows in asked.split(max(1, TILE // query.shape[1])):
         products = query[rows].float().transpose(0, 1) @ key.float().T * scores.scale  # [heads, queries, keys]
         if scores.soft_cap:
             products = scores.soft_cap * (products / scores.soft_cap).tanh()

@@ -32,8 +32,8 @@ that with its scale a value has 8 bits, exact in fp16; and 128 times each is an 
 VALUE_GAIN: dict[int, float] = {4: 1.005, 3: 1.02, 2: 1.06}
 """bits -> what V is multiplied by, in fp32, behind the rotation and before it is coded. A code of least squared error
 gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.5 %).
-Attention averages V over tokens: noise averages out, a common factor does not, so most of it is put back here. A reader
-does not know of it. docs/tried.md has the measurements."""
+Attention averages V over tokens: noise averages out, a common factor does not, so half of it or more is put back here.
+A reader does not know of it. docs/tried.md has the measurements."""
 
 MAX_SCALE_BYTE = 0xF2
 """The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every
