@@ -65,8 +65,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     requests = options.rounds * options.concurrency[0]
     if options.prefixes and (len(options.concurrency) > 1 or requests % options.prefixes):
         parser.error(
-            f"--prefixes {options.prefixes} takes one --concurrency (a second would find the prompts of the first in the "
-            "cache) and divides the requests, --rounds times that"
+            f"--prefixes {options.prefixes} takes one --concurrency (a second would find the prompts of the first in "
+            "the cache) and divides the requests, --rounds times that"
         )
     return options
 
