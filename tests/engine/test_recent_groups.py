@@ -66,6 +66,7 @@ def test_rings_of_several_requests_in_a_block(tmp_path: Path, monkeypatch: pytes
 
 def test_state_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mamba 2 and attention in every layer; a block holds the rings of four requests. Three texts at once."""
+    multiply_in_float64(monkeypatch)
     monkeypatch.setattr(DummyModelLoader, "load_weights", coverage_engine.set_weights)
     coverage_engine.register("FalconH1ForCausalLM")
     Path(tmp_path, "config.json").write_text(json.dumps(MODELS["FalconH1ForCausalLM"]))
