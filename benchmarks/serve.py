@@ -99,9 +99,11 @@ def load(port: int, tokenizer: str, concurrency: int, options: argparse.Namespac
     requests = options.rounds * concurrency
     dataset = f"random --random-input-len {options.input} --random-output-len {options.output}"
     if options.prefixes:
-        lengths = f"prefix-len {options.prefix}", f"suffix-len {options.input}", f"output-len {options.output}"
-        lengths = *lengths, f"num-prefixes {options.prefixes}"
-        dataset = " --prefix-repetition-".join(("prefix_repetition", *lengths))
+        dataset = (
+            f"prefix_repetition --prefix-repetition-num-prefixes {options.prefixes} "
+            f"--prefix-repetition-prefix-len {options.prefix} --prefix-repetition-suffix-len {options.input} "
+            f"--prefix-repetition-output-len {options.output}"
+        )
     arguments = parser.parse_args(
         f"--backend vllm --base-url http://127.0.0.1:{port} --model {NAME} --tokenizer {tokenizer} --seed 0 "
         f"--dataset-name {dataset} --ignore-eos --num-prompts {requests} --num-warmups 1 "
@@ -125,7 +127,7 @@ def measure(dtype: str, more: list[str], running: Server, options: argparse.Name
     print(f"{dtype}: server ready after {time.monotonic() - started:.0f} s", flush=True)
     kv_bytes = int(options.kv_cache_memory) if options.kv_cache_memory else ""
     for concurrency in options.concurrency:
-        counted = hits(running)
+        counted = hits(running) if options.prefixes else (0.0, 0.0)
         result = load(running.port, options.model or str(REPO / "models" / "demo-7m"), concurrency, options)
         row: dict[str, object] = {
             "dtype": dtype, "concurrency": concurrency, "request_rate": options.request_rate,

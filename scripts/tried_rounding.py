@@ -13,7 +13,7 @@ import torch
 from format_error import print_table
 from packed_kv.codecs import Codec, scalar
 from packed_kv.codecs.codec import split_runs
-from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, VALUE_GAIN
+from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
 from tried_codes import Dtype, Site
 
 SWEEPS, RIDGE = 3, 0.05
@@ -38,8 +38,8 @@ class Joint(Dtype):
         codec = self.codec(x.shape[-1], site)
         codes, scale_bytes = codec.quantize(x)
         scales = scalar.decode_scale(scale_bytes).repeat_interleave(GROUP_SIZE, -1)
-        gain = torch.tensor([VALUE_GAIN[bits] if codec.role == "value" else 1.0 for bits in codec.group_bits])
-        tensors = codec.prepare(x) * gain.repeat_interleave(GROUP_SIZE), codec.dequantize(codes, scale_bytes), scales
+        target = codec.gained(codec.prepare(x).unflatten(-1, (-1, GROUP_SIZE))).flatten(-2)
+        tensors = target, codec.dequantize(codes, scale_bytes), scales
         wanted, decoded, steps = (y[0].transpose(0, 1).contiguous() for y in tensors)  # [heads, tokens, head_dim]
         return codec.unrotate(
             self._descend(codec, wanted, decoded, steps, self._cost(codec, site)).transpose(0, 1).unsqueeze(0)
@@ -49,9 +49,8 @@ class Joint(Dtype):
         """M of rotated channels, [heads, head_dim, head_dim], 1 on average on its diagonal."""
         assert site.weight is not None
         heads, size, _ = site.weight.shape
-        matrix = codec.rotate(torch.eye(size).unsqueeze(1).repeat(1, heads, 1)).transpose(
-            0, 1
-        )  # [heads, channels, rotated]
+        unit_vectors = torch.eye(size).unsqueeze(1).repeat(1, heads, 1)
+        matrix = codec.rotate(unit_vectors).transpose(0, 1)  # [heads, channels, rotated]
         cost = matrix.transpose(-1, -2) @ site.weight @ matrix
         cost = cost / cost.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         if self.rank is not None:

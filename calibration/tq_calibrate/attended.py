@@ -71,9 +71,9 @@ def _sequences(positions: torch.Tensor) -> Iterator[slice]:
 def _of_a_sequence(query: torch.Tensor, key: torch.Tensor, scores: Scores, sinks: torch.Tensor | None) -> torch.Tensor:
     """Weights of one head's keys [tokens, head_dim], from `query` [tokens, heads, head_dim] -> fp32 [tokens]."""
     asked, at = torch.arange(NEAR, len(key), STRIDE, device=key.device), torch.arange(len(key), device=key.device)
-    weights = torch.zeros(len(key), dtype=torch.float32, device=key.device)
+    weights, keys = torch.zeros(len(key), dtype=torch.float32, device=key.device), key.float().T
     for rows in asked.split(max(1, TILE // query.shape[1])):
-        products = query[rows].float().transpose(0, 1) @ key.float().T * scores.scale  # [heads, queries, keys]
+        products = query[rows].float().transpose(0, 1) @ keys * scores.scale  # [heads, queries, keys]
         if scores.soft_cap:
             products = scores.soft_cap * (products / scores.soft_cap).tanh()
         behind = rows.unsqueeze(1) - at

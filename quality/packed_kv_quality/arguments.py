@@ -204,7 +204,7 @@ def additional_config(options: argparse.Namespace) -> dict[str, Any]:
     if options.calibration:
         if "calibration" in ours:
             raise BadInput("--calibration and --additional-config both name a calibration")
-        ours["calibration"] = str(options.calibration.resolve())
+        ours["calibration"] = str(options.calibration)
     if options.command == "sweep":
         ours.setdefault("recent_tokens", 0)
     return {**options.additional_config, "packed_kv": ours} if ours else options.additional_config

@@ -69,6 +69,9 @@ class Codec:
         if stored_dim(head_dim) > self.stored_dim:
             raise ValueError(f"{fmt.name}: {role}s of {head_dim} channels do not fit vectors of {layout_dim}")
         self.group_bits = fmt.group_bits(layout_dim)
+        self.gains = None
+        if role == "value":
+            self.gains = torch.tensor([VALUE_GAIN[bits] for bits in self.group_bits], device=device).unsqueeze(-1)
         self.vector_bytes = fmt.vector_bytes(layout_dim)
         self.outlier_count = fmt.outlier_channels(layout_dim)
         self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
@@ -107,9 +110,7 @@ class Codec:
         first: see `encode`.
         """
         groups = self.prepare(x, first).unflatten(-1, (-1, GROUP_SIZE))
-        gains = VALUE_GAIN if self.role == "value" else dict.fromkeys(VALUE_GAIN, 1.0)
-        runs = split_runs(self.group_bits, groups, -2)
-        parts = [scalar.quantize(group * gains[bits], bits) for bits, group in runs]
+        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, self.gained(groups), -2)]
         codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
         return codes.flatten(-2), scales
 
@@ -125,6 +126,10 @@ class Codec:
         x = self.pad(x.to(torch.float32))
         x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), first).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         return self.rotate(x)
+
+    def gained(self, groups: torch.Tensor) -> torch.Tensor:
+        """What `prepare` gave, fp32 [..., stored_dim / 32, 32], as it is coded: V times `VALUE_GAIN`."""
+        return groups if self.gains is None else groups * self.gains
 
     def restore(self, rotated: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         """Undo `prepare`, but for rounding: fp32 [..., stored_dim] -> [..., head_dim]. first: see `decode`."""
