@@ -1,0 +1,61 @@
+"""What codes become before their scale: fp16 numbers that need no conversion. For both decode kernels.
+
+4 bits   128 times a magnitude is an integer below 256, a byte; with a zero byte above it, it is a subnormal number,
+         its 2^-24 times; the sign goes into the upper byte
+3 bits   magnitudes have 2 bits behind the point (e5m2), so times 2^-11 they are fp16 whose lower byte is 0
+2 bits   the larger magnitude is 4 times the smaller, both powers of 2: a bit of the exponent more
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from ..formats import MAGNITUDES
+
+VALUE_UNITS = {4: 2.0**-17, 3: 2.0**-11, 2: 2.0**-12}
+"""bits -> what a value of 1 is as it is decoded: the least with which all magnitudes are as said above."""
+
+
+def score_unit(group_bits: tuple[int, ...]) -> float:
+    """Of scores over groups of these bits: the unit of all, or one between. Queries of a group are multiplied by it over
+    the group's unit, powers of 2 that leave fp16 room on both sides."""
+    exponents = [math.frexp(VALUE_UNITS[bits])[1] - 1 for bits in group_bits]
+    return 2.0 ** ((min(exponents) + max(exponents)) // 2)
+
+
+def four_bit_bytes() -> list[int]:
+    """Magnitudes times 128."""
+    values = [128 * level for level in MAGNITUDES[4]]
+    assert all(value == int(value) < 256 for value in values), values
+    return [int(value) for value in values]
+
+
+def three_bit_bytes() -> list[int]:
+    """Upper bytes of fp16, by code: the four magnitudes, and the same with the sign."""
+    bits = [_fp16_bits(sign * level * VALUE_UNITS[3]) for sign in (1, -1) for level in MAGNITUDES[3]]
+    assert all(value & 0xFF == 0 for value in bits), bits
+    return [value >> 8 for value in bits]
+
+
+MAGNITUDE_BIT_2 = 0x0800
+"""Of an fp16, set where a 2-bit code's magnitude is the larger one."""
+
+
+def two_bit_base() -> int:
+    """Bits of the smaller magnitude as fp16."""
+    low, high = (_fp16_bits(level * VALUE_UNITS[2]) for level in MAGNITUDES[2])
+    assert high == low | MAGNITUDE_BIT_2 != low, (low, high)
+    return low
+
+
+def word(bytes_: list[int]) -> int:
+    """Four bytes as a 32-bit word, the first one lowest."""
+    return int.from_bytes(bytes(bytes_), "little")
+
+
+def _fp16_bits(value: float) -> int:
+    """Raises OverflowError where fp16 has no such number; subnormal ones are refused by the callers' checks."""
+    (bits,) = struct.unpack("<H", struct.pack("<e", value))
+    assert struct.unpack("<e", struct.pack("<H", bits))[0] == value, value
+    return bits
