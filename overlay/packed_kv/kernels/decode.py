@@ -168,7 +168,8 @@ def _decode_kernel(
 
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
-    outputs = _in_unit(outputs, OVER_UNITS, RING_UNIT if RING_BLOCK > 0 else 1.0, GROUPS)
+    output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
+    outputs = _in_unit(outputs, OVER_UNITS, output_unit, GROUPS)
     if RING_BLOCK > 0:
         # Worked out again: as few registers as can be are taken while the loop runs.
         ring_low, ring_high, page_tiles = _share(
@@ -189,9 +190,8 @@ def _decode_kernel(
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
                 bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
             )  # fmt: skip
-    unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
-                   rows * splits, valid, unit, GROUPS)  # fmt: skip
+                   rows * splits, valid, output_unit, GROUPS)  # fmt: skip
 
 
 @triton.jit
@@ -220,8 +220,7 @@ def _in_score_unit(queries, OVER_UNITS: tl.constexpr, OVER_SCORE_UNIT: tl.conste
     """Queries whose scores over all groups have one unit: times powers of 2, 1 where all groups have the same bits."""
     result = ()
     for g in tl.static_range(GROUPS):
-        factor: tl.constexpr = OVER_UNITS[g] / OVER_SCORE_UNIT
-        result = result + ((queries[g] * factor).to(tl.float16),)
+        result = result + ((queries[g] * (OVER_UNITS[g] / OVER_SCORE_UNIT)).to(tl.float16),)
     return result
 
 
