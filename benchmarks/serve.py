@@ -47,7 +47,8 @@ GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY
 
 @dataclass(frozen=True)
 class Load:
-    """What `vllm bench serve` sends: a number of requests, at most `concurrency` at a time, and its options for them.
+    """What `vllm bench serve` sends: a number of requests, of which the server runs at most `concurrency` at a time, and
+    its options for them.
 
     `rate` is requests a second, `prompt` tokens in the mean, `tail` the percentile beside the median; `columns` are
     further ones of the row. `counts` is false for what only fills the cache.
@@ -68,13 +69,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s. Options of vllm serve "
         "may stand behind a name, in the same argument: 'tq4 --stream-interval 8'")  # fmt: skip
-    add("--concurrency", nargs="+", type=int, default=[1, 8, 32, 128], help="default: %(default)s")
+    add("--concurrency", nargs="+", type=int, help="default: 1 8 32 128; with --trace as many as agents")
     add("--request-rate", type=float, default=32.0, help="arrivals a second (default: %(default)s)")
     add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
     add("--input", type=int, default=2048, help="prompt tokens (default: %(default)s)")
     add("--prefixes", type=int, default=0, help="prefixes that prompts share; they divide the requests (default: none)")
     add("--prefix", type=int, default=10240, help="tokens of a prefix (default: %(default)s)")
-    add("--trace", type=int, default=0, help="agents whose turns are the load; on the server, too, N at a time at most")
+    add("--trace", type=int, default=0, help="agents whose turns are the load (default: none)")
     add("--turns", type=int, default=4, help="of each agent, behind its first (default: %(default)s)")
     add(
         "--answer-seconds", type=float, default=4.0, help="from a turn to the end of its answer, as the trace assumes; "
@@ -95,9 +96,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--commit", help="for the rows (default: what git says)")
     options = parser.parse_args(arguments)
     if options.trace:
+        if options.prefixes or options.concurrency or options.turns < 1 or options.answer_seconds <= 0:
+            parser.error(
+                f"--trace {options.trace} takes no --prefixes, no --concurrency, and --turns and --answer-seconds "
+                f"above 0, not {options.turns} and {options.answer_seconds:g}"
+            )
         options.concurrency = [options.trace]
-        if options.prefixes or options.turns < 1:
-            parser.error("--trace takes no --prefixes, and --turns of 1 or more")
+    options.concurrency = options.concurrency or [1, 8, 32, 128]
     requests = options.rounds * options.concurrency[0]
     if options.prefixes and (len(options.concurrency) > 1 or requests % options.prefixes):
         parser.error(

@@ -78,7 +78,10 @@ def _requests(prompts: list[tuple[float, list[int]]], load: Load, ids: dict[tupl
 
 
 def best_hit_rate(before: Iterable[Request], requests: list[Request]) -> float:
-    """The share of the prompt tokens of `requests` that a cache in which everything fits has, `before` being in it."""
+    """The share of the prompt tokens of `requests` that a cache in which everything fits has, `before` being in it.
+
+    With blocks of CHUNK tokens; larger ones have a little less.
+    """
     seen = {chunk for request in before for chunk in request.hash_ids}
     found = 0
     for request in requests:

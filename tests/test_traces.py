@@ -157,11 +157,13 @@ def test_first_turns_are_sent_and_not_counted(tmp_path: Path, monkeypatch: pytes
     assert row["hit_rate"] == "0.875" and 0.5 < float(row["best_hit_rate"]) < 1 and row["p90_ttft_ms"] == "1.00"
 
 
-@pytest.mark.parametrize("wrong", [["--prefixes", "2"], ["--turns", "0"]])
-def test_a_trace_has_turns_and_no_prefixes(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [["--prefixes", "2"], ["--concurrency", "2"], ["--turns", "0"], ["--answer-seconds", "0"]]
+)
+def test_options_that_a_trace_does_not_take(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import serve
 
     assert serve.parse_arguments(["--trace", "3"]).concurrency == [3]
     with pytest.raises(SystemExit):
         serve.parse_arguments(["--trace", "2", *wrong])
-    assert "--trace takes no --prefixes, and --turns of 1 or more" in capsys.readouterr().err
+    assert "--trace 2 takes no --prefixes, no --concurrency, and" in capsys.readouterr().err
