@@ -47,11 +47,10 @@ GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY
 
 @dataclass(frozen=True)
 class Load:
-    """What `vllm bench serve` sends: a number of requests, of which the server runs at most `concurrency` at a time, and
-    its options for them.
+    """What `vllm bench serve` sends: a number of requests, and its options for them.
 
-    `rate` is requests a second, `prompt` tokens in the mean, `tail` the percentile beside the median; `columns` are
-    further ones of the row. `counts` is false for what only fills the cache.
+    At most `concurrency` run at a time; `rate` is requests a second, `prompt` tokens in the mean, `tail` the percentile
+    beside the median; `columns` are further ones of the row. `counts` is false for what only fills the cache.
     """
 
     concurrency: int
