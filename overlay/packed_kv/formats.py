@@ -32,7 +32,7 @@ that with its scale a value has 8 bits, exact in fp16; and each turns into fp16 
 
 VALUE_GAIN: dict[int, float] = {4: 1.005, 3: 1.02, 2: 1.06}
 """bits -> what V is multiplied by, in fp32, behind the rotation and before it is coded. A code of least squared error
-gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.5 %).
+gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.7 %).
 Attention averages V over tokens: noise averages out, a common factor does not, so half of it or more is put back here.
 A reader does not know of it. docs/tried.md has the measurements."""
 
