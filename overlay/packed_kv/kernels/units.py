@@ -18,8 +18,8 @@ VALUE_UNITS = {4: 2.0**-17, 3: 2.0**-11, 2: 2.0**-12}
 
 
 def score_unit(group_bits: tuple[int, ...]) -> float:
-    """Of scores over groups of these bits: the unit of all, or one between. A group's queries are multiplied by it over the
-    group's unit, a power of 2 that leaves fp16 room on both sides."""
+    """Of scores over groups of these bits: the unit of all, or one between. A group's queries are multiplied by it over
+    the group's unit, a power of 2, which leaves fp16 room on both sides."""
     exponents = [math.frexp(VALUE_UNITS[bits])[1] - 1 for bits in group_bits]
     return 2.0 ** ((min(exponents) + max(exponents)) // 2)
 
