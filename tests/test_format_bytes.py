@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.formats import GROUP_SIZE, MAX_SCALE_BYTE
+from packed_kv.formats import FORMAT_VERSION, GROUP_SIZE, MAX_SCALE_BYTE
 from plain_decoder import decode as plain_decode
 
 HEAD_DIMS = (48, 64, 80, 96, 128, 192, 256)
@@ -44,6 +44,7 @@ def fixed_vectors(head_dim: int) -> torch.Tensor:
     return x * torch.exp2((vector % 16 - 8).float())
 
 
+FORMAT_VERSION_OF_GOLDEN = 2
 GOLDEN = {
     "isoquant3": "46fd2972e6fd07feae7e638b8267337b3bdb45cd866902ed03e5b3e6efa8da37",
     "isoquant4": "bd41006cf92ab204adaa62bb9d6695a421a7e1a5a7c827d7f1f6bed1158605a7",
@@ -54,8 +55,8 @@ GOLDEN = {
     "tq3": "a41b10ccd6e840108ed8591449296ca2ee17a442c61ad30a8edfc12dbba7f427",
     "tq4": "16f86a8f6b98206a36204c2697b9811c21ef35a90e29133496a0b868e7ec75d7",
 }
-"""sha256 of the packed `fixed_vectors(128)`, of format version 2. A change here changes the format: caches written
-before are misread, unless it is counted up."""
+"""sha256 of the packed `fixed_vectors(128)`. A change here changes the format: caches written before are misread,
+unless `FORMAT_VERSION` is counted up with it."""
 
 
 def worked_example(name: str, head_dim: int) -> dict[str, list[str]]:
@@ -105,5 +106,6 @@ def test_worked_pages_of_the_document(name, head_dim, places):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_never_change(name):
+    assert FORMAT_VERSION == FORMAT_VERSION_OF_GOLDEN
     packed = get_codec(name, 128).encode(fixed_vectors(128))
     assert hashlib.sha256(packed.numpy().tobytes()).hexdigest() == GOLDEN[name]

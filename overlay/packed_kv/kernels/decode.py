@@ -82,7 +82,7 @@ def _decode_kernel(
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
-    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_register`
+    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_registers`
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride

@@ -71,7 +71,7 @@ def _three_bits(parity: int) -> str:
 
 def _two_bits() -> str:
     """A shift to the left and a mask leave sign and magnitude bit of a pair, $10 has the bits that all have."""
-    mask = f"0x{(0x8000 | units.MAGNITUDE_BIT_2) * 0x10001:08x}"
+    mask = f"0x{units.twice(units.MASK_2):08x}"
     shifts = [15 - shift for shift in layout.SIGN_SHIFT[2][::2]]
     pairs = (f"shl.b32 t, $8, {shift}; lop3.b32 ${i}, t, {mask}, $10, 0xea;" for i, shift in enumerate(shifts))
     return "".join(pairs)
@@ -87,11 +87,12 @@ ASSEMBLY_2, ASSEMBLY_3_0, ASSEMBLY_3_1, ASSEMBLY_4 = map(
 CONSTANTS = tl.constexpr(
     {
         4: (units.word(units.four_bit_bytes()[:4]), 0),
-        3: (units.word(units.three_bit_bytes()[:4]), 0x08080808),
-        2: (units.two_bit_base() * 0x10001, 0),
+        3: (units.word(units.three_bit_bytes()[:4]), units.twice(units.ZERO_BYTES_3)),
+        2: (units.twice(units.two_bit_base()), 0),
     }
 )
-"""bits -> $10 and $11 of the assembly, all below 2^31."""
+"""bits -> $10 and $11 of the assembly, below 2^31: int32."""
+assert all(constant < 1 << 31 for pair in CONSTANTS.value.values() for constant in pair)
 
 
 @triton.constexpr_function

@@ -51,13 +51,13 @@ struct Queries {
     }
 };
 
-// Weights of TILES micro-blocks from their scores; SCORE_UNIT: of a score, in powers of 2.
+// Weights of TILES micro-blocks from their scores, which times `over_unit` are exponents of 2.
 template <int TILES>
-INLINE void weigh(const State& state, const float (&scores)[TILES][4], float score_unit, float (&weights)[TILES][4],
+INLINE void weigh(const State& state, const float (&scores)[TILES][4], float over_unit, float (&weights)[TILES][4],
                   float (&sums)[2]) {
     for_each<TILES * 4>([&](auto i) {
         constexpr int tile = i.value / 4, r = i.value % 4;
-        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], score_unit, -state.maximum[r % 2]));
+        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, -state.maximum[r % 2]));
     });
     for_each<TILES * 2>([&](auto i) {
         constexpr int tile = i.value / 2, c = i.value % 2;
@@ -68,10 +68,10 @@ INLINE void weigh(const State& state, const float (&scores)[TILES][4], float sco
 
 // Scores to weights, as right operands [TILES][n3]; scales: those of V.
 template <int TILES>
-INLINE void soften(State& state, const float (&scores)[TILES][4], float score_unit, const u32 (&scales)[TILES][SETS],
+INLINE void soften(State& state, const float (&scores)[TILES][4], float over_unit, const u32 (&scales)[TILES][SETS],
                    u32 (&operands)[TILES][2]) {
     float weights[TILES][4], sums[2];
-    weigh(state, scores, score_unit, weights, sums);
+    weigh(state, scores, over_unit, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
@@ -79,16 +79,16 @@ INLINE void soften(State& state, const float (&scores)[TILES][4], float score_un
         const float headroom = state.watched ? HEADROOM : -2;
         state.ceiling = state.watched ? 16384 : 1;
         for_each<2>([&](auto c) {
-            float top = -1e30f / score_unit;
+            float top = -1e30f / over_unit;
             for_each<TILES>([&](auto t) {
                 top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
             });
             for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
-            float maximum = maximum_of(state.maximum[c.value], top * score_unit - headroom);
+            float maximum = maximum_of(state.maximum[c.value], top * over_unit - headroom);
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });
-        weigh(state, scores, score_unit, weights, sums);
+        weigh(state, scores, over_unit, weights, sums);
     }
     state.total[0] += sums[0], state.total[1] += sums[1];
     for_each<TILES>([&](auto t) {
@@ -165,13 +165,13 @@ struct Request {
 // A column of this lane's accumulators, 0 or 1, as one of the request's.
 INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
 
-// Adds to token 0's scores what its key's own mean gives; `unit`: of a score.
-INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float unit,
+// Adds to token 0's scores what its key's own mean gives.
+INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float over_unit,
                            float (&scores)[4]) {
     if (lane.row != 0) return;
     for (int c = 0; c < 2; c++)
         if (request.has(own_column(lane, c)))
-            scores[c] += a.query_bias[2 * request.row(head, own_column(lane, c)) + 1] / unit;
+            scores[c] += a.query_bias[2 * request.row(head, own_column(lane, c)) + 1] / over_unit;
 }
 
 INLINE Queries load_queries(const Arguments& a, const Request& request, int head, const Lane& lane) {

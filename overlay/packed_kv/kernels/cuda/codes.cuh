@@ -55,8 +55,8 @@ INLINE void load_words(Words& words, u32 address, int lane) {
 struct Tables {
     u32 low4, positive3, zeros3, base2;
     INLINE Tables(u32 unknown)
-        : low4(TABLE_4_LOW + unknown), positive3(TABLE_3_POSITIVE + unknown), zeros3(0x08080808 + unknown),
-          base2(BASE_2 * 0x10001u + unknown) {}
+        : low4(TABLE_4_LOW + unknown), positive3(TABLE_3_POSITIVE + unknown), zeros3(ZEROS_3 + unknown),
+          base2(BASE_2 + unknown) {}
 };
 
 // A byte of magnitudes and, above it, the same byte of signs.
@@ -93,7 +93,7 @@ template <int PARITY> INLINE void decode_3_bits(u32 word, u32 signs, u32* pairs,
 INLINE void decode_2_bits(u32 word, u32* pairs, const Tables& tables) {
     for_each<8>([&](auto i) {
         constexpr int shift = i.value % 4 + i.value / 4 * 8;  // to the left, which the pipe of multiplications does
-        pairs[i.value] = ((word << shift) & 0x88008800) | tables.base2;
+        pairs[i.value] = ((word << shift) & MASK_2) | tables.base2;
     });
 }
 

@@ -6,8 +6,8 @@
 // Tiles of the ring of recent tokens go the same way, before those of pages. IS_FINAL: the blocks of a pair write the
 // output; else each block's results are partial, for `merge.py`. `launch.py` gives the constants:
 //
-//   HEAD_DIM, GROUP_BITS, TABLE_*,      of the format, and `units.py`
-//   BASE_2, UNIT_*, SCORE_UNIT
+//   HEAD_DIM, GROUP_BITS                of the format
+//   TABLE_*, *_3, *_2, *UNIT*           of `units.py`
 //   KV_HEADS, QUERY_GROUP, COLUMNS      of the model and its drafts
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks of a page, of a tile
 //   RING_BLOCK, RECENT, HAS_BIAS        as in decode.py

@@ -3,7 +3,7 @@
 #include "attend.cuh"
 
 constexpr int RING_SLOT = (2 * HEAD_DIM + 2 * GROUPS + 7) / 8 * 8;
-constexpr float RING_UNIT = 1.f / 128;
+constexpr float RING_UNIT = 1.f / 128;  // the value of a code of 1
 
 // Two codes of `word`, bytes of code + 128, as fp16: under 0x64 a byte is 1024 + it, and 1152 off that is the code.
 INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64646464, selector), 0xE480E480); }
