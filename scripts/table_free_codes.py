@@ -66,8 +66,6 @@ def codes(places: tuple[int, ...], bases: range, product_behind: bool) -> Iterat
     """Those with code bits at these places whose magnitudes are above 0 and differ; of equal ones the lowest base."""
     seen = set()
     for base in bases:
-        if any(base >> place & 1 for place in places):
-            continue
         choices = product((0, 1), repeat=len(places))
         bits = [base | sum(bit << place for bit, place in zip(choice, places, strict=True)) for choice in choices]
         x = torch.tensor(bits, dtype=torch.int16).view(torch.float16).double()  # the product is exact in fp64

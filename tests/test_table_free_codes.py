@@ -1,4 +1,4 @@
-"""scripts/table_free_codes.py: it finds the 2-bit code of format version 2; errors are those of the format or a bit less."""
+"""scripts/table_free_codes.py: it finds the 2-bit code of format version 2; its errors are the format's or a bit less."""
 
 from __future__ import annotations
 
