@@ -1,4 +1,4 @@
-"""scripts/table_free_codes.py: it finds the 2-bit code of format version 2; its errors are the format's or a bit less."""
+"""scripts/table_free_codes.py: it finds format version 2's code of 2 bits, with the error that the format has."""
 
 from __future__ import annotations
 
