@@ -16,8 +16,10 @@ the cache had, by the server's own counters, vLLM's one warm-up prompt included.
 With `--trace N` it is N agents whose contexts grow turn by turn, as in `agentic.py`, written down as a trace, which
 vLLM's dataset `timed_trace` sends at the trace's own times. The loop is open, that of `agentic.py` closed: see
 `traces.py` for what that changes. The agents' first turns are a trace of their own, which is sent before and is in no
-figure. Rows have p90 for p99, the turns asked a second as `request_rate`, the mean prompt as `input`, `hit_rate`, and
-`best_hit_rate`, that of a cache in which everything fits. They need a --csv of their own, too.
+figure. The client sends as many at a time as the trace asks for; the server runs at most N (its --max-num-seqs). Rows
+have N as `concurrency`, p90 for p99, the requests a second from the trace's first to its last as `request_rate`, the
+mean prompt as `input`, `hit_rate`, and `best_hit_rate`, that of a cache in which everything fits. They need a --csv of
+their own, too.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ from packed_kv_quality.servers import Server
 
 REPO = Path(__file__).resolve().parents[1]
 NAME = "model"
+NOT_OF_A_TRACE = ("concurrency", "request_rate", "rounds", "input", "prefixes", "prefix")
+OF_A_TRACE = ("turns", "answer_seconds", "shared", "first", "last", "tool", "think")
+"""The options that --trace does not read, and those that nothing else reads."""
 GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
 
 
@@ -49,8 +54,10 @@ GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY
 class Load:
     """What `vllm bench serve` sends: a number of requests, and its options for them.
 
-    At most `concurrency` run at a time; `rate` is requests a second, `prompt` tokens in the mean, `tail` the percentile
-    beside the median; `columns` are further ones of the row. `counts` is false for what only fills the cache.
+    At most `concurrency` run at a time: by the client's limit, beyond which requests wait in the client; of a trace by
+    the server's, beyond which they wait in the server. `rate` is requests a second, `prompt` tokens in the mean, `tail`
+    the percentile beside the median; `columns` are further ones of the row. `counts` is false for what only fills the
+    cache.
     """
 
     concurrency: int
@@ -68,17 +75,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["auto", "fp8", "isoquant4"], help="default: %(default)s. Options of vllm serve "
         "may stand behind a name, in the same argument: 'tq4 --stream-interval 8'")  # fmt: skip
-    add("--concurrency", nargs="+", type=int, help="default: 1 8 32 128; with --trace as many as agents")
+    add("--concurrency", nargs="+", type=int, help="default: 1 8 32 128")
     add("--request-rate", type=float, default=32.0, help="arrivals a second (default: %(default)s)")
     add("--rounds", type=int, default=3, help="requests are this many times the concurrency (default: %(default)s)")
     add("--input", type=int, default=2048, help="prompt tokens (default: %(default)s)")
     add("--prefixes", type=int, default=0, help="prefixes that prompts share; they divide the requests (default: none)")
     add("--prefix", type=int, default=10240, help="tokens of a prefix (default: %(default)s)")
-    add("--trace", type=int, default=0, help="agents whose turns are the load (default: none)")
+    own = ", ".join(map(flag, OF_A_TRACE))
+    add("--trace", type=int, default=0, help=f"agents whose turns are the load (default: none); {own} are its own")
     add("--turns", type=int, default=4, help="of each agent, behind its first (default: %(default)s)")
     add(
         "--answer-seconds", type=float, default=4.0, help="from a turn to the end of its answer, as the trace assumes; "
-        "with that and --think, 16 agents ask 3.2 turns a second (default: %(default)s)",
+        "with that and --think, 16 agents ask about 3.2 turns a second (default: %(default)s)",
     )  # fmt: skip
     agents.add_arguments(parser)
     add("--model", help="folder of a model with a tokenizer (default: 8B-shaped, dummy weights)")
@@ -93,12 +101,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--start-seconds", type=int, default=240, help="how long a server may start (default: %(default)s)")
     add("--csv", type=Path, default=Path("serve.csv"), help="file of the rows (default: %(default)s)")
     add("--commit", help="for the rows (default: what git says)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(NOT_OF_A_TRACE + OF_A_TRACE)))
+    refuse_what_is_not_read(parser, options)
+    for name in NOT_OF_A_TRACE + OF_A_TRACE:
+        if getattr(options, name) is None:
+            setattr(options, name, parser.get_default(name))
     if options.trace:
-        if options.prefixes or options.concurrency or options.turns < 1 or options.answer_seconds <= 0:
+        if options.turns < 1 or options.answer_seconds <= 0:
             parser.error(
-                f"--trace {options.trace} takes no --prefixes, no --concurrency, and --turns and --answer-seconds "
-                f"above 0, not {options.turns} and {options.answer_seconds:g}"
+                f"--trace {options.trace} takes --turns and --answer-seconds above 0, not {options.turns} and "
+                f"{options.answer_seconds:g}"
             )
         options.concurrency = [options.trace]
     options.concurrency = options.concurrency or [1, 8, 32, 128]
@@ -109,6 +121,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             "the cache) and divides the requests, --rounds times that"
         )
     return options
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse_what_is_not_read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """`options`: None where the command line has none."""
+    unread = NOT_OF_A_TRACE if options.trace else OF_A_TRACE
+    given = ", ".join(flag(name) for name in unread if getattr(options, name) is not None)
+    if given:
+        with_which = f"with --trace {options.trace}" if options.trace else "without --trace"
+        parser.error(f"{given} would not be read {with_which}: leave out what does not belong to the load")
 
 
 def server(
@@ -158,9 +183,9 @@ def agents_turns(folder: str, options: argparse.Namespace) -> list[Load]:
         file = Path(folder, f"{name}.jsonl")
         traces.write(file, requests)
         dataset = f"timed_trace --dataset-path {file} --timed-trace-chunk-hash-size {traces.CHUNK} --num-warmups 0"
-        rate = load.agents / (options.answer_seconds + load.think)
         prompt = sum(request.input_length for request in requests) / len(requests)
-        loads.append(Load(load.agents, len(requests), dataset, rate, prompt, 90, columns, counts=requests is later))
+        rate, counts = traces.rate(requests), requests is later
+        loads.append(Load(load.agents, len(requests), dataset, rate, prompt, 90, columns, counts))
     return loads
 
 

@@ -77,15 +77,22 @@ def _requests(prompts: list[tuple[float, list[int]]], load: Load, ids: dict[tupl
     return requests
 
 
+def rate(requests: list[Request]) -> float:
+    """Requests a second from the first of a trace to its last; 0 if it has but one."""
+    return (len(requests) - 1) / requests[-1].timestamp if len(requests) > 1 else 0.0
+
+
 def best_hit_rate(before: Iterable[Request], requests: list[Request]) -> float:
     """The share of the prompt tokens of `requests` that a cache in which everything fits has, `before` being in it.
 
-    With blocks of CHUNK tokens; larger ones have a little less.
+    With blocks of CHUNK tokens, whole ones, and never a prompt's last token, which vLLM computes always. Larger blocks
+    have a little less.
     """
     seen = {chunk for request in before for chunk in request.hash_ids}
     found = 0
     for request in requests:
-        found += CHUNK * len(list(takewhile(seen.__contains__, request.hash_ids)))
+        whole = request.hash_ids[: (request.input_length - 1) // CHUNK]
+        found += CHUNK * len(list(takewhile(seen.__contains__, whole)))
         seen.update(request.hash_ids)
     return found / sum(request.input_length for request in requests)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -153,17 +154,46 @@ def test_first_turns_are_sent_and_not_counted(tmp_path: Path, monkeypatch: pytes
         assert (arguments.dataset_name, arguments.timed_trace_chunk_hash_size) == ("timed_trace", CHUNK)
         assert arguments.max_concurrency is None and arguments.num_warmups == 0 and arguments.ignore_eos
     (row,) = read(csv)
-    assert (row["dtype"], row["concurrency"], row["requests"], row["request_rate"]) == ("tq4", "2", "6", "0.4")
+    assert (row["dtype"], row["concurrency"], row["requests"]) == ("tq4", "2", "6")
+    lines = Path(sent[1][0].dataset_path).read_text().splitlines()
+    assert float(row["request_rate"]) == pytest.approx(5 / json.loads(lines[-1])["timestamp"], abs=0.006)
     assert row["hit_rate"] == "0.875" and 0.5 < float(row["best_hit_rate"]) < 1 and row["p90_ttft_ms"] == "1.00"
 
 
-@pytest.mark.parametrize(
-    "wrong", [["--prefixes", "2"], ["--concurrency", "2"], ["--turns", "0"], ["--answer-seconds", "0"]]
-)
-def test_options_that_a_trace_does_not_take(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_hit_rate_has_whole_blocks_and_no_last_token() -> None:
+    from traces import Request, best_hit_rate
+
+    twice = [Request(0.0, 40, 8, [0, 1, 2]), Request(1.0, 40, 8, [0, 1, 2])]
+    assert best_hit_rate([], twice) == 32 / 80
+    whole = [Request(0.0, 32, 8, [0, 1]), Request(1.0, 48, 8, [0, 1, 3])]
+    assert best_hit_rate([], whole) == 32 / 80
+    assert best_hit_rate(whole, whole[:1]) == 16 / 32
+
+
+@pytest.mark.parametrize("wrong", [["--turns", "0"], ["--answer-seconds", "0"]])
+def test_a_trace_has_turns_and_answers_take_time(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import serve
 
     assert serve.parse_arguments(["--trace", "3"]).concurrency == [3]
     with pytest.raises(SystemExit):
         serve.parse_arguments(["--trace", "2", *wrong])
-    assert "--trace 2 takes no --prefixes, no --concurrency, and" in capsys.readouterr().err
+    assert "--trace 2 takes --turns and --answer-seconds above 0" in capsys.readouterr().err
+
+
+def test_options_of_another_load_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where they have the default's value; those that are not given have it."""
+    import serve
+
+    trace = ["--trace", "2"]
+    for load, other in ((trace, serve.NOT_OF_A_TRACE), ([], serve.OF_A_TRACE)):
+        defaults = serve.parse_arguments(load)
+        assert None not in [getattr(defaults, name) for name in serve.NOT_OF_A_TRACE + serve.OF_A_TRACE]
+        for name in other:
+            flag = "--" + name.replace("_", "-")
+            with pytest.raises(SystemExit):
+                serve.parse_arguments([*load, flag, "2"])
+            which = "with --trace 2" if load else "without --trace"
+            assert f"error: {flag} would not be read {which}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serve.parse_arguments([*trace, "--rounds", "3", "--input", "8"])
+    assert "error: --rounds, --input would not be read" in capsys.readouterr().err
