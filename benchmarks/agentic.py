@@ -28,8 +28,6 @@ import workers
 from packed_kv.layout import MICRO_BLOCK
 from simulated_engine import SimulatedEngine, Speed, blocks_of, config_of
 
-LENGTHS = {"shared": 1024, "first": 8192, "last": 12288, "tool": 256, "output": 128}
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,9 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--agents", type=int, nargs="*", default=[16, 12, 20, 24], help="a point each (default: %(default)s)")
     add("--seconds", type=float, default=15.0, help="that a point is watched (default: %(default)s)")
     add("--kv-bytes", type=float, default=8e9, help="of the KV cache of each dtype (default: %(default)g)")
-    for name, tokens in LENGTHS.items():
-        add(f"--{name}", type=int, default=tokens, help=f"tokens; see agents.py (default: {tokens})")
-    add("--think", type=float, default=1.0, help="mean seconds between turns (default: %(default)s)")
+    agents.add_arguments(parser)
     reasoning.add_arguments(parser, seconds=0, prefix="reasoning-")
     add("--predict", action="store_true", help="by arithmetic alone")
     workers.add_engine_arguments(parser)
@@ -49,8 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_of(number: int, options: argparse.Namespace) -> agents.Load:
-    lengths = {name: getattr(options, name) for name in LENGTHS}
-    return agents.Load(number, **lengths, think=options.think, vocabulary=config_of(options.model)["vocab_size"])
+    return agents.load_of(number, options, config_of(options.model)["vocab_size"])
 
 
 def row(

@@ -13,6 +13,7 @@ tokens are drawn for each agent by itself, so they do not depend on how fast the
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import random
 import statistics
@@ -56,6 +57,29 @@ class Load:
     output: int = 128
     think: float = 1.0
     vocabulary: int = 32000
+
+
+LENGTHS = {
+    "shared": "of the instructions that all agents share", "first": "of a task's first prompt",
+    "last": "of its last prompt, at most", "tool": "of a tool's result, in the mean", "output": "of an answer",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a load; how many agents there are is a script's own."""
+    for name, what in LENGTHS.items():
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(Load, name), help=f"tokens {what} (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--think", type=float, default=Load.think, help="mean seconds between turns (default: %(default)s)"
+    )
+
+
+def load_of(number: int, options: argparse.Namespace, vocabulary: int = Load.vocabulary) -> Load:
+    """The load of `number` agents that the options ask for."""
+    lengths = {name: getattr(options, name) for name in LENGTHS}
+    return Load(number, **lengths, think=options.think, vocabulary=vocabulary)
 
 
 @dataclass(frozen=True)

@@ -198,16 +198,18 @@ def test_the_load_is_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> No
         return {"completed": 12 if len(seen) == 1 else 11}
 
     monkeypatch.setattr(vllm_serve, "main", fake)
-    options = argparse.Namespace(rounds=3, request_rate=2.5, input=100, output=7, prefixes=0, prefix=50)
-    assert serve.load(1234, "folder", 4, options) == {"completed": 12}
+
+    def load(*arguments: str) -> serve.Load:
+        return serve.poisson(4, serve.parse_arguments(["--input", "100", "--output", "7", *arguments]))
+
+    assert serve.send(1234, "folder", load("--request-rate", "2.5")) == {"completed": 12}
     with pytest.raises(RuntimeError, match="11 of 12 requests completed"):
-        serve.load(1234, "folder", 4, options)
-    (arguments, _) = seen
+        serve.send(1234, "folder", load())
+    arguments = seen[0]
     assert (arguments.num_prompts, arguments.max_concurrency, arguments.request_rate) == (12, 4, 2.5)
     assert (arguments.random_input_len, arguments.random_output_len, arguments.burstiness) == (100, 7, 1.0)
-    options.prefixes = 4
     with pytest.raises(RuntimeError, match="11 of 12"):
-        serve.load(1234, "folder", 4, options)
+        serve.send(1234, "folder", load("--concurrency", "4", "--prefixes", "4", "--prefix", "50"))
     shared = seen[-1]
     assert (shared.dataset_name, shared.prefix_repetition_num_prefixes) == ("prefix_repetition", 4)
     lengths = shared.prefix_repetition_prefix_len, shared.prefix_repetition_suffix_len

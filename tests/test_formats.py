@@ -88,7 +88,15 @@ def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
     assert len(levels) == 2 ** (bits - 1)
     assert (levels.diff() > 0).all()
     assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
-    assert torch.equal((128 * levels).to(torch.uint8).float(), 128 * levels)
+
+
+def test_magnitudes_turn_into_fp16_as_the_document_says():
+    torch = pytest.importorskip("torch")
+    four, three, two = (torch.tensor(MAGNITUDES[bits]) for bits in (4, 3, 2))
+    assert torch.equal((128 * four).to(torch.uint8).float(), 128 * four)
+    assert torch.equal(three.to(torch.float8_e5m2).float(), three)
+    bits = two.half().view(torch.int16)
+    assert (bits & 0x3FF == 0).all() and int(bits[0] ^ bits[1]).bit_count() == 1
 
 
 def test_up_to_the_largest_scale_byte_every_value_is_finite_in_fp16():

@@ -245,26 +245,26 @@ def _places(name: str, head_dim: int, role: str) -> tuple[dict[tuple[int, int, i
                     lane, e = n210 * 4 + d21, n3 << 3 | d4 << 2 | d3 << 1 | d0
                 else:
                     lane, e = d210 * 4 + n21, d4 << 3 | d3 << 2 | n3 << 1 | n0
-                k = e & 7
+                k, nibble = e & 7, 4 * (e >> 2 & 1) + 2 * (e & 1) + (e >> 1 & 1)
                 in_word = word
                 if bits == 4:
                     in_word += e >> 3
                     magnitude, sign = 4 * k, 8 * (k & 3) + (7 if k < 4 else 3)
                 elif bits == 3:
-                    magnitude, sign = 4 * k + 2 * (e >> 3), None
+                    magnitude, sign = 4 * nibble + 2 * (e >> 3), None
                 else:
-                    sign = 8 * (e & 3) + 7 - 2 * (e >> 2)
-                    magnitude = sign - 1
+                    sign = 16 * (e & 1) + 15 - (e >> 1 & 1) - 2 * (e >> 2 & 1) - 8 * (e >> 3)
+                    magnitude = sign - 4
                 at = 8 * (base + word_place[lane, in_word])
                 for bit in range(bits - 1):
                     places[token, 32 * group + d, bit] = at + magnitude + bit
                 if sign is not None:
                     sign_at = at + sign
                 elif three < threes // 2 * 2:
-                    shift = 8 * (e & 3) + 7 - 4 * (three % 2) - (e >> 2)
+                    shift = 4 * nibble + 3 - 2 * (three % 2) - (e >> 3)
                     sign_at = 8 * (base + word_place[lane, code_words + three // 2]) + shift
                 else:
-                    shift = 8 * ((e & 3) >> 1) + 7 - 4 * (e & 1) - (e >> 2)
+                    shift = 4 * (nibble & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3)
                     sign_at = 8 * (base + halves_at + 2 * lane) + shift
                 places[token, 32 * group + d, bits - 1] = sign_at
             word += 2 if bits == 4 else 1

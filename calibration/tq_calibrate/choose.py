@@ -26,7 +26,7 @@ from .scales import channel_scale
 from .statistics import LayerStatistics
 
 NOISE_OF_A_BIT = 1 / 4
-"""Squared error with one bit more, over that without (docs/formats.md: 0.24 from 3 to 4 bits, 0.25 from 2 to 3)."""
+"""Squared error with one bit more, over that without (docs/formats.md: 0.24, from 2 to 3 and from 3 to 4 bits)."""
 LEAST_GAIN = 1e-9
 """Exchanges that lower J by less than this part are rounding."""
 FLOOR = 1e-9

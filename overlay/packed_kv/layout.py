@@ -17,15 +17,17 @@ n3..n0 and those of a channel's index in its group d4..d0:
     V            g = d2 d1 d0,  t = n2 n1      d4 d3 n3 n0
 
 so codes e and e + 1 (e even) are a fragment's fp16 pair: neighbours along the dimension that the product sums over.
-A lane's 16 codes of a group, as `sign` (top bit of the code) and `magnitude` (the rest), lie in words so that four
-magnitudes turn into four bytes with one `prmt`, and the signs into the top bits of four bytes with one shift and mask:
+A lane's 16 codes of a group, as `sign` (top bit of the code) and `magnitude` (the rest), lie in words so that few
+instructions turn them into fp16 pairs (docs/kernels.md). With e = e3 e2 e1 e0 and m = 4 e2 + 2 e0 + e1:
 
     4 bits   2 words; word e >> 3, k = e & 7:  magnitude at bits 4k .. 4k+2;  sign at bit 8(k & 3) + 7 (k < 4)
-             or 8(k & 3) + 3 (k >= 4)
-    3 bits   1 word:  magnitude at bits 4(e & 7) + 2(e >> 3) .. +1
-             signs of two groups share 1 word:  group parity p, bit 8(e & 3) + 7 - 4p - (e >> 2)
-             signs of an odd last group are a half word:  bit 8((e & 3) >> 1) + 7 - 4(e & 1) - (e >> 2)
-    2 bits   1 word:  sign at bit 8(e & 3) + 7 - 2(e >> 2),  magnitude at the bit below it
+             or 8(k & 3) + 3 (k >= 4): four magnitudes are four bytes by one `prmt`, signs their top bits by a shift
+    3 bits   1 word:  magnitude at bits 4m + 2 e3 and the next
+             signs of two groups share 1 word:  group parity p, bit 4m + 3 - 2p - e3
+             signs of an odd last group are a half word:  bit 4(m & 3) + 3 - 2 e2 - e3
+             so a code is a nibble by a shift and a mask, and 4 nibbles are an fp16 pair by one `prmt`
+    2 bits   1 word:  sign at bit 16 e0 + 15 - e1 - 2 e2 - 8 e3,  magnitude 4 bits below it: a shift to the left
+             and a mask make them sign and exponent of a pair
 
 A lane's words are: the code words of all groups in order, then the sign words. They are stored in chunks of 4, then
 2, then 1 words (the widest loads there are), each chunk as [32 lanes][words of the chunk]; last the half words,
@@ -62,20 +64,21 @@ CODE_WORDS = {4: 2, 3: 1, 2: 1}
 """bits -> 32-bit words of a lane and group, without the sign words of 3-bit groups."""
 
 _E = range(CODES_PER_LANE)
-MAGNITUDE_SHIFT = {
-    4: tuple(4 * (e & 7) for e in _E),
-    3: tuple(4 * (e & 7) + 2 * (e >> 3) for e in _E),
-    2: tuple(8 * (e & 3) + 6 - 2 * (e >> 2) for e in _E),
-}
-"""bits -> bit position of code e's magnitude in its word."""
+_NIBBLE = tuple(e & 4 | (e & 1) << 1 | e >> 1 & 1 for e in _E)
 SIGN_SHIFT = {
     4: tuple(8 * (e & 3) + (7 if e & 7 < 4 else 3) for e in _E),
-    2: tuple(8 * (e & 3) + 7 - 2 * (e >> 2) for e in _E),
+    2: tuple(16 * (e & 1) + 15 - (e >> 1 & 3) - 8 * (e >> 3) for e in _E),
 }
 """bits -> bit position of code e's sign in its code word (3-bit groups have sign words)."""
-SIGN_WORD_SHIFT = tuple(tuple(8 * (e & 3) + 7 - 4 * parity - (e >> 2) for e in _E) for parity in (0, 1))
+MAGNITUDE_SHIFT = {
+    4: tuple(4 * (e & 7) for e in _E),
+    3: tuple(4 * _NIBBLE[e] + 2 * (e >> 3) for e in _E),
+    2: tuple(shift - 4 for shift in SIGN_SHIFT[2]),
+}
+"""bits -> bit position of code e's magnitude in its word."""
+SIGN_WORD_SHIFT = tuple(tuple(4 * _NIBBLE[e] + 3 - 2 * parity - (e >> 3) for e in _E) for parity in (0, 1))
 """group parity -> bit position of code e's sign in the sign word that two 3-bit groups share."""
-SIGN_HALF_SHIFT = tuple(8 * ((e & 3) >> 1) + 7 - 4 * (e & 1) - (e >> 2) for e in _E)
+SIGN_HALF_SHIFT = tuple(4 * (_NIBBLE[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) for e in _E)
 """Bit position of code e's sign in the half word of an odd last 3-bit group."""
 
 

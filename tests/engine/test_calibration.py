@@ -289,13 +289,16 @@ def test_folder_of_a_model_of_the_hub(plain_model: Path, tmp_path: Path, monkeyp
 
 
 def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:
-    """Four KV heads on two ranks."""
+    """Four KV heads on two ranks. These round otherwise than one, and a 2-bit code that flips by it moves the tokens
+    behind it a little; heads of another rank, or none of the file, move all of them much."""
     model = Path(tiny_models.save(tiny_models.llama(num_key_value_heads=4), tmp_path))
     path = write(model, content(LAYERS, 4, HEAD_DIM, version=2))
     one, two = (prompt_logprobs(model, size) for size in (1, 2))
-    assert (one - two).abs().max() < 1e-3
     path.unlink()
-    assert (prompt_logprobs(model, 1) - two).abs().max() > 0.1
+    without = prompt_logprobs(model, 1)
+    apart, moved = ((other - two).abs().mean().item() for other in (one, without))
+    print(f"two ranks from one: {apart:.5f} nats, from one without the file: {moved:.5f}")
+    assert apart < moved / 50 and moved > 0.02
 
 
 def prompt_logprobs(model: Path, tensor_parallel_size: int) -> torch.Tensor:

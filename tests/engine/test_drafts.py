@@ -24,24 +24,25 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 ON_GPU = torch.cuda.is_available()
 DRAFTS, TOKENS = 3, 36
-TEXT = "one two three four five six seven eight nine ten\n" * 5
+TEXT = "'hello', " * 24 + "'hello'"
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 12, 16]}
 ENGINE: dict[str, Any] = {"dtype": "float32", "block_size": 32, "max_model_len": 1024, "max_num_seqs": 4}
 if ON_GPU:
     ENGINE |= {"dtype": "float16", "enforce_eager": False, "compilation_config": GRAPHS}
-TIE = 0.1
-"""Nats between two tokens that rounding may decide between: fp16 products of 4 rows are not those of 1 row."""
+MARGIN = 0.8
+"""Nats that the likeliest token must lead by in each place, or rounding may decide: on a GPU, fp16 products of 4 rows
+are not those of 1 row, and an H200 turned a lead of 0.23 over. With `TEXT`, in fp32, it is 1.07 at least."""
 DRAFT_CACHES = {"packed": {}, "bf16": {"kv_cache_dtype": "auto"}}
 
 
 @dataclass
 class Run:
-    """Tokens of a request and the log-probabilities of the two likeliest in place of each, the passes that they took,
-    and its pages: uint8 [layers, KV heads, micro-blocks, bytes]."""
+    """Tokens of a request, the least lead of a likeliest token in nats, the passes that they took, and its pages: uint8
+    [layers, KV heads, micro-blocks, bytes]."""
 
     prompt_tokens: int
     tokens: list[int]
-    likeliest: list[dict[int, float]]
+    margin: float
     passes: int
     pages: torch.Tensor
     backends: set[str]
@@ -64,9 +65,10 @@ def run(llm: LLM, prompt: list[int]) -> Run:
         blocks = layers[name].kv_cache[1:].transpose(0, 1)  # 0 is the null block; a new engine hands them out in order
         pages.append(blocks.reshape(len(blocks), -1, MICRO_BLOCK * blocks.shape[-1])[:, :whole].cpu())
     (output,) = result.outputs
-    likeliest = [{token: found.logprob for token, found in of.items()} for of in output.logprobs]
+    likeliest = [sorted((found.logprob for found in of.values()), reverse=True) for of in output.logprobs]
+    margin = min(first - second for first, second, *_ in likeliest)
     return Run(
-        len(prompt), list(output.token_ids), likeliest, len(passes), torch.stack(pages),
+        len(prompt), list(output.token_ids), margin, len(passes), torch.stack(pages),
         {layer.get_attn_backend().get_name() for layer in layers.values()},
         llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name,
     )  # fmt: skip
@@ -132,13 +134,9 @@ def test_drafts_leave_no_trace(method: str, cache: str, demo_model: str, plain: 
     whole = (drafted.prompt_tokens + same - 1) // MICRO_BLOCK
     equal = (drafted.pages[:, :, :whole] == plain.pages[:, :, :whole]).float().mean().item()
     print(f"{method}, {cache}: {drafted.passes} passes of {plain.passes}, {same} tokens and {equal:.2%} of bytes equal")
-    if ON_GPU:
-        assert equal > 0.9
-        if same < TOKENS:
-            likely = plain.likeliest[same]
-            assert likely.get(drafted.tokens[same], -torch.inf) > max(likely.values()) - TIE, (same, likely)
-    else:
-        assert same == TOKENS and equal == 1
+    assert plain.margin > MARGIN
+    assert same == TOKENS
+    assert equal > 0.9 if ON_GPU else equal == 1
     rejects = drafted.passes > 0.9 * plain.passes
     assert rejects if method == "eagle3" else drafted.passes < 0.5 * plain.passes
 

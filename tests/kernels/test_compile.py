@@ -9,6 +9,7 @@ from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
 from packed_kv.kernels import decode, merge, pages, power_of_2, ring, rotate, store
+from packed_kv.kernels.units import score_unit
 from packed_kv.layout import page_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
@@ -122,6 +123,7 @@ def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False,
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False, HAS_BIAS=bias,
             MICRO_BLOCKS_A_BLOCK=1, **pages.kernel_layout(page_layout(fmt, head_dim)),
+            OVER_SCORE_UNIT=1 / score_unit(fmt.group_bits(head_dim)),
             RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
         ),
         options=dict(

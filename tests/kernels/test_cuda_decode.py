@@ -41,13 +41,13 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant4", "seq_lens": (1, 37, 300)},
         {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 2, "query_lens": (4, 0, 3),
          "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5, False)},
+        {"name": "isoquant3", "head_dim": 64, "kv_heads": 1, "group": 7, "seq_lens": (70,), "block_size": 48},
         # Several blocks for a pair: two of them, three, and of a short one the first alone.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
         gpu_only(name="turboquant35", seq_lens=(33, 16), block_size=32, dtype=torch.float32),
         gpu_only(name="turboquant25", seq_lens=(100, 37), splits=1, dtype=torch.bfloat16),
         gpu_only(name="isoquant4", head_dim=64, group=8, seq_lens=(70,), splits=Grid(1, 5, False)),
-        gpu_only(name="isoquant3", head_dim=64, group=7, seq_lens=(70,), block_size=48),
         gpu_only(name="turboquant35", head_dim=64, group=2, query_lens=(2, 0, 1), seq_lens=(5, 9, 100)),
         gpu_only(name="turboquant25", group=1, query_lens=(1, 7), seq_lens=(1, 70)),
         gpu_only(name="isoquant4", seq_lens=(40,), size=1e-5, dtype=torch.float32),
@@ -66,7 +66,8 @@ def test_pages(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"name": "tq4", "seq_lens": (1, 40)},
+        {"name": "turboquant35", "seq_lens": (1, 40)},
+        gpu_only(name="tq4", seq_lens=(1, 40)),
         gpu_only(name="turboquant25", group=2, query_lens=(3, 1), seq_lens=(3, 50)),
     ],
     ids=str,

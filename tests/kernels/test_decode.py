@@ -166,7 +166,9 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
     ("name", "options"),
     [
         ("tq4", {}),
-        ("turboquant25", {"head_dim": 96, "soft_cap": 5.0}),
+        ("turboquant35", {"head_dim": 96, "soft_cap": 5.0}),
+        ("turboquant25", {"seq_lens": (1, 40)}),
+        ("turboquant35", {"head_dim": 128, "seq_lens": (37,)}),
         ("tq4", {"head_dim": 80, "kv_heads": 2}),
         ("tq4", {"sinks": torch.bfloat16}),
         ("tq4", {"sinks": torch.bfloat16, "soft_cap": 5.0}),

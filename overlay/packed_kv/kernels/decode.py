@@ -15,11 +15,12 @@ import triton.language as tl
 
 from ..codecs.ring import Ring
 from ..layout import PageLayout
-from .fragments import OVER_UNIT, again
+from .fragments import again
 from .launch import Arguments, Launch
 from .pages import decode_group, kernel_layout, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
+from .units import score_unit
 
 LOG2_E = 1.4426950408889634
 MAX_REGISTERS = 128
@@ -44,6 +45,7 @@ def _decode_kernel(
     HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
     GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
+    OVER_UNITS: tl.constexpr, OVER_SCORE_UNIT: tl.constexpr,
     CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
     VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
     RING_BLOCK: tl.constexpr, RECENT: tl.constexpr,
@@ -80,7 +82,7 @@ def _decode_kernel(
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
-    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_register`
+    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_registers`
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
@@ -92,6 +94,7 @@ def _decode_kernel(
         value_words, value_scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                 VALUE_CODES, VALUE_SCALES)  # fmt: skip
         queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
+        queries = _in_score_unit(queries, OVER_UNITS, OVER_SCORE_UNIT, GROUPS)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
@@ -100,19 +103,23 @@ def _decode_kernel(
                 key = decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
             if HAS_SOFT_CAP and HAS_BIAS:
-                scores += _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)[None, :]
+                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
+                scores += bias[None, :] / OVER_SCORE_UNIT
                 if tile == 0:
                     tokens = tl.arange(0, 32)
-                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT,
+                                             KV_HEADS, QUERY_GROUP)  # fmt: skip
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
                                                    KEY_SCALES)  # fmt: skip
-            # Scores are in units of VALUE_UNIT up to the subtraction of the maximum: fused with it, the multiplication
+            # Scores are in units of their own up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
-            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_UNIT
+            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_SCORE_UNIT
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
-                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1))
+                scores = soft_cap * (
+                    1 - 2 / (tl.exp2(scores * (OVER_SCORE_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1)
+                )
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
@@ -124,7 +131,8 @@ def _decode_kernel(
             if at_end:
                 tokens = tile * 32 + tl.arange(0, 32)
                 if HAS_BIAS and not HAS_SOFT_CAP:
-                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
+                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT,
+                                             KV_HEADS, QUERY_GROUP)  # fmt: skip
                 column = again(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
@@ -160,7 +168,8 @@ def _decode_kernel(
 
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
-    unit = OVER_UNIT
+    output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
+    outputs = _in_unit(outputs, OVER_UNITS, output_unit, GROUPS)
     if RING_BLOCK > 0:
         # Worked out again: as few registers as can be are taken while the loop runs.
         ring_low, ring_high, page_tiles = _share(
@@ -171,19 +180,18 @@ def _decode_kernel(
         if ring_low < ring_high:
             bias, first_bias = maximum, maximum
             if HAS_BIAS:
-                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
-                first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) * OVER_UNIT
+                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
+                first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP)
             outputs, maximum, total = attend_ring(
                 _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
-                _times(outputs, OVER_UNIT / RING_UNIT, GROUPS), maximum, total,
+                outputs, maximum, total,
                 ring + head.to(tl.int64) * ring_head_stride,
                 ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
                 bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
             )  # fmt: skip
-            unit = RING_UNIT
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
-                   rows * splits, valid, unit, GROUPS)  # fmt: skip
+                   rows * splits, valid, output_unit, GROUPS)  # fmt: skip
 
 
 @triton.jit
@@ -199,11 +207,21 @@ def _share(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _times(tensors, factor, COUNT: tl.constexpr):
-    products = ()
-    for i in tl.static_range(COUNT):
-        products = products + (tensors[i] * factor,)
-    return products
+def _in_unit(outputs, OVER_UNITS: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr):
+    """Outputs of pages in one unit for all groups."""
+    result = ()
+    for g in tl.static_range(GROUPS):
+        result = result + (outputs[g] * (OVER_UNITS[g] / UNIT),)
+    return result
+
+
+@triton.jit
+def _in_score_unit(queries, OVER_UNITS: tl.constexpr, OVER_SCORE_UNIT: tl.constexpr, GROUPS: tl.constexpr):
+    """Queries whose scores over all groups have one unit: times powers of 2, 1 where all groups have the same bits."""
+    result = ()
+    for g in tl.static_range(GROUPS):
+        result = result + ((queries[g] * (OVER_UNITS[g] / OVER_SCORE_UNIT)).to(tl.float16),)
+    return result
 
 
 @triton.jit
@@ -249,16 +267,19 @@ def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
 
 @triton.jit
 def _bias_of_columns(query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
-    """A bias of each column's query, fp32 [8] in units of VALUE_UNIT. Read where it is needed: registers are scarce."""
+    """A bias of each column's query, fp32 [8]. Read where it is needed: registers are scarce."""
     columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     pointers = query_bias + (first_row.to(tl.int64) + rows) * 2
-    return tl.load(pointers, mask=columns < count * QUERY_GROUP, other=0.0) / OVER_UNIT
+    return tl.load(pointers, mask=columns < count * QUERY_GROUP, other=0.0)
 
 
 @triton.jit
-def _add_first_bias(scores, tokens, query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+def _add_first_bias(
+    scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT: tl.constexpr, KV_HEADS: tl.constexpr,
+    QUERY_GROUP: tl.constexpr,
+):  # fmt: skip
     """Scores [32 tokens, 8 columns] with the second bias on token 0: see `PagedCodec.query_bias`."""
-    bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP)
+    bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) / OVER_SCORE_UNIT
     return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
 
 
@@ -329,6 +350,7 @@ def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring:
             KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, HEAD_DIM=shape.head_dim,
             WINDOW=shape.sliding_window or 0, HAS_SOFT_CAP=bool(soft_cap), HAS_BIAS=shape.has_bias,
             MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
+            OVER_SCORE_UNIT=1 / score_unit(page.vector.group_bits),
             RING_BLOCK=ring.cache.shape[2] if ring else 0, RECENT=ring.window if ring else 0,
         ),
         num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": shape.max_registers} if limited else {}),

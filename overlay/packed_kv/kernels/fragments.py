@@ -6,13 +6,13 @@ wants its left operand. No layout conversion, no shared memory (tests/kernels/te
 
 The 16 codes of a lane and group:
 
-    4 bits   2 code words            a byte look-up (`prmt`) of 8 magnitudes in 2 registers, 4 codes at a time
-    3 bits   a code word, half of    the same with 4 magnitudes in 1 register
+    4 bits   2 code words            a look-up (`prmt`) of 8 bytes in 2 registers, 4 codes at a time; signs above
+    3 bits   a code word, half of    the same with signs among the 8 bytes, 2 codes at a time with a zero byte each
              a word of signs
-    2 bits   a code word             its magnitude bit, over its byte, selects one of 2 bytes (`lop3`)
+    2 bits   a code word             sign and magnitude are bits of the fp16 (`lop3`)
 
-Bytes become fp16 without a conversion: see `VALUE_UNIT`. Scales are not applied here: K's go to the scores, V's to the
-weights, which are fewer.
+Nothing is converted: `units.py` says why. Scales are not applied here: K's go to the scores, V's to the weights, which
+are fewer.
 """
 
 from __future__ import annotations
@@ -20,38 +20,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import layout
 from ..formats import MAGNITUDES
+from . import units
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""
-VALUE_UNIT = 2.0**-17
-"""Decoded codes are magnitudes times this: 128 times a magnitude is an integer below 256, which as the bits of an fp16
-is a subnormal number of 2^-24 each. So a byte with a zero above it is a value, and needs no conversion."""
-OVER_UNIT = tl.constexpr(1 / VALUE_UNIT)
 
 
-def _register(levels: tuple[float, ...]) -> str:
-    """Up to four magnitudes, times 128, as the bytes of a 32-bit constant."""
-    values = [round(128 * level) for level in levels]
-    assert all(value == 128 * level < 256 for value, level in zip(values, levels, strict=True)), levels
-    return f"0x{sum(value << 8 * i for i, value in enumerate(values)):08x}"
-
-
-def _signed(bits: str) -> int:
-    return int(bits, 16) - (int(bits, 16) >> 31 << 32)
+def _hex(bytes_: list[int]) -> str:
+    return f"0x{units.word(bytes_):08x}"
 
 
 # Assembly for the 16 codes of a lane and group. $0 .. $7: the fp16 pairs. $8: the code word; $9: the second code word
-# or the sign word; $10: a constant in a register.
+# or the sign word; $10, $11: constants in registers.
 # An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 addition, which another pipe does, 1.04: so the
-# upper half of t moves down as -0 is added to it (codes are no NaN: their top bit is 0, a 4-bit magnitude is below 8).
+# upper half of t moves down as -0 is added to it (it is no NaN: its top bits are a 0 and a magnitude below 8, or a code
+# below 8 and a 1 with a 0 behind it).
 _UPPER_HALF = "mov.b32 {l, u}, t; mov.b32 t, {u, u}; add.rn.f16x2 t, t, z;"
 # A byte of m and above it the same byte of s, a sign in its top bit: half an instruction a code.
 _PAIRS = "prmt.b32 ${0}, m, s, 0x5140; prmt.b32 ${1}, m, s, 0x7362;"
 
 
 def _four_bits() -> str:
-    look_up = f"prmt.b32 m, $10, {_register(MAGNITUDES[4][4:])}, t;"
+    look_up = f"prmt.b32 m, $10, {_hex(units.four_bit_bytes()[4:])}, t;"
     halves = ""
     for half, word in enumerate(("$8", "$9")):
         halves += f"and.b32 t, {word}, 0x77777777; {look_up} and.b32 s, {word}, 0x80808080;"
@@ -62,27 +54,27 @@ def _four_bits() -> str:
 
 
 def _three_bits(parity: int) -> str:
+    """t: 8 codes as nibbles, with another code's bit on top. Nibbles 1, 3, 5 and 7 are looked up as two pairs, once as
+    they are and once moved up from 0, 2, 4 and 6; the nibbles between, $11, ask for a zero byte: the sign of $10's
+    first one."""
+    look_up = f"prmt.b32 ${{}}, $10, {_hex(units.three_bit_bytes()[4:])}, t;"
     halves = ""
     for half in range(2):
-        shift = 4 * parity + 2 * half
-        halves += f"shr.u32 t, $8, {2 * half}; and.b32 t, t, 0x33333333; prmt.b32 m, $10, 0, t;"
-        halves += f"shl.b32 s, $9, {shift}; and.b32 s, s, 0x80808080;"
-        halves += _PAIRS.format(4 * half, 4 * half + 1)
-        halves += f"{_UPPER_HALF} prmt.b32 m, $10, 0, t; shl.b32 s, $9, {shift + 1}; and.b32 s, s, 0x80808080;"
-        halves += _PAIRS.format(4 * half + 2, 4 * half + 3)
+        left = 2 * parity + half - 1
+        halves += f"shr.u32 m, $8, {2 * half}; {'shr.u32' if left < 0 else 'shl.b32'} s, $9, {abs(left)};"
+        halves += "lop3.b32 m, m, s, 0x33333333, 0xe4; shl.b32 s, m, 4;"
+        for first, codes in ((4 * half, "s"), (4 * half + 1, "m")):
+            halves += f"lop3.b32 t, {codes}, 0x70707070, $11, 0xea; {look_up.format(first)}"
+            halves += f"{_UPPER_HALF} {look_up.format(first + 2)}"
     return halves
 
 
 def _two_bits() -> str:
-    """Each half of t: 8 times the magnitude bit, and the byte with the sign on top. $10 has a magnitude below each sign
-    bit: lop3 takes it, or the other magnitude, by the magnitude bit, and nothing else of the byte with the sign."""
-    other = f"0x{round(128 * MAGNITUDES[2][0]) * 0x10001:08x}"
-    quarters = ""
-    for quarter in range(4):
-        quarters += f"shl.b32 s, $8, {2 * quarter}; shl.b32 m, $8, {2 * quarter + 1};"
-        for i, selector in enumerate(("0x5948", "0x7b6a")):
-            quarters += f"prmt.b32 t, m, s, {selector}; lop3.b32 ${2 * quarter + i}, t, $10, {other}, 0xca;"
-    return quarters
+    """A shift to the left and a mask leave sign and magnitude bit of a pair, $10 has the bits that all have."""
+    mask = f"0x{units.twice(units.MASK_2):08x}"
+    shifts = [15 - shift for shift in layout.SIGN_SHIFT[2][::2]]
+    pairs = (f"shl.b32 t, $8, {shift}; lop3.b32 ${i}, t, {mask}, $10, 0xea;" for i, shift in enumerate(shifts))
+    return "".join(pairs)
 
 
 def _assembly(body: str) -> tl.constexpr:
@@ -92,10 +84,24 @@ def _assembly(body: str) -> tl.constexpr:
 ASSEMBLY_2, ASSEMBLY_3_0, ASSEMBLY_3_1, ASSEMBLY_4 = map(
     _assembly, (_two_bits(), _three_bits(0), _three_bits(1), _four_bits())
 )
-TABLE_4, TABLE_3 = (tl.constexpr(_signed(_register(levels))) for levels in (MAGNITUDES[4][:4], MAGNITUDES[3]))
-TABLE_2 = tl.constexpr(_signed(f"{0x80008000 | round(128 * MAGNITUDES[2][1]) * 0x10001:08x}"))
+CONSTANTS = tl.constexpr(
+    {
+        4: (units.word(units.four_bit_bytes()[:4]), 0),
+        3: (units.word(units.three_bit_bytes()[:4]), units.twice(units.ZERO_BYTES_3)),
+        2: (units.twice(units.two_bit_base()), 0),
+    }
+)
+"""bits -> $10 and $11 of the assembly, below 2^31: int32."""
+assert all(constant < 1 << 31 for pair in CONSTANTS.value.values() for constant in pair)
+
+
+@triton.constexpr_function
+def _constant(bits, number):
+    return CONSTANTS.value[bits][number]
+
+
 LEVELS_2, LEVELS_3, LEVELS_4 = (
-    tl.constexpr(tuple(level * VALUE_UNIT for level in MAGNITUDES[bits])) for bits in (2, 3, 4)
+    tl.constexpr(tuple(level * units.VALUE_UNITS[bits] for level in MAGNITUDES[bits])) for bits in (2, 3, 4)
 )
 
 
@@ -121,15 +127,15 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 
 @triton.jit
-def decode_key(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
+def decode_key(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
     """Like `_decode`, fp16 [32 tokens, 32 channels]."""
-    return opaque(as_key(_decode(first, second, table, bits, parity)))
+    return opaque(as_key(_decode(first, second, constants, bits, parity)))
 
 
 @triton.jit
-def decode_value(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
+def decode_value(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
     """Like `_decode`, fp16 [32 channels, 32 tokens]."""
-    return opaque(as_value(_decode(first, second, table, bits, parity)))
+    return opaque(as_value(_decode(first, second, constants, bits, parity)))
 
 
 @triton.jit
@@ -157,13 +163,13 @@ def opaque(x):
 
 
 @triton.jit
-def _decode(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
-    """Decode the 16 codes of a lane and group, times `VALUE_UNIT`.
+def _decode(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
+    """Decode the 16 codes of a lane and group, times `VALUE_UNITS[bits]`.
 
     Args:
         first: int32 [32, 2], the (first) code word.
         second: int32 [32, 2], the second code word (4 bits), the sign word (3 bits), or any tensor.
-        table: of `in_register`.
+        constants: of `in_registers`.
         bits: 2, 3 or 4.
         parity: which of the two groups of the sign word.
 
@@ -183,7 +189,7 @@ def _decode(first, second, table, bits: tl.constexpr, parity: tl.constexpr):
         # together is nothing; of 16-bit ones, ptxas moves half once more (77 instructions a tile). All 16 codes as one
         # result (pack=16) would be as short, but wrong where Triton lays the result out otherwise: at head_dim 96.
         pairs = tl.inline_asm_elementwise(
-            assembly, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, table],
+            assembly, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [first, second, constants[0], constants[1]],
             dtype=(tl.int32,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
         values = _join_pairs(pairs)
@@ -213,19 +219,21 @@ def halves(pairs):
 @triton.jit
 def _decode_portable(first, second, bits: tl.constexpr, parity: tl.constexpr):
     codes = tl.arange(0, 16)[None, None, :]
-    first, second, k = first[:, :, None], second[:, :, None], codes % 8
+    first, second, k, half = first[:, :, None], second[:, :, None], codes % 8, codes // 8
     if bits == 4:
         word = tl.where(codes < 8, first, second)
         magnitude = word >> (4 * k) & 7
         sign = word >> (8 * (k % 4) + tl.where(k < 4, 7, 3)) & 1
         levels: tl.constexpr = LEVELS_4
     elif bits == 3:
-        magnitude = first >> (4 * k + 2 * (codes // 8)) & 3
-        sign = second >> (8 * (k % 4) + 7 - 4 * parity - codes // 4) & 1
+        nibble = k & 4 | (k & 1) << 1 | k >> 1 & 1
+        magnitude = first >> (4 * nibble + 2 * half) & 3
+        sign = second >> (4 * nibble + 3 - 2 * parity - half) & 1
         levels: tl.constexpr = LEVELS_3
     else:
-        magnitude = first >> (8 * (k % 4) + 6 - 2 * (codes // 4)) & 1
-        sign = first >> (8 * (k % 4) + 7 - 2 * (codes // 4)) & 1
+        sign_shift = 16 * (k & 1) + 15 - k // 2 - 8 * half
+        magnitude = first >> (sign_shift - 4) & 1
+        sign = first >> sign_shift & 1
         levels: tl.constexpr = LEVELS_2
     value = tl.zeros(magnitude.shape, tl.float32)
     for m in tl.static_range(2 ** (bits - 1)):
@@ -234,18 +242,12 @@ def _decode_portable(first, second, bits: tl.constexpr, parity: tl.constexpr):
 
 
 @triton.jit
-def in_register(zero, bits: tl.constexpr):
-    """The first operand of the look-up: the constant, plus a `zero` that the compiler does not know to be one.
+def in_registers(zero, bits: tl.constexpr):
+    """Constants of the assembly, plus a `zero` that the compiler does not know to be one.
 
-    So it stays in a register. Else ptxas moves it there anew for every look-up, as `prmt` takes one constant only.
+    So they stay in registers. Else ptxas moves them there anew for every `prmt` and `lop3`, which take one constant.
     """
-    if bits == 4:
-        table: tl.constexpr = TABLE_4
-    elif bits == 3:
-        table: tl.constexpr = TABLE_3
-    else:
-        table: tl.constexpr = TABLE_2
-    return zero + table
+    return zero + _constant(bits, 0), zero + _constant(bits, 1)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..layout import MICRO_BLOCK, PageLayout
 from . import power_of_2
-from .fragments import OVER_UNIT, as_key, as_value
+from .fragments import as_key, as_value
 from .launch import Arguments, Launch, head_stride
 from .pages import decode_group, kernel_layout, load_key, load_value
 from .scales import scale_byte
@@ -27,8 +27,8 @@ def _gather_kernel(
     micro_blocks, rows, count, key, value, cache, block_stride, head_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
     MICRO_BLOCK_WORDS: tl.constexpr, GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr,
-    PARITY: tl.constexpr, CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
-    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    PARITY: tl.constexpr, OVER_UNITS: tl.constexpr, CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr,
+    HAS_HALF: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens."""
     GROUPS: tl.constexpr = HEAD_DIM // 32
@@ -52,19 +52,19 @@ def _gather_kernel(
     words, scales = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
     for g in tl.static_range(GROUPS):
         x = decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
-        x = _scaled(x, _key_scales(scales, g, GROUPS))
+        x = _scaled(x, _key_scales(scales, g, GROUPS), OVER_UNITS[g])
         tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
     words, scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
     for g in tl.static_range(GROUPS):
         x = decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
-        x = _scaled(x, _value_scales(scales[g]))
+        x = _scaled(x, _value_scales(scales[g]), OVER_UNITS[g])
         tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
 
 
 @triton.jit
-def _scaled(values, scales):
+def _scaled(values, scales, over_unit: tl.constexpr):
     """Exact: a decoded value has 8 bits (docs/formats.md)."""
-    return (values.to(tl.float32) * (scales.to(tl.float32) * OVER_UNIT)).to(tl.float16)
+    return (values.to(tl.float32) * (scales.to(tl.float32) * over_unit)).to(tl.float16)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ..layout import CODE_WORDS, PageLayout
-from .fragments import decode_key, decode_value, in_register, load_words
+from .fragments import decode_key, decode_value, in_registers, load_words
+from .units import VALUE_UNITS
 
 
 @triton.jit
@@ -34,8 +35,8 @@ def _load_16_bits(pointer0, pointer1):
 
 @triton.jit
 def _spread_half_word(half):
-    """The signs of an odd last 3-bit group as they lie in a sign word of parity 0: bytes (b0, b0 << 4, b1, b1 << 4)."""
-    return half & 0xF0 | (half & 0x0F) << 12 | (half & 0xF000) << 8 | (half & 0x0F00) << 20
+    """The signs of an odd last 3-bit group as they lie in a sign word of parity 0: two bits of each nibble."""
+    return half & 0xCCCC | (half & 0x3333) << 18
 
 
 @triton.jit
@@ -94,11 +95,11 @@ def decode_group(
     bits: tl.constexpr = GROUP_BITS[group]
     first: tl.constexpr = FIRST_WORD[group]
     second: tl.constexpr = SIGN_WORD[group] if bits == 3 else first + (1 if bits == 4 else 0)
-    table = in_register(zero, bits)
+    constants = in_registers(zero, bits)
     if is_key:
-        result = decode_key(words[first], words[second], table, bits, PARITY[group])
+        result = decode_key(words[first], words[second], constants, bits, PARITY[group])
     else:
-        result = decode_value(words[first], words[second], table, bits, PARITY[group])
+        result = decode_value(words[first], words[second], constants, bits, PARITY[group])
     return result
 
 
@@ -120,6 +121,7 @@ def kernel_layout(page: PageLayout) -> dict[str, object]:
         "FIRST_WORD": tuple(first),
         "SIGN_WORD": tuple(signs),
         "PARITY": tuple(parity),
+        "OVER_UNITS": tuple(1 / VALUE_UNITS[bits] for bits in vector.group_bits),
         "CHUNKS": vector.chunks,
         "HALF_OFFSET": 128 * sum(vector.chunks),
         "HAS_HALF": bool(vector.half_words),

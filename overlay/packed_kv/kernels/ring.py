@@ -148,8 +148,8 @@ def attend_ring(
 
     The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
     of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of
-    codes times scales, 1 / `UNIT` times the values. As with pages, a lane loads what it feeds to the tensor core: of
-    tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
+    codes times scales; times `RING_UNIT` they are the values. As with pages, a lane loads what it feeds to the tensor
+    core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
     """
     SLOT: tl.constexpr = of(RING_SLOTS, GROUPS)
     SCALES: tl.constexpr = 64 * GROUPS

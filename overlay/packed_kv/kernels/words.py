@@ -100,7 +100,7 @@ def _store_sign_word(
     """Signs of 3-bit group `number`; groups 2i and 2i + 1 share a word, an odd last one has a half word."""
     WORDS: tl.constexpr = CODE_WORDS + SIGN_WORDS
     new, own = _collect(signs, n, BITS, "sign word", IS_KEY, REGISTERS, 1)
-    shift = (number % 2 * 4).to(tl.uint32)
+    shift = (number % 2 * 2).to(tl.uint32)  # as SIGN_WORD_SHIFT of parity 1 has it
     new, own = new >> shift, own >> shift
     index = _word_index(CODE_WORDS + number // 2, word_lane, WORDS)
     if HALF_WORDS:

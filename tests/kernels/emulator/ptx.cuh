@@ -104,6 +104,7 @@ INLINE u32 prmt(u32 low, u32 high, u32 selector) {
     }
     return result;
 }
+INLINE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 // ---- the warp
 

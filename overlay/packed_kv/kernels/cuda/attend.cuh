@@ -10,10 +10,6 @@ constexpr bool TWICE = COLUMNS == 4;
 constexpr int SETS = TWICE ? GROUPS / 2 : GROUPS;
 constexpr int GROUPS_A_SET = GROUPS / SETS;
 
-constexpr bool set_has_offset(int set) {
-    return group_bits(set * GROUPS_A_SET) == 2 || group_bits(set * GROUPS_A_SET + GROUPS_A_SET - 1) == 2;
-}
-
 // This lane's place in the operands: row and column of `mma`.
 struct Lane {
     int index, row, column;
@@ -29,36 +25,39 @@ constexpr u32 LARGE_SCALES = 0x80808080;
 
 struct State {
     float output[GROUPS][2][4];  // [group][channels 0-15, 16-31], rows are channels
-    float scaled_weights[SETS][4];
     float maximum[2], total[2];  // of this lane's columns; totals of its own tokens
     float ceiling;
     u32 watched;  // bits of scales that end the headroom; 0: it has ended
 
     INLINE State() : maximum{-1e30f, -1e30f}, total{0, 0}, ceiling(0), watched(LARGE_SCALES) {
         for_each<GROUPS * 8>([&](auto i) { output[i.value / 8][i.value / 4 % 2][i.value % 4] = 0; });
-        for_each<SETS * 4>([&](auto i) { scaled_weights[i.value / 4][i.value % 4] = 0; });
     }
     INLINE void shrink(int column, float factor) {
         total[column] *= factor;
         for_each<GROUPS * 4>([&](auto i) { output[i.value / 4][i.value / 2 % 2][i.value % 2 * 2 + column] *= factor; });
-        for_each<SETS>([&](auto set) {
-            if constexpr (HAS_OFFSET) scaled_weights[set.value][column] *= factor;
-        });
     }
 };
 
 struct Queries {
-    u32 pairs[GROUPS][4];   // [group][channels 8 k + 2 column ..]
-    float start[SETS][2];   // of a score's sum: minus what the offset of 2-bit codes adds
+    u32 pairs[GROUPS][4];  // [group][channels 8 k + 2 column ..]
+
+    // For pages; the ring's codes have one unit.
+    INLINE void to_page_unit() {
+        for_each<GROUPS * 4>([&](auto i) {
+            constexpr float factor = SCORE_UNIT / unit_of(group_bits(i.value / 4));
+            if constexpr (factor != 1)
+                pairs[i.value / 4][i.value % 4] = multiply_halves(pairs[i.value / 4][i.value % 4], to_halves(factor, factor));
+        });
+    }
 };
 
-// Weights of TILES micro-blocks from their scores; SCORE_UNIT: of a score, in powers of 2.
+// Weights of TILES micro-blocks from their scores, which times `over_unit` are exponents of 2.
 template <int TILES>
-INLINE void weigh(const State& state, const float (&scores)[TILES][4], float score_unit, float (&weights)[TILES][4],
+INLINE void weigh(const State& state, const float (&scores)[TILES][4], float over_unit, float (&weights)[TILES][4],
                   float (&sums)[2]) {
     for_each<TILES * 4>([&](auto i) {
         constexpr int tile = i.value / 4, r = i.value % 4;
-        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], score_unit, -state.maximum[r % 2]));
+        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, -state.maximum[r % 2]));
     });
     for_each<TILES * 2>([&](auto i) {
         constexpr int tile = i.value / 2, c = i.value % 2;
@@ -69,10 +68,10 @@ INLINE void weigh(const State& state, const float (&scores)[TILES][4], float sco
 
 // Scores to weights, as right operands [TILES][n3]; scales: those of V.
 template <int TILES>
-INLINE void soften(State& state, const float (&scores)[TILES][4], float score_unit, const u32 (&scales)[TILES][SETS],
+INLINE void soften(State& state, const float (&scores)[TILES][4], float over_unit, const u32 (&scales)[TILES][SETS],
                    u32 (&operands)[TILES][2]) {
     float weights[TILES][4], sums[2];
-    weigh(state, scores, score_unit, weights, sums);
+    weigh(state, scores, over_unit, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
@@ -80,16 +79,16 @@ INLINE void soften(State& state, const float (&scores)[TILES][4], float score_un
         const float headroom = state.watched ? HEADROOM : -2;
         state.ceiling = state.watched ? 16384 : 1;
         for_each<2>([&](auto c) {
-            float top = -1e30f / score_unit;
+            float top = -1e30f / over_unit;
             for_each<TILES>([&](auto t) {
                 top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
             });
             for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
-            float maximum = maximum_of(state.maximum[c.value], top * score_unit - headroom);
+            float maximum = maximum_of(state.maximum[c.value], top * over_unit - headroom);
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });
-        weigh(state, scores, score_unit, weights, sums);
+        weigh(state, scores, over_unit, weights, sums);
     }
     state.total[0] += sums[0], state.total[1] += sums[1];
     for_each<TILES>([&](auto t) {
@@ -100,7 +99,7 @@ INLINE void soften(State& state, const float (&scores)[TILES][4], float score_un
 
 // Scores of 16 tokens, rows of an accumulator. `decode` makes a group's pairs; `scale` gives the two scales of a set.
 template <class Decode, class Scale>
-INLINE void score(const Queries& queries, bool has_offset, Decode&& decode, Scale&& scale, float (&scores)[4]) {
+INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float (&scores)[4]) {
     for_each<SETS>([&](auto s) {
         constexpr int set = s.value;
         float sums[4];
@@ -109,13 +108,8 @@ INLINE void score(const Queries& queries, bool has_offset, Decode&& decode, Scal
             u32 pairs[8];
             decode(Index<group>{}, pairs);
             const u32* q = queries.pairs[group];
-            if constexpr (i.value == 0) {
-                float c0 = has_offset && set_has_offset(set) ? queries.start[set][0] : 0;
-                float c1 = has_offset && set_has_offset(set) ? queries.start[set][1] : 0;
-                mma(sums, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1], c0, c1, c0, c1);
-            } else {
-                mma(sums, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1]);
-            }
+            if constexpr (i.value == 0) mma(sums, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1], 0, 0, 0, 0);
+            else mma(sums, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1]);
             mma(sums, pairs[2], pairs[6], pairs[3], pairs[7], q[2], q[3]);
         });
         float low, high;
@@ -131,16 +125,12 @@ INLINE void score(const Queries& queries, bool has_offset, Decode&& decode, Scal
 
 // Adds 16 tokens' V, weighed by `operands`; scales: [set], a byte a token, n3 n0.
 template <class Decode>
-INLINE void add_values(State& state, bool has_offset, Decode&& decode, const u32 (&scales)[SETS],
+INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS],
                        const u32 (&operands)[2]) {
     for_each<SETS>([&](auto s) {
         constexpr int set = s.value;
         u32 low = multiply_halves(scale_pair(scales[set], 0x4140), operands[0]);
         u32 high = multiply_halves(scale_pair(scales[set], 0x4342), operands[1]);
-        if constexpr (set_has_offset(set)) {
-            constexpr u32 ones = 0x3C003C00;
-            if (has_offset) mma(state.scaled_weights[set], ones, ones, ones, ones, low, high);
-        }
         for_each<GROUPS_A_SET>([&](auto i) {
             constexpr int group = set * GROUPS_A_SET + i.value;
             u32 pairs[8];
@@ -175,40 +165,23 @@ struct Request {
 // A column of this lane's accumulators, 0 or 1, as one of the request's.
 INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
 
-// Adds to token 0's scores what its key's own mean gives; `unit`: of a score.
-INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float unit,
+// Adds to token 0's scores what its key's own mean gives.
+INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float over_unit,
                            float (&scores)[4]) {
     if (lane.row != 0) return;
     for (int c = 0; c < 2; c++)
         if (request.has(own_column(lane, c)))
-            scores[c] += a.query_bias[2 * request.row(head, own_column(lane, c)) + 1] / unit;
+            scores[c] += a.query_bias[2 * request.row(head, own_column(lane, c)) + 1] / over_unit;
 }
 
 INLINE Queries load_queries(const Arguments& a, const Request& request, int head, const Lane& lane) {
     Queries queries;
     const u32* q = (const u32*)a.query + request.row(head, lane.row % COLUMNS) * (HEAD_DIM / 2) + lane.column;
     const bool there = request.has(lane.row % COLUMNS);
-    float sums[GROUPS];
     for_each<GROUPS>([&](auto g) {
         constexpr int group = g.value;
         const bool takes_part = there && (!TWICE || lane.row / 4 == group % 2);
-        sums[group] = 0;
-        for_each<4>([&](auto k) {
-            u32 pair = takes_part ? q[group * 16 + 4 * k.value] : 0;
-            queries.pairs[group][k.value] = pair;
-            if constexpr (group_bits(group) == 2) sums[group] += low_float(pair) + high_float(pair);
-        });
-    });
-    for_each<SETS>([&](auto set) {
-        if constexpr (set_has_offset(set.value)) {
-            float sum = sums[set.value * GROUPS_A_SET] + (TWICE ? sums[set.value * GROUPS_A_SET + 1] : 0);
-            sum += shuffle_xor(sum, 1);
-            sum += shuffle_xor(sum, 2);
-            queries.start[set.value][0] = -UNIT * shuffle(sum, 8 * lane.column);
-            queries.start[set.value][1] = -UNIT * shuffle(sum, 8 * lane.column + 4);
-        } else {
-            queries.start[set.value][0] = queries.start[set.value][1] = 0;
-        }
+        for_each<4>([&](auto k) { queries.pairs[group][k.value] = takes_part ? q[group * 16 + 4 * k.value] : 0; });
     });
     return queries;
 }

@@ -1,5 +1,5 @@
 // Codes of a micro-block, from shared memory to operands of the tensor core. `layout.py` draws the words; a lane's 16
-// codes of a group become 8 fp16 pairs, pair e / 2 of codes e and e + 1, times UNIT and before their scale.
+// codes of a group become 8 fp16 pairs, pair e / 2 of codes e and e + 1, times unit_of(bits) and before their scale.
 //
 // What a code costs decides: the pipe of shifts, LOP3 and PRMT is the busiest one (docs/kernels.md).
 #pragma once
@@ -25,12 +25,6 @@ constexpr int threes_before(int group) {
 constexpr int first_word(int group) {
     return group == 0 ? 0 : first_word(group - 1) + (group_bits(group - 1) == 4 ? 2 : 1);
 }
-constexpr int has_bits(int bits) {
-    for (int g = 0; g < GROUPS; g++)
-        if (group_bits(g) == bits) return true;
-    return false;
-}
-
 constexpr int CODE_WORDS = first_word(GROUPS);
 constexpr int SIGN_WORDS = threes_before(GROUPS) / 2;
 constexpr int WORDS = CODE_WORDS + SIGN_WORDS;
@@ -39,12 +33,8 @@ constexpr int VALUE_CODES = 32 * (4 * WORDS + 2 * HAS_HALF);
 constexpr int KEY_SCALES = 2 * VALUE_CODES, VALUE_SCALES = KEY_SCALES + 16 * GROUPS;
 constexpr int MICRO_BLOCK_BYTES = VALUE_SCALES + 16 * GROUPS;
 
-// A byte with a zero above it is, read as fp16, a subnormal number: its 2^-24 times. Magnitudes times 128 are bytes; of
-// 3 bits, and of 2, those times 32 are too. 2-bit values have an offset of 1 besides, so that one look-up gives the
-// sign as well: (value + 1) * UNIT. The score starts from what that adds, and the weights' sum is taken off the output.
-constexpr bool HAS_OFFSET = has_bits(2);
-static_assert(!(has_bits(2) && has_bits(4)), "no unit for 4-bit and 2-bit groups");
-constexpr float UNIT = HAS_OFFSET ? 1.f / (1 << 19) : 1.f / (1 << 17);
+// What a value of 1 becomes, before its scale; `units.py` says why, and what makes up the difference in scores.
+constexpr float unit_of(int bits) { return bits == 4 ? UNIT_4 : bits == 3 ? UNIT_3 : UNIT_2; }
 
 struct Words { u32 word[WORDS], half; };
 
@@ -54,17 +44,19 @@ INLINE void load_words(Words& words, u32 address, int lane) {
     if constexpr (WORDS % 4 >= 2) load_shared_2(address + 128 * fours + 8 * lane, words.word + fours);
     if constexpr (WORDS % 2) words.word[WORDS - 1] = load_shared(address + 128 * (WORDS - 1) + 4 * lane);
     if constexpr (HAS_HALF) {
-        // The signs of an odd last group as they lie in a sign word of parity 0: bytes (b0, b0 << 4, b1, b1 << 4).
-        u32 twice = prmt(load_shared_half(address + 128 * WORDS + 2 * lane), 0, 0x1100);
-        words.half = (twice & 0x00FF00FF) | ((twice << 4) & 0xFF00FF00);
+        // The signs of an odd last group as they lie in a sign word of parity 0.
+        u32 twice = prmt(load_shared_half(address + 128 * WORDS + 2 * lane), 0, 0x1010);
+        words.half = select_bits(0x0000FFFF, twice, twice << 2);
     }
 }
 
-// The first operand of the look-up, in registers: `unknown` is 0, which the compiler must not know. It would move the
-// constant there anew for each look-up, as PRMT takes one constant only.
+// Constants in registers: `unknown` is 0, which the compiler must not know. It would move them there anew for each
+// instruction, as PRMT and LOP3 take one constant only, and they need two.
 struct Tables {
-    u32 low4, table3, table2;
-    INLINE Tables(u32 unknown) : low4(TABLE_4_LOW + unknown), table3(TABLE_3 + unknown), table2(TABLE_2 + unknown) {}
+    u32 low4, positive3, zeros3, base2;
+    INLINE Tables(u32 unknown)
+        : low4(TABLE_4_LOW + unknown), positive3(TABLE_3_POSITIVE + unknown), zeros3(ZEROS_3 + unknown),
+          base2(BASE_2 + unknown) {}
 };
 
 // A byte of magnitudes and, above it, the same byte of signs.
@@ -79,24 +71,29 @@ INLINE void decode_4_bits(u32 word, u32* pairs, const Tables& tables) {
     join_signs(prmt(tables.low4, TABLE_4_HIGH, upper_half(codes)), (word << 4) & 0x80808080, pairs + 2);
 }
 
+// Two pairs, whose codes are nibbles 1, 3, 5 and 7 of `codes`. A selector of 8 asks for the sign of the table's first
+// byte, which is 0: so each look-up gives two whole fp16.
+INLINE void look_up_pairs(u32 codes, u32& low, u32& high, const Tables& tables) {
+    const u32 selectors = (codes & 0x70707070) | tables.zeros3;
+    low = prmt(tables.positive3, TABLE_3_NEGATIVE, selectors);
+    high = prmt(tables.positive3, TABLE_3_NEGATIVE, upper_half(selectors));
+}
+
 template <int PARITY> INLINE void decode_3_bits(u32 word, u32 signs, u32* pairs, const Tables& tables) {
     for_each<2>([&](auto half) {
-        constexpr int shift = 4 * PARITY + 2 * half.value;
-        u32 codes = (word >> (2 * half.value)) & 0x33333333;
+        constexpr int left = 2 * PARITY + half.value - 1;  // that brings signs to bit 2 of their nibbles
+        const u32 magnitudes = word >> (2 * half.value), own = left < 0 ? signs >> 1 : signs << (left < 0 ? 0 : left);
+        const u32 codes = select_bits(0x33333333, magnitudes, own);
         u32* target = pairs + 4 * half.value;
-        join_signs(prmt(tables.table3, 0, codes), (signs << shift) & 0x80808080, target);
-        join_signs(prmt(tables.table3, 0, upper_half(codes)), (signs << (shift + 1)) & 0x80808080, target + 2);
+        look_up_pairs(codes << 4, target[0], target[2], tables);
+        look_up_pairs(codes, target[1], target[3], tables);
     });
 }
 
-// Sign and magnitude are one index. Bytes 0 and 2 of a look-up are of one quarter of the codes, 1 and 3 of another.
 INLINE void decode_2_bits(u32 word, u32* pairs, const Tables& tables) {
-    for_each<2>([&](auto half) {
-        u32 codes = (word >> (2 * half.value)) & 0x33333333;
-        u32 first = prmt(tables.table2, 0, codes), second = prmt(tables.table2, 0, upper_half(codes));
-        u32 *odd = pairs + 2 * (1 - half.value), *even = pairs + 2 * (3 - half.value);
-        even[0] = first & 0x00FF00FF, even[1] = second & 0x00FF00FF;
-        odd[0] = prmt(first, 0, 0x4341), odd[1] = prmt(second, 0, 0x4341);
+    for_each<8>([&](auto i) {
+        constexpr int shift = i.value % 4 + i.value / 4 * 8;  // to the left, which the pipe of multiplications does
+        pairs[i.value] = ((word << shift) & MASK_2) | tables.base2;
     });
 }
 

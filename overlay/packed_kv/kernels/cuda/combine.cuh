@@ -9,10 +9,8 @@ constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
 // Values of 1 and sums over all of the warp's lanes, instead of what the loop worked with.
 INLINE void finish(State& state) {
     for_each<GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8, r = i.value % 4, set = group / GROUPS_A_SET;
-        float& x = state.output[group][i.value / 4 % 2][r];
-        x *= 1 / UNIT;
-        if constexpr (group_bits(group) == 2) x -= state.scaled_weights[set][r % 2];
+        constexpr int group = i.value / 8;
+        state.output[group][i.value / 4 % 2][i.value % 4] *= 1 / unit_of(group_bits(group));
     });
     for_each<2>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });

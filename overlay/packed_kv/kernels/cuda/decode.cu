@@ -6,7 +6,8 @@
 // Tiles of the ring of recent tokens go the same way, before those of pages. IS_FINAL: the blocks of a pair write the
 // output; else each block's results are partial, for `merge.py`. `launch.py` gives the constants:
 //
-//   HEAD_DIM, GROUP_BITS, TABLE_*       of the format
+//   HEAD_DIM, GROUP_BITS                of the format
+//   TABLE_*, *_3, *_2, *UNIT*           of `units.py`
 //   KV_HEADS, QUERY_GROUP, COLUMNS      of the model and its drafts
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks of a page, of a tile
 //   RING_BLOCK, RECENT, HAS_BIAS        as in decode.py
@@ -106,7 +107,7 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
 INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][4],
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
     const Request request(a, again(blockIdx.z));
-    if (HAS_BIAS && first_token == 0) add_first_bias(a, request, again(blockIdx.y), lane, 1 / UNIT, scores[0]);
+    if (HAS_BIAS && first_token == 0) add_first_bias(a, request, again(blockIdx.y), lane, 1 / SCORE_UNIT, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
         for_each<4>([&](auto r) {
@@ -132,7 +133,7 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
         u32 key_scales[GROUPS / 2];
         load_scales(micro_block, lane, key_scales, scales[b.value]);
         score(
-            queries, true, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
+            queries, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
             [&](auto set, float& low, float& high) {
                 constexpr int word = set.value * GROUPS_A_SET / 2;
                 const u32 pair = scale_pair(key_scales[word], TWICE ? key_selector : set.value % 2 ? 0x4342 : 0x4140);
@@ -148,7 +149,7 @@ INLINE void weigh_tile(const Arguments& a, State& state, const Lane& lane, int f
                        u32 (&operands)[TILE_BLOCKS][2]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane, first_token, scores, scales);
-    soften(state, scores, 1 / UNIT, scales, operands);
+    soften(state, scores, 1 / SCORE_UNIT, scales, operands);
 }
 
 INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
@@ -157,7 +158,7 @@ INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 t
         Words words;
         load_words(words, tile + b.value * MICRO_BLOCK_BYTES + VALUE_CODES, lane.index);
         add_values(
-            state, true, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
+            state, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
             scales[b.value], operands[b.value]);
     });
 }
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     });
 
     State state;
-    const Queries queries = load_queries(a, request, head, lane);
+    Queries queries = load_queries(a, request, head, lane);
     if (RING_BLOCK && share.ring) {
 #pragma unroll 1
         for (int number = 0; number < share.ring; number++) {
@@ -225,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         }
         to_page_unit(state);
     }
+    queries.to_page_unit();
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = share.low + share.count;
     const Tables tables((u32)(request.seq_len >> 31));
 #pragma unroll 1

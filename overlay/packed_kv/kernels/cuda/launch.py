@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...codecs.ring import Ring
-from ...formats import MAGNITUDES
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
+from .. import units
 from ..launch import head_stride
 from ..ring import check_ring
 from . import COLUMNS
@@ -72,18 +72,21 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     warps, columns = variant.warps, variant.columns
     bits = page.vector.group_bits
     head_dim = 32 * len(bits)
-    unit = 32 if 2 in bits else 128  # `codes.cuh` has the reason
-    two = [unit + sign * unit * level for sign in (1, -1) for level in MAGNITUDES[2]] if 2 in bits else [0.0] * 4
     ring_tile = MICRO_BLOCK * ring_slot_bytes(head_dim) if variant.ring_block else 0
     stage = max(TILE_BLOCKS * page.micro_block_bytes, ring_tile)
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     values: dict[str, object] = {
         "HEAD_DIM": head_dim,
         "GROUP_BITS": ",".join(map(str, bits)),
-        "TABLE_4_LOW": _word([128 * level for level in MAGNITUDES[4][:4]]),
-        "TABLE_4_HIGH": _word([128 * level for level in MAGNITUDES[4][4:]]),
-        "TABLE_3": _word([unit * level for level in MAGNITUDES[3]]),
-        "TABLE_2": _word(two),
+        "TABLE_4_LOW": f"{units.word(units.four_bit_bytes()[:4])}u",
+        "TABLE_4_HIGH": f"{units.word(units.four_bit_bytes()[4:])}u",
+        "TABLE_3_POSITIVE": f"{units.word(units.three_bit_bytes()[:4])}u",
+        "TABLE_3_NEGATIVE": f"{units.word(units.three_bit_bytes()[4:])}u",
+        "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
+        "BASE_2": f"{units.twice(units.two_bit_base())}u",
+        "MASK_2": f"{units.twice(units.MASK_2)}u",
+        **{f"UNIT_{width}": f"{unit}f" for width, unit in units.VALUE_UNITS.items()},
+        "SCORE_UNIT": f"{units.score_unit(bits)}f",
         "KV_HEADS": kv_heads,
         "QUERY_GROUP": group,
         "COLUMNS": columns,
@@ -102,13 +105,6 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "SHARED_BYTES": max(warps * STAGES * (stage + 8), combine),
     }
     return {name: str(value) for name, value in values.items()}
-
-
-def _word(levels: list[float]) -> str:
-    """Four bytes as a constant of C."""
-    values = [round(level) for level in levels]
-    assert all(value == level and 0 <= value < 256 for value, level in zip(values, levels, strict=True)), levels
-    return f"0x{sum(value << 8 * i for i, value in enumerate(values)):08x}u"
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,12 @@ INLINE u32 prmt(u32 low, u32 high, u32 selector) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
     return result;
 }
+// Bits of `a` where the mask has ones, else of `b`.
+INLINE u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
+    return result;
+}
 
 // ---- fp16 and fp32
 

@@ -3,7 +3,7 @@
 #include "attend.cuh"
 
 constexpr int RING_SLOT = (2 * HEAD_DIM + 2 * GROUPS + 7) / 8 * 8;
-constexpr float RING_UNIT = 1.f / 128;
+constexpr float RING_UNIT = 1.f / 128;  // the value of a code of 1
 
 // Two codes of `word`, bytes of code + 128, as fp16: under 0x64 a byte is 1024 + it, and 1152 off that is the code.
 INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64646464, selector), 0xE480E480); }
@@ -57,7 +57,7 @@ INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, floa
         low = low_float(scale_pair(load_shared(keys + 2 * HEAD_DIM), selector));
         high = low_float(scale_pair(load_shared(keys + 8 * RING_SLOT + 2 * HEAD_DIM), selector));
     };
-    score(queries, false, decode, scale, scores);
+    score(queries, decode, scale, scores);
 }
 
 // Of this lane's token number i = n3 n0.
@@ -75,7 +75,7 @@ INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], c
             pairs[4 + n3.value] = ring_pair(high, 0x4140), pairs[6 + n3.value] = ring_pair(high, 0x4342);
         });
     };
-    add_values(state, false, decode, scales, operands);
+    add_values(state, decode, scales, operands);
 }
 
 // As of a page's V: a byte a token. 0 of what is no token of the ring, whose bytes may be anything.
@@ -111,5 +111,8 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
 }
 
 INLINE void to_page_unit(State& state) {
-    for_each<GROUPS * 8>([&](auto i) { state.output[i.value / 8][i.value / 4 % 2][i.value % 4] *= UNIT * RING_UNIT; });
+    for_each<GROUPS * 8>([&](auto i) {
+        constexpr int group = i.value / 8;
+        state.output[group][i.value / 4 % 2][i.value % 4] *= unit_of(group_bits(group)) * RING_UNIT;
+    });
 }

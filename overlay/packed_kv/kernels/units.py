@@ -1,0 +1,77 @@
+"""What codes become before their scale: fp16 numbers that need no conversion. For both decode kernels.
+
+    4 bits   128 times a magnitude is an integer below 256, a byte; with a zero byte above it, it is a subnormal number,
+             its 2^-24 times; the sign goes into the upper byte
+    3 bits   magnitudes have 2 bits behind the leading one (e5m2), so times 2^-11 they are fp16 whose lower byte is 0:
+             a byte with the sign in it is all that there is to look up
+    2 bits   the larger magnitude is 4 times the smaller, both powers of 2: times 2^-12, one bit of the exponent tells
+             them apart
+
+A *unit* is what a value of 1 is: divide by it to get the value. Sums over V of a group are in the group's unit, which
+is divided out at the end. Scores are sums over all groups of K, so their groups need one unit: queries make up for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from ..formats import MAGNITUDES
+
+VALUE_UNITS = {4: 2.0**-17, 3: 2.0**-11, 2: 2.0**-12}
+"""bits -> unit of decoded codes: the smallest power of 2 with which all magnitudes are as said above."""
+
+
+def score_unit(group_bits: tuple[int, ...]) -> float:
+    """Of scores over groups of these bits: the unit of all, or one between. A group's queries are multiplied by it over
+    the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled queries up to 8188 stay finite."""
+    exponents = [math.frexp(VALUE_UNITS[bits])[1] - 1 for bits in group_bits]
+    return 2.0 ** ((min(exponents) + max(exponents)) // 2)
+
+
+def four_bit_bytes() -> list[int]:
+    """Magnitudes times 128."""
+    values = [128 * level for level in MAGNITUDES[4]]
+    assert all(value == int(value) < 256 for value in values), values
+    return [int(value) for value in values]
+
+
+ZERO_BYTES_3 = 0x0808
+"""In a selector of `prmt`, between two codes: the sign of the table's first byte, which is 0, as a byte."""
+
+
+def three_bit_bytes() -> list[int]:
+    """Upper bytes of fp16, by code: the four magnitudes, and the same with the sign."""
+    bits = [_fp16_bits(sign * level * VALUE_UNITS[3]) for sign in (1, -1) for level in MAGNITUDES[3]]
+    assert all(value & 0xFF == 0 for value in bits) and bits[0] >> 15 == 0, bits
+    return [value >> 8 for value in bits]
+
+
+MAGNITUDE_BIT_2 = 0x0800
+"""Of an fp16, set where a 2-bit code's magnitude is the larger one."""
+MASK_2 = 0x8000 | MAGNITUDE_BIT_2
+"""What a 2-bit code says of an fp16; `two_bit_base` is the rest."""
+
+
+def two_bit_base() -> int:
+    """Bits of the smaller magnitude as fp16."""
+    low, high = (_fp16_bits(level * VALUE_UNITS[2]) for level in MAGNITUDES[2])
+    assert high == low | MAGNITUDE_BIT_2 != low, (low, high)
+    return low
+
+
+def word(bytes_: list[int]) -> int:
+    """Four bytes as a 32-bit word, the first one lowest."""
+    return int.from_bytes(bytes(bytes_), "little")
+
+
+def twice(half: int) -> int:
+    """16 bits for both halves of a 32-bit word."""
+    return half * 0x10001
+
+
+def _fp16_bits(value: float) -> int:
+    """Of a number that fp16 has."""
+    (bits,) = struct.unpack("<H", struct.pack("<e", value))
+    assert struct.unpack("<e", struct.pack("<H", bits))[0] == value, value
+    return bits
