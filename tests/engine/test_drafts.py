@@ -30,8 +30,8 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "block_size": 32, "max_model_len":
 if ON_GPU:
     ENGINE |= {"dtype": "float16", "enforce_eager": False, "compilation_config": GRAPHS}
 MARGIN = 0.8
-"""Nats that the likeliest token must lead by in each place, or rounding may decide: fp16 products of 4 rows are not those
-of 1 row. Of numbers in words, a lead of 0.31 in fp32 was 0.05 in fp16 and 0.08 with drafts, on a CPU, and another
+"""Nats that the likeliest token must lead by in each place, or rounding may decide: fp16 products of 4 rows are not
+those of 1 row. Of numbers in words, a lead of 0.31 in fp32 was 0.05 in fp16 and 0.08 with drafts, on a CPU, and another
 token led on an H200. With `TEXT` it is 1.07 in fp32, 0.95 in fp16 and 1.31 in bf16, and the tokens are the same."""
 DRAFT_CACHES = {"packed": {}, "bf16": {"kv_cache_dtype": "auto"}}
 
