@@ -18,6 +18,7 @@ _MAGNITUDE_SHIFT = tl.constexpr(layout.MAGNITUDE_SHIFT)
 _SIGN_SHIFT = tl.constexpr(layout.SIGN_SHIFT)
 _SIGN_WORD_SHIFT = tl.constexpr(layout.SIGN_WORD_SHIFT[0])
 _SIGN_HALF_SHIFT = tl.constexpr(layout.SIGN_HALF_SHIFT)
+_BETWEEN_PARITIES = tl.constexpr(layout.SIGN_WORD_SHIFT[0][0] - layout.SIGN_WORD_SHIFT[1][0])
 
 
 @triton.constexpr_function
@@ -100,7 +101,7 @@ def _store_sign_word(
     """Signs of 3-bit group `number`; groups 2i and 2i + 1 share a word, an odd last one has a half word."""
     WORDS: tl.constexpr = CODE_WORDS + SIGN_WORDS
     new, own = _collect(signs, n, BITS, "sign word", IS_KEY, REGISTERS, 1)
-    shift = (number % 2 * 2).to(tl.uint32)  # as SIGN_WORD_SHIFT of parity 1 has it
+    shift = (number % 2 * _BETWEEN_PARITIES).to(tl.uint32)
     new, own = new >> shift, own >> shift
     index = _word_index(CODE_WORDS + number // 2, word_lane, WORDS)
     if HALF_WORDS:

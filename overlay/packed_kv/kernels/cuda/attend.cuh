@@ -44,9 +44,10 @@ struct Queries {
     // For pages; the ring's codes have one unit.
     INLINE void to_page_unit() {
         for_each<GROUPS * 4>([&](auto i) {
-            constexpr float factor = SCORE_UNIT / unit_of(group_bits(i.value / 4));
-            if constexpr (factor != 1)
-                pairs[i.value / 4][i.value % 4] = multiply_halves(pairs[i.value / 4][i.value % 4], to_halves(factor, factor));
+            constexpr int group = i.value / 4;
+            constexpr float factor = SCORE_UNIT / unit_of(group_bits(group));
+            u32& pair = pairs[group][i.value % 4];
+            if constexpr (factor != 1) pair = multiply_halves(pair, to_halves(factor, factor));
         });
     }
 };
@@ -125,8 +126,7 @@ INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float 
 
 // Adds 16 tokens' V, weighed by `operands`; scales: [set], a byte a token, n3 n0.
 template <class Decode>
-INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS],
-                       const u32 (&operands)[2]) {
+INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS], const u32 (&operands)[2]) {
     for_each<SETS>([&](auto s) {
         constexpr int set = s.value;
         u32 low = multiply_halves(scale_pair(scales[set], 0x4140), operands[0]);

@@ -25,6 +25,7 @@ constexpr int threes_before(int group) {
 constexpr int first_word(int group) {
     return group == 0 ? 0 : first_word(group - 1) + (group_bits(group - 1) == 4 ? 2 : 1);
 }
+
 constexpr int CODE_WORDS = first_word(GROUPS);
 constexpr int SIGN_WORDS = threes_before(GROUPS) / 2;
 constexpr int WORDS = CODE_WORDS + SIGN_WORDS;
