@@ -10,9 +10,10 @@ each with all its `--kv-bytes`, first the first number of agents for every dtype
 emptied between the points. A point is watched for --seconds after every agent has had an answer; then what is under way
 is aborted. Rows of agentic.csv: the share of prompt tokens that the cache had (`hit_rate`), prompt tokens that were
 computed again though they had been before (`recomputed_tokens`; not those behind a preemption), seconds to the first
-token of a turn, turns and output tokens a second. `engine` says "vllm" or "arithmetic": `simulated_engine.py`, with the
-seconds a step of --steps. --offload adds host memory behind the cache (vLLM's `kv_offloading_size`), which arithmetic
-does not know. --reasoning-seconds measures the load of `reasoning.py` in the same engines afterwards, to save a start.
+token of a turn, turns and output tokens a second. `engine` says "vllm" ("vllm, compiled" with --compile) or
+"arithmetic": `simulated_engine.py`, with the seconds a step of --steps. --offload adds host memory behind the cache
+(vLLM's `kv_offloading_size`), which arithmetic does not know. --reasoning-seconds measures the load of `reasoning.py`
+in the same engines afterwards, to save a start.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
             return
         with engine.serving(int(options.kv_bytes)) as blocks:
             point = agents.run(engine, load_of(number, options), options.seconds)
-        workers.emit("agentic.csv", {**row(dtype, "vllm", blocks, engine.block_size, point, options), **rows.machine()})
+        measured = row(dtype, workers.engine_name(options), blocks, engine.block_size, point, options)
+        workers.emit("agentic.csv", {**measured, **rows.machine()})
         workers.end_turn()
     if options.reasoning_seconds and workers.wait_for_device():
         reasoning.measure_load(dtype, device, engine, options)

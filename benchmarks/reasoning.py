@@ -175,7 +175,7 @@ def measure_load(dtype: str, device: bench_engine.Engine, engine: LiveEngine, op
         _, ring = blocks_of(config_of(options.model), dtype, int(options.reasoning_bytes), engine.block_size)
         made = under_way(load, blocks, engine.block_size, ring)
         measured = load_engine(engine, load, made, options.reasoning_seconds)
-    found = row(dtype, "vllm", load, blocks * engine.block_size, measured, options)
+    found = row(dtype, workers.engine_name(options), load, blocks * engine.block_size, measured, options)
     workers.emit("reasoning.csv", {**found, **rows.machine()})
 
 

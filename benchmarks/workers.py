@@ -47,11 +47,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
     add("--offload", type=float, help="GiB of host memory behind the cache (default: none)")
+    add("--compile", action="store_true", help="torch.compile, and piecewise CUDA graphs for steps that carry prompts")
     add("--start-when", type=Path, help="import everything, and start the engines when this file is there")
     add("--after", type=Path, help="start the engines, and measure when this file is there")
     results = Path(__file__).parent / "results"
     add("--steps", type=Path, default=results, help="of arithmetic: folder of decode.csv and prefill.csv")
     add("--block-size", type=int, help="tokens (default: vLLM's; of arithmetic 16)")
+
+
+def engine_name(options: argparse.Namespace) -> str:
+    """The column `engine` of what vLLM's engine did."""
+    return "vllm, compiled" if options.compile else "vllm"
 
 
 def wait_for_device() -> bool:
