@@ -1,11 +1,13 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
-    python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--csv FILE]
+    python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
 of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
-of what a copy of 4 GB moves on the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model.
+of what a copy of 4 GB moves on the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model. With
+--spread S requests have 1 - S to 1 + S times the context, in any order. What a plan of the CUDA kernel's jobs takes,
+one a step, is timed apart, at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import decode as decode_module
 from packed_kv.kernels.cuda import launch as cuda
+from packed_kv.kernels.cuda.jobs import JobPlanner
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge
 from packed_kv.kernels.rotate import rotate_query, rotation_matrix
@@ -45,7 +48,7 @@ def copy_bandwidth() -> float:
 class Layers:
     """A batch and several layers' caches of it, of random codes and of scales as data has them."""
 
-    def __init__(self, name: str, requests: int, context: int, recent: int) -> None:
+    def __init__(self, name: str, requests: int, context: int, recent: int, spread: float = 0) -> None:
         self.codec, self.page = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda"), page_layout(FORMATS[name], HEAD_DIM)
         blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes
         shape = (blocks, KV_HEADS, BLOCK_SIZE, slot_bytes)
@@ -53,11 +56,14 @@ class Layers:
         for cache in self.caches:
             scales = cache.view(blocks, KV_HEADS, BLOCK_SIZE // 16, -1)[..., self.page.key_scales :]
             scales.copy_(torch.randint(0x64, 0x74, scales.shape, dtype=torch.uint8, device="cuda"))
-        self.tables = [torch.randperm(blocks, device="cuda").to(torch.int32).view(requests, -1) for _ in self.caches]
+        steps = [1 - spread + spread * (2 * i + 1) / requests for i in torch.randperm(requests).tolist()]
+        lengths = [int(step * context) // BLOCK_SIZE * BLOCK_SIZE for step in steps]
+        self.tokens = sum(lengths)
+        self.tables = [_deal_out(torch.randperm(blocks), lengths) for _ in self.caches]
         self.query = torch.randn(requests, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         self.output = torch.empty_like(self.query)
         self.start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-        self.seq_lens = torch.full((requests,), context, dtype=torch.int32, device="cuda")
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.rings = [self._ring(requests, context, recent) if recent else None for _ in self.caches]
 
     @staticmethod
@@ -81,16 +87,21 @@ class Layers:
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         grid = cuda.Grid(1, splits or decode_module.split_count(requests * KV_HEADS, multiprocessors), is_final=False)
         if kernel == "cuda" and splits is None:
-            grid = cuda.grid(requests * KV_HEADS, multiprocessors)
+            grid = cuda.grid(requests, KV_HEADS, multiprocessors)
         rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
-        partial = torch.empty(requests, QUERY_HEADS, grid.blocks, HEAD_DIM, device="cuda")
-        stats = torch.empty(requests, QUERY_HEADS, grid.blocks, 2, device="cuda")
+        parts, jobs = (requests, QUERY_HEADS, grid.blocks), None
+        if grid.is_final:
+            planner = planner_of(requests, grid, multiprocessors)
+            jobs, parts = planner(self.seq_lens), (grid.blocks, KV_HEADS, group)
+        partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
-        matrix, counters = cuda.pack_matrix(backward), cuda.make_counters(backward.device)
+        matrix = cuda.pack_matrix(backward)
+        counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
         bound, steps = [], []
         for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
             bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, has_bias=False))
-            steps.append(cuda.step_arguments(rotated, table, self.start, self.seq_lens, partial, stats, None, ring))
+            batch = (rotated, table, self.start, self.seq_lens, partial, stats, None, ring, None, jobs)
+            steps.append(cuda.step_arguments(*batch))
 
         def round_of_layers(rotates: bool) -> None:
             for i, (cache, table, ring) in enumerate(zip(self.caches, self.tables, self.rings, strict=True)):
@@ -106,6 +117,28 @@ class Layers:
 
         rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
         return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
+
+
+def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Block table, int32 [requests, most blocks of one]."""
+    parts = blocks[: sum(lengths) // BLOCK_SIZE].split([n // BLOCK_SIZE for n in lengths])
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to("cuda", torch.int32)
+
+
+def planner_of(requests: int, grid: cuda.Grid, multiprocessors: int) -> JobPlanner:
+    places = cuda.job_places(grid.warps, KV_HEADS, multiprocessors)
+    return JobPlanner(requests, places, grid.warps, torch.device("cuda"))
+
+
+def time_plans() -> None:
+    """Print what the plan of a step takes, which is made once for all layers."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    for requests in (4, 32, 128, 256, 512):
+        grid = cuda.grid(requests, KV_HEADS, multiprocessors)
+        planner = planner_of(requests, grid, multiprocessors)
+        seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
+        times = interleaved({"plan": lambda planner=planner, lengths=seq_lens: planner(lengths)})
+        print(f"plan of {requests} requests: {times['plan'][1] * LAYERS:.1f} us a step")
 
 
 def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
@@ -140,6 +173,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
     parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda"))
     parser.add_argument("--recent", type=int, default=0, help="tokens read from the ring (default: 0, no ring)")
+    parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
+    parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
     parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel")
     parser.add_argument("--csv", type=Path)
@@ -149,25 +184,28 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for name in options.dtypes:
-        for requests, context in SHAPES:
-            layers = Layers(name, requests, context, options.recent)
+        for requests, context in (map(int, shape.split("x")) for shape in options.shapes):
+            layers = Layers(name, requests, context, options.recent, options.spread)
             rounds: dict[str, Callable[[], None]] = {}
             for kernel in options.kernels:
                 rounds |= layers.rounds(kernel, options.splits, options.max_registers)
             times = interleaved(rounds)
-            packed = requests * context * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
+            packed = layers.tokens * KV_HEADS * FORMATS[name].slot_bytes(HEAD_DIM)
             for kernel in options.kernels:
                 (p20, p50, p80), attention = times[f"{kernel} all"], times[kernel]
                 share = packed / (attention[1] * 1e-6) / bandwidth
                 case = f"{name:13} {requests:4} x {context:5}  {kernel:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
-                    "dtype": name, "requests": requests, "context": context, "recent": options.recent,
+                    "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
+                    "recent": options.recent,
                     "kernel": kernel, "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
                 if options.csv:
                     append(options.csv, {**row, **made_with})
+    if "cuda" in options.kernels:
+        time_plans()
 
 
 if __name__ == "__main__":

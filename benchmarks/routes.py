@@ -46,7 +46,7 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     output = torch.empty_like(query)
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     seq_lens = torch.full((requests,), context, dtype=torch.int32, device=device)
-    decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens)
+    decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens, requests)
     plan = decode.plan_decodes(tokens, table, query_start, seq_lens, query_tokens)
     flash_attention = find_flash_attention(HEAD_DIM, HEAD_DIM, query.dtype, None)
     prefill = FlashPrefill(codec, QUERY_HEADS, KV_HEADS, options, tokens, requests, flash_attention)

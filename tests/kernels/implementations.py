@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from packed_kv.kernels.cuda import launch
+from packed_kv.kernels.cuda.jobs import Job
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge
 from packed_kv.layout import PageLayout
@@ -32,7 +33,10 @@ def attend_pages(
     """
     tokens, kv_heads, group, head_dim = query.shape
     shape = splits if isinstance(splits, launch.Grid) else launch.Grid(8, splits, is_final=True)
-    rows = (tokens, kv_heads * group, shape.blocks)
+    rows, jobs, columns = (tokens, kv_heads * group, shape.blocks), None, launch.columns_of(group, max_query_len)
+    if kernel != "triton" and shape.is_final:
+        jobs = make_jobs(seq_lens, shape)
+        rows = (len(jobs), kv_heads, columns)
     partial = torch.full((*rows, head_dim), float("nan"), device=query.device)
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
     output = output.view(tokens, kv_heads, group, -1)
@@ -46,26 +50,36 @@ def attend_pages(
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring = options.pop("query_bias", None), options.pop("ring", None)
-    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums)
+    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums, jobs)
     packed, counters = launch.pack_matrix(matrix), torch.zeros(2112, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
         cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, sums is not None)
+        shape = shape if jobs is None else shape._replace(blocks=len(jobs))
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
         import emulated
 
         variant = launch.Variant(
-            shape.warps, shape.is_final, launch.columns_of(group, max_query_len), cache.shape[2],
+            shape.warps, shape.is_final, columns, cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
             sums is not None and shape.is_final,
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
-        emulated.run(constants, (shape.blocks, kv_heads, len(seq_lens)), output, step, layer)
+        blocks = (shape.blocks, kv_heads, len(seq_lens)) if jobs is None else (1, kv_heads, len(jobs))
+        emulated.run(constants, blocks, output, step, layer)
     if not shape.is_final:
         merge(partial, stats, matrix, output, sums=sums)
     assert not counters.any(), "not left for the next launch"
-    if shape.is_final and shape.warps > 1:
-        written = (~stats[..., 0].isnan()).sum(-1)  # as many blocks as work on a request, each in its own place
-        for start, end in zip(query_start.tolist(), query_start[1:].tolist(), strict=False):
-            assert written[start:end].unique().numel() <= 1, "partial results of two requests overlap"
+
+
+def make_jobs(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
+    """int32 [jobs, 4]: the last request first, in as many parts as `shape.blocks` if each warp of a part has 8 tiles,
+    and one job without a request."""
+    tiles = 8 * 32 * shape.warps
+    jobs: list[Job] = []
+    for request, length in reversed(list(enumerate(seq_lens.tolist()))):
+        parts, first = max(1, min(shape.blocks, length // tiles)), len(jobs)
+        jobs.extend(Job(request, part, parts, first) for part in range(parts))
+    jobs.append(Job(-1, 0, 0, 0))
+    return torch.tensor(jobs, dtype=torch.int32, device=seq_lens.device)

@@ -44,6 +44,8 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant3", "head_dim": 64, "kv_heads": 1, "group": 7, "seq_lens": (70,), "block_size": 48},
         # Several blocks for a pair: two of them, three, and of a short one the first alone.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
+        # More blocks than a thread asks for at once.
+        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (9300, 5000), "splits": Grid(2, 18, True)},
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
         gpu_only(name="turboquant35", seq_lens=(33, 16), block_size=32, dtype=torch.float32),
         gpu_only(name="turboquant25", seq_lens=(100, 37), splits=1, dtype=torch.bfloat16),
@@ -54,6 +56,7 @@ def gpu_only(**options: Any) -> Any:
         gpu_only(name="turboquant25", seq_lens=(40,), size=1e4, dtype=torch.float32),
         gpu_only(name="tq4", seq_lens=(9000, 4097), splits=8),
         gpu_only(name="turboquant25", seq_lens=(9000, 4097), splits=Grid(1, 100, False)),
+        gpu_only(name="tq3", seq_lens=(70000, 9000, 33), splits=Grid(8, 32, True)),
     ],
     ids=str,
 )  # fmt: skip
@@ -122,9 +125,14 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "sinks" in str(refusal((9, 0), 64, 4, 2, has_sinks=True))
 
 
-@pytest.mark.parametrize("pairs", [1, 8, 32, 64, 200, 256, 300, 512, 1024, 4096])
-def test_grid_fills_the_card(pairs: int) -> None:
-    shape, places = grid(pairs, 132), 132 * 16
-    warps = pairs * shape.blocks * shape.warps
-    assert shape.is_final == (shape.warps > 1)
-    assert shape.blocks == 128 if pairs < 17 else warps / (-(-warps // places) * places) > 0.8
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("requests", [1, 3, 4, 24, 32, 34, 97, 128, 256])
+def test_grid(requests: int, kv_heads: int) -> None:
+    """Blocks that write the output where there are enough pairs for 132 x 16 warps, else splits of a warp."""
+    shape = grid(requests, kv_heads, 132)
+    assert shape.is_final == (shape.warps > 1) == (requests * kv_heads > 29)
+    if shape.is_final:
+        assert shape.warps == (8 if requests * kv_heads <= 264 else 4)
+        assert shape.blocks == requests + 3 * (132 * 16 // shape.warps // kv_heads)
+    else:
+        assert shape.blocks == min(128, 132 * 16 // (requests * kv_heads))

@@ -115,7 +115,7 @@ def layer(codec: PagedCodec, share: Share, group: Group | None, options: Attenti
         "group": HEADS, "share": share,
         "codec": codec, "options": options, "device": torch.device("cpu"), "layers": {}, "calibration": None,
         "kv_cache_dtype": "turboquant35", "kv_sharing_target_layer_name": None, "ranks": None,
-        "fused": fused.FusedDecode(*shape, 1, share=share),
+        "fused": fused.FusedDecode(*shape, 1, 8, share=share),
         "prefill": FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, HEAD_DIM), share),
     }  # fmt: skip
     if group is not None:

@@ -19,6 +19,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import refusal
+from ..kernels.cuda.jobs import JobPlanner
 from ..kernels.decode import (
     COLUMNS,
     MAX_REGISTERS,
@@ -87,6 +88,7 @@ class FusedDecode:
         query_heads, kv_heads: of this rank; of all ranks that share the tokens, where there are several.
         options: see `AttentionOptions`.
         longest_decode: query tokens of a request, drafts included.
+        max_requests: of a step.
         kernel: "triton", or "auto": the CUDA kernel where it serves.
         share: what is in this rank's pages. Where there are several ranks, plans have sums to fill.
     """
@@ -98,11 +100,12 @@ class FusedDecode:
         kv_heads: int,
         options: AttentionOptions,
         longest_decode: int,
+        max_requests: int,
         kernel: str = "auto",
         share: Share = WHOLE,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.longest_decode = longest_decode
+        self.longest_decode, self.max_requests = longest_decode, max_requests
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
         if self.bias_rows is not None and not share.has_first:
             self.bias_rows = self.bias_rows * self.bias_rows.new_tensor([[1.0], [0.0]])  # of token 0, which others have
@@ -131,8 +134,15 @@ class FusedDecode:
         )
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
+        self.planners: dict[int, JobPlanner] = {}
+        """Of the CUDA kernel's jobs, by the warps of a block."""
         if refused is None:
-            self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(self.from_rotated.device)
+            device, card = self.from_rotated.device, (kv_heads, self.multiprocessors)
+            self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
+            self.planners = {
+                warps: JobPlanner(max_requests, cuda.job_places(warps, *card), warps, device)
+                for warps in cuda.FINAL_WARPS
+            }
 
     def plan_store(
         self,
@@ -204,22 +214,26 @@ class FusedDecode:
         """
         assert self.has_sums == (sums is not None)
         shape = self.shape
-        programs = len(seq_lens) * self.programs
+        requests, jobs = len(seq_lens), None
         if self.of_cuda is None:
-            grid = cuda.Grid(1, split_count(programs, self.multiprocessors), is_final=False)
+            grid = cuda.Grid(1, split_count(requests * self.programs, self.multiprocessors), is_final=False)
         else:
-            grid = cuda.grid(programs, self.multiprocessors)
-        rotated, partial, stats, *bias = self.reserve(tokens, grid.blocks)
+            grid = cuda.grid(requests, self.kv_heads, self.multiprocessors)
+        if grid.is_final:
+            jobs, columns = self.planners[grid.warps](seq_lens), cuda.columns_of(shape.group, max_query_len)
+            rotated, partial, stats, *bias = self.reserve(tokens, (grid.blocks, self.kv_heads, columns))
+        else:
+            rotated, partial, stats, *bias = self.reserve(tokens, (tokens, self.query_heads, grid.blocks))
         query_bias = bias[0] if bias else None
         batch = (rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring)
         decode: tuple[Grid, Arguments] | CudaPlan
         if self.of_cuda is not None:
-            decode = CudaPlan(grid, max_query_len, len(seq_lens), cuda.step_arguments(*batch, sums), (*batch, sums))
+            decode = CudaPlan(grid, max_query_len, requests, cuda.step_arguments(*batch, sums, jobs), (*batch, sums))
         else:
-            decode = decode_grid(shape, grid.blocks, len(seq_lens), max_query_len), decode_arguments(*batch)
-        tile = merge_tile(grid.blocks)
-        merge = None
+            decode = decode_grid(shape, grid.blocks, requests, max_query_len), decode_arguments(*batch)
+        tile, merge = (0, 0), None
         if not grid.is_final:
+            tile = merge_tile(grid.blocks)
             arguments = merge_arguments(partial, stats, shape.group, query_bias, sums)
             merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
         rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)
@@ -269,19 +283,23 @@ class FusedDecode:
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
 
-    def reserve_largest(self, max_requests: int, max_query_len: int) -> None:
-        """Size the workspace for any batch of up to `max_requests` requests of up to `max_query_len` query tokens."""
-        counts = range(1, max_requests + 1)
-        rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts)
-        self.reserve(rows * min(max_query_len, longest_fused(self.shape.group)), 1)
+    def prepare(self) -> None:
+        """Size the workspace for any batch, and compile the plans of jobs."""
+        counts, query_len = range(1, self.max_requests + 1), min(self.longest_decode, longest_fused(self.shape.group))
+        rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts) * query_len
+        self.reserve(rows, (rows, self.query_heads, 1))
+        for planner in self.planners.values():
+            planner(torch.zeros(1, dtype=torch.int32, device=planner.jobs.device))
+            self.reserve(self.max_requests * query_len, (len(planner.jobs), self.kv_heads, cuda.COLUMNS))
 
-    def reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
-        """Workspace for rotated queries, partial outputs, their maxima and sums; for queries' biases if there are."""
+    def reserve(self, tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
+        """Workspace for rotated queries, partial outputs of that shape, their maxima and sums; for queries' biases if
+        there are."""
         head_dim = self.shape.head_dim
         bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
         return current_workspace_manager().get_simultaneous(
             ((tokens, self.kv_heads, self.shape.group, head_dim), torch.float16),
-            ((tokens, self.query_heads, splits, head_dim), torch.float32),
-            ((tokens, self.query_heads, splits, 2), torch.float32),
+            ((*partial, head_dim), torch.float32),
+            ((*partial, 2), torch.float32),
             *bias,
         )

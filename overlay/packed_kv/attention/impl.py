@@ -148,7 +148,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             from .prefill import FlashPrefill
 
             shape = (self.codec, self.num_heads * self.share.ranks, self.num_kv_heads, self.options)
-            self.fused = FusedDecode(*shape, self.longest_decode, self.decode_kernel, self.share)
+            self.fused = FusedDecode(*shape, self.longest_decode, self.max_requests, self.decode_kernel, self.share)
             if self.flash_attention is not None:
                 batch = (self.max_tokens, self.max_requests)
                 self.prefill = FlashPrefill(*shape, *batch, self.flash_attention, self.share)
@@ -325,7 +325,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
         if self.fused is None or key is None:
             return
-        self.fused.reserve_largest(self.max_requests, self.longest_decode)
+        self.fused.prepare()
         if self.prefill is not None:
             self.prefill.reserve(query.dtype)
         if self.ranks is not None:

@@ -183,7 +183,8 @@ INLINE void load_shared_2(u32 address, u32* words) { memcpy(words, shared_at(add
 INLINE void load_shared_4(u32 address, u32* words) { memcpy(words, shared_at(address, 16), 16); }
 struct alignas(16) Quad { u32 x, y, z, w; };
 INLINE Quad load_constant_16(const void* pointer) { return *(const Quad*)pointer; }
-INLINE float load_from_l2(const float* pointer) { return *pointer; }
+struct Floats { float x, y; };
+INLINE Floats load_2_from_l2(const float* pointer) { return {pointer[0], pointer[1]}; }
 INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }
 INLINE void memory_fence() {}
 INLINE u32 again(u32 x) { return x; }

@@ -4,6 +4,7 @@
 
 constexpr int ROW = HEAD_DIM + 4;  // floats of a column in shared memory; 4 more keep lanes in different banks
 constexpr int COMBINED = WARPS * COLUMNS * (ROW + 2);
+static_assert(!IS_FINAL || WARPS * COLUMNS * ROW >= 32 * COLUMNS, "weights of 32 blocks, where the warps' outputs lay");
 constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
 
 // Values of 1 and sums over all of the warp's lanes, instead of what the loop worked with.
@@ -122,39 +123,71 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
     });
 }
 
-// The last block of a pair combines what all have written. Returns whether this is the last one.
-INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, int index, int blocks,
+// Where the results of a part of a request are, of one of its columns.
+INLINE long long part_slot(const Job& job, int part, int head, int column) {
+    return ((long long)(job.first + part) * KV_HEADS + head) * COLUMNS + column;
+}
+
+// The last block of a pair combines what all, 32 at most, have written; weights: [COLUMNS][32] in shared memory. Returns
+// whether this is the last one.
+INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, const Job& job, float* weights,
                            float* combined) {
     int* last = (int*)(combined + COLUMNS * ROW);
     memory_fence();
     sync_block();
     if (threadIdx.x == 0) {
-        int* counter = a.counters + index * KV_HEADS + head;
-        *last = atomic_add(counter, 1) == blocks - 1;
+        int* counter = a.counters + job.first * KV_HEADS + head;
+        *last = atomic_add(counter, 1) == job.parts - 1;
         if (*last) *counter = 0;  // for the next launch
     }
     sync_block();
     if (!*last) return false;
     memory_fence();
-    for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
-        const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-        const long long slot = request.row(head, column) * gridDim.x;
+    // Every wait is one of some 700 cycles, so a thread asks for all that it needs at once: a lane for the statistics of
+    // a part, then a thread for two channels of AT_ONCE parts.
+    constexpr int AT_ONCE = 16, PAIRS = HEAD_DIM / 2;
+    const int lane = threadIdx.x % 32;
+    for (int column = threadIdx.x / 32; column < COLUMNS; column += WARPS) {
+        const float* statistics = a.partial_stats + 2 * part_slot(job, lane, head, column);
+        const bool there = request.has(column) && lane < job.parts;
+        const Floats found = there ? load_2_from_l2(statistics) : Floats{-1e30f, 0};
+        Sum sum{found.x, 0, 0};
+        for_each<5>([&](auto i) { sum.maximum = maximum_of(sum.maximum, shuffle_xor(sum.maximum, 1 << i.value)); });
+        const float weight = exp2_fast(found.x - sum.maximum);
+        sum.total = weight * found.y;
+        for_each<5>([&](auto i) { sum.total += shuffle_xor(sum.total, 1 << i.value); });
+        weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
+        if (HAS_SUMS && lane == 0 && request.has(column)) a.sums[request.row(head, column)] = sum.logarithm();
+    }
+    sync_block();
+    for (int i = threadIdx.x; i < COLUMNS * PAIRS; i += WARPS * 32) {
+        const int column = i / PAIRS, channel = i % PAIRS * 2;
         if (!request.has(column)) continue;
-        const Sum sum = combine(
-            blocks, [&](int b, int what) { return load_from_l2(a.partial_stats + 2 * (slot + b) + what); },
-            [&](int b) { return load_from_l2(a.partial_output + (slot + b) * HEAD_DIM + channel); });
-        combined[column * ROW + channel] = sum.mean();
-        if (HAS_SUMS && channel == 0) a.sums[request.row(head, column)] = sum.logarithm();
+        const float* output = a.partial_output + part_slot(job, 0, head, column) * HEAD_DIM + channel;
+        Floats mean{0, 0};
+        for (int first = 0; first < job.parts; first += AT_ONCE) {
+            Floats found[AT_ONCE];
+            for_each<AT_ONCE>([&](auto i) {
+                const int part = first + i.value;
+                found[i.value] = part < job.parts ? load_2_from_l2(output + part * (KV_HEADS * COLUMNS * HEAD_DIM))
+                                                  : Floats{0, 0};
+            });
+            for_each<AT_ONCE>([&](auto i) {
+                const float weight = weights[column * 32 + first + i.value];
+                mean.x += weight * found[i.value].x, mean.y += weight * found[i.value].y;
+            });
+        }
+        combined[column * ROW + channel] = mean.x, combined[column * ROW + channel + 1] = mean.y;
     }
     return true;
 }
 
 // What follows a warp's tiles, in blocks of several.
-INLINE void combine_warps(const Arguments& a, const Request& request, int head, int index, int warp, int blocks,
+INLINE void combine_warps(const Arguments& a, const Request& request, int head, const Job& job, int warp,
                           const Lane& lane, const State& state) {
     float* statistics = (float*)shared_memory();
     float *outputs = statistics + 2 * WARPS * COLUMNS, *combined = outputs + WARPS * COLUMNS * ROW;
-    const bool is_alone = IS_FINAL && blocks == 1;
+    const bool is_alone = job.parts == 1;
     sync_block();  // the tiles that lay here are used
     for_outputs(
         state, lane,
@@ -164,7 +197,7 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
             statistics[(warp * COLUMNS + column) * 2 + 1] = total;
         });
     Matrix matrix;
-    if (IS_FINAL) matrix.load(a, head, warp, lane);  // under way while the warps are combined
+    matrix.load(a, head, warp, lane);  // under way while the warps are combined
     sync_block();
     for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
         const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
@@ -175,13 +208,12 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
             combined[column * ROW + channel] = sum.mean();
             if (HAS_SUMS && channel == 0 && request.has(column)) a.sums[request.row(head, column)] = sum.logarithm();
         } else if (request.has(column)) {
-            const long long slot = request.row(head, column) * gridDim.x + blockIdx.x;  // for all of the grid's blocks
+            const long long slot = part_slot(job, job.part, head, column);
             a.partial_output[slot * HEAD_DIM + channel] = sum.output;
             if (channel == 0) a.partial_stats[2 * slot] = sum.maximum, a.partial_stats[2 * slot + 1] = sum.total;
         }
     }
-    if (!IS_FINAL) return;
-    if (!is_alone && !combine_blocks(a, request, head, index, blocks, combined)) return;
+    if (!is_alone && !combine_blocks(a, request, head, job, outputs, combined)) return;
     sync_block();
     rotate_back(a, request, head, warp, lane, matrix, combined);
 }

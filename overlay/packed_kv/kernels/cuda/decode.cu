@@ -1,10 +1,11 @@
 // Split-KV decode attention over packed pages for sm_90, the second implementation of `kernels/decode.py`.
 //
-// Grid: (blocks of a pair, KV heads, requests). A block is WARPS warps; each has a contiguous share of the pair's pages
-// and streams them through stages of its own in shared memory: one lane copies a tile with bulk copies, STAGES tiles
-// ahead, so that no register holds bytes that are under way and hardly an instruction moves them.
-// Tiles of the ring of recent tokens go the same way, before those of pages. IS_FINAL: the blocks of a pair write the
-// output; else each block's results are partial, for `merge.py`. `launch.py` gives the constants:
+// IS_FINAL: blocks write the output; the grid is (1, KV heads, jobs), and `jobs.py` says what a block does. Else it is
+// (blocks of a pair, KV heads, requests), and results are partial, for `merge.py`. A block is WARPS warps; each has a
+// contiguous share of what the block has of the pages of a (request, KV head) pair, and streams them through stages of
+// its own in shared memory: one lane copies a tile with bulk copies, STAGES tiles ahead, so that no register holds bytes
+// that are under way and hardly an instruction moves them. Tiles of the ring of recent tokens go the same way, before
+// those of pages. `launch.py` gives the constants:
 //
 //   HEAD_DIM, GROUP_BITS                of the format
 //   TABLE_*, *_3, *_2, *UNIT*           of `units.py`
@@ -22,7 +23,7 @@ struct Arguments {
     const void* query;
     const int *block_table, *query_start, *seq_lens;
     const float* query_bias;
-    const int *ring_table, *ring_first;
+    const int *ring_table, *ring_first, *jobs;
     float *partial_output, *partial_stats, *sums;
     unsigned table_stride, ring_table_stride;
     // of a layer
@@ -33,6 +34,16 @@ struct Arguments {
     unsigned matrix_head_stride, output_token_stride, output_head_stride;
 };
 
+#include "ptx.cuh"
+
+// A block's part of the `parts` of a request, whose first job is `first`; request -1: there is nothing to do.
+struct Job { int request, part, parts, first; };
+INLINE Job find_job(const Arguments& a) {
+    if constexpr (!IS_FINAL) return {(int)blockIdx.z, (int)blockIdx.x, (int)gridDim.x, 0};
+    const Quad job = load_constant_16(a.jobs + 4 * blockIdx.z);
+    return {(int)job.x, (int)job.y, (int)job.z, (int)job.w};
+}
+
 #include "attend.cuh"
 #include "combine.cuh"
 #include "ring.cuh"
@@ -41,7 +52,7 @@ constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_B
 constexpr int ALL_STAGES = WARPS * STAGES * STAGE_BYTES;
 static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RING_TILE_BYTES), "a tile in a stage");
 static_assert(SHARED_BYTES >= ALL_STAGES + WARPS * STAGES * 8, "stages and their barriers");
-static_assert(WARPS == 1 || SHARED_BYTES >= COMBINE_BYTES, "what warps leave for each other");
+static_assert(!IS_FINAL || SHARED_BYTES >= COMBINE_BYTES, "what warps leave for each other");
 
 // The pages of one (request, KV head) pair, and where the micro-blocks of a tile lie in them. Past the end of the
 // sequence they are its last one.
@@ -66,13 +77,6 @@ struct Pages {
         });
     }
 };
-
-// Blocks that work on a pair, of those that the grid has for each: one does a short request sooner than several whose
-// results are combined, so each warp gets 8 tiles first. (Partial results have places for all of the grid's blocks: with
-// as many as work on a request, those of two requests would overlap.)
-INLINE int blocks_of(int last_micro_block) {
-    return IS_FINAL ? max(1, min((int)gridDim.x, last_micro_block / (8 * TILE_BLOCKS * WARPS))) : gridDim.x;
-}
 
 // Tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has tiles
 // split, split + splits, ... of the ring, `ring` in all, and `count` of the pages from `low` on.
@@ -106,7 +110,7 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
 // A tile at an end: nothing of tokens that a query does not see, and nothing of bytes that may be anything.
 INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][4],
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
-    const Request request(a, again(blockIdx.z));
+    const Request request(a, find_job(a).request);
     if (HAS_BIAS && first_token == 0) add_first_bias(a, request, again(blockIdx.y), lane, 1 / SCORE_UNIT, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
@@ -184,12 +188,15 @@ struct Stages {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
     const Lane lane;
-    const int warp = threadIdx.x / 32, head = blockIdx.y, index = blockIdx.z;
+    const int warp = threadIdx.x / 32, head = blockIdx.y;
+    const Job job = find_job(a);
+    if (job.request < 0) return;
+    const int index = job.request;
     Stages stages(warp, lane);
     const Request request(a, index);
-    const int last_micro_block = (request.seq_len - 1) / 16, blocks = blocks_of(last_micro_block);
-    if (request.count <= 0 || blockIdx.x >= blocks) return;
-    const int split = blockIdx.x * WARPS + warp, splits = blocks * WARPS;
+    if (request.count <= 0) return;
+    const int last_micro_block = (request.seq_len - 1) / 16;
+    const int split = job.part * WARPS + warp, splits = job.parts * WARPS;
     const Share share(request, split, splits);
     const Pages pages{again(a.cache + (u64)head * a.head_stride), again(a.block_table + (u64)index * a.table_stride),
                       a.block_stride, last_micro_block};
@@ -244,6 +251,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         stages.next();
     }
     finish(state);
-    if constexpr (WARPS == 1) store_partial(a, request, head, split, splits, lane, state);
-    else combine_warps(a, request, head, index, warp, blocks_of(again(last_micro_block)), lane, state);
+    if constexpr (IS_FINAL) combine_warps(a, request, head, find_job(a), warp, lane, state);
+    else store_partial(a, request, head, split, splits, lane, state);
 }

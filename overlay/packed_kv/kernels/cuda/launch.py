@@ -16,16 +16,18 @@ from .. import units
 from ..launch import head_stride
 from ..ring import check_ring
 from . import COLUMNS
+from .jobs import job_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 WARPS_A_MULTIPROCESSOR = 16
 """Of 128 registers."""
 FINAL_WARPS = (8, 4)
-"""Of a block that writes the output: where a wave has room for all pairs, and where it has not."""
+"""Of a block that writes the output: where the card has places for all pairs at once, and where it has not."""
+FEW = 8
+"""Where there are more places than these for each pair, blocks of a warp and a merge come in: with all the card for a
+few requests a warp has a few tiles, and there combining several warps costs more than a second launch."""
 MAX_SPLITS = 128
 """Of `merge`."""
-FULL_ENOUGH = 0.85
-"""Where fewer of the waves' places are taken by blocks that write the output, blocks of a warp and a merge come in."""
 STAGES = 2
 """Tiles that a warp has under way."""
 TILE_BLOCKS = 2
@@ -33,24 +35,31 @@ TILE_BLOCKS = 2
 
 
 class Grid(NamedTuple):
-    """`blocks` a (request, KV head) pair, of `warps` warps. `is_final`: they write the output; else each block writes
-    partial results, as a split does."""
+    """Blocks of `warps` warps. `is_final`: they write the output, and `blocks` of each KV head do jobs (`jobs.py`).
+    Else there are `blocks` for each (request, KV head) pair, of partial results, as splits are."""
 
     warps: int
     blocks: int
     is_final: bool
 
 
-def grid(pairs: int, multiprocessors: int) -> Grid:
-    """The grid for a number of (request, KV head) pairs. No sequence length counts: a CUDA graph can hold it."""
-    warps = multiprocessors * WARPS_A_MULTIPROCESSOR
-    final = FINAL_WARPS[pairs * FINAL_WARPS[0] > warps]
-    places = warps // final
-    blocks = max(1, places // pairs)
-    waves = -(-pairs * blocks // places)
-    if blocks <= FINAL_WARPS[0] and pairs * blocks >= FULL_ENOUGH * waves * places:
-        return Grid(final, blocks, True)
-    return Grid(1, max(1, min(MAX_SPLITS, warps // pairs)), False)
+def grid(requests: int, kv_heads: int, multiprocessors: int) -> Grid:
+    """The grid for a number of requests. No sequence length counts: a CUDA graph can hold it."""
+    pairs, warps = requests * kv_heads, multiprocessors * WARPS_A_MULTIPROCESSOR
+    final = final_warps(pairs, multiprocessors)
+    if warps // final // pairs <= FEW:
+        return Grid(final, job_count(requests, job_places(final, kv_heads, multiprocessors)), True)
+    return Grid(1, min(MAX_SPLITS, warps // pairs), False)
+
+
+def final_warps(pairs: int, multiprocessors: int) -> int:
+    """Of a block that writes the output, for a number of (request, KV head) pairs."""
+    return FINAL_WARPS[pairs * FINAL_WARPS[0] > multiprocessors * WARPS_A_MULTIPROCESSOR]
+
+
+def job_places(warps: int, kv_heads: int, multiprocessors: int) -> int:
+    """Blocks of so many warps that a card works on at a time, of each KV head."""
+    return max(1, multiprocessors * WARPS_A_MULTIPROCESSOR // warps // kv_heads)
 
 
 class Variant(NamedTuple):
@@ -117,14 +126,14 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
 
 
-def make_counters(device: torch.device) -> torch.Tensor:
-    """Blocks of a pair that are done, where it has several: of fewer pairs than there are places for blocks. Launches
-    leave them 0; layers may share them, as one stream's launches are one after the other."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.zeros(multiprocessors * WARPS_A_MULTIPROCESSOR, dtype=torch.int32, device=device)
+def make_counters(requests: int, kv_heads: int, multiprocessors: int, device: torch.device) -> torch.Tensor:
+    """How many parts of a (request, KV head) pair are done, for batches of up to so many requests. Launches leave them
+    0; layers may share them, as one stream's launches are one after the other."""
+    places = job_places(min(FINAL_WARPS), kv_heads, multiprocessors)
+    return torch.zeros(job_count(requests, places) * kv_heads, dtype=torch.int32, device=device)
 
 
-OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=10Q2I"), struct.Struct("=4Q7I4x")
+OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=11Q2I"), struct.Struct("=4Q7I4x")
 """`Arguments` of decode.cu, one part behind the other."""
 
 
@@ -138,16 +147,19 @@ def step_arguments(
     query_bias: torch.Tensor | None,
     ring: Ring | None,
     sums: torch.Tensor | None = None,
+    jobs: torch.Tensor | None = None,
 ) -> bytes:
     """What a step decides; see `kernels.decode.decode`, and `merge` for `sums`. Of `ring`, the table and the first
-    tokens count."""
+    tokens count. With a final grid's `jobs`, int32 [jobs, 4], partial results are fp32 [jobs, KV heads, columns,
+    head_dim] and [jobs, KV heads, columns, 2]."""
     assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
     assert sums is None or sums.is_contiguous(), sums.stride()
     table, first = (0, 0) if ring is None else (ring.block_table.data_ptr(), ring.first.data_ptr())
     return OF_STEP.pack(
         query.data_ptr(), block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
-        0 if query_bias is None else query_bias.data_ptr(), table, first, partial_output.data_ptr(),
-        partial_stats.data_ptr(), 0 if sums is None else sums.data_ptr(),
+        0 if query_bias is None else query_bias.data_ptr(), table, first,
+        0 if jobs is None else jobs.data_ptr(), partial_output.data_ptr(), partial_stats.data_ptr(),
+        0 if sums is None else sums.data_ptr(),
         block_table.stride(0), 0 if ring is None else ring.block_table.stride(0),
     )  # fmt: skip
 
@@ -218,8 +230,9 @@ class CudaDecode:
         OF_CALL.pack_into(self.arguments, 0, output.data_ptr())
         self.arguments[OF_CALL.size : OF_CALL.size + OF_STEP.size] = step
         stream = torch.cuda.current_stream(self.device).cuda_stream
+        across, deep = (1, shape.blocks) if shape.is_final else (shape.blocks, requests)
         (status,) = function.launch(
-            function.kernel, shape.blocks, self.kv_heads, requests, 32 * shape.warps, 1, 1, function.shared_bytes,
+            function.kernel, across, self.kv_heads, deep, 32 * shape.warps, 1, 1, function.shared_bytes,
             stream, self.address, 0,
         )  # fmt: skip
         if status:

@@ -141,11 +141,12 @@ INLINE Quad load_constant_16(const void* pointer) {
                  : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(pointer));
     return q;
 }
-// Past the L1, which does not see what other multiprocessors wrote.
-INLINE float load_from_l2(const float* pointer) {
-    float x;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(pointer) : "memory");
-    return x;
+// Past the L1, which does not see what other multiprocessors wrote. The address is a multiple of 8 bytes.
+struct Floats { float x, y; };
+INLINE Floats load_2_from_l2(const float* pointer) {
+    Floats result;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(result.x), "=f"(result.y) : "l"(pointer) : "memory");
+    return result;
 }
 INLINE int atomic_add(int* pointer, int x) { return atomicAdd(pointer, x); }
 INLINE void memory_fence() { __threadfence(); }
