@@ -80,6 +80,6 @@ def make_jobs(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
     jobs: list[Job] = []
     for request, length in reversed(list(enumerate(seq_lens.tolist()))):
         parts, first = max(1, min(shape.blocks, length // tiles)), len(jobs)
-        jobs.extend(Job(request, part, parts, first) for part in range(parts))
-    jobs.append(Job(-1, 0, 0, 0))
-    return torch.tensor(jobs, dtype=torch.int32, device=seq_lens.device)
+        jobs.extend(Job(request, part, parts, first, length) for part in range(parts))
+    jobs.append(Job(-1, 0, 0, 0, 0))
+    return torch.tensor([job.words() for job in jobs], dtype=torch.int32, device=seq_lens.device)

@@ -133,6 +133,6 @@ def test_grid(requests: int, kv_heads: int) -> None:
     assert shape.is_final == (shape.warps > 1) == (requests * kv_heads > 29)
     if shape.is_final:
         assert shape.warps == (8 if requests * kv_heads <= 264 else 4)
-        assert shape.blocks == requests + 3 * (132 * 16 // shape.warps // kv_heads)
+        assert shape.blocks == requests + (132 * 16 // shape.warps // kv_heads)
     else:
         assert shape.blocks == min(128, 132 * 16 // (requests * kv_heads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 
 import pytest
@@ -31,7 +32,7 @@ def test_plan(kind: str, requests: int) -> None:
     found = planner(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).tolist()
     expected = plan_in_python(lengths, places, warps)
     assert len(found) == job_count(requests, places) >= len(expected)
-    assert [Job(*job) for job in found[: len(expected)]] == expected
+    assert found[: len(expected)] == [list(job.words()) for job in expected]
     assert all(job[0] == -1 for job in found[len(expected) :])
     parts = {(job.request, job.part) for job in expected}
     assert len(parts) == len(expected) and {request for request, _ in parts} == set(range(requests))
@@ -39,20 +40,19 @@ def test_plan(kind: str, requests: int) -> None:
 
 
 def span(lengths: list[int], places: int, warps: int, jobs: list[Job]) -> float:
-    """When the last block ends: each free place takes the next job. In tiles of a warp, without what blocks cost."""
+    """When the last block ends, if each free place takes the next job. In tiles of a warp, without what blocks cost."""
     free = [0.0] * places
     for job in jobs:
-        free.sort()
-        free[0] += -(-lengths[job.request] // 32) / (job.parts * warps)
+        heapq.heapreplace(free, free[0] + -(-lengths[job.request] // 32) / (job.parts * warps))
     return max(free)
 
 
-@pytest.mark.parametrize(("requests", "share"), [(32, 0.85), (97, 0.9), (128, 0.9), (200, 0.9)])
+@pytest.mark.parametrize(("requests", "share"), [(32, 0.8), (97, 0.8), (128, 0.9), (200, 0.9)])
 def test_lengths_that_differ_fill_the_card(requests: int, share: float) -> None:
     places, warps = (33, 8) if requests <= 33 else (66, 4)
     lengths = batch("spread", requests)
     ideal = sum(-(-n // 32) for n in lengths) / (places * warps)
-    whole = [Job(request, 0, 1, request) for request in range(requests)]
+    whole = [Job(request, 0, 1, request, lengths[request]) for request in range(requests)]
     planned = span(lengths, places, warps, plan_in_python(lengths, places, warps))
     assert ideal / planned > share > ideal / span(lengths, places, warps, whole)
 

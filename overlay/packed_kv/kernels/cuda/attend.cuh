@@ -145,10 +145,10 @@ INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS],
 struct Request {
     int start, count, seq_len, recent;  // the ring has tokens from `recent` on
 
-    INLINE Request(const Arguments& a, int request) {
-        start = a.query_start[request], count = a.query_start[request + 1] - start;
-        seq_len = a.seq_lens[request];
-        recent = RING_BLOCK ? max(a.ring_first[request], 0) : seq_len;
+    INLINE Request(const Arguments& a, const Job& job) {
+        start = a.query_start[job.request], count = a.query_start[job.request + 1] - start;
+        seq_len = job.tokens;
+        recent = RING_BLOCK ? max(a.ring_first[job.request], 0) : seq_len;
     }
     // The end of what a query reads from pages, which sees tokens below `limit`.
     INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, max(limit - RECENT, recent)) : limit; }

@@ -36,12 +36,23 @@ struct Arguments {
 
 #include "ptx.cuh"
 
-// A block's part of the `parts` of a request, whose first job is `first`; request -1: there is nothing to do.
-struct Job { int request, part, parts, first; };
-INLINE Job find_job(const Arguments& a) {
-    if constexpr (!IS_FINAL) return {(int)blockIdx.z, (int)blockIdx.x, (int)gridDim.x, 0};
-    const Quad job = load_constant_16(a.jobs + 4 * blockIdx.z);
-    return {(int)job.x, (int)job.y, (int)job.z, (int)job.w};
+constexpr int ALL_STAGES = WARPS * STAGES * STAGE_BYTES, JOBS = ALL_STAGES + WARPS * STAGES * 8;
+
+// A block's part of the `parts` of a request of so many tokens, whose first job is `first`; request -1: there is
+// nothing to do.
+struct Job {
+    int request, part, parts, first, tokens;
+    INLINE explicit Job(Quad x) : request(x.x), part(x.y & 0xFFFF), parts(x.y >> 16), first(x.z), tokens(x.w) {}
+};
+// Read once from global memory, and then from shared memory, each warp from a place of its own: registers are few.
+INLINE Quad first_job(const Arguments& a) {
+    if constexpr (IS_FINAL) return load_constant_16(a.jobs + 4 * blockIdx.z);
+    return {blockIdx.z, blockIdx.x | gridDim.x << 16, 0, (u32)a.seq_lens[blockIdx.z]};
+}
+INLINE Job kept_job() {
+    u32 words[4];
+    load_shared_4(shared_address(shared_memory()) + JOBS + threadIdx.x / 32 * 16, words);
+    return Job({words[0], words[1], words[2], words[3]});
 }
 
 #include "attend.cuh"
@@ -49,9 +60,8 @@ INLINE Job find_job(const Arguments& a) {
 #include "ring.cuh"
 
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
-constexpr int ALL_STAGES = WARPS * STAGES * STAGE_BYTES;
 static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RING_TILE_BYTES), "a tile in a stage");
-static_assert(SHARED_BYTES >= ALL_STAGES + WARPS * STAGES * 8, "stages and their barriers");
+static_assert(JOBS % 16 == 0 && SHARED_BYTES >= JOBS + WARPS * 16, "stages, their barriers and jobs");
 static_assert(!IS_FINAL || SHARED_BYTES >= COMBINE_BYTES, "what warps leave for each other");
 
 // The pages of one (request, KV head) pair, and where the micro-blocks of a tile lie in them. Past the end of the
@@ -110,7 +120,7 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
 // A tile at an end: nothing of tokens that a query does not see, and nothing of bytes that may be anything.
 INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][4],
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
-    const Request request(a, find_job(a).request);
+    const Request request(a, kept_job());
     if (HAS_BIAS && first_token == 0) add_first_bias(a, request, again(blockIdx.y), lane, 1 / SCORE_UNIT, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
@@ -189,11 +199,13 @@ struct Stages {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
     const Lane lane;
     const int warp = threadIdx.x / 32, head = blockIdx.y;
-    const Job job = find_job(a);
+    const Quad to_do = first_job(a);
+    const Job job(to_do);
     if (job.request < 0) return;
     const int index = job.request;
+    if (lane.index == 0) store_shared_4(shared_address(shared_memory()) + JOBS + warp * 16, to_do);
     Stages stages(warp, lane);
-    const Request request(a, index);
+    const Request request(a, job);
     if (request.count <= 0) return;
     const int last_micro_block = (request.seq_len - 1) / 16;
     const int split = job.part * WARPS + warp, splits = job.parts * WARPS;
@@ -251,6 +263,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         stages.next();
     }
     finish(state);
-    if constexpr (IS_FINAL) combine_warps(a, request, head, find_job(a), warp, lane, state);
+    if constexpr (IS_FINAL) combine_warps(a, request, head, kept_job(), warp, lane, state);
     else store_partial(a, request, head, split, splits, lane, state);
 }

@@ -1,9 +1,9 @@
 """Which blocks of the CUDA kernel work on which request: long requests get several, and the largest shares come first.
 
 Requests of a batch differ in length, and a grid that gives each the same blocks waits for the longest one. The host
-does not know the lengths (a CUDA graph holds the grid), so one program plans on the device, once a step: it tries to
-cut requests in parts of about all, a half and a third of what a place of the card has to do on average, takes what ends
-first, and sorts the parts by size, as blocks start in their order ("longest processing time first", Graham 1969).
+does not know the lengths (a CUDA graph holds the grid), so one program plans on the device, once a step: it cuts
+requests in parts of about what a place of the card has to do on average, rounded down and up, takes what ends first,
+and sorts the parts by size, as blocks start in their order ("longest processing time first", Graham 1969).
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ MIN_TILES = 4
 BLOCK_COST, PART_COST = 2, 1
 """What a block costs besides its tiles, and what one of several parts costs beyond that, in tiles of a warp (an H200:
 some 2 us; two blocks with half of the tiles each, one behind the other, take 3.5 us more than one)."""
-ROUNDS = 3
-"""Parts of about 1 / round of a place's average, rounded down and up."""
 CHUNK = 32
 
 
 class Job(NamedTuple):
-    """What a block does: `part` of the `parts` of a request, whose first job is `first`."""
+    """What a block does: `part` of the `parts` of a request of so many tokens, whose first job is `first`."""
 
     request: int
     part: int
     parts: int
     first: int
+    tokens: int
+
+    def words(self) -> tuple[int, int, int, int]:
+        """As the kernel reads it."""
+        return self.request, self.part | self.parts << 16, self.first, self.tokens
 
 
 def job_count(requests: int, places: int) -> int:
     """Jobs that a plan has room for; those it does not need have a request of -1."""
-    return requests + ROUNDS * places
+    return requests + places
 
 
 def plan_in_python(lengths: list[int], places: int, warps: int) -> list[Job]:
@@ -53,9 +56,8 @@ def plan_in_python(lengths: list[int], places: int, warps: int) -> list[Job]:
     """
     tiles = [-(-n // TILE_TOKENS) for n in lengths]
     total, best = max(sum(tiles), 1), None
-    for attempt in range(2 * ROUNDS):
-        share, up = attempt // 2 + 1, attempt % 2
-        aims = [(n * places * share + up * (total - 1)) // total for n in tiles]
+    for up in (0, 1):
+        aims = [(n * places + up * (total - 1)) // total for n in tiles]
         parts = [max(1, min(aim, n // (MIN_TILES * warps), MAX_PARTS)) for n, aim in zip(tiles, aims, strict=True)]
         costs = [-(-n // (k * warps)) + BLOCK_COST + PART_COST * (k > 1) for n, k in zip(tiles, parts, strict=True)]
         order = sorted(range(len(tiles)), key=lambda r: -costs[r])
@@ -70,27 +72,27 @@ def plan_in_python(lengths: list[int], places: int, warps: int) -> list[Job]:
     jobs: list[Job] = []
     for request, parts_of in best[1]:
         first = len(jobs)
-        jobs.extend(Job(request, part, parts_of, first) for part in range(parts_of))
+        jobs.extend(Job(request, part, parts_of, first, lengths[request]) for part in range(parts_of))
     return jobs
 
 
 @triton.jit(do_not_specialize=["requests", "jobs_there", "places"], do_not_specialize_on_alignment=["jobs", "seq_lens"])
 def _plan_kernel(
     jobs, seq_lens, requests, jobs_there, places, scratch,
-    REQUESTS: tl.constexpr, PLACES: tl.constexpr, WARPS: tl.constexpr, CHUNK: tl.constexpr, ROUNDS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, MIN_TILES: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_COST: tl.constexpr,
-    PART_COST: tl.constexpr,
+    REQUESTS: tl.constexpr, PLACES: tl.constexpr, WARPS: tl.constexpr, CHUNK: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    MIN_TILES: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_COST: tl.constexpr, PART_COST: tl.constexpr,
 ):  # fmt: skip
     """One program. scratch: int32 [2 REQUESTS + jobs]: costs and parts of the requests, costs of the jobs in order."""
     request, place = tl.arange(0, REQUESTS), tl.arange(0, PLACES)
     exists = request < requests
-    tiles = (tl.load(seq_lens + request, mask=exists, other=0) + TILE_TOKENS - 1) // TILE_TOKENS
+    tokens = tl.load(seq_lens + request, mask=exists, other=0)
+    tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
     total = tl.maximum(tl.sum(tiles), 1)
     queue = scratch + 2 * REQUESTS
     best_span = total * 0 + 2147483647
     best_parts, best_before = tiles * 0, tiles * 0
-    for attempt in range(2 * ROUNDS):
-        parts = (tiles * places * (attempt // 2 + 1) + attempt % 2 * (total - 1)) // total
+    for up in range(2):
+        parts = (tiles * places + up * (total - 1)) // total
         parts = tl.maximum(tl.minimum(tl.minimum(parts, tiles // (MIN_TILES * WARPS)), MAX_PARTS), 1)
         cost = (tiles + parts * WARPS - 1) // (parts * WARPS) + BLOCK_COST + tl.where(parts > 1, PART_COST, 0)
         parts = tl.where(exists, parts, 0)
@@ -121,9 +123,9 @@ def _plan_kernel(
     for part in range(tl.max(best_parts)):
         job, there = jobs + 4 * (best_before + part), part < best_parts
         tl.store(job, request, mask=there)
-        tl.store(job + 1, request * 0 + part, mask=there)
-        tl.store(job + 2, best_parts, mask=there)
-        tl.store(job + 3, best_before, mask=there)
+        tl.store(job + 1, part | best_parts << 16, mask=there)
+        tl.store(job + 2, best_before, mask=there)
+        tl.store(job + 3, tokens, mask=there)
     for start in range(tl.sum(best_parts), jobs_there, REQUESTS):
         index = start + request
         tl.store(jobs + 4 * index, request * 0 - 1, mask=index < jobs_there)
@@ -147,14 +149,16 @@ class JobPlanner:
             _plan_kernel,
             Arguments(self.scratch),
             dict(
-                REQUESTS=size, PLACES=triton.next_power_of_2(places), WARPS=warps, CHUNK=CHUNK, ROUNDS=ROUNDS,
+                REQUESTS=size, PLACES=triton.next_power_of_2(places), WARPS=warps, CHUNK=CHUNK,
                 TILE_TOKENS=TILE_TOKENS, MIN_TILES=MIN_TILES, MAX_PARTS=MAX_PARTS, BLOCK_COST=BLOCK_COST,
                 PART_COST=PART_COST,
             ),
+            num_warps=min(16, max(4, size // 32)),
         )  # fmt: skip
 
     def __call__(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """int32 [job_count, 4], `Job` each; what the last call returned is overwritten. seq_lens: int32 [requests]."""
+        """int32 [job_count, 4], the words of a `Job` each; what the last call returned is overwritten.
+        seq_lens: int32 [requests]."""
         assert len(seq_lens) <= self.requests, (len(seq_lens), self.requests)
         jobs = self.jobs[: job_count(len(seq_lens), self.places)]
         self.launch((1, 1, 1), (jobs, seq_lens), Arguments(len(seq_lens), len(jobs), self.places))

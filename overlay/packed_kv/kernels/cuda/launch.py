@@ -111,7 +111,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "IS_FINAL": int(variant.is_final),
         "HAS_SUMS": int(variant.has_sums),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": max(warps * STAGES * (stage + 8), combine),
+        "SHARED_BYTES": max(warps * (STAGES * (stage + 8) + 16), combine),
     }
     return {name: str(value) for name, value in values.items()}
 

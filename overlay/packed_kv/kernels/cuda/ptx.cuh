@@ -135,6 +135,9 @@ INLINE void load_shared_4(u32 address, u32* words) {
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address));
 }
 struct __align__(16) Quad { u32 x, y, z, w; };
+INLINE void store_shared_4(u32 address, const Quad& q) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w));
+}
 INLINE Quad load_constant_16(const void* pointer) {
     Quad q;
     asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
