@@ -145,7 +145,7 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     memory_fence();
     // Every wait is one of some 700 cycles, so a thread asks for all that it needs at once: a lane for the statistics of
     // a part, then a thread for two channels of AT_ONCE parts.
-    constexpr int AT_ONCE = 16, PAIRS = HEAD_DIM / 2;
+    constexpr int AT_ONCE = 8, PAIRS = HEAD_DIM / 2;
     const int lane = threadIdx.x % 32;
     for (int column = threadIdx.x / 32; column < COLUMNS; column += WARPS) {
         const float* statistics = a.partial_stats + 2 * part_slot(job, lane, head, column);
