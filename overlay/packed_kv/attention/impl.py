@@ -23,7 +23,7 @@ from .calibration import find_calibration
 from .metadata import PackedMetadata, longest_decode
 from .options import read_options
 from .ranks import Ranks, refuse_layer, share_of
-from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens
+from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens, ring_of_one_request
 from .routes import fused_serves
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.calibration = None
         if attn_metadata is None:
             if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
-                self._profile(query, key, value)
+                self._profile(shared or layer.layer_name, query, key, value)
             return output.zero_()
         if self.ranks is not None:
             self._forward_of_share(query, key, value, kv_cache, attn_metadata, self.ranks, output)
@@ -321,8 +321,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         # Layers with sinks may need a bias that the others do not, and these and those with a window the other kernel.
         return self._planned(metadata, recent, ("decode", fused.bias_rows is not None, fused.of_cuda is not None), plan)
 
-    def _profile(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on a page of our own."""
+    def _profile(self, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on pages and a ring of
+        our own: else the first request behind a cached prefix would wait for them, 1.3 s on an H200. name: of the layer
+        whose cache this one reads."""
         if self.fused is None or key is None:
             return
         self.fused.prepare()
@@ -333,10 +335,13 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
         tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
         new_tokens = tokens if self.prefill is None else -(-tokens // 2)
-        blocks = -(-tokens // MICRO_BLOCK)
-        page = key.new_zeros((blocks, self.num_kv_heads, MICRO_BLOCK, self.codec.slot_bytes), dtype=torch.uint8)
+        block_size = self.config.cache_config.block_size
+        if not block_size or block_size % MICRO_BLOCK:
+            block_size = MICRO_BLOCK
+        blocks = -(-tokens // block_size)
+        page = key.new_zeros((blocks, self.num_kv_heads, block_size, self.codec.slot_bytes), dtype=torch.uint8)
         batch = PackedMetadata.of_one_request(
-            tokens, new_tokens, key.device, self.share, self.num_heads * self.share.ranks
+            tokens, new_tokens, key.device, self.share, self.num_heads * self.share.ranks, block_size
         )
         places = torch.arange(tokens, device=key.device)
         self.fused.store(page, key[:tokens], value[:tokens], self.fused.plan_store(places, places))
@@ -347,6 +352,15 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.prefill.attend(query, key, value, page, batch, 0, output)
         else:
             self._attend_in_pytorch(query, key, value, page, batch, None, 0, output)
+        companion = self.layers.get(name + SUFFIX)
+        if companion is None or self.prefill is None or not companion.ring_block_size:
+            return
+        ring = ring_of_one_request(companion, tokens, self.num_kv_heads, self.codec.key.head_dim, key.device)
+        for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with their pages, a chunk's afterwards
+            rows = places[start:]
+            planned = self.fused.plan_store(rows, rows, rows.to(torch.int32))
+            self.fused.store(page, key[rows], value[rows], planned, ring.cache, only_ring=start > 0)
+        self.prefill.attend(query, key, value, page, batch, 0, output, ring)
 
     def _forward_of_share(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

@@ -70,15 +70,16 @@ class PackedMetadata(AttentionMetadata):
 
     @classmethod
     def of_one_request(
-        cls, tokens: int, new_tokens: int, device: torch.device, share: Share = WHOLE, heads: int = 0
-    ) -> PackedMetadata:
-        """A request in blocks 0, 1, ... of 16 tokens each, the last `new_tokens` of its `tokens` in the batch. `heads`:
-        query heads of all ranks, where there are several."""
+        cls, tokens: int, new_tokens: int, device: torch.device, share: Share = WHOLE, heads: int = 0,
+        block_size: int = MICRO_BLOCK,
+    ) -> PackedMetadata:  # fmt: skip
+        """A request in blocks 0, 1, ..., the last `new_tokens` of its `tokens` in the batch. `heads`: query heads of
+        all ranks, where there are several. `block_size`: tokens of a block."""
         places = torch.arange(tokens, device=device)
         seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
         return cls(
             num_actual_tokens=new_tokens,
-            block_table=places[: -(-tokens // MICRO_BLOCK)].to(torch.int32).unsqueeze(0),
+            block_table=places[: -(-tokens // block_size)].to(torch.int32).unsqueeze(0),
             slot_mapping=places[tokens - new_tokens :],
             positions=places[tokens - new_tokens :],
             query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),

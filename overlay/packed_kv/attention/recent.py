@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring, read, round_trip
-from ..layout import RECENT_TOKENS
+from ..layout import RECENT_TOKENS, ring_slot_bytes
 from .active_blocks import RecentTokens
 from .options import OptionError, read_options
 from .recent_plan import plan
@@ -185,6 +185,16 @@ class RecentLayer(AttentionLayerBase):
 
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         self.kv_cache = cut_into_ring_blocks(kv_cache, self.ring_block_size, layout.is_block_outermost)
+
+
+def ring_of_one_request(
+    companion: RecentLayer, tokens: int, kv_heads: int, head_dim: int, device: torch.device
+) -> Ring:
+    """A ring of zeros as the layer's will be, for a request that has all of its tokens there."""
+    blocks = -(-tokens // companion.ring_block_size)
+    shape = (blocks, kv_heads, companion.ring_block_size, ring_slot_bytes(head_dim))
+    table = torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
+    return Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, table.new_zeros(1), companion.window)
 
 
 @dataclass
