@@ -33,7 +33,9 @@ def attend_pages(
     """
     tokens, kv_heads, group, head_dim = query.shape
     shape = splits if isinstance(splits, launch.Grid) else launch.Grid(8, splits, is_final=True)
-    rows, jobs, columns = (tokens, kv_heads * group, shape.blocks), None, launch.columns_of(group, max_query_len)
+    rows, jobs, columns = (tokens, kv_heads * group, shape.blocks), None, 0
+    if kernel != "triton":
+        columns = launch.columns_of(group, max_query_len)
     if kernel != "triton" and shape.is_final:
         jobs = make_jobs(seq_lens, shape)
         rows = (len(jobs), kv_heads, columns)
