@@ -47,7 +47,7 @@ def job_count(requests: int, places: int) -> int:
 
 
 def plan_in_python(lengths: list[int], places: int, warps: int) -> list[Job]:
-    """The reference of `bind_plan`'s kernel.
+    """The reference of `_plan_kernel`.
 
     Args:
         lengths: tokens of each request.
