@@ -18,7 +18,7 @@ from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.formats import FORMATS
 from tiny_models import SMALL
 from transformers import PretrainedConfig
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import llama, registry
@@ -220,10 +220,17 @@ def test_kv_connectors_that_do(what: str) -> None:
 
 def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
     cache = SimpleNamespace(kv_sharing_fast_prefill=False)
-    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    parallel = SimpleNamespace(decode_context_parallel_size=1, use_ubatching=False)
     return SimpleNamespace(
         kv_transfer_config=connector, speculative_config=None, cache_config=cache, parallel_config=parallel
     )
+
+
+def test_micro_batches() -> None:
+    config = settings(None)
+    config.parallel_config = ParallelConfig(enable_dbo=True)
+    (reason,) = registration._unsupported_in(config)
+    assert reason.startswith("--enable-dbo and --ubatch-size not supported")
 
 
 def test_kv_connector(demo_model: str) -> None:

@@ -219,4 +219,6 @@ def _unsupported_in(config: VllmConfig) -> list[str]:
     reasons = [reason for reason in found if reason]
     if config.cache_config.kv_sharing_fast_prefill:
         reasons.append("--kv-sharing-fast-prefill not supported (the host learns of its batches too late)")
+    if config.parallel_config.use_ubatching:
+        reasons.append("--enable-dbo and --ubatch-size not supported (two batches would share a layer's plan)")
     return reasons
