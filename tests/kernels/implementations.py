@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from packed_kv.kernels.cuda import launch
-from packed_kv.kernels.cuda.jobs import Job
+from packed_kv.kernels.cuda.jobs import job_count, plan_in_python
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge
 from packed_kv.layout import PageLayout
@@ -29,7 +29,8 @@ def attend_pages(
 ) -> None:
     """Attention of rotated queries and V's rotation back; the arguments are those of `decode` and `merge`.
 
-    kernel: "triton"; "cuda"; or "cuda emulated" on the CPU, for which `splits` may say the grid.
+    kernel: "triton"; "cuda"; or "cuda emulated" on the CPU, for which `splits` may say the grid. `blocks` of a final
+    one are the places for which jobs are planned.
     """
     tokens, kv_heads, group, head_dim = query.shape
     shape = splits if isinstance(splits, launch.Grid) else launch.Grid(8, splits, is_final=True)
@@ -53,7 +54,8 @@ def attend_pages(
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring = options.pop("query_bias", None), options.pop("ring", None)
     step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums, jobs)
-    packed, counters = launch.pack_matrix(matrix), torch.zeros(2112, dtype=torch.int32, device=query.device)
+    packed = launch.pack_matrix(matrix)
+    counters = torch.zeros(len(seq_lens if jobs is None else jobs) * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
         cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, sums is not None)
         shape = shape if jobs is None else shape._replace(blocks=len(jobs))
@@ -73,15 +75,20 @@ def attend_pages(
     if not shape.is_final:
         merge(partial, stats, matrix, output, sums=sums)
     assert not counters.any(), "not left for the next launch"
+    if jobs is not None:
+        check_parts(jobs, query_start, stats)
 
 
 def make_jobs(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
-    """int32 [jobs, 4]: the last request first, in as many parts as `shape.blocks` if each warp of a part has 8 tiles,
-    and one job without a request."""
-    tiles = 8 * 32 * shape.warps
-    jobs: list[Job] = []
-    for request, length in reversed(list(enumerate(seq_lens.tolist()))):
-        parts, first = max(1, min(shape.blocks, length // tiles)), len(jobs)
-        jobs.extend(Job(request, part, parts, first, length) for part in range(parts))
-    jobs.append(Job(-1, 0, 0, 0, 0))
-    return torch.tensor([job.words() for job in jobs], dtype=torch.int32, device=seq_lens.device)
+    """int32 [jobs, 4]: as planned for a card with places for `shape.blocks` blocks of each KV head."""
+    jobs = plan_in_python(seq_lens.tolist(), shape.blocks, shape.warps)
+    words = [job.words() for job in jobs] + [(-1, 0, 0, 0)] * (job_count(len(seq_lens), shape.blocks) - len(jobs))
+    return torch.tensor(words, dtype=torch.int32, device=seq_lens.device)
+
+
+def check_parts(jobs: torch.Tensor, query_start: torch.Tensor, stats: torch.Tensor) -> None:
+    """Parts of requests have written their results, each in its own place, and nobody else has."""
+    queries = query_start.diff().tolist()
+    written = (~stats[..., 0].isnan()).any(-1).any(-1).tolist()
+    expected = [request >= 0 and word >> 16 > 1 and queries[request] > 0 for request, word, *_ in jobs.tolist()]
+    assert written == expected

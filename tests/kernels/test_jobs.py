@@ -60,3 +60,19 @@ def test_lengths_that_differ_fill_the_card(requests: int, share: float) -> None:
 @pytest.mark.parametrize(("requests", "places", "warps"), [(32, 33, 8), (33, 33, 8), (128, 66, 4), (66, 66, 4)])
 def test_equal_lengths_that_fill_the_card_stay_whole(requests: int, places: int, warps: int) -> None:
     assert {job.parts for job in plan_in_python([8192] * requests, places, warps)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([1024] * 8, [1] * 8),  # a warp of a part has 4 tiles
+        ([4096] * 4, [4] * 4),
+        # A part costs more than its tiles, and as a block, too; and places get a long job with a short one.
+        ([3072, 16384, 16384, 2048, 1024, 12288], [1, 10, 10, 1, 1, 7]),
+        ([16384, 3072, 16384, 16384, 2048], [9, 1, 9, 9, 1]),
+        ([16384, 1024, 1024, 3072, 2048, 3072, 12288, 12288], [11, 1, 1, 2, 2, 2, 8, 8]),
+    ],
+)
+def test_parts_are_worth_their_cost(lengths: list[int], parts: list[int]) -> None:
+    jobs = plan_in_python(lengths, 33, 8)
+    assert [job.parts for job in sorted(jobs) if job.part == 0] == parts
