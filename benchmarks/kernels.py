@@ -180,6 +180,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
+    if options.spread and options.recent:
+        parser.error("--spread with --recent: rings here are of requests of one length; leave one out")
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")

@@ -228,7 +228,8 @@ class FusedDecode:
         batch = (rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring)
         decode: tuple[Grid, Arguments] | CudaPlan
         if self.of_cuda is not None:
-            decode = CudaPlan(grid, max_query_len, requests, cuda.step_arguments(*batch, sums, jobs), (*batch, sums))
+            tensors = (*batch, sums, jobs)
+            decode = CudaPlan(grid, max_query_len, requests, cuda.step_arguments(*tensors), tensors)
         else:
             decode = decode_grid(shape, grid.blocks, requests, max_query_len), decode_arguments(*batch)
         tile, merge = (0, 0), None

@@ -192,7 +192,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.calibration = None
         if attn_metadata is None:
             if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
-                self._profile(shared or layer.layer_name, query, key, value)
+                self._profile(layer.layer_name, query, key, value)
             return output.zero_()
         if self.ranks is not None:
             self._forward_of_share(query, key, value, kv_cache, attn_metadata, self.ranks, output)
@@ -323,8 +323,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
     def _profile(self, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take the workspace, so that vLLM's memory profile counts it, and compile the kernels on pages and a ring of
-        our own: else the first request behind a cached prefix would wait for them, 1.3 s on an H200. name: of the layer
-        whose cache this one reads."""
+        our own: else the first request behind a cached prefix would wait for them, 1.3 s on an H200. name: of the
+        layer."""
         if self.fused is None or key is None:
             return
         self.fused.prepare()

@@ -212,7 +212,7 @@ class CudaDecode:
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
         self.device = cache.device.index
-        self.launches: dict[tuple[Grid, int], _Function] = {}
+        self.launches: dict[tuple[int, bool, int], _Function] = {}
 
     def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
         """Launch on the current stream.
@@ -224,9 +224,10 @@ class CudaDecode:
             step: of `step_arguments`.
             output: see above.
         """
-        function = self.launches.get((shape, max_query_len))
+        variant = (shape.warps, shape.is_final, max_query_len)
+        function = self.launches.get(variant)
         if function is None:
-            function = self.launches[shape, max_query_len] = self._function(shape, max_query_len)
+            function = self.launches[variant] = self._function(shape, max_query_len)
         OF_CALL.pack_into(self.arguments, 0, output.data_ptr())
         self.arguments[OF_CALL.size : OF_CALL.size + OF_STEP.size] = step
         stream = torch.cuda.current_stream(self.device).cuda_stream
