@@ -126,19 +126,24 @@ def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
 
 
 def planner_of(requests: int, grid: cuda.Grid, multiprocessors: int) -> JobPlanner:
+    """As an engine of `max_num_seqs` requests has it."""
     places = cuda.job_places(grid.warps, KV_HEADS, multiprocessors)
+    if grid.warps == cuda.FINAL_WARPS[0]:
+        requests = min(requests, cuda.most_requests(KV_HEADS, multiprocessors))
     return JobPlanner(requests, places, grid.warps, torch.device("cuda"))
 
 
 def time_plans() -> None:
     """Print what the plan of a step takes, which is made once for all layers."""
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    for requests in (4, 32, 128, 256, 512):
-        grid = cuda.grid(requests, KV_HEADS, multiprocessors)
-        planner = planner_of(requests, grid, multiprocessors)
-        seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
-        times = interleaved({"plan": lambda planner=planner, lengths=seq_lens: planner(lengths)})
-        print(f"plan of {requests} requests: {times['plan'][1] * LAYERS:.1f} us a step")
+    for max_num_seqs in (128, 256, 1024):
+        for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
+            grid = cuda.grid(requests, KV_HEADS, multiprocessors)
+            planner = planner_of(max_num_seqs, grid, multiprocessors)
+            seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
+            times = interleaved({"plan": lambda planner=planner, lengths=seq_lens: planner(lengths)})
+            case = f"plan of {requests} requests, max_num_seqs {max_num_seqs}"
+            print(f"{case}: {times['plan'][1] * LAYERS:.1f} us a step")
 
 
 def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]:

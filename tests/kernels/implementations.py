@@ -82,7 +82,7 @@ def attend_pages(
 def make_jobs(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
     """int32 [jobs, 4]: as planned for a card with places for `shape.blocks` blocks of each KV head."""
     jobs = plan_in_python(seq_lens.tolist(), shape.blocks, shape.warps)
-    words = [job.words() for job in jobs] + [(-1, 0, 0, 0)] * (job_count(len(seq_lens), shape.blocks) - len(jobs))
+    words = [job.words() for job in jobs] + [(-1, -1, -1, -1)] * (job_count(len(seq_lens), shape.blocks) - len(jobs))
     return torch.tensor(words, dtype=torch.int32, device=seq_lens.device)
 
 
@@ -90,5 +90,11 @@ def check_parts(jobs: torch.Tensor, query_start: torch.Tensor, stats: torch.Tens
     """Parts of requests have written their results, each in its own place, and nobody else has."""
     queries = query_start.diff().tolist()
     written = (~stats[..., 0].isnan()).any(-1).any(-1).tolist()
-    expected = [request >= 0 and word >> 16 > 1 and queries[request] > 0 for request, word, *_ in jobs.tolist()]
+    written_by = {
+        (word >> 16) + part
+        for word, _, begin, end in jobs.tolist()
+        if word >= 0 and end >> 24 > 1 and queries[word & 0xFFFF] > 0
+        for part in [begin >> 24]
+    }
+    expected = [place in written_by for place in range(len(jobs))]
     assert written == expected

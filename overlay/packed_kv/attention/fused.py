@@ -139,9 +139,10 @@ class FusedDecode:
         if refused is None:
             device, card = self.from_rotated.device, (kv_heads, self.multiprocessors)
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
+            few = min(max_requests, cuda.most_requests(*card))
             self.planners = {
-                warps: JobPlanner(max_requests, cuda.job_places(warps, *card), warps, device)
-                for warps in cuda.FINAL_WARPS
+                warps: JobPlanner(most, cuda.job_places(warps, *card), warps, device)
+                for warps, most in zip(cuda.FINAL_WARPS, (few, max_requests), strict=True)
             }
 
     def plan_store(

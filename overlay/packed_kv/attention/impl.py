@@ -353,14 +353,16 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         else:
             self._attend_in_pytorch(query, key, value, page, batch, None, 0, output)
         companion = self.layers.get(name + SUFFIX)
-        if companion is None or self.prefill is None or not companion.ring_block_size:
-            return
-        ring = ring_of_one_request(companion, tokens, self.num_kv_heads, self.codec.key.head_dim, key.device)
-        for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with their pages, a chunk's afterwards
-            rows = places[start:]
-            planned = self.fused.plan_store(rows, rows, rows.to(torch.int32))
-            self.fused.store(page, key[rows], value[rows], planned, ring.cache, only_ring=start > 0)
-        self.prefill.attend(query, key, value, page, batch, 0, output, ring)
+        if companion is not None and self.prefill is not None and companion.ring_block_size:
+            ring = ring_of_one_request(companion, tokens, self.num_kv_heads, self.codec.key.head_dim, key.device)
+            for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
+                rows = places[start:]
+                planned = self.fused.plan_store(rows, rows, rows.to(torch.int32))
+                self.fused.store(page, key[rows], value[rows], planned, ring.cache, only_ring=start > 0)
+            self.prefill.attend(query, key, value, page, batch, 0, output, ring)
+        self.fused.bound.clear()  # of these pages and this ring
+        if self.prefill is not None:
+            self.prefill.bound.clear()
 
     def _forward_of_share(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

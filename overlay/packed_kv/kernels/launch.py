@@ -120,6 +120,10 @@ class Launches:
             held = self.held[name] = held_for, bind()
         return held[1]
 
+    def clear(self) -> None:
+        """Forget all, before other tensors may come to lie at the same addresses with other strides."""
+        self.held.clear()
+
 
 def head_stride(of_heads: torch.Tensor) -> int:
     """Stride over heads, 0 where one serves all."""

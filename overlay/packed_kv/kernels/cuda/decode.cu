@@ -11,6 +11,7 @@
 //   TABLE_*, *_3, *_2, *UNIT*           of `units.py`
 //   KV_HEADS, QUERY_GROUP, COLUMNS      of the model and its drafts
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks of a page, of a tile
+//   CUT_TILES                           a request is cut in parts at multiples of so many tiles
 //   RING_BLOCK, RECENT, HAS_BIAS        as in decode.py
 //   WARPS, STAGES, BLOCKS               warps of a block, stages of a warp, blocks of a multiprocessor
 //   IS_FINAL, OUTPUT                    see above; 0: fp16, 1: bf16, 2: fp32
@@ -38,16 +39,20 @@ struct Arguments {
 
 constexpr int ALL_STAGES = WARPS * STAGES * STAGE_BYTES, JOBS = ALL_STAGES + WARPS * STAGES * 8;
 
-// A block's part of the `parts` of a request of so many tokens, whose first job is `first`; request -1: there is
+// A block's part of the `parts` of a request of so many tokens: those of its tiles of pages from `begin` to `end`, the
+// last part's to the last, with the ring's. Results of the parts go to places `first` and on. Request -1: there is
 // nothing to do.
 struct Job {
-    int request, part, parts, first, tokens;
-    INLINE explicit Job(Quad x) : request(x.x), part(x.y & 0xFFFF), parts(x.y >> 16), first(x.z), tokens(x.w) {}
+    int request, first, tokens, begin, part, end, parts;
+    INLINE explicit Job(const Quad& x)
+        : request((int)x.x < 0 ? -1 : x.x & 0xFFFF), first(x.x >> 16), tokens(x.y), begin((x.z & 0xFFFFFF) * CUT_TILES),
+          part(x.z >> 24), end((x.w & 0xFFFFFF) * CUT_TILES), parts(x.w >> 24) {}
+    INLINE bool is_last() const { return part == parts - 1; }
 };
 // Read once from global memory, and then from shared memory, each warp from a place of its own: registers are few.
 INLINE Quad first_job(const Arguments& a) {
     if constexpr (IS_FINAL) return load_constant_16(a.jobs + 4 * blockIdx.z);
-    return {blockIdx.z, blockIdx.x | gridDim.x << 16, 0, (u32)a.seq_lens[blockIdx.z]};
+    return {blockIdx.z, (u32)a.seq_lens[blockIdx.z], 0, 1 << 24};
 }
 INLINE Job kept_job() {
     u32 words[4];
@@ -88,17 +93,18 @@ struct Pages {
     }
 };
 
-// Tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has tiles
-// split, split + splits, ... of the ring, `ring` in all, and `count` of the pages from `low` on.
+// A job's tiles of pages and of the ring are dealt out evenly, those of the ring to the first splits: each split has
+// tiles split, split + splits, ... of the ring, `ring` in all, and `count` of the pages from `low` on.
 struct Share {
     int ring, low, count;
 
-    INLINE Share(const Request& request, int split, int splits) {
-        const int pages = (max(request.page_limit(request.seq_len), 0) + TILE_TOKENS - 1) / TILE_TOKENS;
-        const int tiles = request.ring_tiles(), more = tiles % splits;
-        const int own = (pages + tiles + splits - 1) / splits - tiles / splits;
+    INLINE Share(const Request& request, const Job& job, int split, int splits) {
+        int pages = (max(request.page_limit(request.seq_len), 0) + TILE_TOKENS - 1) / TILE_TOKENS;
+        if (!job.is_last()) pages = min(pages, job.end);
+        const int tiles = job.is_last() ? request.ring_tiles() : 0, more = tiles % splits;
+        const int own = (max(pages - job.begin, 0) + tiles + splits - 1) / splits - tiles / splits;
         ring = tiles / splits + (split < more);
-        low = split * own - min(split, more);
+        low = job.begin + split * own - min(split, more);
         count = max(0, min(own - (split < more), pages - low));
     }
 };
@@ -208,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     const Request request(a, job);
     if (request.count <= 0) return;
     const int last_micro_block = (request.seq_len - 1) / 16;
-    const int split = job.part * WARPS + warp, splits = job.parts * WARPS;
-    const Share share(request, split, splits);
+    const int split = IS_FINAL ? warp : blockIdx.x * WARPS + warp, splits = IS_FINAL ? WARPS : gridDim.x * WARPS;
+    const Share share(request, job, split, splits);
     const Pages pages{again(a.cache + (u64)head * a.head_stride), again(a.block_table + (u64)index * a.table_stride),
                       a.block_stride, last_micro_block};
     const Ring ring(a, request, index, head);

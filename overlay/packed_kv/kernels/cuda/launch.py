@@ -16,13 +16,14 @@ from .. import units
 from ..launch import head_stride
 from ..ring import check_ring
 from . import COLUMNS
-from .jobs import job_count
+from .jobs import CUT_TILES, SHARE_WARPS, job_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 WARPS_A_MULTIPROCESSOR = 16
 """Of 128 registers."""
-FINAL_WARPS = (8, 4)
-"""Of a block that writes the output: where the card has places for all pairs at once, and where it has not."""
+FINAL_WARPS = (SHARE_WARPS, 4)
+"""Of a block that writes the output: up to `most_requests`, and beyond, where smaller ones leave less of the card idle
+(128 x 2048: 81 us for 88)."""
 FEW = 8
 """Where there are more places than these for each pair, blocks of a warp and a merge come in: with all the card for a
 few requests a warp has a few tiles, and there combining several warps costs more than a second launch."""
@@ -46,15 +47,20 @@ class Grid(NamedTuple):
 def grid(requests: int, kv_heads: int, multiprocessors: int) -> Grid:
     """The grid for a number of requests. No sequence length counts: a CUDA graph can hold it."""
     pairs, warps = requests * kv_heads, multiprocessors * WARPS_A_MULTIPROCESSOR
-    final = final_warps(pairs, multiprocessors)
+    final = final_warps(requests, kv_heads, multiprocessors)
     if warps // final // pairs <= FEW:
         return Grid(final, job_count(requests, job_places(final, kv_heads, multiprocessors)), True)
     return Grid(1, min(MAX_SPLITS, warps // pairs), False)
 
 
-def final_warps(pairs: int, multiprocessors: int) -> int:
-    """Of a block that writes the output, for a number of (request, KV head) pairs."""
-    return FINAL_WARPS[pairs * FINAL_WARPS[0] > multiprocessors * WARPS_A_MULTIPROCESSOR]
+def final_warps(requests: int, kv_heads: int, multiprocessors: int) -> int:
+    """Of a block that writes the output."""
+    return FINAL_WARPS[requests > most_requests(kv_heads, multiprocessors)]
+
+
+def most_requests(kv_heads: int, multiprocessors: int) -> int:
+    """Of a batch that the larger blocks serve: two a place."""
+    return 2 * job_places(FINAL_WARPS[0], kv_heads, multiprocessors)
 
 
 def job_places(warps: int, kv_heads: int, multiprocessors: int) -> int:
@@ -101,6 +107,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "COLUMNS": columns,
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "TILE_BLOCKS": TILE_BLOCKS,
+        "CUT_TILES": CUT_TILES,
         "RING_BLOCK": variant.ring_block,
         "RECENT": variant.recent,
         "HAS_BIAS": int(variant.has_bias),
