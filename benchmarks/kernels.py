@@ -101,14 +101,14 @@ class Layers:
         for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
             bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, has_bias=False))
             batch = (rotated, table, self.start, self.seq_lens, partial, stats, None, ring, None, jobs)
-            steps.append(cuda.step_arguments(*batch))
+            steps.append((cuda.step_arguments(*batch), batch))  # which are addresses: the tensors have to stay
 
         def round_of_layers(rotates: bool) -> None:
             for i, (cache, table, ring) in enumerate(zip(self.caches, self.tables, self.rings, strict=True)):
                 if rotates:
                     rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
                 if kernel == "cuda":
-                    bound[i](grid, 1, requests, steps[i], output)
+                    bound[i](grid, 1, requests, steps[i][0], output)
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
                     decode(self.page, *batch, max_query_len=1, max_registers=registers, ring=ring)
