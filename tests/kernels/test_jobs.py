@@ -111,6 +111,8 @@ def test_parts_are_no_smaller_than_they_are_worth(places: int, warps: int, fewes
     [
         ([1024] * 8, [1] * 8),  # a warp of a part would have fewer than 4 tiles
         ([4096] * 4, [4] * 4),
+        ([32768] * 8, [4] * 8),  # a place's whole share each: requests have three places and more
+        ([8192] * 12, [4] * 12),  # two thirds
         ([200_000] + [300] * 30, [30] + [1] * 30),  # no more than a lane each combines
     ],
 )

@@ -7,7 +7,8 @@ first", Graham 1969):
 
 - A few requests, blocks of `SHARE_WARPS`: the requests lie one behind the other and are cut at multiples of a share of
   all tiles, wherever those fall, as "stream-K" cuts the work of a matrix product (Osama et al., 2023). A share is two
-  thirds of what a place has to do, so that the card balances what blocks differ by; docs/kernels.md has other shares.
+  thirds of what a place has to do, so that the card balances what blocks differ by; all of it where requests have three
+  places and more. docs/kernels.md has figures of other shares.
 - Many, blocks of fewer warps: those longer than what a place has to do are cut in equal parts. With several blocks a
   place the card balances the rest itself, and cuts cost more than they bring.
 """
@@ -87,7 +88,8 @@ def _cuts_at_shares(tiles: list[int], places: int, warps: int) -> list[list[int]
     total, fewest = max(sum(tiles), 1), MIN_TILES * warps
     if 6 * places * -(-len(tiles) // places) * max(tiles) <= 7 * total:
         return [[] for _ in tiles]  # whole, they end about as early
-    share = max(-(-2 * total // (3 * places * CUT_TILES)) * CUT_TILES, fewest)
+    thirds = 3 if 3 * len(tiles) <= places else 2
+    share = max(-(-thirds * total // (3 * places * CUT_TILES)) * CUT_TILES, fewest)
     fewest = max(fewest, share // MIN_PART)
     cuts: list[list[int]] = []
     start = 0
@@ -122,8 +124,8 @@ def _plan_kernel(
     if CUTS_AT_SHARES:
         end = tl.cumsum(tiles, 0)
         start = end - tiles
-        both = 3 * places * CUT_TILES
-        share = tl.maximum((2 * total + both - 1) // both * CUT_TILES, FEWEST)
+        thirds, units = tl.where(3 * requests <= places, 3, 2), 3 * places * CUT_TILES
+        share = tl.maximum((thirds * total + units - 1) // units * CUT_TILES, FEWEST)
         fewest = tl.maximum(share // MIN_PART, FEWEST)
         most = (MAX_PARTS - 1) * CUT_TILES
         step = tl.maximum((tiles + most - 1) // most * CUT_TILES, share)
