@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
 from packed_kv.kernels import decode, merge, pages, power_of_2, ring, rotate, store
+from packed_kv.kernels.cuda.jobs import JobPlanner
 from packed_kv.kernels.units import score_unit
 from packed_kv.layout import page_layout
 
@@ -291,6 +293,21 @@ def plan_ring_case() -> Case:
     )
 
 
+def plan_jobs_case(requests: int, cuts_at_shares: bool) -> Case:
+    planner = JobPlanner(requests, 33, 8 if cuts_at_shares else 4, torch.device("cpu"))
+    return Case(
+        kernel="packed_kv.kernels.cuda.jobs:_plan_kernel",
+        arch=90,
+        types={
+            **dict.fromkeys(("jobs", "seq_lens"), "*i32"),
+            **dict.fromkeys(("requests", "jobs_there", "places"), "i32"),
+        },
+        constants=planner.constants,
+        options=dict(num_warps=planner.num_warps),
+        unaligned=("jobs", "seq_lens", "requests", "jobs_there", "places"),
+    )
+
+
 def gather_ring_case() -> Case:
     return Case(
         kernel="packed_kv.kernels.ring:_gather_ring_kernel",
@@ -313,7 +330,9 @@ def test_what_stands_around_decode_stays_in_registers():
     ]
     cases = [merge_case(*key) for key in merges]
     cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]
-    keys = [*merges, "rotate_query", "sinks", "share", "plan_ring", "gather_ring"]
+    plans = [(66, True), (256, False), (256, True)]
+    cases += [plan_jobs_case(*key) for key in plans]
+    keys = [*merges, "rotate_query", "sinks", "share", "plan_ring", "gather_ring", *plans]
     for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

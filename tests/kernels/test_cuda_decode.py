@@ -87,6 +87,11 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
         {"name": "isoquant3", "kv_heads": 1, "requests": ((90, 0), (20, 0), (50, 44)), "query_lens": (1, 0, 1)},
         {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "requests": ((90, 0), (60, 50), (20, 20)),
          "query_lens": (3, 2, 1), "recent": 16, "group": 2, "block_size": 4},
+        # In parts, by equal cuts and by shares: the last part has the ring, and may have no pages.
+        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 2, "query_lens": (3, 1, 2), "recent": 300,
+         "requests": ((1100, 0), (1700, 900), (600, 560)), "splits": Grid(2, 6, True)},
+        {"name": "tq3", "head_dim": 64, "kv_heads": 1, "group": 2, "requests": ((3000, 0), (2400, 2100), (300, 0)),
+         "query_lens": (2, 3, 1), "recent": 200, "splits": Grid(8, 5, True)},
         gpu_only(name="isoquant4"),
         gpu_only(name="turboquant25", head_dim=64, requests=((50, 44), (50, 50), (100, 16)), block_size=4),
         gpu_only(name="isoquant4", recent=1, splits=Grid(1, 2, False), group=8),

@@ -95,7 +95,7 @@ def test_equal_lengths_that_fill_the_card_stay_whole(requests: int, places: int,
     assert {job.parts for job in plan_in_python([8192] * requests, places, warps)} == {1}
 
 
-@pytest.mark.parametrize(("places", "warps", "fewest"), [(33, 8, 32), (66, 4, 1)])
+@pytest.mark.parametrize(("places", "warps", "fewest"), [(33, 8, 32), (66, 4, 16)])
 def test_parts_are_no_smaller_than_they_are_worth(places: int, warps: int, fewest: int) -> None:
     """Four tiles of a warp, and an eighth of a share; less what the rounding to CUT_TILES takes."""
     for kind in ("spread", "one long", "any"):
@@ -113,6 +113,8 @@ def test_parts_are_no_smaller_than_they_are_worth(places: int, warps: int, fewes
         ([4096] * 4, [4] * 4),
         ([32768] * 8, [4] * 8),  # a place's whole share each: requests have three places and more
         ([8192] * 12, [4] * 12),  # two thirds
+        ([32768] * 9 + [0] * 7, [4, 5, 4, 4, 5, 4, 4, 5, 4] + [1] * 7),  # as without those that fill up a batch
+        ([8192] * 33 + [0] * 7, [1] * 40),
         ([200_000] + [300] * 30, [30] + [1] * 30),  # no more than a lane each combines
     ],
 )

@@ -31,11 +31,11 @@ TILE_TOKENS = 32
 CUT_TILES = 8
 """Requests are cut at multiples of these."""
 MIN_TILES = 4
-"""Of a warp of a request in parts."""
+"""Of a warp of a request in parts; the last of equal parts may have fewer."""
 MIN_PART = 8
 """A part has at least one in so many of a share's tiles: a block costs some 5 us besides its tiles."""
 BUCKETS = 16
-"""Sizes that are told apart when parts are sorted."""
+"""Sizes that are told apart when parts are sorted; fewer with more than 2048 requests, as shared memory is small."""
 
 
 class Job(NamedTuple):
@@ -61,13 +61,14 @@ def job_count(requests: int, places: int) -> int:
     return requests + -(-3 * places // 2)
 
 
-def plan_in_python(lengths: list[int], places: int, warps: int) -> list[Job]:
+def plan_in_python(lengths: list[int], places: int, warps: int, buckets: int = BUCKETS) -> list[Job]:
     """The reference of `_plan_kernel`.
 
     Args:
-        lengths: tokens of each request.
+        lengths: tokens of each request; 0 of those that fill up a CUDA graph's batch.
         places: blocks that the card works on at a time, of each KV head.
         warps: of a block.
+        buckets: see `BUCKETS`.
     """
     tiles = [-(-n // TILE_TOKENS) for n in lengths]
     cuts = _cuts_at_shares(tiles, places, warps) if warps >= SHARE_WARPS else _equal_cuts(tiles, places, warps)
@@ -80,15 +81,16 @@ def plan_in_python(lengths: list[int], places: int, warps: int) -> list[Job]:
             job = Job(request, part, parts, first, lengths[request], units[part], units[part + 1])
             found.append((ends[part + 1] - ends[part], job))
     largest = max(size for size, _ in found)
-    return [job for _, job in sorted(found, key=lambda x: -(x[0] * BUCKETS // (largest + 1)))]
+    return [job for _, job in sorted(found, key=lambda x: -(x[0] * buckets // (largest + 1)))]
 
 
 def _cuts_at_shares(tiles: list[int], places: int, warps: int) -> list[list[int]]:
     """Of each request, where it is cut."""
     total, fewest = max(sum(tiles), 1), MIN_TILES * warps
-    if 6 * places * -(-len(tiles) // places) * max(tiles) <= 7 * total:
+    requests = sum(n > 0 for n in tiles)
+    if 6 * places * -(-requests // places) * max(tiles) <= 7 * total:
         return [[] for _ in tiles]  # whole, they end about as early
-    thirds = 3 if 3 * len(tiles) <= places else 2
+    thirds = 3 if 3 * requests <= places else 2
     share = max(-(-thirds * total // (3 * places * CUT_TILES)) * CUT_TILES, fewest)
     fewest = max(fewest, share // MIN_PART)
     cuts: list[list[int]] = []
@@ -124,7 +126,8 @@ def _plan_kernel(
     if CUTS_AT_SHARES:
         end = tl.cumsum(tiles, 0)
         start = end - tiles
-        thirds, units = tl.where(3 * requests <= places, 3, 2), 3 * places * CUT_TILES
+        filled = tl.sum((tiles > 0).to(tl.int32))
+        thirds, units = tl.where(3 * filled <= places, 3, 2), 3 * places * CUT_TILES
         share = tl.maximum((thirds * total + units - 1) // units * CUT_TILES, FEWEST)
         fewest = tl.maximum(share // MIN_PART, FEWEST)
         most = (MAX_PARTS - 1) * CUT_TILES
@@ -132,11 +135,13 @@ def _plan_kernel(
         low = start // step + 1
         low += (low * step - start < fewest).to(tl.int32)
         high = tl.where(end >= fewest, (end - fewest) // step, 0)
-        stay_whole = 6 * places * ((requests + places - 1) // places) * tl.max(tiles) <= 7 * total
+        last_end = 6 * places * ((filled + places - 1) // places) * tl.max(tiles).to(tl.int64)
+        stay_whole = last_end <= 7 * total.to(tl.int64)
         high = tl.where(stay_whole, 0, high)
     else:
         start, end = tiles * 0, tiles
-        aim = tl.minimum(tl.minimum((tiles * places + total - 1) // total, tiles // FEWEST), MAX_PARTS)
+        aim = ((tiles.to(tl.int64) * places + total - 1) // total).to(tl.int32)
+        aim = tl.minimum(tl.minimum(aim, tiles // FEWEST), MAX_PARTS)
         units = tl.maximum(aim, 1) * CUT_TILES
         step = tl.maximum((tiles + units - 1) // units, 1) * CUT_TILES
         low, high = tiles * 0 + 1, tl.maximum(tiles - 1, 0) // step
@@ -189,15 +194,13 @@ class JobPlanner:
         assert count <= 1 << 15, count  # the words of a job have no room for more
         self.jobs = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         size = max(32, triton.next_power_of_2(requests))
-        self.launch = Launch(
-            _plan_kernel,
-            Arguments(),
-            dict(
-                REQUESTS=size, CUTS_AT_SHARES=warps >= SHARE_WARPS, FEWEST=MIN_TILES * warps, TILE_TOKENS=TILE_TOKENS,
-                CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS, BUCKETS=BUCKETS,
-            ),
-            num_warps=min(16, max(4, size // 32)),
+        self.constants = dict(
+            REQUESTS=size, CUTS_AT_SHARES=warps >= SHARE_WARPS, FEWEST=MIN_TILES * warps, TILE_TOKENS=TILE_TOKENS,
+            CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS,
+            BUCKETS=max(1, min(BUCKETS, 2048 * BUCKETS // size)),
         )  # fmt: skip
+        self.num_warps = min(16, max(4, size // 32))
+        self.launch = Launch(_plan_kernel, Arguments(), self.constants, num_warps=self.num_warps)
 
     def __call__(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """int32 [job_count, 4], the words of a `Job` each; what the last call returned is overwritten.
