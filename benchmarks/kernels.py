@@ -26,7 +26,6 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import decode as decode_module
 from packed_kv.kernels.cuda import launch as cuda
-from packed_kv.kernels.cuda.jobs import JobPlanner
 from packed_kv.kernels.decode import decode
 from packed_kv.kernels.merge import merge
 from packed_kv.kernels.rotate import rotate_query, rotation_matrix
@@ -91,7 +90,7 @@ class Layers:
         rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
         parts, jobs = (requests, QUERY_HEADS, grid.blocks), None
         if grid.is_final:
-            planner = planner_of(requests, grid, multiprocessors)
+            planner = cuda.make_planners(requests, KV_HEADS, multiprocessors, torch.device("cuda"))[grid.warps]
             jobs, parts = planner(self.seq_lens), (grid.blocks, KV_HEADS, group)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
@@ -125,21 +124,13 @@ def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to("cuda", torch.int32)
 
 
-def planner_of(requests: int, grid: cuda.Grid, multiprocessors: int) -> JobPlanner:
-    """As an engine of `max_num_seqs` requests has it."""
-    places = cuda.job_places(grid.warps, KV_HEADS, multiprocessors)
-    if grid.warps == cuda.FINAL_WARPS[0]:
-        requests = min(requests, cuda.most_requests(KV_HEADS, multiprocessors))
-    return JobPlanner(requests, places, grid.warps, torch.device("cuda"))
-
-
 def time_plans() -> None:
     """Print what the plan of a step takes, which is made once for all layers."""
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
             grid = cuda.grid(requests, KV_HEADS, multiprocessors)
-            planner = planner_of(max_num_seqs, grid, multiprocessors)
+            planner = cuda.make_planners(max_num_seqs, KV_HEADS, multiprocessors, torch.device("cuda"))[grid.warps]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
             times = interleaved({"plan": lambda planner=planner, lengths=seq_lens: planner(lengths)})
             case = f"plan of {requests} requests, max_num_seqs {max_num_seqs}"

@@ -91,10 +91,9 @@ def check_parts(jobs: torch.Tensor, query_start: torch.Tensor, stats: torch.Tens
     queries = query_start.diff().tolist()
     written = (~stats[..., 0].isnan()).any(-1).any(-1).tolist()
     written_by = {
-        (word >> 16) + part
+        (word >> 16) + (begin >> 24)
         for word, _, begin, end in jobs.tolist()
         if word >= 0 and end >> 24 > 1 and queries[word & 0xFFFF] > 0
-        for part in [begin >> 24]
     }
     expected = [place in written_by for place in range(len(jobs))]
     assert written == expected

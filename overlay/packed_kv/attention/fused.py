@@ -139,11 +139,7 @@ class FusedDecode:
         if refused is None:
             device, card = self.from_rotated.device, (kv_heads, self.multiprocessors)
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
-            few = min(max_requests, cuda.most_requests(*card))
-            self.planners = {
-                warps: JobPlanner(most, cuda.job_places(warps, *card), warps, device)
-                for warps, most in zip(cuda.FINAL_WARPS, (few, max_requests), strict=True)
-            }
+            self.planners = cuda.make_planners(max_requests, *card, device)
 
     def plan_store(
         self,

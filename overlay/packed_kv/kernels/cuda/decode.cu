@@ -93,8 +93,9 @@ struct Pages {
     }
 };
 
-// A job's tiles of pages and of the ring (the last job's of a request has all of these) are dealt out evenly, those of the ring to the first splits: each split has
-// tiles split, split + splits, ... of the ring, `ring` in all, and `count` of the pages from `low` on.
+// A job's tiles of pages and of the ring, which a request's last job has, are dealt out evenly, those of the ring to the
+// first splits: each split has tiles split, split + splits, ... of the ring, `ring` in all, and `count` of the pages from
+// `low` on.
 struct Share {
     int ring, low, count;
 

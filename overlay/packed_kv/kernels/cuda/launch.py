@@ -16,7 +16,7 @@ from .. import units
 from ..launch import head_stride
 from ..ring import check_ring
 from . import COLUMNS
-from .jobs import CUT_TILES, SHARE_WARPS, job_count
+from .jobs import CUT_TILES, SHARE_WARPS, JobPlanner, job_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 WARPS_A_MULTIPROCESSOR = 16
@@ -138,6 +138,15 @@ def make_counters(requests: int, kv_heads: int, multiprocessors: int, device: to
     0; layers may share them, as one stream's launches are one after the other."""
     places = job_places(min(FINAL_WARPS), kv_heads, multiprocessors)
     return torch.zeros(job_count(requests, places) * kv_heads, dtype=torch.int32, device=device)
+
+
+def make_planners(requests: int, kv_heads: int, multiprocessors: int, device: torch.device) -> dict[int, JobPlanner]:
+    """Of jobs, for batches of up to so many requests, by the warps of a block."""
+    few = min(requests, most_requests(kv_heads, multiprocessors))
+    return {
+        warps: JobPlanner(most, job_places(warps, kv_heads, multiprocessors), warps, device)
+        for warps, most in zip(FINAL_WARPS, (few, requests), strict=True)
+    }
 
 
 OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=11Q2I"), struct.Struct("=4Q7I4x")
