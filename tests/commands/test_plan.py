@@ -92,6 +92,9 @@ def test_states_have_vllms_shapes(architecture: str) -> None:
     assert sizes == {STATES[architecture] // 2 + group}
 
 
+STEPS = "decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv", "h100/decode.csv", "h100/mixed.csv"
+
+
 def rows(name: str) -> list[dict[str, str]]:
     with (RESULTS / name).open(newline="") as file:
         return list(csv.DictReader(file))
@@ -99,7 +102,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def measured_steps() -> Iterator[tuple[str, dict[str, str]]]:
     """Every decode step of the 8B shape that is in the results, of the dtypes that have a share."""
-    for name in ("decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv"):
+    for name in STEPS:
         for row in rows(name):
             dtype = "bf16" if row["dtype"] == "auto" else row["dtype"]
             if dtype in measured.STEP["share"] and row.get("prompt", "0") == "0":
@@ -122,8 +125,8 @@ def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
     """Eight shapes, nine dtypes, 1 to 4 cards, with and without a window; the cells that the estimate was made of are
     few of them (next test)."""
     found = list(measured_steps())
-    assert {name for name, _ in found} == {"decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv"}
-    assert len(found) > 90
+    assert {name for name, _ in found} == set(STEPS)
+    assert len(found) > 130
     for name, row in found:
         far = 0.15 if "H200" in row["gpu"] else 0.2  # another card than the one that the shares are from
         assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=far), (name, row)
