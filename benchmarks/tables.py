@@ -55,7 +55,9 @@ def mixed_table(rows: list[dict[str, str]]) -> str:
     titles = ["none" if prompt == "0" else f"+{prompt}" for prompt in prompts]
     lines = [f"| {rows[0]['gpu']}, decodes | dtype | " + " | ".join(titles) + " |"]
     lines.append("| --- | --- |" + " ---: |" * len(prompts))
-    for requests, context, dtype in dict.fromkeys(key[:3] for key in cells):
+    shapes = list(dict.fromkeys(key[:2] for key in cells))
+    cases = sorted(dict.fromkeys(key[:3] for key in cells), key=lambda key: shapes.index(key[:2]))
+    for requests, context, dtype in cases:
         line = []
         for prompt in prompts:
             row, base = (cells.get((requests, context, name, prompt)) for name in (dtype, BASELINE))
