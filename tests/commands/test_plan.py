@@ -115,20 +115,20 @@ def estimate(row: dict[str, str]) -> float:
     shape = model.parse(SHAPE_8B, "8B", ranks)
     recent = int(row.get("recent_tokens") or 64)
     serving = cache.Serving(int(row["context"]), recent)
-    bandwidth = cards.find("H100" if "H100" in row["gpu"] else "H200").bandwidth
+    card = cards.find("H100" if "H100" in row["gpu"] else "H200")
     return 1e3 * measured.step_seconds(
-        shape, row["dtype"], serving, weights(shape, None, None), int(row["requests"]), bandwidth
+        shape, row["dtype"], serving, weights(shape, None, None), int(row["requests"]), card
     )
 
 
 def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
-    """Eight shapes, nine dtypes, 1 to 4 cards, with and without a window; the cells that the estimate was made of are
-    few of them (next test)."""
+    """Eight shapes, ten dtypes, 1 to 4 H200s or an H100, with and without a window; the cells that the estimate was
+    made of are few of them (next test)."""
     found = list(measured_steps())
     assert {name for name, _ in found} == set(STEPS)
     assert len(found) > 130
     for name, row in found:
-        far = 0.15 if "H200" in row["gpu"] else 0.2  # another card than the one that the shares are from
+        far = 0.15 if "H200" in row["gpu"] else 0.09  # as `packed-kv plan` says of an H100
         assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=far), (name, row)
 
 

@@ -2,10 +2,10 @@
 of a decode step that it gives.
 
     step = fixed + requests * request / ranks + collectives + reading
-    reading = (weights / share of bf16 + KV / share of the dtype) / bandwidth        bytes of one rank
+    reading = weights / rate of bf16 + KV / rate of the dtype                        bytes of one rank
     collectives = 2 a layer, each `collective`, where there are several ranks
 
-A share is that of a card's peak bandwidth at which bytes are read; `fixed` and `request` are what a step takes beside
+A rate is a measured share of a card's peak bandwidth (`rate`); `fixed` and `request` are what a step takes beside
 reading: launches, sampling, the host; and arithmetic, which ranks share.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from ..formats import FORMATS
 from ..layout import ring_slot_bytes
 from .cache import DENSE, Serving, dtype_of, recent_window, slot_bytes
+from .cards import H200_MULTIPROCESSORS, Card, find
 from .model import Model
 from .weights import Weights
 
@@ -30,22 +31,32 @@ def kl(dtype: str, has_window: bool, calibrated: bool) -> float | None:
     return table["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 
-def step_seconds(
-    model: Model, dtype: str, serving: Serving, weights: Weights, requests: int, bandwidth: float
-) -> float:
-    """A decode step of `requests` requests, each of `serving.context` tokens, on cards of `bandwidth` bytes/s each."""
+def rate(dtype: str, card: Card) -> float:
+    """Bytes a second at which a decode reads pages of a dtype (`DENSE`: weights, too).
+
+    Instructions bound the dtypes that read at a smaller share than bf16, so a card that does as many as the H200 reads
+    as many bytes, up to bf16's share of its bandwidth. Of other cards that is not known: there a dtype has its share.
+    """
     share = STEP["share"]
-    read = weights.read(requests) / model.ranks / share[DENSE]
+    if card.name not in H200_MULTIPROCESSORS:
+        return share[dtype] * card.bandwidth
+    return min(share[dtype] * find(STEP["gpu"]).bandwidth, share[DENSE] * card.bandwidth)
+
+
+def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, requests: int, card: Card) -> float:
+    """A decode step of `requests` requests, each of `serving.context` tokens, on such cards."""
+    seconds = weights.read(requests) / model.ranks / rate(DENSE, card)
     window, _ = recent_window(model, dtype, serving)
     for layer in model.layers:
         if layer.kind == "state":
-            read += requests * 2 * layer.state_bytes / share[DENSE]  # read and written
+            seconds += requests * 2 * layer.state_bytes / rate(DENSE, card)  # read and written
             continue
         tokens = min(serving.context, layer.window) if layer.window else serving.context
         name = dtype_of(dtype, layer, serving)
-        read += requests * tokens * layer.kv_heads * slot_bytes(name, layer, model) / share[name]
+        read = tokens * slot_bytes(name, layer, model)
         if name in FORMATS:
-            read += requests * window * layer.kv_heads * ring_slot_bytes(layer.head_size) / share[name]
+            read += window * ring_slot_bytes(layer.head_size)
+        seconds += requests * layer.kv_heads * read / rate(name, card)
     collectives = 2 * model.config["num_hidden_layers"] if model.ranks > 1 else 0
     beside = STEP["fixed_ms"] + requests * STEP["request_ms"] / model.ranks + collectives * STEP["collective_ms"]
-    return beside / 1e3 + read / bandwidth
+    return beside / 1e3 + seconds
