@@ -160,7 +160,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
         if target.card.name == "H100":
-            lines.append("step on H100: from the H200's figures; steps that were measured on an H100 are met within 9 %")
+            lines.append("step on H100: from the H200's figures; those measured on an H100 are met within 9 %")
         elif target.card.name != STEP["gpu"]:
             lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
     else:
