@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,16 @@ def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
     for name, row in found:
         far = 0.15 if "H200" in row["gpu"] else 0.09  # as `packed-kv plan` says of an H100
         assert estimate(row) == pytest.approx(float(row["p50_ms"]), rel=far), (name, row)
+
+
+def test_only_the_h100_of_the_table_reads_at_the_h200s_rates() -> None:
+    """A bandwidth that is given counts, for bf16 and weights, too."""
+    share, h200, h100 = measured.STEP["share"], cards.find("H200"), cards.find("H100")
+    assert measured.rate("turboquant25", h100) == share["turboquant25"] * h200.bandwidth
+    assert measured.rate("isoquant4", h100) == measured.rate("bf16", h100) == share["bf16"] * h100.bandwidth
+    for name in ("H200", "H100"):
+        for dtype in ("bf16", "turboquant25"):
+            assert measured.rate(dtype, replace(cards.find(name), bandwidth=8e12)) == share[dtype] * 8e12
 
 
 def test_shares_come_from_the_measured_steps() -> None:

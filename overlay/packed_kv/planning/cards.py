@@ -40,9 +40,6 @@ CARDS = {
     )
 }
 
-H200_MULTIPROCESSORS = "H200", "H100"
-"""Cards with the H200's multiprocessors, as many of them and at its clock."""
-
 ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "4090": "RTX-4090", "5090": "RTX-5090"}
 
 

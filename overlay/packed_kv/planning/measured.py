@@ -17,7 +17,7 @@ from pathlib import Path
 from ..formats import FORMATS
 from ..layout import ring_slot_bytes
 from .cache import DENSE, Serving, dtype_of, recent_window, slot_bytes
-from .cards import H200_MULTIPROCESSORS, Card, find
+from .cards import CARDS, Card
 from .model import Model
 from .weights import Weights
 
@@ -34,13 +34,18 @@ def kl(dtype: str, has_window: bool, calibrated: bool) -> float | None:
 def rate(dtype: str, card: Card) -> float:
     """Bytes a second at which a decode reads pages of a dtype (`DENSE`: weights, too).
 
-    Instructions bound the dtypes that read at a smaller share than bf16, so a card that does as many as the H200 reads
-    as many bytes, up to bf16's share of its bandwidth. Of other cards that is not known: there a dtype has its share.
+    A dtype has its share of the card's bandwidth. Only the H100's steps were measured, too: it has the H200's
+    multiprocessors, and instructions bound the narrow dtypes, so it is taken to read as many bytes as the H200, up to
+    bf16's share of its bandwidth (docs/commands.md has the errors). Not where another bandwidth was given.
     """
     share = STEP["share"]
-    if card.name not in H200_MULTIPROCESSORS:
+    if not is_measured_h100(card):
         return share[dtype] * card.bandwidth
-    return min(share[dtype] * find(STEP["gpu"]).bandwidth, share[DENSE] * card.bandwidth)
+    return min(share[dtype] * CARDS[STEP["gpu"]].bandwidth, share[DENSE] * card.bandwidth)
+
+
+def is_measured_h100(card: Card) -> bool:
+    return card.name == "H100" and card.bandwidth == CARDS["H100"].bandwidth
 
 
 def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, requests: int, card: Card) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from ..formats import FORMATS
 from .cache import DENSE, DTYPES, FP8, Refused, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
-from .measured import KL, STEP, kl, step_seconds
+from .measured import KL, STEP, is_measured_h100, kl, step_seconds
 from .model import BadInput, Model
 from .weights import Weights
 
@@ -159,8 +159,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     lines.append(f"KL: {KL['source']}; calibrated once with packed-kv calibrate (and in brackets without)")
     if target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
-        if target.card.name == "H100":
-            lines.append("step on H100: from the H200's figures; those measured on an H100 are met within 9 %")
+        if is_measured_h100(target.card):
+            lines.append("step on H100: from the H200's; bf16, fp8, isoquant4, turboquant25 on one are met within 9 %")
         elif target.card.name != STEP["gpu"]:
             lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
     else:
