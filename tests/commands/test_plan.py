@@ -299,6 +299,9 @@ def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[s
         "on L4: not measured",
     ):
         assert said in text
+    for more, said in ([], "on one are met within 9 %"), (["--bandwidth", "2"], "on H100: not measured"):
+        assert main([str(DEMO), "--gpu", "H100", *more]) == 0
+        assert said in capsys.readouterr().out
     assert main([str(DEMO), "--gpu-memory", "24GiB", "--context", "1k"]) == 0
     text = capsys.readouterr().out
     assert "--context" not in text
