@@ -143,6 +143,14 @@ def test_only_the_h100_of_the_table_reads_at_the_h200s_rates() -> None:
             assert measured.rate(dtype, replace(cards.find(name), bandwidth=8e12)) == share[dtype] * 8e12
 
 
+def test_a_step_reads_the_ring_beside_the_pages() -> None:
+    """64 tokens of it, of 264 bytes a head of 128 channels (`layout.ring_slot_bytes`)."""
+    row = {"dtype": "isoquant4", "requests": "32", "context": "8192", "gpu": "H200"}
+    ring_ms = estimate({**row, "recent_tokens": "64"}) - estimate({**row, "recent_tokens": "0"})
+    read = 32 * 36 * 8 * 64 * 264
+    assert ring_ms == pytest.approx(1e3 * read / measured.rate("isoquant4", cards.find("H200")))
+
+
 def test_shares_come_from_the_measured_steps() -> None:
     """A share is the slope between 1,024 and 8,192 tokens of 32 requests; `request` is that from 32 to 128 requests of
     as many tokens, in bf16, and `fixed` what is left of bf16's step; `collective` what is left of one on two cards."""
