@@ -24,11 +24,11 @@ import triton
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels import decode as decode_module
 from packed_kv.kernels.cuda import launch as cuda
-from packed_kv.kernels.decode import decode
-from packed_kv.kernels.merge import merge
-from packed_kv.kernels.rotate import rotate_query, rotation_matrix
+from packed_kv.kernels.triton import decode as decode_module
+from packed_kv.kernels.triton.decode import decode
+from packed_kv.kernels.triton.merge import merge
+from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
 from packed_kv.layout import page_layout, ring_slot_bytes
 from rows import append, commit_here, machine
 

@@ -274,7 +274,7 @@ def contexts(options: argparse.Namespace, made_with: dict[str, str]) -> None:
 
 def measure_files(folder: Path, size: int, count: int) -> Iterator[tuple[str, list[float]]]:
     """Seconds that 16 threads take for all of `count` files of `size` bytes of pages, by method."""
-    from packed_kv.attention.file_tier import O_DIRECT, read_pages, write_pages
+    from packed_kv.sharing.file_tier import O_DIRECT, read_pages, write_pages
 
     memory = {folder / f"{number}.bin": memoryview(mmap.mmap(-1, size)) for number in range(count)}
     for pages in memory.values():

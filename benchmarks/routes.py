@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import triton
 from packed_kv.attention.active_blocks import AttentionOptions
-from packed_kv.attention.fused import FusedDecode
+from packed_kv.attention.decode import FusedDecode
 from packed_kv.attention.prefill import FlashPrefill, find_flash_attention
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS

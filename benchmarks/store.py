@@ -15,7 +15,7 @@ import torch
 import triton
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.store import store_tokens
+from packed_kv.kernels.triton.store import store_tokens
 from rows import append, commit_here, machine
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 8, 128, 16, 16384

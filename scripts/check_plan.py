@@ -146,7 +146,7 @@ def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
 def _rules_of_cuda() -> Iterator[None]:
     """What vLLM's plan takes from its CPU platform and its attention there is as on CUDA with FlashAttention: how
     blocks are enlarged, which blocks and layouts there are. Nothing runs."""
-    from packed_kv.attention import recent
+    from packed_kv.window import layer as recent
     from vllm.platforms import current_platform
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backend import MultipleOf

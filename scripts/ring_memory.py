@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import vllm
-from packed_kv.attention.ring_cache import RingSpec, ring_spec
 from packed_kv.formats import FORMATS, Format
+from packed_kv.window.cache_group import RingSpec, ring_spec
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout

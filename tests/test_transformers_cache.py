@@ -11,9 +11,9 @@ import transformers_cache
 from calibration_files import content, write
 from packed_kv import FORMATS, get_codec
 from packed_kv.attention.active_blocks import AttentionOptions, RecentTokens, attend
+from packed_kv.calibration_file import CalibrationError, fields_for, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.outliers import CalibrationError, fields_for, load
 from packed_kv.transformers import PackedCache, PackedLayer
 from transformers import (
     AutoModelForCausalLM,

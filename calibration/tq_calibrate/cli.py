@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from packed_kv.outliers import FILE_NAME, RECIPES, CalibrationError, load
+from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
 
 from .errors import UserError
 from .text import LEAST_CONTEXT, LEAST_TOKENS

@@ -19,8 +19,8 @@ def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
     `kv_heads`: of the model, as its configuration says; some layers may have another number. Raises UserError if no
     layer comes to that many: which ranks share a head is told by their sums.
 
-    Processes of a pipeline have layers of their own. vLLM deals KV heads out as `packed_kv.outliers.heads_of_rank`
-    says: a run each, one that several ranks in a row share, or all of a layer that is not split.
+    Processes of a pipeline have layers of their own. vLLM deals KV heads out as `calibration_file.heads_of_rank` says:
+    a run each, one that several ranks in a row share, or all of a layer that is not split.
     """
     by_layer: dict[int, dict[int, LayerSums]] = {}
     for rank, seen in sums:

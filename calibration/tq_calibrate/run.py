@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packed_kv.outliers import FILE_NAME, heads_in_words
+from packed_kv.calibration_file import FILE_NAME, heads_in_words
 from tqdm import tqdm
 
 from .choose import choose

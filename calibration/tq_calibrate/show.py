@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from packed_kv.outliers import Calibration, LayerCalibration, load
+from packed_kv.calibration_file import Calibration, LayerCalibration, load
 
 ROLES = ("key", "value")
 Rows = list[list[float]]

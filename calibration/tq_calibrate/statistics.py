@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from packed_kv.calibration_file import RECIPES, heads_in_words
 from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP
-from packed_kv.outliers import RECIPES, heads_in_words
 
 from .errors import UserError
 

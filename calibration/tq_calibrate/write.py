@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv.outliers import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, load
+from packed_kv.calibration_file import CODEBOOK_VERSION, TRANSFORM_VERSION, VERSION, load
 
 from .choose import LayerChoice
 from .errors import UserError

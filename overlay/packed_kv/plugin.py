@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Register every dtype of `FORMATS`, with its attention backend. Does nothing but log if vLLM is not patched."""
-    from .attention.registration import register_formats
+    from .engine.registration import register_formats
 
     register_formats()

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .calibration_file import Calibration, fields_for, heads_in_words, load
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
 from .layout import RECENT_TOKENS
-from .outliers import Calibration, fields_for, heads_in_words, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,7 +19,7 @@ import pytest
 import tiny_models
 import tq_calibrate
 from calibration_files import content, write
-from packed_kv.outliers import FILE_NAME, load
+from packed_kv.calibration_file import FILE_NAME, load
 from tq_calibrate import collect
 from tq_calibrate.cli import main
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_kv.outliers import heads_of_rank
+from packed_kv.calibration_file import heads_of_rank
 from torch.testing import assert_close
 from tq_calibrate.attended import NEAR, Scores
 from tq_calibrate.errors import UserError

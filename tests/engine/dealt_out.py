@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from packed_kv.attention import ranks
+from packed_kv.attention import context_parallel as ranks
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import BlockTable
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from packed_kv.attention import backend, impl, registration
+from packed_kv.attention import impl
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.engine import backend, registration
 from packed_kv.formats import FORMATS, Format
 from packed_kv.layout import MICRO_BLOCK
 

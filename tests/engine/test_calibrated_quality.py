@@ -9,7 +9,7 @@ import make_outlier_model
 import pytest
 import torch
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.outliers import FILE_NAME
+from packed_kv.calibration_file import FILE_NAME
 from tq_calibrate.cli import main
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))[2000:14000]

@@ -11,10 +11,10 @@ import tiny_models
 import torch
 from calibration_files import ORDERS, OUTLIERS, content, write
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.attention import calibration
-from packed_kv.attention.options import OptionError
+from packed_kv.calibration_file import CalibrationError
 from packed_kv.formats import FORMATS
-from packed_kv.outliers import CalibrationError
+from packed_kv.settings import calibration
+from packed_kv.settings.options import OptionError
 from tiny_models import true_logits
 from vllm import SamplingParams
 

@@ -12,9 +12,9 @@ import pytest
 import tiny_models
 import torch
 from harness import HYBRIDS, Start, engine, kv_tokens
-from packed_kv.attention import capacity
-from packed_kv.attention.fingerprint import fingerprint
+from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
+from packed_kv.sharing.fingerprint import fingerprint
 
 ON_CPU = ("GraniteMoeHybridForCausalLM", "JambaForCausalLM")
 

@@ -19,9 +19,9 @@ import pytest
 
 pytest.importorskip("vllm.v1.kv_offload.cpu.host_register", reason="before vLLM 0.32 tiers are made otherwise")
 
-from packed_kv.attention import tiers
-from packed_kv.attention.file_tier import FOOTER, PackedFileTier, read_pages, write_pages
 from packed_kv.formats import FORMATS
+from packed_kv.sharing import tiers
+from packed_kv.sharing.file_tier import FOOTER, PackedFileTier, read_pages, write_pages
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_kv.attention import metrics
+from packed_kv.engine import metrics
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -20,9 +20,9 @@ from block_store import BlockStore
 from calibration_files import ORDERS, OUTLIERS, content, write
 from harness import engine
 from packed_kv import formats
-from packed_kv.attention import registration
-from packed_kv.attention.fingerprint import fingerprint
+from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
+from packed_kv.sharing.fingerprint import fingerprint
 from vllm import SamplingParams
 from vllm.config.cache import kv_cache_page_format
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker

@@ -9,9 +9,9 @@ import pytest
 import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl
-from packed_kv.attention import ranks
+from packed_kv.attention import context_parallel as ranks
+from packed_kv.attention.context_shard import Share
 from packed_kv.attention.impl import PackedAttentionImpl
-from packed_kv.attention.shares import Share
 from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 

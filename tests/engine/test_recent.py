@@ -9,8 +9,8 @@ import pytest
 import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
-from packed_kv.attention.options import OptionError
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.settings.options import OptionError
 from packed_kv_quality.engines import bytes_per_request
 from packed_kv_quality.teacher_forced import logits
 from vllm import LLM, SamplingParams

@@ -13,8 +13,8 @@ import tiny_models
 import torch
 from coverage_models import MODELS
 from harness import engine, mean_kl, scheduler, teacher_forced_logits
-from packed_kv.attention import recent
-from packed_kv.attention.ring_cache import RingSpec
+from packed_kv.window import layer as recent
+from packed_kv.window.cache_group import RingSpec
 from packed_kv_quality import lockstep
 from packed_kv_quality.teacher_forced import logits
 from test_scheduling import count_preemptions, multiply_in_float64

@@ -12,9 +12,9 @@ import tiny_models
 import torch
 import transformers
 from harness import engine
-from packed_kv.attention import registration
-from packed_kv.attention.backend import backend_of
 from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.engine import registration
+from packed_kv.engine.backend import backend_of
 from packed_kv.formats import FORMATS
 from tiny_models import SMALL
 from transformers import PretrainedConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from packed_kv.attention.ring_cache import RingManager, RingSpec, cut_into_ring_blocks
+from packed_kv.window.cache_group import RingManager, RingSpec, cut_into_ring_blocks
 from vllm.v1.core.block_pool import BlockPool
 
 

@@ -15,9 +15,9 @@ import pytest
 import tiny_models
 from calibration_files import content, write
 from harness import engine
-from packed_kv.attention import self_calibration
-from packed_kv.attention.self_calibration import cached_file, resolve_auto
-from packed_kv.outliers import CalibrationError, load
+from packed_kv.calibration_file import CalibrationError, load
+from packed_kv.settings import self_calibration
+from packed_kv.settings.self_calibration import cached_file, resolve_auto
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs

@@ -13,8 +13,8 @@ import pytest
 import tiny_models
 import torch
 from harness import Start, engine, scheduler
-from packed_kv.attention.fingerprint import page_format
 from packed_kv.formats import FORMATS
+from packed_kv.sharing.fingerprint import page_format
 from vllm import LLM, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens

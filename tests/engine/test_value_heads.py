@@ -14,12 +14,12 @@ import pytest
 import tiny_models
 import torch
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.attention import capacity, registration
-from packed_kv.attention.backend import backend_of
-from packed_kv.attention.metrics import stored_and_dense
+from packed_kv.calibration_file import load
+from packed_kv.engine import capacity, registration
+from packed_kv.engine.backend import backend_of
+from packed_kv.engine.metrics import stored_and_dense
 from packed_kv.formats import FORMATS
 from packed_kv.layout import ring_slot_bytes
-from packed_kv.outliers import load
 from tiny_models import true_logits
 from tq_calibrate.choose import choose
 from tq_calibrate.collect import ATTENTION, Collector

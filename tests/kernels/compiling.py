@@ -1,6 +1,6 @@
 """Compile Triton kernels for GPUs that need not be there, and read what ptxas made of them.
 
-    resources = compile_kernels([Case(kernel="packed_kv.kernels.store:store_kernel", ...)])
+    resources = compile_kernels([Case(kernel="packed_kv.kernels.triton.store:store_kernel", ...)])
 
 A process in which triton was imported for its interpreter cannot compile, so one child process does it all.
 """

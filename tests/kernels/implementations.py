@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from packed_kv.kernels.cuda import launch
 from packed_kv.kernels.cuda.jobs import job_count, plan_in_python
-from packed_kv.kernels.decode import decode
-from packed_kv.kernels.merge import merge
+from packed_kv.kernels.triton.decode import decode
+from packed_kv.kernels.triton.merge import merge
 from packed_kv.layout import PageLayout
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from packed_kv import layout
 from packed_kv.formats import MAGNITUDES
-from packed_kv.kernels import fragments, units
+from packed_kv.kernels import units
+from packed_kv.kernels.triton import fragments
 
 ASSEMBLIES = {
     (4, 0): fragments.ASSEMBLY_4.value,

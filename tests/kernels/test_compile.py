@@ -9,8 +9,9 @@ import torch
 from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
-from packed_kv.kernels import decode, merge, pages, power_of_2, ring, rotate, store
+from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.jobs import JobPlanner
+from packed_kv.kernels.triton import decode, merge, pages, ring, rotate, store
 from packed_kv.kernels.units import score_unit
 from packed_kv.layout import page_layout
 
@@ -32,7 +33,7 @@ def store_case(
                "value_channels", "key_table", "value_table", "ring_block", "ring_head",
                "query_token", "query_head", "matrix_head", "bias_rows_head")  # fmt: skip
     return Case(
-        kernel="packed_kv.kernels.store:store_kernel",
+        kernel="packed_kv.kernels.triton.store:store_kernel",
         arch=arch,
         types=dict(
             cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
@@ -114,7 +115,7 @@ DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False, ring_block: int = 0) -> Case:
     return Case(
-        kernel="packed_kv.kernels.decode:_decode_kernel",
+        kernel="packed_kv.kernels.triton.decode:_decode_kernel",
         arch=arch,
         types=dict(
             query="*fp16", cache="*u8", block_table="*i32", query_start="*i32", seq_lens="*i32",
@@ -224,7 +225,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool
     """For 128 channels of V, in vectors of `head_dim`."""
     splits, rows = tile
     return Case(
-        kernel="packed_kv.kernels.merge:_merge_kernel",
+        kernel="packed_kv.kernels.triton.merge:_merge_kernel",
         arch=arch,
         types=dict(
             partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
@@ -243,7 +244,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool
 def rotate_query_case() -> Case:
     """Of heads of 80 channels."""
     return Case(
-        kernel="packed_kv.kernels.rotate:_rotate_query_kernel",
+        kernel="packed_kv.kernels.triton.rotate:_rotate_query_kernel",
         arch=90,
         types=dict(
             query="*bf16", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16", token_stride="i32",
@@ -259,7 +260,7 @@ def rotate_query_case() -> Case:
 
 def sinks_case() -> Case:
     return Case(
-        kernel="packed_kv.kernels.combine:_sinks_kernel",
+        kernel="packed_kv.kernels.triton.combine:_sinks_kernel",
         arch=90,
         types=dict(
             output="*bf16", sums="*fp32", sums_stride="i32", sinks="*bf16", output_token_stride="i32",
@@ -273,7 +274,7 @@ def sinks_case() -> Case:
 
 def share_case() -> Case:
     return Case(
-        kernel="packed_kv.kernels.combine:_share_kernel",
+        kernel="packed_kv.kernels.triton.combine:_share_kernel",
         arch=90,
         types=dict(output="*bf16", sums="*fp32", of_ranks="*fp32"),
         constants=dict(RANK=1, RANKS=2, HEADS=64, PADDED_HEADS=64, HEAD_DIM=128, PADDED_DIM=128),
@@ -284,7 +285,7 @@ def share_case() -> Case:
 def plan_ring_case() -> Case:
     pointers = ("query_start", "seq_lens", "table", "slots", "first")
     return Case(
-        kernel="packed_kv.kernels.ring:_plan_kernel",
+        kernel="packed_kv.kernels.triton.ring:_plan_kernel",
         arch=90,
         types={**dict.fromkeys(pointers, "*i32"), **dict.fromkeys(("requests", "tokens", "table_stride"), "i32")},
         constants=dict(WINDOW=64, BLOCK=8, RING_BLOCKS=10, LONGEST=1, ENTRIES=16, TOKENS=ring.TOKENS_A_PROGRAM),
@@ -310,7 +311,7 @@ def plan_jobs_case(requests: int, cuts_at_shares: bool) -> Case:
 
 def gather_ring_case() -> Case:
     return Case(
-        kernel="packed_kv.kernels.ring:_gather_ring_kernel",
+        kernel="packed_kv.kernels.triton.ring:_gather_ring_kernel",
         arch=90,
         types=dict(
             table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32", ring="*u8",

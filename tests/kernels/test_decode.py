@@ -9,7 +9,7 @@ import torch
 from implementations import attend_pages
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.rotate import rotate_query, rotation_matrix
+from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
 from packed_kv.layout import page_layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

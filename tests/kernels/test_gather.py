@@ -11,9 +11,9 @@ from packed_kv.attention.prefill import FlashAttention, FlashPrefill, takes_two_
 from packed_kv.attention.prefix import key_part, prefix_parts
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.combine import combine
-from packed_kv.kernels.gather import gather, unrotate
-from packed_kv.kernels.rotate import rotation_matrix
+from packed_kv.kernels.triton.combine import combine
+from packed_kv.kernels.triton.gather import gather, unrotate
+from packed_kv.kernels.triton.rotate import rotation_matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_kv.kernels import launch
-from packed_kv.kernels.launch import Arguments, Launch, Launches
+from packed_kv.kernels.triton import launch
+from packed_kv.kernels.triton.launch import Arguments, Launch, Launches
 
 
 class Kernel:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import test_cuda_decode as cuda_tests
 import torch
-from packed_kv.kernels.combine import weigh_share
 from packed_kv.kernels.cuda.launch import Grid
+from packed_kv.kernels.triton.combine import weigh_share
 from test_decode import DEVICE, run, transforms
 
 MOST = 3e-3

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from implementations import attend_pages
-from packed_kv.attention.recent_plan import plan
 from packed_kv.codecs import ring as reference
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.ring import gather_ring, plan_ring
-from packed_kv.kernels.rotate import rotate_query, rotation_matrix
-from packed_kv.kernels.store import store_tokens
+from packed_kv.kernels.triton.ring import gather_ring, plan_ring
+from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
+from packed_kv.kernels.triton.store import store_tokens
 from packed_kv.layout import page_layout, ring_slot_bytes
+from packed_kv.window.slots import plan
 from test_decode import BOUND, DEVICE, relative_rms
 
 

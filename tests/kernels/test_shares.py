@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention import fused, ranks
+from packed_kv.attention import context_parallel as ranks
+from packed_kv.attention import decode as fused
 from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.context_shard import WHOLE, Share
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
-from packed_kv.attention.shares import WHOLE, Share
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from test_decode import DEVICE, relative_rms, transforms

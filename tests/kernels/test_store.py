@@ -6,8 +6,8 @@ import pytest
 import torch
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.kernels import store
-from packed_kv.kernels.rotate import QueryRotation, rotate_query, rotate_query_arguments, rotation_matrix
+from packed_kv.kernels.triton import store
+from packed_kv.kernels.triton.rotate import QueryRotation, rotate_query, rotate_query_arguments, rotation_matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 3

@@ -1,1 +1,1 @@
-"""The vLLM attention backend of the packed KV-cache dtypes."""
+"""Attention over packed pages: one file a route, and `impl.py`, which chooses."""

@@ -13,7 +13,7 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..layout import MICRO_BLOCK
-from .shares import WHOLE, Share
+from .context_shard import WHOLE, Share
 
 KV_TILE = 1024
 """Tokens of a request dequantised at a time: at 8 KV heads of 128 channels, 8 MB of K and V in fp32."""

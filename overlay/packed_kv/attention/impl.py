@@ -18,16 +18,16 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import write as write_ring
 from ..formats import FORMATS, refused_value_dim
 from ..layout import MICRO_BLOCK
+from ..settings.calibration import find_calibration
+from ..settings.options import read_options
+from ..window.layer import SUFFIX, RecentLayer, RecentStep, recent_tokens, ring_of_one_request
 from .active_blocks import AttentionOptions, RecentTokens, attend
-from .calibration import find_calibration
+from .context_parallel import Ranks, refuse_layer, share_of
 from .metadata import PackedMetadata, longest_decode
-from .options import read_options
-from .ranks import Ranks, refuse_layer, share_of
-from .recent import SUFFIX, RecentLayer, RecentStep, recent_tokens, ring_of_one_request
 from .routes import fused_serves
 
 if TYPE_CHECKING:
-    from .fused import DecodePlan, StorePlan
+    from .decode import DecodePlan, StorePlan
     from .prefill import FlashAttention
 
 logger = init_logger("vllm.packed_kv")
@@ -144,7 +144,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.codec = PagedCodec(fmt, self.head_size, device=self.device, value_dim=value_dim, **channels)
         self.fused = self.prefill = None
         if self.device.type == "cuda":
-            from .fused import FusedDecode  # imports Triton, which the CPU platform may lack
+            from .decode import FusedDecode  # imports Triton, which the CPU platform may lack
             from .prefill import FlashPrefill
 
             shape = (self.codec, self.num_heads * self.share.ranks, self.num_kv_heads, self.options)

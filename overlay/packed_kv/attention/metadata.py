@@ -19,12 +19,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from ..engine.capacity import check_padding, log_capacity, log_match_unit
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from .capacity import check_padding, log_capacity, log_match_unit
-from .ranks import share_of
+from .context_parallel import share_of
+from .context_shard import WHOLE, Share
 from .routes import MAX_COLUMNS, fused_serves
-from .shares import WHOLE, Share
 
 logger = init_logger("vllm.packed_kv")
 

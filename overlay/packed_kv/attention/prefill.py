@@ -18,8 +18,8 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.combine import apply_sinks, bind_combine, bind_sinks, combine
-from ..kernels.gather import (
+from ..kernels.triton.combine import apply_sinks, bind_combine, bind_sinks, combine
+from ..kernels.triton.gather import (
     bind_gather,
     bind_unrotate,
     gather_arguments,
@@ -27,13 +27,13 @@ from ..kernels.gather import (
     unrotate_arguments,
     unrotate_grid,
 )
-from ..kernels.launch import Arguments, Launch, Launches
-from ..kernels.ring import bind_gather_ring, gather_ring_arguments
-from ..kernels.rotate import rotation_matrix
+from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.ring import bind_gather_ring, gather_ring_arguments
+from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
+from .context_shard import WHOLE, Share
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
-from .shares import WHOLE, Share
 
 if TYPE_CHECKING:
     from .metadata import PackedMetadata

@@ -18,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..calibration_file import FILE_NAME, CalibrationError
+from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..kernels.cuda import refusal
 from ..kernels.cuda.source import cache_folder
-from ..outliers import FILE_NAME, CalibrationError
-from ..outliers import load as load_calibration
 from ..planning.model import BadInput, Model, first, load, parse
 from ..planning.plan import layers
 from .arguments import GIB, Parser

@@ -24,7 +24,7 @@ DENSE, FP8 = "bf16", "fp8"
 DTYPES = (DENSE, FP8, *FORMATS)
 MAX_PADDING = 1.5
 """Times its content that a packed page may take beside skipped layers, whose bf16 pages are 3.8 times and more:
-`attention/capacity.py` refuses to start with more."""
+`engine/capacity.py` refuses to start with more."""
 
 
 class Refused(ValueError):
@@ -105,7 +105,7 @@ def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
 
 
 def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]:
-    """Tokens of the recent window, as `attention/recent.py` decides, and why there is none."""
+    """Tokens of the recent window, as `window/layer.py` decides, and why there is none."""
     if dtype not in FORMATS or serving.recent_tokens == 0:
         return 0, ""
     if serving.skip_layers and not serving.on_gpu:
@@ -176,7 +176,7 @@ def _is_uniform(specs: Sequence[Spec]) -> bool:
 
 
 def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
-    """As `attention/ring_cache.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
+    """As `window/cache_group.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
     token = layer.kv_heads * ring_slot_bytes(layer.head_size)
     block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)
     tokens = block * count
@@ -213,7 +213,7 @@ def _with_page(spec: Spec, page: int) -> Spec:
 
 
 def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[Sequence[Spec]]) -> None:
-    """Raise Refused where `attention/capacity.py` would."""
+    """Raise Refused where `engine/capacity.py` would."""
     for spec in {spec for group in groups for spec in group}:
         if spec.kind == "state" or len(groups) == 1:
             continue

@@ -1,6 +1,6 @@
 """The second implementation of decode attention: CUDA C++ for Hopper, compiled at run time.
 
-`kernels/decode.py` is the portable one, and the one that reads first. This one takes what `refusal` does not name.
+`kernels/triton/decode.py` is the portable one; read it first. This one takes what `refusal` does not name.
 """
 
 from __future__ import annotations

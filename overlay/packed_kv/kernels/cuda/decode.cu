@@ -1,4 +1,4 @@
-// Split-KV decode attention over packed pages for sm_90, the second implementation of `kernels/decode.py`.
+// Split-KV decode attention over packed pages for sm_90, the second implementation of `kernels/triton/decode.py`.
 //
 // IS_FINAL: blocks write the output; the grid is (1, KV heads, jobs), and `jobs.py` says what a block does. Else it is
 // (blocks of a pair, KV heads, requests), and results are partial, for `merge.py`. A block is WARPS warps; each has a

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Arguments, Launch
+from ..triton.launch import Arguments, Launch
 
 SHARE_WARPS = 8
 """Of a block, where requests are cut at shares."""

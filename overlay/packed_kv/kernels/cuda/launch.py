@@ -13,8 +13,8 @@ import torch
 from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from .. import units
-from ..launch import head_stride
-from ..ring import check_ring
+from ..triton.launch import head_stride
+from ..triton.ring import check_ring
 from . import COLUMNS
 from .jobs import CUT_TILES, SHARE_WARPS, JobPlanner, job_count
 

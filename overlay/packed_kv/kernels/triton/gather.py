@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import MICRO_BLOCK, PageLayout
-from . import power_of_2
+from ...layout import MICRO_BLOCK, PageLayout
+from .. import power_of_2
 from .fragments import as_key, as_value
 from .launch import Arguments, Launch, head_stride
 from .pages import decode_group, kernel_layout, load_key, load_value

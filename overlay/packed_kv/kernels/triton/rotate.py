@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..codecs.codec import Codec
-from . import power_of_2
+from ...codecs.codec import Codec
+from .. import power_of_2
 from .decode import LOG2_E
 from .launch import Arguments, Launch, head_stride
 

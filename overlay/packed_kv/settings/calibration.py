@@ -10,8 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from ..formats import GROUP_SIZE, Format
-from ..outliers import (
+from ..calibration_file import (
     FILE_NAME,
     MIXES_NEIGHBOURS,
     Calibration,
@@ -21,6 +20,7 @@ from ..outliers import (
     layer_number,
     load,
 )
+from ..formats import GROUP_SIZE, Format
 from .options import read_options
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..codecs.ring import Ring
-from ..layout import PageLayout
+from ...codecs.ring import Ring
+from ...layout import PageLayout
+from ..units import score_unit
 from .fragments import again
 from .launch import Arguments, Launch
 from .pages import decode_group, kernel_layout, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
-from .units import score_unit
 
 LOG2_E = 1.4426950408889634
 MAX_REGISTERS = 128

@@ -12,9 +12,9 @@ from typing import Any
 import packed_kv
 import pytest
 from calibration_files import MEANS, ORDERS, OUTLIERS, SCALES, content, write
-from packed_kv import outliers
+from packed_kv import calibration_file as outliers
+from packed_kv.calibration_file import CalibrationError, heads_of_rank, load
 from packed_kv.formats import FORMATS
-from packed_kv.outliers import CalibrationError, heads_of_rank, load
 
 LAYER = "model.layers.1.self_attn"
 KEYS, VALUES = OUTLIERS
@@ -327,6 +327,6 @@ def test_schema_refuses_means_and_scales(what: str, schema) -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, packed_kv.outliers; sys.exit(', '.join({'torch', 'vllm'} & set(sys.modules)) or 0)"
+    code = "import sys, packed_kv.calibration_file; sys.exit(', '.join({'torch', 'vllm'} & set(sys.modules)) or 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

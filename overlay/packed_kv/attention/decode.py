@@ -1,7 +1,7 @@
 """The fused route on CUDA: one kernel stores tokens and rotates the queries, one or two attend over packed pages.
 
 The decode kernel has two implementations: `kernels/cuda` where it serves a layer, else the portable one,
-`kernels/decode.py`.
+`kernels/triton/decode.py`.
 No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
 its first layer (`plan_decodes`, `plan_store`); a layer then only launches.
 """
@@ -20,7 +20,7 @@ from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import refusal
 from ..kernels.cuda.jobs import JobPlanner
-from ..kernels.decode import (
+from ..kernels.triton.decode import (
     COLUMNS,
     MAX_REGISTERS,
     DecodeShape,
@@ -29,19 +29,19 @@ from ..kernels.decode import (
     decode_grid,
     split_count,
 )
-from ..kernels.launch import Arguments, Launch, Launches
-from ..kernels.merge import bind_merge, merge_arguments, merge_grid, merge_tile
-from ..kernels.rotate import (
+from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.merge import bind_merge, merge_arguments, merge_grid, merge_tile
+from ..kernels.triton.rotate import (
     QueryRotation,
     bind_rotate_query,
     rotate_query_arguments,
     rotate_query_grid,
     rotation_matrix,
 )
-from ..kernels.store import bind_store, store_arguments, store_grid
+from ..kernels.triton.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
+from .context_shard import WHOLE, Share
 from .routes import longest_fused
-from .shares import WHOLE, Share
 
 logger = init_logger("vllm.packed_kv")
 

@@ -117,8 +117,8 @@ class PackedDTypeHandler:
 
     def attn_backend(self, config: AttentionSelectorConfig) -> type[AttentionBackend]:
         """The backend of a layer. Raises ValueError, in one line, for what is not supported."""
+        from ..attention.context_parallel import refuse
         from .backend import backend_of
-        from .ranks import refuse
 
         refuse(get_current_vllm_config(), self.name)
         backend = backend_of(self.name)
@@ -162,8 +162,8 @@ class PackedDTypeHandler:
     def before_engine(self, vllm_config: VllmConfig) -> None:
         """Have a calibration file made if that was asked for, then see to tiers on disk. Raises CalibrationError, and
         ValueError for tiers that this vLLM has not and for models that would not be packed."""
-        from .self_calibration import resolve_auto
-        from .tiers import check_tiers
+        from ..settings.self_calibration import resolve_auto
+        from ..sharing.tiers import check_tiers
 
         architecture = vllm_config.model_config.architecture
         if architecture in UNTOLD:  # by vLLM's own model, that is
@@ -176,7 +176,7 @@ class PackedDTypeHandler:
 
     def page_format(self, vllm_config: VllmConfig) -> str:
         """Dtype and fingerprint, for the keys of pages that leave the process."""
-        from .fingerprint import page_format
+        from ..sharing.fingerprint import page_format
 
         return page_format(vllm_config, FORMATS[self.name])
 

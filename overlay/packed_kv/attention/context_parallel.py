@@ -13,13 +13,13 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.platforms import current_platform
 
-from .registration import HAS_OPEN_REGISTRY
-from .shares import WHOLE, Share
+from ..engine.registration import HAS_OPEN_REGISTRY
+from .context_shard import WHOLE, Share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ..kernels.launch import Launch
+    from ..kernels.triton.launch import Launch
 
 
 def share_of(config: VllmConfig) -> Share:
@@ -123,7 +123,7 @@ class Ranks:
             weights = (of_ranks[self.share.rank] - all_sums).exp().nan_to_num(0.0)
             output.mul_(weights.unsqueeze(-1))
             return all_sums
-        from ..kernels.combine import bind_weigh_share, weigh_share
+        from ..kernels.triton.combine import bind_weigh_share, weigh_share
 
         if self.launch is None:
             self.launch = bind_weigh_share(output, self.share.ranks, self.share.rank)

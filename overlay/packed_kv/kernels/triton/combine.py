@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import power_of_2
+from .. import power_of_2
 from .launch import Arguments, Launch
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 import triton
 import triton.language as tl
 
-from ..codecs.codec import INPUT_LIMIT
-from ..codecs.scalar import SEARCH
-from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, VALUE_GAIN
+from ...codecs.codec import INPUT_LIMIT
+from ...codecs.scalar import SEARCH
+from ...formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, VALUE_GAIN
 from .fragments import IS_INTERPRETED
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
-from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
-from ..layout import ring_slot_bytes
-from . import power_of_2
+from ...codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
+from ...formats import GROUP_SIZE, MAX_SCALE_BYTE
+from ...layout import ring_slot_bytes
+from .. import power_of_2
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch
 from .quantize import _product, of
@@ -267,7 +267,7 @@ def plan_ring(
     window: int,
     longest_decode: int,
 ) -> None:
-    """`attention/recent_metadata.plan` in one launch: fills `slots` and `first`. The arguments are the same."""
+    """`window/slots.plan` in one launch: fills `slots` and `first`. The arguments are the same."""
     requests = len(seq_lens)
     _plan_kernel[(requests,)](
         query_start, seq_lens, block_table, slots, first, requests, len(slots), block_table.stride(0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import layout
+from ... import layout
 from .quantize import of
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.

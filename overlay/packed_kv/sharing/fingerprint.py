@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .. import formats
 from ..layout import MICRO_BLOCK
-from .calibration import transforms_of_model
+from ..settings.calibration import transforms_of_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, Un
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..planning.cache import MAX_PADDING
-from .fingerprint import fingerprint
-from .recent import RecentLayer
+from ..sharing.fingerprint import fingerprint
+from ..window.layer import RecentLayer
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # type: ignore[import-not-found]  # 0.33 and later

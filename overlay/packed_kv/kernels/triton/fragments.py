@@ -20,9 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import layout
-from ..formats import MAGNITUDES
-from . import units
+from ... import layout
+from ...formats import MAGNITUDES
+from .. import units
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import stored_dim
-from . import power_of_2
+from ...formats import stored_dim
+from .. import power_of_2
 from .decode import LOG2_E
 from .launch import Arguments, Launch, head_stride
 

@@ -26,11 +26,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import layout
-from ..codecs.pages import PagedCodec
-from ..formats import GROUP_SIZE, Format
-from ..layout import MICRO_BLOCK, page_layout, ring_slot_bytes
-from . import power_of_2
+from ... import layout
+from ...codecs.pages import PagedCodec
+from ...formats import GROUP_SIZE, Format
+from ...layout import MICRO_BLOCK, page_layout, ring_slot_bytes
+from .. import power_of_2
 from .launch import Arguments, Launch, head_stride
 from .quantize import gained, hadamard, load_rotated, of, quantize, search_scale
 from .ring import RING_SLOTS, store_ring

@@ -101,8 +101,8 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     Not counted apart: heads without FlashAttention, whose prefill runs in PyTorch, and prefill chunks as short as a
     decode, which the decode kernel takes.
     """
-    from .metadata import longest_decode
-    from .routes import fused_serves
+    from ..attention.metadata import longest_decode
+    from ..attention.routes import fused_serves
 
     model = config.model_config
     if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
@@ -113,11 +113,11 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
     """Labels of `packed_kv_info`. Bytes are those of one rank; "unknown" for a model that `planning` cannot read."""
-    from .calibration import model_folder
-    from .fingerprint import fingerprint
-    from .options import AUTO, read_options
-    from .recent import find_window
-    from .self_calibration import settled_file
+    from ..settings.calibration import model_folder
+    from ..settings.options import AUTO, read_options
+    from ..settings.self_calibration import settled_file
+    from ..sharing.fingerprint import fingerprint
+    from ..window.layer import find_window
 
     stored, dense = stored_and_dense(config, fmt)
     options = read_options(config.additional_config)
@@ -129,7 +129,7 @@ def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
             **config.additional_config, "packed_kv": {**config.additional_config["packed_kv"], "calibration": str(path)}
         }  # fmt: skip
     if path is None:
-        from ..outliers import FILE_NAME
+        from ..calibration_file import FILE_NAME
 
         path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
     return {

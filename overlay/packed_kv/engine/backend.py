@@ -10,10 +10,10 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from ..attention.impl import PackedAttentionImpl
+from ..attention.metadata import PackedMetadataBuilder
 from ..formats import FORMATS, HEAD_DIM_STEP, Format, refused_value_dim
 from ..layout import MICRO_BLOCK
-from .impl import PackedAttentionImpl
-from .metadata import PackedMetadataBuilder
 from .registration import class_name, registry_name
 
 UNSUPPORTED_SPECS = {"SinkFullAttentionSpec": "static attention sinks"}

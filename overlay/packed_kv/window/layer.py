@@ -27,19 +27,19 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
+from ..attention.active_blocks import RecentTokens
 from ..codecs.ring import Ring, read, round_trip
 from ..layout import RECENT_TOKENS, ring_slot_bytes
-from .active_blocks import RecentTokens
-from .options import OptionError, read_options
-from .recent_plan import plan
+from ..settings.options import OptionError, read_options
+from .slots import plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
+    from ..attention.metadata import PackedMetadata
     from ..codecs.pages import PagedCodec
-    from .metadata import PackedMetadata
-    from .ring_cache import RingSpec
+    from .cache_group import RingSpec
 
 logger = init_logger("vllm.packed_kv")
 
@@ -171,7 +171,7 @@ class RecentLayer(AttentionLayerBase):
 
     def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
         """As `get_kv_cache_spec`, for who only wants to know."""
-        from .ring_cache import ring_spec
+        from .cache_group import ring_spec
 
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
@@ -181,7 +181,7 @@ class RecentLayer(AttentionLayerBase):
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep vLLM's view of the cache as uint8 [ring blocks, KV heads, ring_block_size, ring_slot_bytes]."""
-        from .ring_cache import cut_into_ring_blocks
+        from .cache_group import cut_into_ring_blocks
 
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         self.kv_cache = cut_into_ring_blocks(kv_cache, self.ring_block_size, layout.is_block_outermost)
@@ -283,7 +283,7 @@ class RecentMetadataBuilder(AttentionMetadataBuilder[RecentMetadata]):
         self.first = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.plan = plan
         if device.type == "cuda":
-            from ..kernels.ring import plan_ring
+            from ..kernels.triton.ring import plan_ring
 
             self.plan = plan_ring
 

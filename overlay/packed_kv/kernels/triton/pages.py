@@ -10,9 +10,9 @@ import functools
 import triton
 import triton.language as tl
 
-from ..layout import CODE_WORDS, PageLayout
+from ...layout import CODE_WORDS, PageLayout
+from ..units import VALUE_UNITS
 from .fragments import decode_key, decode_value, in_registers, load_words
-from .units import VALUE_UNITS
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""What an engine's configuration asks for, checked: options and calibration."""
