@@ -112,7 +112,7 @@ def bytes_per_request(llm: LLM) -> int:
 
 def _layer_specs(llm: LLM, rings: bool) -> Iterator[Any]:
     """The KV-cache spec of each layer, of those that grow with a request or of rings, which take no part in the prefix
-    cache (before vLLM 0.32 there are none). The runner's: the scheduler's has the first layer's for a whole group, also
+    cache. The runner's: the scheduler's has the first layer's for a whole group, also
     where dtypes skip layers. It names layers, too, that read another's cache and have none."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     for group in model_runner(llm).kv_cache_config.kv_cache_groups:

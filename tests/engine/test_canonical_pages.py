@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 from packed_kv.formats import FORMATS
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping", reason="0.26 has none")
-
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef
 from vllm.v1.kv_offload.cpu.gpu_worker import _build_copy_plan
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.v1.kv_offload.cpu.host_register", reason="before vLLM 0.32 tiers are made otherwise")
-
 from packed_kv.formats import FORMATS
 from packed_kv.sharing import tiers
 from packed_kv.sharing.file_tier import FOOTER, PackedFileTier, read_pages, write_pages
@@ -31,6 +28,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 CHUNK, CHUNKS = 8192, 12
@@ -259,8 +257,7 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
     assert "serving goes on without" in line
     assert str(tmp_path / "file") in line
     assert not [*(tmp_path / "new").iterdir()]
-    factory = pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
-    assert factory.SecondaryTierFactory.get_tier_class(tier) is PackedFileTier
+    assert SecondaryTierFactory.get_tier_class(tier) is PackedFileTier
     before = dict(inner)
     tiers.check_tiers(settings(inner), FORMATS["tq4"])  # a second engine with the same settings
     assert inner == before

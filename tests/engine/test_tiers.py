@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from cpu_offload import connector, count_copies
 from harness import Start, engine, scheduler
 from packed_kv.formats import FORMATS
 from packed_kv.sharing.fingerprint import page_format
 from vllm import LLM, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
-
-pytest.importorskip("vllm.v1.kv_offload.cpu.host_register", reason="before vLLM 0.32 tiers are made otherwise")
-
-from cpu_offload import connector, count_copies
 from vllm.v1.kv_offload.tiering.fs import thread_pool
 
 ON_GPU = torch.cuda.is_available()
