@@ -22,7 +22,8 @@ from typing import Any
 import bench_engine
 import rows
 from agents import Progress
-from packed_kv.planning import cache, model
+from packed_kv.model_shape import parse
+from packed_kv.planning import cache
 
 CHUNK = 8192
 """Tokens of a step."""
@@ -62,7 +63,7 @@ def config_of(folder: str | None) -> dict[str, Any]:
 def blocks_of(config: dict[str, Any], dtype: str, memory: int, block_size: int) -> tuple[int, int]:
     """Blocks of `memory` bytes of KV cache of a model with this config, and how many of them a recent window takes of a
     request, as `packed-kv plan` counts them."""
-    shape, name = model.parse(config, "the model"), "bf16" if dtype == "auto" else dtype
+    shape, name = parse(config, "the model"), "bf16" if dtype == "auto" else dtype
     serving = cache.Serving(context=CONTEXT_BLOCKS * block_size, block_size=block_size)
     block = cache.bytes_per_token(shape, name, serving) * block_size
     return memory // block, cache.capacity(shape, name, serving, memory).request_bytes // block - CONTEXT_BLOCKS

@@ -25,8 +25,8 @@ from typing import Any
 from unittest import mock
 
 from coverage_models import MODELS
-from packed_kv.planning.cache import DENSE, Serving, capacity
-from packed_kv.planning.model import parse
+from packed_kv.model_shape import DENSE, parse
+from packed_kv.planning.cache import Serving, capacity
 from packed_kv_quality.engines import apart, engine, kv_tokens, prepare_environment
 
 MEMORY, CONTEXT, BATCHED_TOKENS, BLOCK = 64 << 20, 4096, 256, 32

@@ -13,7 +13,8 @@ import pytest
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
-from packed_kv.planning import cache, cards, measured, model
+from packed_kv.model_shape import BadInput, parse
+from packed_kv.planning import cache, cards, config_file, measured
 from packed_kv.planning.weights import weights
 
 ROOT = Path(__file__).parents[2]
@@ -40,15 +41,15 @@ def started_engines() -> Iterator[tuple[str, str, int]]:
 
 def head_sizes(architecture: str) -> list[int]:
     try:
-        return sorted({layer.head_size for layer in model.parse(MODELS[architecture], architecture).attention})
-    except model.BadInput:
+        return sorted({layer.head_size for layer in parse(MODELS[architecture], architecture).attention})
+    except BadInput:
         return []
 
 
 @pytest.mark.parametrize(("architecture", "dtype", "tokens"), list(started_engines()))
 def test_kv_tokens_are_those_of_engines_on_an_h200(architecture: str, dtype: str, tokens: int) -> None:
     """Of 64 MB, at a context of 4,096 in steps of 64 tokens, two at a time, without a prefix cache."""
-    parsed = model.parse(MODELS[architecture], architecture)
+    parsed = parse(MODELS[architecture], architecture)
     serving = cache.Serving(4096, None, in_flight_tokens=2 * 64, keeps_prefixes=False)
     planned = cache.capacity(parsed, dtype, serving, 64 << 20)
     assert planned.tokens == pytest.approx(tokens, rel=0.02)
@@ -65,7 +66,7 @@ def test_requests_are_those_that_a_measured_engine_held() -> None:
     for row in rows("throughput.csv"):
         serving = cache.Serving(int(row["input"]) + int(row["output"]), recent_tokens=0)
         dtype = "bf16" if row["dtype"] == "auto" else row["dtype"]
-        shape = model.parse(SHAPE_8B, "8B")
+        shape = parse(SHAPE_8B, "8B")
         assert cache.capacity(shape, dtype, serving, int(row["kv_bytes"])).requests == int(row["fit"]), row
 
 
@@ -83,9 +84,9 @@ that vLLM 0.32 builds."""
 
 @pytest.mark.parametrize("architecture", STATES)
 def test_states_have_vllms_shapes(architecture: str) -> None:
-    found = model.parse(MODELS[architecture], architecture, recurrent_dtype="float32")
+    found = parse(MODELS[architecture], architecture, recurrent_dtype="float32")
     assert {layer.state_bytes for layer in found.layers if layer.kind == "state"} == {STATES[architecture]}
-    halved = model.parse(MODELS[architecture], architecture, ranks=2, recurrent_dtype="float32")
+    halved = parse(MODELS[architecture], architecture, ranks=2, recurrent_dtype="float32")
     group = (
         3 * 64 * 2 if MODELS[architecture].get("mamba_n_groups") == 1 else 0
     )  # which each rank has, half a one or not
@@ -113,7 +114,7 @@ def measured_steps() -> Iterator[tuple[str, dict[str, str]]]:
 def estimate(row: dict[str, str]) -> float:
     """Milliseconds of a row's step."""
     ranks = int(row.get("ranks") or 1)
-    shape = model.parse(SHAPE_8B, "8B", ranks)
+    shape = parse(SHAPE_8B, "8B", ranks)
     recent = int(row.get("recent_tokens") or 64)
     serving = cache.Serving(int(row["context"]), recent)
     card = cards.find("H100" if "H100" in row["gpu"] else "H200")
@@ -155,7 +156,7 @@ def test_shares_come_from_the_measured_steps() -> None:
     """A share is the slope between 1,024 and 8,192 tokens of 32 requests; `request` is that from 32 to 128 requests of
     as many tokens, in bf16, and `fixed` what is left of bf16's step; `collective` what is left of one on two cards."""
     steps = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("decode.csv")}
-    shape, peak = model.parse(SHAPE_8B, "8B"), cards.find(measured.STEP["gpu"]).bandwidth
+    shape, peak = parse(SHAPE_8B, "8B"), cards.find(measured.STEP["gpu"]).bandwidth
     for name, share in measured.STEP["share"].items():
         dtype = measured.STEP["not_measured"].get(name, name)
         key = "auto" if dtype == "bf16" else dtype
@@ -190,7 +191,7 @@ def test_kl_is_that_of_the_published_table() -> None:
 
 def test_weights_of_the_8b_shape() -> None:
     """16.2 GB, of which a step reads all but the input embedding (README: 16.0 GB)."""
-    shape = model.parse(SHAPE_8B, "8B")
+    shape = parse(SHAPE_8B, "8B")
     found = weights(shape, None, None)
     assert found.total == pytest.approx(2 * 8.11e9, rel=0.01)
     assert found.read(1) == pytest.approx(16.0e9, rel=0.01)
@@ -240,18 +241,18 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_are_the_published_parameters(name: str) -> None:
     parameters, config = PUBLISHED[name]
-    assert weights(model.parse(config, name), "bf16", None).total == pytest.approx(2 * parameters, rel=0.01)
+    assert weights(parse(config, name), "bf16", None).total == pytest.approx(2 * parameters, rel=0.01)
 
 
 def test_weights_of_a_folder_are_what_its_file_holds() -> None:
-    config, folder = model.load(str(DEMO))
+    config, folder = config_file.load(str(DEMO))
     size = (DEMO / "model.safetensors").stat().st_size
-    assert weights(model.parse(config, "demo"), None, folder).total == pytest.approx(size, rel=0.01)
+    assert weights(parse(config, "demo"), None, folder).total == pytest.approx(size, rel=0.01)
 
 
 def test_experts_are_read_as_far_as_they_are_chosen() -> None:
     experts = {**SHAPE_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    found = weights(model.parse(experts, "8x"), None, None)
+    found = weights(parse(experts, "8x"), None, None)
     assert found.read(1) == pytest.approx(found.dense + found.experts / 4)
     assert found.read(64) == pytest.approx(found.dense + found.experts, rel=0.01)
 

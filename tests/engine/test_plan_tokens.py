@@ -6,8 +6,8 @@ import check_plan
 import pytest
 import ring_memory
 from packed_kv.formats import FORMATS
+from packed_kv.model_shape import parse
 from packed_kv.planning.cache import Serving, capacity
-from packed_kv.planning.model import parse
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SHAPE_8B = {

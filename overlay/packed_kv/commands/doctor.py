@@ -23,7 +23,8 @@ from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..kernels.cuda import refusal
 from ..kernels.cuda.source import cache_folder
-from ..planning.model import BadInput, Model, first, load, parse
+from ..model_shape import BadInput, Model, first, parse
+from ..planning.config_file import load
 from ..planning.plan import layers
 from .arguments import GIB, Parser
 

@@ -9,9 +9,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..model_shape import BadInput, Model, parse
 from ..planning import cards
 from ..planning.cache import Serving
-from ..planning.model import BadInput, Model, load, parse
+from ..planning.config_file import load
 from ..planning.plan import Target, as_json, assumptions, cache_memory, plan, recommend
 from ..planning.show import plot, table
 from ..planning.weights import BITS, weights

@@ -13,9 +13,10 @@ from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+from .. import model_shape
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from ..planning.cache import MAX_PADDING
+from ..model_shape import DENSE, FP8
 from ..sharing.fingerprint import fingerprint
 from ..window.layer import RecentLayer
 
@@ -32,18 +33,15 @@ CPU_BLOCK = 128
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
     """KV bytes of a token in all attention layers of this rank: as stored, and in bf16."""
-    stored = dense = 0
+    layers = []
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         if not hasattr(layer, "kv_cache_dtype") or getattr(layer, "kv_sharing_target_layer_name", None):
             continue
-        channels = layer.num_kv_heads * (layer.head_size + layer.head_size_v)
-        dense += 2 * channels
-        fmt = FORMATS.get(layer.kv_cache_dtype)
-        if fmt is not None:
-            stored += layer.num_kv_heads * fmt.slot_bytes(layer.head_size)
-        else:
-            stored += channels * get_dtype_size(layer.kv_cache_torch_dtype)
-    return stored, dense
+        shape = model_shape.Layer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
+        is_fp8 = get_dtype_size(layer.kv_cache_torch_dtype) == 1
+        layers.append((shape, layer.kv_cache_dtype if layer.kv_cache_dtype in FORMATS else FP8 if is_fp8 else DENSE))
+    stored = model_shape.bytes_per_token(layers, get_dtype_size(vllm_config.model_config.dtype))
+    return stored, model_shape.bytes_per_token((layer, DENSE) for layer, _ in layers)
 
 
 def bytes_per_request(vllm_config: VllmConfig) -> tuple[int, int, int]:
@@ -148,7 +146,7 @@ def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """
     cache = vllm_config.cache_config
     content = spec.real_page_size_bytes
-    if cache.kv_cache_dtype_skip_layers and spec.page_size_bytes > MAX_PADDING * content:
+    if cache.kv_cache_dtype_skip_layers and spec.page_size_bytes > model_shape.MAX_PADDING * content:
         raise ValueError(
             f"--kv-cache-dtype {cache.cache_dtype} cannot skip layers {', '.join(cache.kv_cache_dtype_skip_layers)} "
             "of this model: its layers of several kinds share pages of one size, so that a packed page of "

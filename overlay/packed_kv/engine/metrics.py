@@ -16,8 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from ..formats import FORMATS
-from ..planning.cache import Serving, bytes_per_token
-from ..planning.model import BadInput, parse
+from ..model_shape import DENSE, BadInput, bytes_per_token, parse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +111,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
-    """Labels of `packed_kv_info`. Bytes are those of one rank; "unknown" for a model that `planning` cannot read."""
+    """Labels of `packed_kv_info`. Bytes are those of one rank; "unknown" for a model that `model_shape` cannot read."""
     from ..settings.calibration import model_folder
     from ..settings.options import AUTO, read_options
     from ..settings.self_calibration import settled_file
@@ -150,11 +149,9 @@ def stored_and_dense(config: VllmConfig, fmt: Format) -> tuple[int, int]:
     except BadInput:
         return 0, 0
     skipped = set(config.cache_config.kv_cache_dtype_skip_layers)
-    numbers = {
-        layer.number
+    dtypes = [
+        DENSE if str(layer.number) in skipped or (layer.kind == "sliding" and "sliding_window" in skipped) else fmt.name
         for layer in model.layers
-        if str(layer.number) in skipped or (layer.kind == "sliding" and "sliding_window" in skipped)
-    }
-    serving = Serving(config.model_config.max_model_len, skip_layers=frozenset(numbers))
-    own = [layer for layer in model.attention if not layer.is_shared]
-    return bytes_per_token(model, fmt.name, serving), sum(2 * layer.kv_heads * layer.channels for layer in own)
+    ]
+    stored = bytes_per_token(zip(model.layers, dtypes, strict=True), model.dtype_bytes)
+    return stored, bytes_per_token((layer, DENSE) for layer in model.layers)

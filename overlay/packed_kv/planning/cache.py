@@ -18,13 +18,10 @@ from dataclasses import dataclass, replace
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block, ring_slot_bytes
-from .model import Layer, Model
+from ..model_shape import DENSE, FP8, MAX_PADDING, Layer, Model, slot_bytes
+from ..model_shape import bytes_per_token as sum_over_layers
 
-DENSE, FP8 = "bf16", "fp8"
 DTYPES = (DENSE, FP8, *FORMATS)
-MAX_PADDING = 1.5
-"""Times its content that a packed page may take beside skipped layers, whose bf16 pages are 3.8 times and more:
-`engine/capacity.py` refuses to start with more."""
 
 
 class Refused(ValueError):
@@ -87,17 +84,10 @@ class Capacity:
     request_bytes: int
 
 
-def slot_bytes(dtype: str, layer: Layer, model: Model) -> int:
-    """Bytes of K and V of one token and head."""
-    if dtype in FORMATS:
-        return FORMATS[dtype].slot_bytes(layer.head_size)
-    return layer.channels * (1 if dtype == FP8 else model.dtype_bytes)
-
-
 def bytes_per_token(model: Model, dtype: str, serving: Serving) -> int:
-    """Of a token in all attention layers of this rank that have pages, as the engine's start-up line counts it."""
-    own = [layer for layer in model.attention if not layer.is_shared]
-    return sum(layer.kv_heads * slot_bytes(dtype_of(dtype, layer, serving), layer, model) for layer in own)
+    """KV bytes of a token on one rank, as the engine's start-up line counts them."""
+    layers = [(layer, dtype_of(dtype, layer, serving)) for layer in model.layers]
+    return sum_over_layers(layers, model.dtype_bytes)
 
 
 def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
@@ -140,7 +130,7 @@ def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
             found.append(Spec("state", serving.context, shared_page, shape=size, states=layer.states))
         elif not layer.is_shared:
             name = dtype_of(dtype, layer, serving)
-            slot, block_size = slot_bytes(name, layer, model), attention_block
+            slot, block_size = slot_bytes(name, layer, model.dtype_bytes), attention_block
             page, shape = layer.kv_heads * slot * block_size, (layer.kv_heads, layer.head_size, slot)
             if layer.kind == "sliding" and serving.skip_layers and serving.on_gpu:
                 tokens = shared_page // (layer.kv_heads * slot)
@@ -161,10 +151,10 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
     """
     layer, block_size = model.attention[0], serving.block_size
     is_counted = layer.number not in serving.skip_layers or dtype not in FORMATS or not serving.on_gpu
-    token = layer.kv_heads * (slot_bytes(dtype, layer, model) if is_counted else 2 * layer.head_size)
+    token = layer.kv_heads * (slot_bytes(dtype, layer, model.dtype_bytes) if is_counted else 2 * layer.head_size)
     held = [max((layer.state_bytes for layer in model.layers if layer.kind == "state"), default=0)]
     if serving.skip_layers and serving.on_gpu:
-        held.append(MICRO_BLOCK * layer.kv_heads * slot_bytes(DENSE, layer, model))
+        held.append(MICRO_BLOCK * layer.kv_heads * slot_bytes(DENSE, layer, model.dtype_bytes))
     for page in held:
         block_size *= max(1, -(-page // (block_size * token)))
     return block_size, block_size * token
@@ -218,7 +208,7 @@ def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[
         if spec.kind == "state" or len(groups) == 1:
             continue
         heads, _, slot = spec.shape
-        if slot in {slot_bytes(dtype, layer, model) for layer in model.attention} and (
+        if slot in {slot_bytes(dtype, layer, model.dtype_bytes) for layer in model.attention} and (
             spec.page > MAX_PADDING * heads * slot * spec.block_size
         ):
             raise Refused("layers of several kinds share pages of one size; skip none of them")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .model import BadInput
+from ..model_shape import BadInput
 
 MIB = 1 << 20
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ..formats import FORMATS
 from ..layout import ring_slot_bytes
-from .cache import DENSE, Serving, dtype_of, recent_window, slot_bytes
+from ..model_shape import DENSE, Model, slot_bytes
+from .cache import Serving, dtype_of, recent_window
 from .cards import CARDS, Card
-from .model import Model
 from .weights import Weights
 
 MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, r
             continue
         tokens = min(serving.context, layer.window) if layer.window else serving.context
         name = dtype_of(dtype, layer, serving)
-        read = tokens * slot_bytes(name, layer, model)
+        read = tokens * slot_bytes(name, layer, model.dtype_bytes)
         if name in FORMATS:
             read += window * ring_slot_bytes(layer.head_size)
         seconds += requests * layer.kv_heads * read / rate(name, card)

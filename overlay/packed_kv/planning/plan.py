@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..formats import FORMATS
-from .cache import DENSE, DTYPES, FP8, Refused, Serving, bytes_per_token, capacity, recent_window
+from ..model_shape import DENSE, FP8, BadInput, Model
+from .cache import DTYPES, Refused, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
 from .measured import KL, STEP, is_measured_h100, kl, step_seconds
-from .model import BadInput, Model
 from .weights import Weights
 
 GIB = 1 << 30

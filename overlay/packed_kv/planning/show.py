@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ..model_shape import BadInput
 from .cache import DTYPES, Refused, capacity
-from .model import BadInput
 from .plan import Row, Target
 
 HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's")

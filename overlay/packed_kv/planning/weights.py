@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .model import Config, Model, first
+from ..model_shape import Config, Model, first
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
 """`--weights` -> bits of a number in a linear layer; of 4 bits, groups of 64 share a scale of 16."""

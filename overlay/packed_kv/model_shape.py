@@ -1,20 +1,24 @@
-"""What a config.json says of a model's KV cache: its layers, one by one, as vLLM will build them.
+"""The shape of a model's KV cache, read from its config.json: layer by layer, as vLLM builds them.
 
-Families name and leave out things in their own ways; what is known of these is in this file and in `states.py`.
+The runtime, the refusals and `packed-kv plan` share it. Families name and leave out fields in their own ways; this file
+holds what is known of them. Imports no torch and no vLLM.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..formats import HEAD_DIM_STEP
-from .states import DTYPE_BYTES, state_of
+from .formats import FORMATS, HEAD_DIM_STEP
 
 Config = dict[str, Any]
+
+DENSE, FP8 = "bf16", "fp8"
+MAX_PADDING = 1.5
+"""How many times its content a packed page may take. Layers with pages of several sizes share a pool, and vLLM pads the
+smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 KINDS = {
     "full_attention": ("full",),
@@ -86,42 +90,6 @@ class Model:
     def attention(self) -> tuple[Layer, ...]:
         """The layers with keys and values, those that share others' pages among them."""
         return tuple(layer for layer in self.layers if layer.kind != "state")
-
-
-def load(source: str) -> tuple[Config, Path | None]:
-    """The config of a folder, of a config.json or of an id of the Hugging Face Hub, and the folder where it lies.
-
-    Raises BadInput.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise BadInput(f"{source} has no config.json; give the folder of a Hugging Face model")
-    elif not path.is_file():
-        path = _from_hub(source)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} is no config.json: {error}; give the folder of a Hugging Face model") from error
-    if not isinstance(config, dict):
-        raise BadInput(f"{path} is no config.json: it holds no object; give the folder of a Hugging Face model")
-    return config, path.parent
-
-
-def _from_hub(name: str) -> Path:
-    what = f"{name} is no folder and no file"
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
-    try:
-        from huggingface_hub import hf_hub_download
-    except ModuleNotFoundError as error:
-        raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadInput(f"{what}, and the Hugging Face Hub gives no config.json of it ({reason})") from error
 
 
 def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
@@ -244,3 +212,71 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
         start = text.get("max_window_layers") or 0
         return [("sliding",) if i >= start else ("full",) for i in range(number)]
     return [("sliding",) if window else ("full",)] * number
+
+
+def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
+    """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
+    if dtype in FORMATS:
+        return FORMATS[dtype].slot_bytes(layer.head_size)
+    return layer.channels * (1 if dtype == FP8 else dtype_bytes)
+
+
+def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = 2) -> int:
+    """KV bytes of a token on one rank: the sum over (layer, dtype). Layers without pages of their own count nothing."""
+    return sum(
+        layer.kv_heads * slot_bytes(dtype, layer, dtype_bytes)
+        for layer, dtype in layers
+        if layer.kind != "state" and not layer.is_shared
+    )
+
+
+@dataclass(frozen=True)
+class State:
+    """`size`: bytes of a state on one rank. `kept`: states of a request, with the prefix cache on: the one that is
+    read, the one that is written and, in Mamba-2 layers, one inside a prefill."""
+
+    size: int
+    kept: int = 2
+
+
+def state_of(config: dict[str, Any], ranks: int, dtype_bytes: int, recurrent_dtype: str | None = None) -> State | None:
+    """The state of a layer on one of `ranks` ranks; None: a kind that is not known.
+
+    `dtype_bytes`: of the activations. Recurrent states have them too, unless the model has another dtype for them, or
+    `recurrent_dtype` is given (`--mamba-ssm-cache-dtype`).
+    """
+    hidden, kind = config["hidden_size"], config.get("model_type", "")
+    recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), dtype_bytes)
+    if "linear_num_value_heads" in config:  # gated delta nets
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        conv = (2 * keys + values) * (config.get("linear_conv_kernel_dim", 4) - 1)
+        return State((conv * dtype_bytes + values * config["linear_key_head_dim"] * recurrent) // ranks)
+    if "conv_L_cache" in config or kind.startswith("lfm2"):
+        return State((config.get("conv_dim") or hidden) * (config.get("conv_L_cache", 3) - 1) * dtype_bytes // ranks)
+    size = config.get("mamba_d_state") or config.get("ssm_state_size")
+    kernel = config.get("mamba_d_conv") or config.get("conv_kernel") or 4
+    heads = config.get("mamba_n_heads") or config.get("mamba_num_heads") or config.get("n_mamba_heads")
+    inner = config.get("mamba_d_ssm") or int(config.get("mamba_expand", 2) * hidden)
+    if size and heads:  # Mamba-2
+        head_dim = config.get("mamba_d_head") or config.get("mamba_head_dim") or config.get("mamba_headdim")
+        if not isinstance(head_dim, int):
+            head_dim = inner // heads
+        if kind == "nemotron_h":
+            inner = heads * head_dim
+        groups = config.get("mamba_n_groups") or config.get("n_groups") or config.get("mamba_ngroups") or 1
+        groups += ranks - groups if groups % ranks else 0
+        conv = (inner + 2 * groups * size) * (kernel - 1)
+        return State((conv * dtype_bytes + heads * head_dim * size * recurrent) // ranks, kept=3)
+    if size:  # Mamba-1
+        return State((inner * (kernel - 1) * dtype_bytes + inner * size * recurrent) // ranks)
+    return None
+
+
+def _recurrent_dtype(config: dict[str, Any]) -> str:
+    """What vLLM keeps recurrent states in where the model says so, else ""."""
+    if config.get("model_type") == "nemotron_h":
+        return config.get("mamba_ssm_cache_dtype") or "float32"
+    if str(config.get("model_type")).startswith("qwen3_5"):
+        return config.get("mamba_ssm_dtype") or ""
+    return ""
