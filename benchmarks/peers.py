@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Disaggregated prefill over NIXL between engines of this host: the figures of docs/disaggregated.md.
 
-    PYTHONPATH=scripts python benchmarks/peers.py isoquant4 isoquant4:1:2 turboquant25:2:1    # demo model, CPU
-    PYTHONPATH=scripts python benchmarks/peers.py --devices 2 --shape 8b --dtype bfloat16 --tokens 10240 \\
+    python benchmarks/peers.py isoquant4 isoquant4:1:2 turboquant25:2:1    # demo model, CPU
+    python benchmarks/peers.py --devices 2 --shape 8b --dtype bfloat16 --tokens 10240 \\
         --kv-cache-memory 8e9 --csv peers.csv auto isoquant4 isoquant4:1:1:64 isoquant4:1:2
 
 A CASE is DTYPE[:PREFILL_RANKS[:DECODE_RANKS[:BLOCK_SIZE[:DECODE_BLOCK_SIZE]]]].
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import rows
-from peer import Answer, Peer
+from nixl_engine import Answer, Peer
 
 REPO = Path(__file__).resolve().parents[1]
 

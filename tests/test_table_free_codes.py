@@ -1,4 +1,4 @@
-"""scripts/table_free_codes.py: it finds format version 2's code of 2 bits, with the error that the format has."""
+"""experiments/table_free_codes.py: it finds format version 2's code of 2 bits, with the error that the format has."""
 
 from __future__ import annotations
 

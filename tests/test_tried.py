@@ -1,4 +1,4 @@
-"""scripts/tried.py: each code loses what it says, and what surrounds a code loses nothing."""
+"""experiments/tried.py: each code loses what it says, and what surrounds a code loses nothing."""
 
 from __future__ import annotations
 

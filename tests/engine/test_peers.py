@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import torch
 from calibration_files import content, write
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from peer import Peer
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from nixl_engine import Peer
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 128, 16
 FULL_BLOCKS, TOKENS = 3, 8

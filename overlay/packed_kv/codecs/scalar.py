@@ -19,7 +19,7 @@ import torch
 from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
 
 SEARCH = {4: (4, 2), 3: (2, 4), 2: (0, 10)}
-"""bits -> (above, below). Wider ranges gain less than 0.2 % of the error (`scripts/format_error.py` measures it).
+"""bits -> (above, below). Wider ranges gain less than 0.2 % of the error (`experiments/format_error.py` measures it).
 `above` also makes a second round trip exact: if scale byte b is kept for a group, the search on the decoded group
 starts at b - above or later and finds b again (proof and the tie that escapes it: `docs/formats.md`)."""
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Files of KV pages that one number of ranks writes and another reads: tokens found, tokens that follow.
 
-    PYTHONPATH=tests/engine python scripts/tier_ranks.py [--ranks 1 2 1] [--model models/demo-7m]
+    python experiments/tier_ranks.py [--ranks 1 2 1] [--model models/demo-7m]
 
 Engines with `"canonical_layout": true` and one folder run one after the other, each with the next number of
 tensor-parallel ranks; each is asked twice, so that the second answer is that of its own prefix cache. A CPU will do.
@@ -11,7 +11,9 @@ Ranks split sums, so that log-probabilities agree as far as rounding of --activa
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from packed_kv_quality.engines import DEMO_MODEL, engine, prepare_environment
@@ -26,8 +28,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200, help="of the prompt (default: %(default)s)")
     options = parser.parse_args()
     prepare_environment(small_model=True)
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "engine"))
     import vllm
-    from cpu_offload import connector  # type: ignore[import-not-found]  # tests/engine/
+    from cpu_offload import connector  # type: ignore[import-not-found]
 
     print(f"vLLM {vllm.__version__}, PyTorch {torch.__version__}, {vars(options)}")
     prompt = torch.randint(3, 250, (options.tokens,), generator=torch.Generator().manual_seed(1)).tolist()

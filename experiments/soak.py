@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Soak a server: many clients at once for a long time, and see that nothing breaks, leaks or says something else.
 
-    python scripts/soak.py MODEL [--dtype isoquant4] [--clients 100] [--tokens 10000] [--server-options ...]
+    python experiments/soak.py MODEL [--dtype isoquant4] [--clients 100] [--tokens 10000] [--server-options ...]
 
 A sample of prompts is served alone first, and again behind the load: the same tokens, or the soak has failed. Between
 them `--clients` clients ask for `--tokens` tokens each (or for --seconds): shared prefixes, lengths up to --prompt and

@@ -1,6 +1,6 @@
 """Codes of several channels that are chosen together, for `tried.py`: by what errors cost, and on a trellis.
 
-`python scripts/tried_rounding.py` prints what a trellis makes of Gaussian groups, beside the dtypes' code.
+`python experiments/tried_rounding.py` prints what a trellis makes of Gaussian groups, beside the dtypes' code.
 """
 
 from __future__ import annotations

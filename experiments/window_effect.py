@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What the recent window brings beside layers of other kinds: figures of docs/attention.md, on a GPU or a CPU.
 
-    python scripts/ring_effect.py skipped      # a layer that is not packed: KL to bf16 pages, without window and with
-    python scripts/ring_effect.py states       # layers that keep a state (random models): the same
-    python scripts/ring_effect.py drafts       # EAGLE drafts, most of them rejected: tokens against those without
+    python experiments/window_effect.py skipped    # a skipped layer: KL to bf16 pages, without the window and with it
+    python experiments/window_effect.py states     # layers that keep a state (random models): the same
+    python experiments/window_effect.py drafts     # EAGLE drafts, most of them rejected: tokens against those without
 
 One short text of 400 tokens (states: 300 random ones), read in chunks of 1 token, which is the decode route on CUDA,
 and longer ones. Behind each figure: vLLM's layout, and kind, layers, tokens of a block and page bytes of each group of

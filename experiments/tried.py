@@ -11,7 +11,7 @@ fp8), and "centred" that keys are stored less their mean (the first token: less 
 
 The rows of TriAttention need the package aither-kvcache, outside of the environment (it brings a vLLM plugin):
 
-    pip install --no-deps --target DIR aither-kvcache==2.4.1 && PYTHONPATH=DIR python scripts/tried.py ...
+    pip install --no-deps --target DIR aither-kvcache==2.4.1 && PYTHONPATH=DIR python experiments/tried.py ...
 
 Results are kept in --output after each row, and a run goes on where one was left.
 """

@@ -5,7 +5,7 @@ A random model of 3 gated delta nets a layer of attention, its state and its tok
 Qwen3.6-35B-A3B (2 MiB and 48 KiB of state; 2,048 bytes a token and layer of attention in bf16): an eighth of each. The
 length of a block, and so what is found, is that of the large model; what the model says does not matter.
 
-    PYTHONPATH=scripts python benchmarks/hybrid_hits.py
+    python experiments/hybrid_hits.py
 
 Conversations have a prompt in common and run together. Each turn adds a question and the answer to what is asked again.
 A row: dtype, match unit (`--prefix-match-unit`), tokens of a block, KV tokens of the cache by vLLM's count, tokens of
@@ -45,7 +45,7 @@ def main() -> int:
     options = parse_arguments()
     prepare_environment(small_model=True)
     import vllm
-    from coverage_engine import register  # scripts/
+    from coverage_engine import register
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine() + " CPU"
     print(f"{device}, vLLM {vllm.__version__}, PyTorch {torch.__version__}, {vars(options)}")

@@ -1,6 +1,6 @@
 """What the recent window costs in KV tokens, by vLLM's own plan of its cache, at the sizes of real models.
 
-    python scripts/ring_memory.py [--dtypes NAME ...] [--window TOKENS]
+    python experiments/window_memory.py [--dtypes NAME ...] [--window TOKENS]
 
 Without an engine: the specs of a model's layers are made here and given to vLLM's planner, which groups them and says
 how many bytes a block of its pool has. A request then takes blocks of the pages by its context, a block of every group

@@ -5,8 +5,8 @@ Each is started as a tiny random model in a process of its own, in bf16 (`auto`)
 runs 4 prompts of 200 random tokens in chunks of 64 and 24 greedy tokens behind each; on a GPU with CUDA graphs of
 decodes. A process that crashes or takes too long is a row, too.
 
-    python scripts/model_coverage.py --parallel 12 --out models.json       # as many engines side by side
-    python scripts/model_coverage.py --out models.json --markdown PAGE     # runs nothing: the table, into a page
+    python experiments/model_coverage.py --parallel 12 --out models.json       # as many engines side by side
+    python experiments/model_coverage.py --out models.json --markdown PAGE     # runs nothing: the table, into a page
 
 Columns, of which the first of two numbers is the packed dtype's and the second, in brackets, that of `auto`:
 
@@ -38,7 +38,7 @@ from coverage_models import MODELS
 from packed_kv_quality.engines import prepare_environment
 
 PRELOADED = ["coverage_engine", "vllm.entrypoints.llm", "transformers"]
-BEGIN, END = "<!-- table of scripts/model_coverage.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table of experiments/model_coverage.py -->", "<!-- end of the table -->"
 HEADER = (
     "architecture", "attention", "heads (query/KV of size)", "result", "KV tokens", "backends", "graphs", "difference",
     "tokens",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What several ranks do to an engine with packed pages: decode context, pipeline and data parallelism of 2.
 
-    python scripts/parallel.py {dcp,pp,dp} [--dtype NAME] [--activations float16]    # two GPUs, or a CPU for pp and dp
+    python experiments/parallel.py {dcp,pp,dp} [--dtype NAME] [--activations float16]  # 2 GPUs, or a CPU for pp and dp
 
 Each beside an engine without, at once, in processes of their own, on the demo model; for decode context parallelism,
 which needs more ranks than KV heads, with its first KV head alone. docs/parallel.md has the figures.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Search for magnitudes that a kernel makes of code bits without a table, and measure what error they have.
 
-    python scripts/table_free_codes.py [--groups N] [--seed N]          half a minute on a CPU
+    python experiments/table_free_codes.py [--groups N] [--seed N]          half a minute on a CPU
 
 A mask takes sign and code bits out of a word, and one bit pattern (`base`) is added: the result is an fp16. Places are
 those of the code bits in it, 15 is the sign's. All are tried of
