@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import shtab
 from packed_kv.commands import completion
 from packed_kv.commands.main import COMMANDS, main
 
@@ -16,8 +19,21 @@ LINES = 40
 
 
 def all_commands() -> list[tuple[str, ...]]:
-    """`packed-kv` and every command and command of a command."""
-    return list(completion.words_of_all())
+    """The words after `packed-kv` of every command and command of a command; the first has none."""
+
+    def below(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, part in action.choices.items():
+                    yield from below(part, (*words, name))
+
+    return list(below(completion.parser_of_all(), ()))
+
+
+def test_every_command_is_found() -> None:
+    assert {words[0] for words in all_commands() if words} == {*COMMANDS}
+    assert ("calibrate", "model") in all_commands() and ("patch", "revert") in all_commands()
 
 
 @pytest.mark.parametrize("words", all_commands(), ids=" ".join)
@@ -65,23 +81,29 @@ def test_arguments_and_exit_codes_pass_through(capsys: pytest.CaptureFixture[str
         ("packed-kv quality run --kv", ["--kv-cache-memory"]),
         ("packed-kv completion f", ["fish"]),
         ("packed-kv doctor --x", []),
+        ("packed-kv plan mo", ["model"]),
+        ("packed-kv calibrate show mo", ["model"]),
     ],
 )
 def test_bash_completes(line: str, completed: list[str], tmp_path: Path) -> None:
-    (tmp_path / "completion.bash").write_text(completion.bash(completion.words_of_all()))
+    (tmp_path / "completion.bash").write_text(shtab.complete(completion.parser_of_all(), "bash"))
+    (tmp_path / "model").touch()
     script = (
-        f'source {tmp_path}/completion.bash; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); '
-        '_packed_kv; printf "%s\\n" "${COMPREPLY[@]}"'
+        f'source completion.bash; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); '
+        '_shtab_packed_kv packed-kv "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
     )  # fmt: skip
-    run = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, check=True)
+    run = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert run.stdout.split() == completed
 
 
-def test_fish_gets_a_line_for_each_word() -> None:
-    words = completion.words_of_all()
-    lines = completion.fish(words).splitlines()
-    assert "complete -c packed-kv -n '__fish_seen_subcommand_from plan' -l gpu" in lines
-    assert sum(" -l " in line for line in lines) == sum(w.startswith("--") for found in words.values() for w in found)
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_script_of_each_shell_has_the_options_of_all_commands(shell: str, capsys) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    options = {"plan": "gpu-memory", "doctor": "tiers", "patch": "target", "quality": "kv-cache-memory"}
+    for command, option in (options | {"calibrate": "engine-options"}).items():
+        assert command in text and option in text
 
 
 def test_plan_needs_the_standard_library_alone(bare) -> None:
@@ -102,8 +124,12 @@ def test_what_is_missing_is_named(bare) -> None:
     assert run.stderr == "packed-kv plan: --plot needs matplotlib; pip install 'packed-kv[plots]'\n"
 
 
-def test_completion_leaves_out_the_options_of_what_cannot_be_imported(bare) -> None:
+def test_completion_leaves_out_the_options_of_what_cannot_be_imported(bare, tmp_path: Path) -> None:
+    run = bare("completion", "bash")
+    assert run.returncode == 2
+    assert run.stderr == "packed-kv completion: shtab is missing; pip install shtab\n"
+    (tmp_path / "packages" / "shtab").symlink_to(Path(shtab.__file__).parent)
     run = bare("completion", "bash")
     assert run.returncode == 0
     assert run.stderr.startswith("packed-kv completion: no options of quality (") and run.stderr.count("\n") == 1
-    assert '"plan")' in run.stdout and '"quality run")' not in run.stdout
+    assert "--gpu-memory" in run.stdout and "--kv-cache-dtype" not in run.stdout

@@ -119,7 +119,7 @@ def test_what_the_wheel_requires_is_what_it_is_tested_with(metadata, installed):
         "for text in sys.argv[1:]:\n"
         "    wanted = Requirement(text); print(wanted.name, wanted.specifier.contains(version(wanted.name)))"
     )
-    assert installed.run("python", "-c", code, *wanted).stdout.split() == ["torch", "True"]
+    assert installed.run("python", "-c", code, *wanted).stdout.split() == ["shtab", "True", "torch", "True"]
 
 
 def test_what_is_imported_there_comes_from_the_wheel(installed: Installed):
