@@ -1,18 +1,94 @@
-"""The benchmarks' rows as Markdown tables, each cell with its ratio to bf16 (`auto`), for the README and results/.
+"""The benchmarks' rows as Markdown tables, with ratios to bf16 (`auto`).
 
     python benchmarks/tables.py FOLDER
 
 Reads decode.csv, prefill.csv, throughput.csv, serve.csv, mixed.csv, agentic.csv and reasoning.csv of FOLDER, as far as
-they are there. Of rows of the same case the last one counts. What arithmetic says stands behind what was measured.
+they are there. Of rows of the same case the last one counts. In brackets stand ratios to bf16, and what arithmetic says
+of agents. `measured.py` makes the tables of the docs from the same functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rows import read
+
+BASELINE = "auto"
+Row = Mapping[str, str]
+Show = Callable[[Row, Row | None], str]
+"""The text of a cell, from its row and bf16's row of the same case (None if there is none)."""
+
+
+@dataclass
+class Table:
+    """A Markdown table: the first `names` columns name a case, the others are figures. `rows` has, for each line, the
+    rows that its figures come from."""
+
+    head: Sequence[str]
+    names: int
+    lines: list[list[str]] = field(default_factory=list)
+    rows: list[list[Row]] = field(default_factory=list)
+
+    def add(self, cells: list[str], rows: list[Row]) -> None:
+        """Append a line."""
+        self.lines.append(cells)
+        self.rows.append(rows)
+
+    def markdown(self) -> str:
+        """The table's text, without a line feed at its end."""
+        rule = "| " + " | ".join(["---"] * self.names + ["---:"] * (len(self.head) - self.names)) + " |"
+        return "\n".join([_line(self.head), rule, *map(_line, self.lines)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def number(cell: str) -> str:
+    """A row's figure: thousands with commas, fractions with two digits."""
+    return f"{float(cell):.2f}" if "." in cell else f"{int(cell):,}"
+
+
+def ratio(column: str, text: Callable[[str], str] = number) -> Show:
+    """Shows a column, and behind it its ratio to bf16."""
+
+    def show(row: Row, base: Row | None) -> str:
+        compared = base is not None and row["dtype"] != BASELINE
+        return text(row[column]) + (f" ({float(row[column]) / float(base[column]):.2f})" if base and compared else "")
+
+    return show
+
+
+def pivot(rows: Sequence[Row], down: Sequence[str], across: Sequence[str], show: Show, head: Sequence[str],
+          case: Callable[..., str] = lambda *values: " x ".join(values)) -> Table:  # fmt: skip
+    """Cases named by the columns `down` as lines, those named by `across` as columns under `head` and `case`."""
+    found = {tuple(row[key] for key in (*down, *across)): row for row in rows}
+    columns = list(dict.fromkeys(key[len(down) :] for key in found))
+    table = Table([*head, *(case(*column) for column in columns)], len(down))
+    for name in dict.fromkeys(key[: len(down)] for key in found):
+        base = tuple(BASELINE if column == "dtype" else value for column, value in zip(down, name, strict=True))
+        cells, used = list(name), []
+        for column in columns:
+            row = found.get((*name, *column))
+            cells.append("not run" if row is None else show(row, found.get((*base, *column))))
+            used += [] if row is None else [row]
+        table.add(cells, used)
+    return table
+
+
+def figures(rows: Sequence[Row], down: Mapping[str, str], columns: Mapping[str, Show]) -> Table:
+    """Cases named by the columns `down` (column -> title) as lines, and `columns` (title -> what to show of a row)."""
+    found = {tuple(row[key] for key in down): row for row in rows}
+    table = Table([*down.values(), *columns], len(down))
+    for name, row in found.items():
+        base = tuple(BASELINE if column == "dtype" else value for column, value in zip(down, name, strict=True))
+        table.add([*name, *(show(row, found.get(base)) for show in columns.values())], [row])
+    return table
+
 
 TABLES = (
     ("decode.csv", "p50_ms", "ms", ("requests", "context")),
@@ -25,105 +101,79 @@ TABLES = (
     ("serve.csv", "p50_tpot_ms", "TPOT ms", ("concurrency",)),
 )
 """(file, column shown, its unit, columns that name a case)"""
-BASELINE = "auto"
 
 
-def table(file: Path, value: str, unit: str, case: tuple[str, ...]) -> str:
-    """One table: dtypes down, cases across; without the rows of several ranks, which have a file of their own."""
-    rows = [row for row in read(file) if row.get("ranks", "1") == "1"]
-    cells = {(row["dtype"], *(row[key] for key in case)): row[value] for row in rows}
-    dtypes, cases = dict.fromkeys(key[0] for key in cells), dict.fromkeys(key[1:] for key in cells)
-    names = [" x ".join(key) for key in cases]
-    lines = [f"| {unit}, {' x '.join(case)}: | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
-    for dtype in dtypes:
-        line = []
-        for key in cases:
-            cell, base = cells.get((dtype, *key)), cells.get((BASELINE, *key))
-            if cell is None:
-                line.append("not run")
-            else:
-                number = f"{float(cell):.2f}" if "." in cell else f"{int(cell):,}"
-                line.append(number + (f" ({float(cell) / float(base):.2f})" if base and dtype != BASELINE else ""))
-        lines.append(f"| {dtype} | " + " | ".join(line) + " |")
-    return "\n".join(lines)
+def by_case(rows: Sequence[Row], value: str, unit: str, case: Sequence[str]) -> Table:
+    """Dtypes down, cases across; without the rows of several ranks, which have a file of their own."""
+    rows = [row for row in rows if row.get("ranks", "1") == "1"]
+    return pivot(rows, ("dtype",), case, ratio(value), [f"{unit}, {' x '.join(case)}:"])
 
 
-def mixed_table(rows: list[dict[str, str]]) -> str:
+def mixed(rows: Sequence[Row]) -> Table:
     """Steps of one kind of GPU: decodes and dtypes down, prompts across; ms of a step / of launching, and the ratio."""
-    cells = {(row["requests"], row["context"], row["dtype"], row["prompt"]): row for row in rows}
-    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
-    titles = ["none" if prompt == "0" else f"+{prompt}" for prompt in prompts]
-    lines = [f"| {rows[0]['gpu']}, decodes | dtype | " + " | ".join(titles) + " |"]
-    lines.append("| --- | --- |" + " ---: |" * len(prompts))
-    shapes = list(dict.fromkeys(key[:2] for key in cells))
-    cases = sorted(dict.fromkeys(key[:3] for key in cells), key=lambda key: shapes.index(key[:2]))
-    for requests, context, dtype in cases:
-        line = []
-        for prompt in prompts:
-            row, base = (cells.get((requests, context, name, prompt)) for name in (dtype, BASELINE))
-            if row is None:
-                line.append("not run")
-                continue
-            step = float(row["p50_ms"])
-            ratio = f" ({step / float(base['p50_ms']):.2f})" if base and dtype != BASELINE else ""
-            line.append(f"{step:.1f} / {float(row['launch_ms']):.0f}{ratio}")
-        lines.append(f"| {requests} x {context} | {dtype} | " + " | ".join(line) + " |")
-    return "\n".join(lines)
+    step = ratio("p50_ms", lambda cell: f"{float(cell):.1f}")
+
+    def show(row: Row, base: Row | None) -> str:
+        time, *compared = step(row, base).split(" ")
+        return " ".join([f"{time} / {float(row['launch_ms']):.0f}", *compared])
+
+    shapes = list(dict.fromkeys((row["requests"], row["context"]) for row in rows))
+    ordered = sorted(rows, key=lambda row: shapes.index((row["requests"], row["context"])))
+    named = [{**row, "decodes": f"{row['requests']} x {row['context']}"} for row in ordered]
+    head = [f"{rows[0]['gpu']}, decodes", "dtype"]
+    return pivot(named, ("decodes", "dtype"), ("prompt",), show, head, lambda p: "none" if p == "0" else f"+{p}")
 
 
 AGENTIC = ("hit_rate", "ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens")
 
 
-def agentic_table(rows: list[dict[str, str]], offload: float) -> str:
-    """Agents and dtypes down, figures across; `offload` GiB of host memory behind the cache."""
-    chosen = {
-        (row["engine"], row["agents"], row["dtype"]): row for row in rows if float(row["offload_gib"]) == offload
-    }  # fmt: skip
+def agentic(rows: Sequence[Row], offload: float) -> Table:
+    """Agents and dtypes down, figures across, arithmetic's in brackets; `offload` GiB of host memory behind it."""
+    chosen = [row for row in rows if float(row["offload_gib"]) == offload]
+    expected = {(row["agents"], row["dtype"]): row for row in chosen if row["engine"] == "arithmetic"}
+    measured = sorted((row for row in chosen if row["engine"] == "vllm"), key=lambda row: int(row["agents"]))
     memory = f", {offload:g} GiB of host memory" if offload else ""
-    lines = [f"| agents{memory} | dtype | " + " | ".join(AGENTIC) + " |", "| ---: | --- |" + " ---: |" * len(AGENTIC)]
-    measured = [(int(agents), dtype) for engine, agents, dtype in chosen if engine == "vllm"]
-    for agents, dtype in sorted(measured, key=lambda case: case[0]):
-        cells = []
-        for column in AGENTIC:
-            row, expected = (chosen.get((engine, str(agents), dtype)) for engine in ("vllm", "arithmetic"))
-            cells.append(row[column] + (f" ({expected[column]})" if expected else ""))
-        lines.append(f"| {agents} | {dtype} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+
+    def column(name: str) -> Show:
+        def show(row: Row, _: Row | None) -> str:
+            other = expected.get((row["agents"], row["dtype"]))
+            return row[name] + (f" ({other[name]})" if other else "")
+
+        return show
+
+    table = figures(measured, {"agents": f"agents{memory}", "dtype": "dtype"}, {name: column(name) for name in AGENTIC})
+    for used in table.rows:
+        used += [expected[key] for row in used[:1] if (key := (row["agents"], row["dtype"])) in expected]
+    return table
 
 
 REASONING = ("output_tokens_s", "mean_requests", "ended", "preemptions", "first_half_tokens_s", "second_half_tokens_s")
 
 
-def reasoning_table(rows: list[dict[str, str]]) -> str:
+def reasoning(rows: Sequence[Row]) -> Table:
     """Dtypes and ways down, figures across, with the ratio of output tokens a second to bf16."""
-    found = {(row["engine"], row["dtype"]): row for row in rows}
-    lines = ["| reasoning | dtype | " + " | ".join(REASONING) + " |", "| --- | --- |" + " ---: |" * len(REASONING)]
-    for (engine, dtype), row in found.items():
-        cells = [row[column] for column in REASONING]
-        base = found.get((engine, BASELINE))
-        if base and dtype != BASELINE:
-            cells[0] += f" ({float(row[REASONING[0]]) / float(base[REASONING[0]]):.2f})"
-        lines.append(f"| {engine} | {dtype} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    plain: dict[str, Show] = {name: lambda row, _, name=name: row[name] for name in REASONING[1:]}
+    columns = {REASONING[0]: ratio(REASONING[0], str), **plain}
+    return figures(rows, {"engine": "reasoning", "dtype": "dtype"}, columns)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the CSV files are")
     folder = parser.parse_args().folder
-    found = [table(folder / name, *rest) for name, *rest in TABLES if (folder / name).exists()]
+    found = [by_case(read(folder / name), *rest) for name, *rest in TABLES if (folder / name).exists()]
     if (folder / "mixed.csv").exists():
-        mixed = read(folder / "mixed.csv")
-        for gpu in dict.fromkeys(row["gpu"] for row in mixed):
-            found.append(mixed_table([row for row in mixed if row["gpu"] == gpu]))
+        rows = read(folder / "mixed.csv")
+        for gpu in dict.fromkeys(row["gpu"] for row in rows):
+            found.append(mixed([row for row in rows if row["gpu"] == gpu]))
     if (folder / "agentic.csv").exists():
         points = read(folder / "agentic.csv")
-        found += [agentic_table(points, offload) for offload in sorted({float(row["offload_gib"]) for row in points})]
+        found += [agentic(points, offload) for offload in sorted({float(row["offload_gib"]) for row in points})]
     if (folder / "reasoning.csv").exists():
-        found.append(reasoning_table(read(folder / "reasoning.csv")))
+        found.append(reasoning(read(folder / "reasoning.csv")))
     if not found:
         parser.error(f"{folder} has none of the files: run benchmarks/decode.py --out there")
-    print("\n\n".join(found))
+    print("\n\n".join(table.markdown() for table in found))
     return 0
 
 

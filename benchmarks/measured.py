@@ -1,0 +1,123 @@
+"""Makes the tables of docs/measured.md, README.md and benchmarks/results/README.md from the rows in results/.
+
+    python benchmarks/measured.py            # rewrites what stands between the markers
+    python benchmarks/measured.py --check    # changes nothing; exit code 1 if a file differs from its rows
+    python benchmarks/measured.py --plot     # draws results/quality.png, the README's plot, too; needs matplotlib
+
+A table stands between `<!-- measured: NAME -->` and `<!-- end -->`; `measured_tables.py` has a function a NAME. Behind
+the tables of a marker comes one of their runs: card, versions, commit and command, taken from the rows and from
+results/runs.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
+from measured_tables import CALIBRATED, DOCS, README, SMOLLM2, smollm2, token_bytes
+from tables import Table
+
+REPO = RESULTS.parents[1]
+MARKED = re.compile(r"(<!-- measured: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Run = tuple[str, ...]
+
+
+def with_runs(tables: Sequence[Table]) -> str:
+    """The tables, and behind them their runs. Where there are several, the last column says which ones a line is of."""
+    runs: dict[Run, int] = {}
+    for table in tables:
+        for row in (row for rows in table.rows for row in rows):
+            runs.setdefault(run_of(row), len(runs) + 1)
+    if not runs:
+        return "\n\n".join(table.markdown() for table in tables)
+    text = [(_numbered(table, runs) if len(runs) > 1 else table).markdown() for table in tables]
+    listed = Table(["run", *RUN_COLUMNS], 1 + len(RUN_COLUMNS))
+    for run, index in runs.items():
+        listed.add([str(index), *run], [])
+    return "\n\n".join([*text, listed.markdown()])
+
+
+def _numbered(table: Table, runs: Mapping[Run, int]) -> Table:
+    lines = [
+        [*cells, ", ".join(map(str, sorted({runs[run_of(row)] for row in rows})))]
+        for cells, rows in zip(table.lines, table.rows, strict=True)
+    ]
+    return Table([*table.head, "run"], table.names, lines, table.rows)
+
+
+def index() -> str:
+    """What each file of results/ is, with the commits and commands of its rows."""
+    table = Table(["file", "what it is", "commit", "command"], 4)
+    for file in files():
+        link, what = f"[{file.name}]({file.name})", file.what
+        for commit, command in file.commands() or [("", "")]:
+            table.add([link, what, commit, f"`{command}`" if command else ""], [])
+            link = what = ""
+    return table.markdown()
+
+
+def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
+    """Each page with tables: marker -> its text."""
+    return {
+        REPO / "README.md": {name: make for name, make in README.items()},
+        REPO / "docs" / "measured.md": {name: partial(_made, make) for name, make in DOCS.items()},
+        RESULTS / "README.md": {"files": index},
+    }
+
+
+def _made(make: Callable[[], Sequence[Table]]) -> str:
+    return with_runs(make())
+
+
+def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+    """`text` with its marked tables made again. Raises ValueError if markers and tables are not the same."""
+    names = [match[2] for match in MARKED.finditer(text)]
+    if sorted(names) != sorted(blocks):
+        raise ValueError(f"markers {sorted(names)}, but tables {sorted(blocks)}")
+    return MARKED.sub(lambda match: f"{match[1]}\n{blocks[match[2]]()}\n\n{match[3]}", text)
+
+
+def plot(path: Path) -> None:
+    """Draws KL divergence against bytes of SmolLM2, calibrated, with the recent window."""
+    from packed_kv_quality.measurement import Measurement
+    from packed_kv_quality.plots import pareto
+
+    first = json.loads((RESULTS / SMOLLM2 / "calibrated-window-64.json").read_text())
+    rows = [first["rows"][0]]
+    for row in (row for row in smollm2() if row["setting"] == CALIBRATED):
+        of_run = {found["dtype"]: found for found in json.loads((RESULTS / row["file"]).read_text())["rows"]}
+        rows.append({**of_run[row["dtype"]], "bytes_per_token": token_bytes(row)})
+    title = "SmolLM2-135M-Instruct, 2,048 tokens, calibrated, window of 64 tokens, one H200"
+    measured = [Measurement.from_dict({**row, "losses": []}) for row in rows]
+    pareto(measured, first["limits"]["rounding"], title, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table differs from its rows")
+    parser.add_argument("--plot", action="store_true", help="draw the README's plot, too")
+    options = parser.parse_args()
+    check = options.check
+    stale = []
+    for page, blocks in pages().items():
+        text = page.read_text()
+        made = filled(text, blocks)
+        if made != text:
+            stale.append(str(page.relative_to(REPO)))
+            if not check:
+                page.write_text(made)
+    if options.plot:
+        plot(RESULTS / "quality.png")
+    if stale:
+        print(f"{'stale, run benchmarks/measured.py' if check else 'rewritten'}: {', '.join(stale)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The tables of README.md, docs/measured.md and benchmarks/results/README.md are those that their rows give."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/index.md", "docs/measured.md", "benchmarks/README.md", "benchmarks/results/README.md")
+COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
+
+
+def check(repo: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(repo / "benchmarks" / "measured.py"), "--check"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """What the tables are made from, and the pages with them."""
+    shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/measured.md"):
+        shutil.copy(REPO / page, tmp_path / page)
+    return tmp_path
+
+
+def test_tables_are_those_of_the_rows() -> None:
+    done = check(REPO)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "pages"),
+    [
+        ("decode.csv", "tq4,32,8192,32,8.372,8.503", "tq4,32,8192,32,8.372,8.603", "README.md, docs/measured.md"),
+        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", "README.md, docs/measured.md"),
+        ("quality-smollm2-h200/calibrated-window-64.json", '"kl_mean": 0.0034', '"kl_mean": 0.0074',
+         "README.md, docs/measured.md"),
+        ("runs.toml", "benchmarks/routes.py", "benchmarks/roads.py", "docs/measured.md, benchmarks/results/README.md"),
+    ],
+    ids=["step", "card", "quality", "command"],
+)  # fmt: skip
+def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages: str) -> None:
+    path = copy / "benchmarks" / "results" / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    done = check(copy)
+    assert (done.returncode, done.stdout) == (1, f"stale, run benchmarks/measured.py: {pages}\n"), done.stderr
+
+
+def test_rows_without_a_command_are_refused(copy: Path) -> None:
+    """A row whose commit runs.toml does not name."""
+    path = copy / "benchmarks" / "results" / "routes.csv"
+    path.write_text(path.read_text().replace("2e171f7", "1234abc", 1))
+    assert "runs.toml has no run for routes.csv at '1234abc'" in check(copy).stderr
+
+
+def test_pages_are_short_and_name_commits_in_tables_only() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 150
+    for page in PAGES:
+        lines = (REPO / page).read_text().splitlines()
+        prose = [line for line in lines if not line.startswith("|")]
+        assert [line for line in prose if COMMIT.search(line)] == [], page
