@@ -6,8 +6,8 @@ Caches of several layers are used in turn, so that the L2 does not serve them; a
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
 of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
 of what a copy of 4 GB moves on the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model. With
---spread S requests have 1 - S to 1 + S times the context, in any order. What a plan of the CUDA kernel's jobs takes,
-one a step, is timed apart, at the end.
+--spread S requests have 1 - S to 1 + S times the context, in any order. The CUDA kernel's scheduler, which
+runs once per step, is timed separately, at the end.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class Layers:
         requests, group = len(self.query), QUERY_HEADS // KV_HEADS
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
-        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        grid = cuda.Grid(1, splits or decode_module.split_count(requests * KV_HEADS, multiprocessors), is_final=False)
+        sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        grid = cuda.Grid(1, splits or decode_module.split_count(requests * KV_HEADS, sm_count), is_final=False)
         if kernel == "cuda" and splits is None:
-            grid = cuda.grid(requests, KV_HEADS, multiprocessors)
+            grid = cuda.grid(requests, KV_HEADS, sm_count)
         rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
-        parts, jobs = (requests, QUERY_HEADS, grid.blocks), None
+        parts, schedule = (requests, QUERY_HEADS, grid.blocks), None
         if grid.is_final:
-            planner = cuda.make_planners(requests, KV_HEADS, multiprocessors, torch.device("cuda"))[grid.warps]
-            jobs, parts = planner(self.seq_lens), (grid.blocks, KV_HEADS, group)
+            scheduler = cuda.make_schedulers(requests, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps]
+            schedule, parts = scheduler(self.seq_lens), (grid.blocks, KV_HEADS, group)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
         matrix = cuda.pack_matrix(backward)
@@ -99,7 +99,7 @@ class Layers:
         bound, steps = [], []
         for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
             bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, has_bias=False))
-            batch = (rotated, table, self.start, self.seq_lens, partial, stats, None, ring, None, jobs)
+            batch = (rotated, table, self.start, self.seq_lens, partial, stats, None, ring, None, schedule)
             steps.append((cuda.step_arguments(*batch), batch))  # which are addresses: the tensors have to stay
 
         def round_of_layers(rotates: bool) -> None:
@@ -124,17 +124,17 @@ def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to("cuda", torch.int32)
 
 
-def time_plans() -> None:
-    """Print what the plan of a step takes, which is made once for all layers."""
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+def time_schedulers() -> None:
+    """Print the time of the schedule of a step, which serves all layers."""
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
-            grid = cuda.grid(requests, KV_HEADS, multiprocessors)
-            planner = cuda.make_planners(max_num_seqs, KV_HEADS, multiprocessors, torch.device("cuda"))[grid.warps]
+            grid = cuda.grid(requests, KV_HEADS, sm_count)
+            scheduler = cuda.make_schedulers(max_num_seqs, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
-            times = interleaved({"plan": lambda planner=planner, lengths=seq_lens: planner(lengths)})
-            case = f"plan of {requests} requests, max_num_seqs {max_num_seqs}"
-            print(f"{case}: {times['plan'][1] * LAYERS:.1f} us a step")
+            times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
+            case = f"schedule of {requests} requests, max_num_seqs {max_num_seqs}"
+            print(f"{case}: {times['schedule'][1] * LAYERS:.1f} us a step")
 
 
 def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
@@ -203,7 +203,7 @@ def main() -> None:
                 if options.csv:
                     append(options.csv, {**row, **made_with})
     if "cuda" in options.kernels:
-        time_plans()
+        time_schedulers()
 
 
 if __name__ == "__main__":

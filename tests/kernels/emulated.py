@@ -39,5 +39,5 @@ def run(
     constants: dict[str, str], blocks: tuple[int, int, int], output: torch.Tensor, step: bytes, layer: bytes
 ) -> None:
     """Run a variant; `step` and `layer`: arguments on the CPU."""
-    arguments = launch.OF_CALL.pack(output.data_ptr()) + step + layer
+    arguments = launch.CALL_ARGUMENTS.pack(output.data_ptr()) + step + layer
     build(tuple(constants.items())).launch(arguments, *blocks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from packed_kv.kernels.cuda import launch
-from packed_kv.kernels.cuda.jobs import job_count, plan_in_python
+from packed_kv.kernels.cuda.schedule import PART_SHIFT, SLOT_SHIFT, item_count, reference_schedule
 from packed_kv.kernels.triton.decode import decode
 from packed_kv.kernels.triton.merge import merge
 from packed_kv.layout import PageLayout
@@ -29,17 +29,17 @@ def attend_pages(
 ) -> None:
     """Attention of rotated queries and V's rotation back; the arguments are those of `decode` and `merge`.
 
-    kernel: "triton"; "cuda"; or "cuda emulated" on the CPU, for which `splits` may say the grid. `blocks` of a final
-    one are the places for which jobs are planned.
+    kernel: "triton", "cuda", or "cuda emulated" on the CPU, for which `splits` may be the grid. A final grid's `blocks`
+    are the resident blocks for which the schedule is made.
     """
     tokens, kv_heads, group, head_dim = query.shape
     shape = splits if isinstance(splits, launch.Grid) else launch.Grid(8, splits, is_final=True)
-    rows, jobs, columns = (tokens, kv_heads * group, shape.blocks), None, 0
+    rows, schedule, columns = (tokens, kv_heads * group, shape.blocks), None, 0
     if kernel != "triton":
-        columns = launch.columns_of(group, max_query_len)
+        columns = launch.column_count(group, max_query_len)
     if kernel != "triton" and shape.is_final:
-        jobs = make_jobs(seq_lens, shape)
-        rows = (len(jobs), kv_heads, columns)
+        schedule = make_schedule(seq_lens, shape)
+        rows = (len(schedule), kv_heads, columns)
     partial = torch.full((*rows, head_dim), float("nan"), device=query.device)
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
     output = output.view(tokens, kv_heads, group, -1)
@@ -53,12 +53,13 @@ def attend_pages(
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring = options.pop("query_bias", None), options.pop("ring", None)
-    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums, jobs)
+    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums, schedule)
     packed = launch.pack_matrix(matrix)
-    counters = torch.zeros(len(seq_lens if jobs is None else jobs) * kv_heads, dtype=torch.int32, device=query.device)
+    items = len(seq_lens if schedule is None else schedule)
+    counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
         cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, sums is not None)
-        shape = shape if jobs is None else shape._replace(blocks=len(jobs))
+        shape = shape if schedule is None else shape._replace(blocks=items)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
         import emulated
@@ -70,30 +71,29 @@ def attend_pages(
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
-        blocks = (shape.blocks, kv_heads, len(seq_lens)) if jobs is None else (1, kv_heads, len(jobs))
+        blocks = (shape.blocks, kv_heads, items) if schedule is None else (1, kv_heads, items)
         emulated.run(constants, blocks, output, step, layer)
     if not shape.is_final:
         merge(partial, stats, matrix, output, sums=sums)
     assert not counters.any(), "not left for the next launch"
-    if jobs is not None:
-        check_parts(jobs, query_start, stats)
+    if schedule is not None:
+        check_parts(schedule, query_start, stats)
 
 
-def make_jobs(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
-    """int32 [jobs, 4]: as planned for a card with places for `shape.blocks` blocks of each KV head."""
-    jobs = plan_in_python(seq_lens.tolist(), shape.blocks, shape.warps)
-    words = [job.words() for job in jobs] + [(-1, -1, -1, -1)] * (job_count(len(seq_lens), shape.blocks) - len(jobs))
+def make_schedule(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
+    """Return the schedule for a card with `shape.blocks` resident blocks per KV head, int32 [items, 4]."""
+    words = [item.words() for item in reference_schedule(seq_lens.tolist(), shape.blocks, shape.warps)]
+    words += [(-1, -1, -1, -1)] * (item_count(len(seq_lens), shape.blocks) - len(words))
     return torch.tensor(words, dtype=torch.int32, device=seq_lens.device)
 
 
-def check_parts(jobs: torch.Tensor, query_start: torch.Tensor, stats: torch.Tensor) -> None:
-    """Parts of requests have written their results, each in its own place, and nobody else has."""
+def check_parts(schedule: torch.Tensor, query_start: torch.Tensor, stats: torch.Tensor) -> None:
+    """Assert that each part of a cut request has written its own slot of partial results, and nothing else has."""
     queries = query_start.diff().tolist()
-    written = (~stats[..., 0].isnan()).any(-1).any(-1).tolist()
-    written_by = {
-        (word >> 16) + (begin >> 24)
-        for word, _, begin, end in jobs.tolist()
-        if word >= 0 and end >> 24 > 1 and queries[word & 0xFFFF] > 0
+    expected = {
+        (word >> SLOT_SHIFT) + (begin >> PART_SHIFT)
+        for word, _, begin, end in schedule.tolist()
+        if word >= 0 and end >> PART_SHIFT > 1 and queries[word & (1 << SLOT_SHIFT) - 1] > 0
     }
-    expected = [place in written_by for place in range(len(jobs))]
-    assert written == expected
+    written = (~stats[..., 0].isnan()).any(-1).any(-1).tolist()
+    assert written == [slot in expected for slot in range(len(schedule))]

@@ -10,7 +10,7 @@ from compiling import Case, Resources, compile_kernels
 from packed_kv import FORMATS
 from packed_kv.formats import Format
 from packed_kv.kernels import power_of_2
-from packed_kv.kernels.cuda.jobs import JobPlanner
+from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.triton import decode, merge, pages, ring, rotate, store
 from packed_kv.kernels.units import score_unit
 from packed_kv.layout import page_layout
@@ -294,18 +294,18 @@ def plan_ring_case() -> Case:
     )
 
 
-def plan_jobs_case(requests: int, cuts_at_shares: bool) -> Case:
-    planner = JobPlanner(requests, 33, 8 if cuts_at_shares else 4, torch.device("cpu"))
+def schedule_case(requests: int, stream_k: bool) -> Case:
+    scheduler = Scheduler(requests, 33, 8 if stream_k else 4, torch.device("cpu"))
     return Case(
-        kernel="packed_kv.kernels.cuda.jobs:_plan_kernel",
+        kernel="packed_kv.kernels.cuda.schedule:_schedule_kernel",
         arch=90,
         types={
-            **dict.fromkeys(("jobs", "seq_lens"), "*i32"),
-            **dict.fromkeys(("requests", "jobs_there", "places"), "i32"),
+            **dict.fromkeys(("items", "seq_lens"), "*i32"),
+            **dict.fromkeys(("requests", "item_count", "resident_blocks"), "i32"),
         },
-        constants=planner.constants,
-        options=dict(num_warps=planner.num_warps),
-        unaligned=("jobs", "seq_lens", "requests", "jobs_there", "places"),
+        constants=scheduler.constants,
+        options=dict(num_warps=scheduler.num_warps),
+        unaligned=("items", "seq_lens", "requests", "item_count", "resident_blocks"),
     )
 
 
@@ -331,9 +331,9 @@ def test_what_stands_around_decode_stays_in_registers():
     ]
     cases = [merge_case(*key) for key in merges]
     cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]
-    plans = [(66, True), (256, False), (256, True)]
-    cases += [plan_jobs_case(*key) for key in plans]
-    keys = [*merges, "rotate_query", "sinks", "share", "plan_ring", "gather_ring", *plans]
+    schedules = [(66, True), (256, False), (256, True)]
+    cases += [schedule_case(*key) for key in schedules]
+    keys = [*merges, "rotate_query", "sinks", "share", "plan_ring", "gather_ring", *schedules]
     for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

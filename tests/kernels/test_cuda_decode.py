@@ -109,11 +109,11 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("columns", [4, 8])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources(name: str, columns: int, tmp_path: Path) -> None:
-    """128 registers, so that 16 warps fit a multiprocessor; few words spilled, as they are outside of the loop."""
-    from packed_kv.kernels.cuda.nvrtc import cubin
+    """128 registers, so that an SM holds 16 warps, and few words spilled, outside of the loop."""
+    from packed_kv.kernels.cuda.nvrtc import compiled_kernel
 
     variant = Variant(8, True, columns, 16, ring_block=8, recent=64, has_bias=False, output=torch.bfloat16)
-    (tmp_path / "decode.cubin").write_bytes(cubin(constants(page_layout(FORMATS[name], 128), 8, 4, variant)))
+    (tmp_path / "decode.cubin").write_bytes(compiled_kernel(constants(page_layout(FORMATS[name], 128), 8, 4, variant)))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run(
         [tool, "--dump-resource-usage", tmp_path / "decode.cubin"], check=True, capture_output=True, text=True

@@ -19,7 +19,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import refusal
-from ..kernels.cuda.jobs import JobPlanner
+from ..kernels.cuda.schedule import Scheduler
 from ..kernels.triton.decode import (
     COLUMNS,
     MAX_REGISTERS,
@@ -114,7 +114,7 @@ class FusedDecode:
         self.rotation = QueryRotation(rotation_matrix(codec.key, kv_heads), options.scale, self.bias_rows)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
-        self.multiprocessors = properties.multi_processor_count
+        self.sm_count = properties.multi_processor_count
         self.shape = DecodeShape(
             kv_heads, query_heads // kv_heads, codec.key.stored_dim, options.sliding_window, options.logits_soft_cap,
             self.bias_rows is not None, MAX_REGISTERS if properties.major == 9 else None,
@@ -134,12 +134,12 @@ class FusedDecode:
         )
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
-        self.planners: dict[int, JobPlanner] = {}
-        """Of the CUDA kernel's jobs, by the warps of a block."""
+        self.schedulers: dict[int, Scheduler] = {}
+        """Of the CUDA kernel, by the warps of a block."""
         if refused is None:
-            device, card = self.from_rotated.device, (kv_heads, self.multiprocessors)
+            device, card = self.from_rotated.device, (kv_heads, self.sm_count)
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
-            self.planners = cuda.make_planners(max_requests, *card, device)
+            self.schedulers = cuda.make_schedulers(max_requests, *card, device)
 
     def plan_store(
         self,
@@ -211,13 +211,13 @@ class FusedDecode:
         """
         assert self.has_sums == (sums is not None)
         shape = self.shape
-        requests, jobs = len(seq_lens), None
+        requests, schedule = len(seq_lens), None
         if self.of_cuda is None:
-            grid = cuda.Grid(1, split_count(requests * self.programs, self.multiprocessors), is_final=False)
+            grid = cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
         else:
-            grid = cuda.grid(requests, self.kv_heads, self.multiprocessors)
+            grid = cuda.grid(requests, self.kv_heads, self.sm_count)
         if grid.is_final:
-            jobs, columns = self.planners[grid.warps](seq_lens), cuda.columns_of(shape.group, max_query_len)
+            schedule, columns = self.schedulers[grid.warps](seq_lens), cuda.column_count(shape.group, max_query_len)
             rotated, partial, stats, *bias = self.reserve(tokens, (grid.blocks, self.kv_heads, columns))
         else:
             rotated, partial, stats, *bias = self.reserve(tokens, (tokens, self.query_heads, grid.blocks))
@@ -225,7 +225,7 @@ class FusedDecode:
         batch = (rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring)
         decode: tuple[Grid, Arguments] | CudaPlan
         if self.of_cuda is not None:
-            tensors = (*batch, sums, jobs)
+            tensors = (*batch, sums, schedule)
             decode = CudaPlan(grid, max_query_len, requests, cuda.step_arguments(*tensors), tensors)
         else:
             decode = decode_grid(shape, grid.blocks, requests, max_query_len), decode_arguments(*batch)
@@ -275,20 +275,20 @@ class FusedDecode:
         apart = self._heads_apart(output)
         flags = self.shape.has_bias, self.has_sums
         decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, *flags)
-        decode.prepare(self.longest_decode)
+        decode.compile_variants(self.longest_decode)
         return decode, {}
 
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
 
     def prepare(self) -> None:
-        """Size the workspace for any batch, and compile the plans of jobs."""
+        """Size the workspace for any batch, and compile the schedulers."""
         counts, query_len = range(1, self.max_requests + 1), min(self.longest_decode, longest_fused(self.shape.group))
-        rows = max(n * split_count(n * self.programs, self.multiprocessors) for n in counts) * query_len
+        rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len
         self.reserve(rows, (rows, self.query_heads, 1))
-        for planner in self.planners.values():
-            planner(torch.zeros(1, dtype=torch.int32, device=planner.jobs.device))
-            self.reserve(self.max_requests * query_len, (len(planner.jobs), self.kv_heads, cuda.COLUMNS))
+        for scheduler in self.schedulers.values():
+            scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))
+            self.reserve(self.max_requests * query_len, (len(scheduler.items), self.kv_heads, cuda.COLUMNS))
 
     def reserve(self, tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs of that shape, their maxima and sums; for queries' biases if

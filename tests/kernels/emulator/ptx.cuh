@@ -26,8 +26,8 @@ typedef unsigned long long u64;
 using std::max;
 using std::min;
 
-struct Place { u32 x, y, z; };
-static Place threadIdx, blockIdx, gridDim;
+struct Dim3 { u32 x, y, z; };
+static Dim3 threadIdx, blockIdx, gridDim;
 
 // ---- fibers
 
@@ -188,8 +188,8 @@ struct Floats { float x, y; };
 INLINE Floats load_2_from_l2(const float* pointer) { return {pointer[0], pointer[1]}; }
 INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }
 INLINE void memory_fence() {}
-INLINE u32 again(u32 x) { return x; }
-template <class T> T* again(T* pointer) { return pointer; }
+INLINE u32 hide_from_optimizer(u32 x) { return x; }
+template <class T> T* hide_from_optimizer(T* pointer) { return pointer; }
 
 // ---- bulk copies
 

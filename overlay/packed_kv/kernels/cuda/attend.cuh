@@ -1,33 +1,36 @@
-// Attention of one warp over tiles of tokens, for 8 columns: a column is a query head of a query token.
+// Attention of one warp over tiles of tokens, for 8 columns. A column is a query head of a query token.
 //
-// TWICE: up to 4 columns. The tensor core has 8, so the queries stand there twice: columns 0 to 3 take part in even
-// groups of channels, 4 to 7 in odd ones. One product of K then serves two groups, and work on scales halves.
-// A "set" is what shares products of K and scaled weights: two groups, or one where there are more columns.
+// TWICE: there are up to 4 columns. The tensor core has 8, so each query is there twice: columns 0 to 3 have its even
+// groups of channels, 4 to 7 its odd ones. One product with K then serves two groups, and the work on scales halves.
+// A set is the groups that share a product with K and scaled weights: two, or one if there are more columns.
 #pragma once
 #include "codes.cuh"
 
 constexpr bool TWICE = COLUMNS == 4;
 constexpr int SETS = TWICE ? GROUPS / 2 : GROUPS;
-constexpr int GROUPS_A_SET = GROUPS / SETS;
+constexpr int GROUPS_PER_SET = GROUPS / SETS;
 
-// This lane's place in the operands: row and column of `mma`.
+// This lane's row and column in the operands of `mma`.
 struct Lane {
     int index, row, column;
-    INLINE Lane() : index(again(threadIdx.x % 32)), row(again(index / 4)), column(again(index % 4)) {}
+    INLINE Lane()
+        : index(hide_from_optimizer(threadIdx.x % 32)), row(hide_from_optimizer(index / 4)),
+          column(hide_from_optimizer(index % 4)) {}
 };
 
 // What a warp carries from tile to tile. Weights are 2^(score - maximum), where `maximum` is any number that keeps
-// them in fp16: it moves only when a lane's weights of a tile reach `ceiling` together, which costs one vote a tile.
-// Then the largest becomes 2^HEADROOM: small enough for weights to grow, large enough for products with V's small
-// scales to keep their bits. Scales of 2 and more leave no such room: from the first one on, no weight is above 1.
+// them within fp16. It changes only when the sum of a lane's weights of a tile reaches `ceiling`, which costs one vote
+// per tile. The largest weight then becomes 2^HEADROOM: small enough for weights to grow, large enough for products
+// with V's small scales to keep their bits. Scales of 2 and more leave no headroom: from the first one on, no weight
+// exceeds 1.
 constexpr float HEADROOM = 10;
 constexpr u32 LARGE_SCALES = 0x80808080;
 
 struct State {
-    float output[GROUPS][2][4];  // [group][channels 0-15, 16-31], rows are channels
-    float maximum[2], total[2];  // of this lane's columns; totals of its own tokens
+    float output[GROUPS][2][4];  // [group][channels 0-15, 16-31]; rows are channels
+    float maximum[2], total[2];  // of this lane's columns; a total is of this lane's tokens
     float ceiling;
-    u32 watched;  // bits of scales that end the headroom; 0: it has ended
+    u32 watched;  // bits of scales that end the headroom; 0 once it has ended
 
     INLINE State() : maximum{-1e30f, -1e30f}, total{0, 0}, ceiling(0), watched(LARGE_SCALES) {
         for_each<GROUPS * 8>([&](auto i) { output[i.value / 8][i.value / 4 % 2][i.value % 4] = 0; });
@@ -41,7 +44,7 @@ struct State {
 struct Queries {
     u32 pairs[GROUPS][4];  // [group][channels 8 k + 2 column ..]
 
-    // For pages; the ring's codes have one unit.
+    // Converts queries for scores of pages. Scores of the ring need no conversion: all its codes have one unit.
     INLINE void to_page_unit() {
         for_each<GROUPS * 4>([&](auto i) {
             constexpr int group = i.value / 4;
@@ -52,10 +55,10 @@ struct Queries {
     }
 };
 
-// Weights of TILES micro-blocks from their scores, which times `over_unit` are exponents of 2.
+// Computes the weights of TILES micro-blocks, 2^(score * over_unit - maximum), and their sums per column.
 template <int TILES>
-INLINE void weigh(const State& state, const float (&scores)[TILES][4], float over_unit, float (&weights)[TILES][4],
-                  float (&sums)[2]) {
+INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float over_unit,
+                            float (&weights)[TILES][4], float (&sums)[2]) {
     for_each<TILES * 4>([&](auto i) {
         constexpr int tile = i.value / 4, r = i.value % 4;
         weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, -state.maximum[r % 2]));
@@ -67,12 +70,13 @@ INLINE void weigh(const State& state, const float (&scores)[TILES][4], float ove
     });
 }
 
-// Scores to weights, as right operands [TILES][n3]; scales: those of V.
+// Updates the state for the scores of TILES micro-blocks, and returns their weights as right operands of `mma`,
+// [TILES][n3]. `scales` are those of V.
 template <int TILES>
-INLINE void soften(State& state, const float (&scores)[TILES][4], float over_unit, const u32 (&scales)[TILES][SETS],
-                   u32 (&operands)[TILES][2]) {
+INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float over_unit,
+                                  const u32 (&scales)[TILES][SETS], u32 (&operands)[TILES][2]) {
     float weights[TILES][4], sums[2];
-    weigh(state, scores, over_unit, weights, sums);
+    softmax_weights(state, scores, over_unit, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
@@ -89,7 +93,7 @@ INLINE void soften(State& state, const float (&scores)[TILES][4], float over_uni
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });
-        weigh(state, scores, over_unit, weights, sums);
+        softmax_weights(state, scores, over_unit, weights, sums);
     }
     state.total[0] += sums[0], state.total[1] += sums[1];
     for_each<TILES>([&](auto t) {
@@ -98,14 +102,15 @@ INLINE void soften(State& state, const float (&scores)[TILES][4], float over_uni
     });
 }
 
-// Scores of 16 tokens, rows of an accumulator. `decode` makes a group's pairs; `scale` gives the two scales of a set.
+// Computes the scores of 16 tokens, the rows of an accumulator. `decode` decodes a group into fp16 pairs; `scale`
+// returns a set's two scales.
 template <class Decode, class Scale>
 INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float (&scores)[4]) {
     for_each<SETS>([&](auto s) {
         constexpr int set = s.value;
         float sums[4];
-        for_each<GROUPS_A_SET>([&](auto i) {
-            constexpr int group = set * GROUPS_A_SET + i.value;
+        for_each<GROUPS_PER_SET>([&](auto i) {
+            constexpr int group = set * GROUPS_PER_SET + i.value;
             u32 pairs[8];
             decode(Index<group>{}, pairs);
             const u32* q = queries.pairs[group];
@@ -124,15 +129,15 @@ INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float 
     if constexpr (TWICE) for_each<4>([&](auto r) { scores[r.value] += shuffle_xor(scores[r.value], 2); });
 }
 
-// Adds 16 tokens' V, weighed by `operands`; scales: [set], a byte a token, n3 n0.
+// Adds the V of 16 tokens, multiplied by the weights `operands`. `scales` [set] has one byte per token n3 n0.
 template <class Decode>
 INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS], const u32 (&operands)[2]) {
     for_each<SETS>([&](auto s) {
         constexpr int set = s.value;
         u32 low = multiply_halves(scale_pair(scales[set], 0x4140), operands[0]);
         u32 high = multiply_halves(scale_pair(scales[set], 0x4342), operands[1]);
-        for_each<GROUPS_A_SET>([&](auto i) {
-            constexpr int group = set * GROUPS_A_SET + i.value;
+        for_each<GROUPS_PER_SET>([&](auto i) {
+            constexpr int group = set * GROUPS_PER_SET + i.value;
             u32 pairs[8];
             decode(Index<group>{}, pairs);
             mma(state.output[group][0], pairs[0], pairs[2], pairs[1], pairs[3], low, high);
@@ -141,18 +146,18 @@ INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS],
     });
 }
 
-// Which of a query's keys are read from pages and which from the ring, and what its first one adds.
+// A request's query tokens, and which of its keys are read from pages and which from the ring.
 struct Request {
-    int start, count, seq_len, recent;  // the ring has tokens from `recent` on
+    int start, count, seq_len, recent;  // the ring has the tokens from `recent`
 
-    INLINE Request(const Arguments& a, const Job& job) {
-        start = a.query_start[job.request], count = a.query_start[job.request + 1] - start;
-        seq_len = job.tokens;
-        recent = RING_BLOCK ? max(a.ring_first[job.request], 0) : seq_len;
+    INLINE Request(const Arguments& a, const WorkItem& item) {
+        start = a.query_start[item.request], count = a.query_start[item.request + 1] - start;
+        seq_len = item.tokens;
+        recent = RING_BLOCK ? max(a.ring_first[item.request], 0) : seq_len;
     }
-    // The end of what a query reads from pages, which sees tokens below `limit`.
+    // A query that sees the tokens below `limit` reads those below the result from pages.
     INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, max(limit - RECENT, recent)) : limit; }
-    // Tiles of 16 tokens, from one that begins at a multiple of 16.
+    // Tiles of the ring have 16 tokens and begin at multiples of 16.
     INLINE int first_ring_tile() const { return recent / 16; }
     INLINE int ring_tiles() const { return recent < seq_len ? (seq_len + 15) / 16 - recent / 16 : 0; }
     INLINE int limit(int column) const { return seq_len - count + column / QUERY_GROUP + 1; }
@@ -162,10 +167,10 @@ struct Request {
     }
 };
 
-// A column of this lane's accumulators, 0 or 1, as one of the request's.
+// The request's column of this lane's accumulator column c, 0 or 1.
 INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
 
-// Adds to token 0's scores what its key's own mean gives.
+// Adds to the scores of token 0 what its key's own mean contributes.
 INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float over_unit,
                            float (&scores)[4]) {
     if (lane.row != 0) return;

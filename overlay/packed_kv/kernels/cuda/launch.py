@@ -1,4 +1,4 @@
-"""Constants, grid and arguments of `decode.cu`."""
+"""The constants, grid and arguments of `decode.cu`, and its launch."""
 
 from __future__ import annotations
 
@@ -16,60 +16,63 @@ from .. import units
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS
-from .jobs import CUT_TILES, SHARE_WARPS, JobPlanner, job_count
+from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, STREAM_K_WARPS, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-WARPS_A_MULTIPROCESSOR = 16
-"""Of 128 registers."""
-FINAL_WARPS = (SHARE_WARPS, 4)
-"""Of a block that writes the output: up to `most_requests`, and beyond, where smaller ones leave less of the card idle
-(128 x 2048: 81 us for 88)."""
-FEW = 8
-"""Where there are more places than these for each pair, blocks of a warp and a merge come in: with all the card for a
-few requests a warp has a few tiles, and there combining several warps costs more than a second launch."""
+WARPS_PER_SM = 16
+"""Warps of 128 registers per thread that an SM holds."""
+FINAL_WARPS = (STREAM_K_WARPS, 4)
+"""Warps of a block that writes the output, in batches of up to `max_requests_of_large_blocks`, and in larger ones.
+There, smaller blocks leave less of the card idle (an H200 at 128 x 2048: 81 us instead of 88)."""
+MAX_FINAL_BLOCKS = 8
+"""Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
+combining several warps costs more than a second launch: blocks of one warp write partial results, and `merge` follows.
+"""
 MAX_SPLITS = 128
-"""Of `merge`."""
+"""The most partial results that `merge` combines."""
 STAGES = 2
-"""Tiles that a warp has under way."""
+"""Tiles that a warp has in flight."""
 TILE_BLOCKS = 2
 """Micro-blocks of a tile."""
 
 
 class Grid(NamedTuple):
-    """Blocks of `warps` warps. `is_final`: they write the output, and `blocks` of each KV head do jobs (`jobs.py`).
-    Else there are `blocks` for each (request, KV head) pair, of partial results, as splits are."""
+    """Blocks of `warps` warps.
+
+    With `is_final`, they write the output, and `blocks` is the work items of each KV head (`schedule.py`). Otherwise
+    they write partial results, and `blocks` is the splits of each (request, KV head) pair.
+    """
 
     warps: int
     blocks: int
     is_final: bool
 
 
-def grid(requests: int, kv_heads: int, multiprocessors: int) -> Grid:
-    """The grid for a number of requests. No sequence length counts: a CUDA graph can hold it."""
-    pairs, warps = requests * kv_heads, multiprocessors * WARPS_A_MULTIPROCESSOR
-    final = final_warps(requests, kv_heads, multiprocessors)
-    if warps // final // pairs <= FEW:
-        return Grid(final, job_count(requests, job_places(final, kv_heads, multiprocessors)), True)
+def grid(requests: int, kv_heads: int, sm_count: int) -> Grid:
+    """Return the grid for a number of requests. It depends on no sequence length, so a CUDA graph can hold it."""
+    pairs, warps = requests * kv_heads, sm_count * WARPS_PER_SM
+    final = FINAL_WARPS[requests > max_requests_of_large_blocks(kv_heads, sm_count)]
+    if warps // final // pairs <= MAX_FINAL_BLOCKS:
+        return Grid(final, item_count(requests, resident_blocks(final, kv_heads, sm_count)), True)
     return Grid(1, min(MAX_SPLITS, warps // pairs), False)
 
 
-def final_warps(requests: int, kv_heads: int, multiprocessors: int) -> int:
-    """Of a block that writes the output."""
-    return FINAL_WARPS[requests > most_requests(kv_heads, multiprocessors)]
+def max_requests_of_large_blocks(kv_heads: int, sm_count: int) -> int:
+    """Return the largest batch that blocks of FINAL_WARPS[0] serve: two requests per resident block."""
+    return 2 * resident_blocks(FINAL_WARPS[0], kv_heads, sm_count)
 
 
-def most_requests(kv_heads: int, multiprocessors: int) -> int:
-    """Of a batch that the larger blocks serve: two a place."""
-    return 2 * job_places(FINAL_WARPS[0], kv_heads, multiprocessors)
-
-
-def job_places(warps: int, kv_heads: int, multiprocessors: int) -> int:
-    """Blocks of so many warps that a card works on at a time, of each KV head."""
-    return max(1, multiprocessors * WARPS_A_MULTIPROCESSOR // warps // kv_heads)
+def resident_blocks(warps: int, kv_heads: int, sm_count: int) -> int:
+    """Return how many blocks of `warps` warps a card runs at a time, per KV head."""
+    return max(1, sm_count * WARPS_PER_SM // warps // kv_heads)
 
 
 class Variant(NamedTuple):
-    """What a batch decides of the kernel's constants. columns: 4 or 8; ring_block: tokens of a ring's block, or 0."""
+    """The constants of the kernel that depend on the batch and the layer.
+
+    columns is 4 or 8; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the recent window's
+    tokens; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps too.
+    """
 
     warps: int
     is_final: bool
@@ -79,11 +82,18 @@ class Variant(NamedTuple):
     recent: int
     has_bias: bool
     output: torch.dtype
-    has_sums: bool = False
+    has_lse: bool = False
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
-    """What `decode.cu` is compiled with."""
+    """Return the definitions that `decode.cu` is compiled with.
+
+    Args:
+        page: layout of the cache.
+        kv_heads: KV heads of this rank.
+        group: query heads per KV head.
+        variant: what else the kernel depends on.
+    """
     warps, columns = variant.warps, variant.columns
     bits = page.vector.group_bits
     head_dim = 32 * len(bits)
@@ -108,15 +118,17 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "TILE_BLOCKS": TILE_BLOCKS,
         "CUT_TILES": CUT_TILES,
+        "SLOT_SHIFT": SLOT_SHIFT,
+        "PART_SHIFT": PART_SHIFT,
         "RING_BLOCK": variant.ring_block,
         "RECENT": variant.recent,
         "HAS_BIAS": int(variant.has_bias),
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
         "STAGES": STAGES,
-        "BLOCKS": WARPS_A_MULTIPROCESSOR // warps,
+        "BLOCKS": WARPS_PER_SM // warps,
         "IS_FINAL": int(variant.is_final),
-        "HAS_SUMS": int(variant.has_sums),
+        "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
         "SHARED_BYTES": max(warps * (STAGES * (stage + 8) + 16), combine),
     }
@@ -124,8 +136,14 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
-    """`rotation_matrix(..., inverse=True)` in the order in which the lanes need it: as the left operands of
-    mma.m16n8k8, two products' a lane, fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8]."""
+    """Return a rotation matrix in the order in which lanes load it, as left operands of mma.m16n8k8.
+
+    Args:
+        matrix: fp16 [1 or KV heads, head_dim, head_dim], of `rotation_matrix(..., inverse=True)`.
+
+    Returns:
+        fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], where a lane's 8 elements are those of two products.
+    """
     heads, head_dim, _ = matrix.shape
     # Output channel = tile, upper, row; summed channel = fragment, product, right, column.
     x = matrix.transpose(1, 2).reshape(heads, head_dim // 16, 2, 8, head_dim // 16, 2, 2, 4)
@@ -133,24 +151,26 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
 
 
-def make_counters(requests: int, kv_heads: int, multiprocessors: int, device: torch.device) -> torch.Tensor:
-    """How many parts of a (request, KV head) pair are done, for batches of up to so many requests. Launches leave them
-    0; layers may share them, as one stream's launches are one after the other."""
-    places = job_places(min(FINAL_WARPS), kv_heads, multiprocessors)
-    return torch.zeros(job_count(requests, places) * kv_heads, dtype=torch.int32, device=device)
+def make_counters(requests: int, kv_heads: int, sm_count: int, device: torch.device) -> torch.Tensor:
+    """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`.
+
+    Launches leave them 0. Layers may share them, because the launches of one stream do not overlap.
+    """
+    blocks = resident_blocks(min(FINAL_WARPS), kv_heads, sm_count)
+    return torch.zeros(item_count(requests, blocks) * kv_heads, dtype=torch.int32, device=device)
 
 
-def make_planners(requests: int, kv_heads: int, multiprocessors: int, device: torch.device) -> dict[int, JobPlanner]:
-    """Of jobs, for batches of up to so many requests, by the warps of a block."""
-    few = min(requests, most_requests(kv_heads, multiprocessors))
+def make_schedulers(requests: int, kv_heads: int, sm_count: int, device: torch.device) -> dict[int, Scheduler]:
+    """Return the schedulers for batches of up to `requests`, by the warps of a block."""
+    few = min(requests, max_requests_of_large_blocks(kv_heads, sm_count))
     return {
-        warps: JobPlanner(most, job_places(warps, kv_heads, multiprocessors), warps, device)
+        warps: Scheduler(most, resident_blocks(warps, kv_heads, sm_count), warps, device)
         for warps, most in zip(FINAL_WARPS, (few, requests), strict=True)
     }
 
 
-OF_CALL, OF_STEP, OF_LAYER = struct.Struct("=Q"), struct.Struct("=11Q2I"), struct.Struct("=4Q7I4x")
-"""`Arguments` of decode.cu, one part behind the other."""
+CALL_ARGUMENTS, STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q2I"), struct.Struct("=4Q7I4x")
+"""The three parts of `Arguments` in decode.cu, in order."""
 
 
 def step_arguments(
@@ -162,41 +182,51 @@ def step_arguments(
     partial_stats: torch.Tensor,
     query_bias: torch.Tensor | None,
     ring: Ring | None,
-    sums: torch.Tensor | None = None,
-    jobs: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    schedule: torch.Tensor | None = None,
 ) -> bytes:
-    """What a step decides; see `kernels.decode.decode`, and `merge` for `sums`. Of `ring`, the table and the first
-    tokens count. With a final grid's `jobs`, int32 [jobs, 4], partial results are fp32 [jobs, KV heads, columns,
-    head_dim] and [jobs, KV heads, columns, 2]."""
+    """Return the arguments that are the same for all layers of a step. They are addresses: keep the tensors.
+
+    Args:
+        query: fp16 [tokens, KV heads, queries per KV head, head_dim], contiguous, rotated and scaled (`rotate_query`).
+        block_table: int32 [requests, blocks].
+        query_start: int32 [requests + 1], first query token of each request, and their number.
+        seq_lens: int32 [requests], tokens in the cache, those of the query included.
+        partial_output: fp32, filled by blocks that do not write the output: [tokens, query heads, splits, head_dim], or
+            with a schedule [items, KV heads, columns, head_dim].
+        partial_stats: fp32 [..., 2], the maximum of the scores and the sum of the weights of each partial output.
+        query_bias: fp32 [tokens, query heads, 2], contiguous, of `rotate_query`; None: scores have no bias.
+        ring: block table int32 [requests, blocks] and first tokens int32 [requests] are read; None: there is none.
+        lse: fp32 [tokens, query heads], contiguous: filled with natural log-sum-exps where blocks write the output;
+            None: not wanted.
+        schedule: int32 [items, 4] of `Scheduler`; None: the grid is not final.
+    """
     assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
-    assert sums is None or sums.is_contiguous(), sums.stride()
-    table, first = (0, 0) if ring is None else (ring.block_table.data_ptr(), ring.first.data_ptr())
-    return OF_STEP.pack(
-        query.data_ptr(), block_table.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(),
-        0 if query_bias is None else query_bias.data_ptr(), table, first,
-        0 if jobs is None else jobs.data_ptr(), partial_output.data_ptr(), partial_stats.data_ptr(),
-        0 if sums is None else sums.data_ptr(),
-        block_table.stride(0), 0 if ring is None else ring.block_table.stride(0),
+    assert lse is None or lse.is_contiguous(), lse.stride()
+    ring_table, ring_first = (None, None) if ring is None else (ring.block_table, ring.first)
+    tensors = (
+        query, block_table, query_start, seq_lens, query_bias, ring_table, ring_first, schedule, partial_output,
+        partial_stats, lse,
     )  # fmt: skip
+    strides = block_table.stride(0), 0 if ring_table is None else ring_table.stride(0)
+    return STEP_ARGUMENTS.pack(*(0 if x is None else x.data_ptr() for x in tensors), *strides)
 
 
 def layer_arguments(
     cache: torch.Tensor, ring: Ring | None, output: torch.Tensor, matrix: torch.Tensor, counters: torch.Tensor
 ) -> bytes:
-    """What a layer decides. Of `ring`, the cache counts; of `output` [tokens, KV heads, queries a KV head, head_dim]
-    the strides; matrix: of `pack_matrix`."""
+    """Return the arguments that are fixed for a layer; see `CudaDecode` for them."""
     assert cache.stride()[2:] == (cache.shape[3], 1) and output.stride(3) == 1, (cache.stride(), output.stride())
     assert cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    strides = (0, 0)
+    strides: tuple[int, ...] = (0, 0)
     if ring is not None:
         strides = ring.cache.stride()[:2]
         check_ring(ring, cache.shape[1], output.shape[3])
-        piece = math.gcd(MICRO_BLOCK, ring.cache.shape[2]) * ring.cache.shape[3]  # copied at a time
+        piece = math.gcd(MICRO_BLOCK, ring.cache.shape[2]) * ring.cache.shape[3]  # bytes of one bulk copy
         assert ring.cache.data_ptr() % 16 == 0 and not any(n % 16 for n in (piece, *strides)), (piece, strides)
-    return OF_LAYER.pack(
+    return LAYER_ARGUMENTS.pack(
         cache.data_ptr(), 0 if ring is None else ring.cache.data_ptr(), matrix.data_ptr(), counters.data_ptr(),
-        *cache.stride()[:2], *strides, head_stride(matrix) // 8,
-        output.stride(0), output.stride(2),
+        *cache.stride()[:2], *strides, head_stride(matrix) // 8, output.stride(0), output.stride(2),
     )  # fmt: skip
 
 
@@ -205,90 +235,94 @@ class CudaDecode:
 
     Args:
         page: layout of the cache.
-        matrix: of `pack_matrix`.
-        counters: of `make_counters`.
-        cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-        ring: of the layer; None: there is none.
-        output: [tokens, KV heads, queries a KV head, head_dim]: its dtype and strides are those of the calls.
-        has_bias: whether queries come with a bias.
-        has_sums: whether steps come with sums to fill, where the grid is final.
+        matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
+        counters: int32 zeros [items * KV heads], of `make_counters`.
+        cache: uint8 [blocks, KV heads, block_size, slot_bytes]; its address and strides are multiples of 16 bytes.
+        ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
+        output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels; calls
+            have its dtype and strides.
+        has_bias: whether steps have a query bias.
+        has_lse: whether steps whose grid is final have log-sum-exps to fill.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, has_bias: bool, has_sums: bool = False,
+        output: torch.Tensor, has_bias: bool, has_lse: bool = False,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, _ = output.shape
-        self.page, self.has_bias, self.output, self.kept = page, has_bias, output.dtype, (matrix, counters)
-        self.has_sums = has_sums
+        self.page, self.has_bias, self.has_lse, self.output = page, has_bias, has_lse, output.dtype
+        self.keep_alive = matrix, counters
         self.block_size = cache.shape[2]
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
         layer = layer_arguments(cache, ring, output, matrix, counters)
-        self.arguments = bytearray(OF_CALL.size + OF_STEP.size) + layer
+        self.arguments = bytearray(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size) + layer
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
         self.device = cache.device.index
-        self.launches: dict[tuple[int, bool, int], _Function] = {}
+        self.functions: dict[tuple[int, bool, int], _Function] = {}
 
     def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
         """Launch on the current stream.
 
         Args:
-            shape: of `grid`. Where it is final, `output` is filled, else the partial results of `step` are.
-            max_query_len: known on the host.
+            shape: of `grid`. If it is final, `output` is filled, otherwise the partial results of `step`.
+            max_query_len: most query tokens of a request, known on the host.
             requests: of the step.
             step: of `step_arguments`.
-            output: see above.
+            output: as in the constructor, of any number of tokens.
         """
         variant = (shape.warps, shape.is_final, max_query_len)
-        function = self.launches.get(variant)
+        function = self.functions.get(variant)
         if function is None:
-            function = self.launches[variant] = self._function(shape, max_query_len)
-        OF_CALL.pack_into(self.arguments, 0, output.data_ptr())
-        self.arguments[OF_CALL.size : OF_CALL.size + OF_STEP.size] = step
+            function = self.functions[variant] = self._function(shape, max_query_len)
+        CALL_ARGUMENTS.pack_into(self.arguments, 0, output.data_ptr())
+        self.arguments[CALL_ARGUMENTS.size : CALL_ARGUMENTS.size + STEP_ARGUMENTS.size] = step
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        across, deep = (1, shape.blocks) if shape.is_final else (shape.blocks, requests)
+        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests)
         (status,) = function.launch(
-            function.kernel, across, self.kv_heads, deep, 32 * shape.warps, 1, 1, function.shared_bytes,
-            stream, self.address, 0,
-        )  # fmt: skip
+            function.kernel, x, self.kv_heads, z, 32 * shape.warps, 1, 1, function.shared_bytes, stream, self.address, 0
+        )
         if status:
             raise RuntimeError(f"the decode kernel was not launched: {status.name}")
 
-    def prepare(self, longest_decode: int) -> None:
-        """Compile and load what any step may ask for, so that none waits; longest_decode: query tokens of a request."""
+    def compile_variants(self, longest_decode: int) -> None:
+        """Compile and load every variant that a step may need, so that no step waits for one.
+
+        Args:
+            longest_decode: most query tokens of a request, drafts included.
+        """
         for query_len in (1, longest_decode):
             for shape in (*(Grid(warps, 1, True) for warps in FINAL_WARPS), Grid(1, 1, False)):
                 self._function(shape, query_len)
 
     def _function(self, shape: Grid, max_query_len: int) -> _Function:
         variant = Variant(
-            shape.warps, shape.is_final, columns_of(self.group, max_query_len), self.block_size, self.ring_block,
-            self.recent, self.has_bias, self.output, self.has_sums and shape.is_final,
+            shape.warps, shape.is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
+            self.recent, self.has_bias, self.output, self.has_lse and shape.is_final,
         )  # fmt: skip
         return _load(tuple(constants(self.page, self.kv_heads, self.group, variant).items()), self.device)
 
 
-def columns_of(group: int, max_query_len: int) -> int:
-    """Columns that the kernel is compiled for."""
+def column_count(group: int, max_query_len: int) -> int:
+    """Return the columns that the kernel is compiled for: 4 or 8."""
     assert group * max_query_len <= COLUMNS, (group, max_query_len)
     return 4 if group * max_query_len <= 4 else COLUMNS
 
 
 class _Function(NamedTuple):
-    launch: Any  # of the driver
+    launch: Any  # the driver's cuLaunchKernel
     kernel: Any
     shared_bytes: int
 
 
 @functools.cache
 def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
-    """The kernel with its constants, for all layers of a process."""
+    """Return the kernel compiled with these constants; all layers of a process share it."""
     from cuda.bindings import driver
 
-    from .nvrtc import cubin, load
+    from .nvrtc import compiled_kernel, load
 
     values = dict(constants)
     shared_bytes = int(values["SHARED_BYTES"])
     with torch.cuda.device(device):
-        return _Function(driver.cuLaunchKernel, load(cubin(values), "decode", shared_bytes), shared_bytes)
+        return _Function(driver.cuLaunchKernel, load(compiled_kernel(values), "decode", shared_bytes), shared_bytes)

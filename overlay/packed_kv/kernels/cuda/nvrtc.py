@@ -23,7 +23,7 @@ class CompileError(RuntimeError):
     """NVRTC or the driver refused the kernel; the message has their log."""
 
 
-def cubin(constants: dict[str, str]) -> bytes:
+def compiled_kernel(constants: dict[str, str]) -> bytes:
     """Machine code of the kernel with its `constants`, from the cache or compiled (2 to 3 s)."""
     sources = {name: read_source(name) for name in (MAIN, *HEADERS)}
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(constants.items())))

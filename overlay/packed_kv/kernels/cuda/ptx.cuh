@@ -1,6 +1,6 @@
-// The instructions of sm_90 that C++ has no words for. No headers are included: NVRTC then needs none on the machine.
-// An fp16 pair is a u32, the element of the lower index in the lower half. Shared memory is addressed in bytes, as in
-// PTX.
+// The instructions of sm_90 that C++ cannot express. No headers are included, so NVRTC needs none on the machine.
+// An fp16 pair is a u32 with the element of the lower index in the lower half. Shared memory addresses are in bytes, as
+// in PTX.
 #pragma once
 
 typedef unsigned char u8;
@@ -14,7 +14,7 @@ INLINE u32 prmt(u32 low, u32 high, u32 selector) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
     return result;
 }
-// Bits of `a` where the mask has ones, else of `b`.
+// Takes the bits of `a` where the mask has ones, and those of `b` elsewhere.
 INLINE u32 select_bits(u32 mask, u32 a, u32 b) {
     u32 result;
     asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
@@ -33,7 +33,7 @@ INLINE u32 add_halves(u32 a, u32 b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
-// The upper half in both. An addition of -0 does it in another pipe than that of shifts and PRMT, the busy one.
+// Copies the upper half into both. Adding -0 does so outside of the pipe of shifts and PRMT, which is the busy one.
 INLINE u32 upper_half(u32 pair) {
     u32 result;
     asm("{ .reg .b16 l, u; .reg .b32 x, z; mov.b32 {l, u}, %1; mov.b32 x, {u, u}; mov.b32 z, 0x80008000;"
@@ -76,7 +76,7 @@ INLINE float maximum_of(float a, float b) {
     return result;
 }
 INLINE float minus_infinity() { return __int_as_float(0xFF800000); }
-// tf32, to nearest: the tensor core truncates.
+// Rounds to the nearest tf32; the tensor core would truncate.
 INLINE u32 to_tf32(float x) { return (__float_as_int(x) + 0x1000u) & 0xFFFFE000u; }
 
 // ---- the warp
@@ -144,7 +144,7 @@ INLINE Quad load_constant_16(const void* pointer) {
                  : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(pointer));
     return q;
 }
-// Past the L1, which does not see what other multiprocessors wrote. The address is a multiple of 8 bytes.
+// Loads past the L1 cache, which does not see what other SMs wrote. The address is a multiple of 8 bytes.
 struct Floats { float x, y; };
 INLINE Floats load_2_from_l2(const float* pointer) {
     Floats result;
@@ -154,34 +154,35 @@ INLINE Floats load_2_from_l2(const float* pointer) {
 INLINE int atomic_add(int* pointer, int x) { return atomicAdd(pointer, x); }
 INLINE void memory_fence() { __threadfence(); }
 
-// A value that the compiler takes for a new one: what comes of it is computed where it is needed, not early and kept.
-INLINE u32 again(u32 x) {
+// Returns x as a value that the compiler knows nothing about. What depends on it is computed where it is needed, not
+// early and then held in registers.
+INLINE u32 hide_from_optimizer(u32 x) {
     u32 result;
     asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(x));
     return result;
 }
-template <class T> INLINE T* again(T* pointer) {
+template <class T> INLINE T* hide_from_optimizer(T* pointer) {
     T* result;
     asm volatile("mov.b64 %0, %1;" : "=l"(result) : "l"(pointer));
     return result;
 }
 
-// ---- bulk copies into shared memory, and the barriers that count their bytes
+// ---- bulk copies into shared memory, and mbarriers that count their bytes
 
 INLINE void barrier_init(u32 barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
 }
 INLINE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 INLINE void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
-                 " @!done bra again; }" :: "r"(barrier), "r"(parity) : "memory");
+    asm volatile("{ .reg .pred done; retry: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+                 " @!done bra retry; }" :: "r"(barrier), "r"(parity) : "memory");
 }
 INLINE bool elect_lane() {
     u32 elected;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
     return elected;
 }
-// What all copies of a barrier's turn bring together, announced by one lane.
+// Announces the bytes of all copies of a barrier's phase; called by one lane.
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }

@@ -1,19 +1,20 @@
-// Attention over the ring of recent tokens, 16 at a time: `codecs/ring.py` says what its bytes are, `layout.py` where.
+// Attention over the ring buffer of recent tokens, 16 at a time. `codecs/ring.py` describes its codes, `layout.py` its
+// bytes.
 #pragma once
 #include "attend.cuh"
 
 constexpr int RING_SLOT = (2 * HEAD_DIM + 2 * GROUPS + 7) / 8 * 8;
 constexpr float RING_UNIT = 1.f / 128;  // the value of a code of 1
 
-// Two codes of `word`, bytes of code + 128, as fp16: under 0x64 a byte is 1024 + it, and 1152 off that is the code.
+// Two bytes of `word`, each a code + 128, as fp16: 0x6400 | byte is 1024 + byte, and less 1152 it is the code.
 INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64646464, selector), 0xE480E480); }
 
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
-constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // tokens of a tile that lie in one block
-constexpr int TOKENS_OF_BLOCK = RING_BLOCK ? RING_BLOCK : 16;  // there must be a number without a ring, too
+constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
+constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT;
 
-// The ring of one (request, KV head) pair. In shared memory, the slots of a tile's tokens lie one behind the other.
+// The ring of one (request, KV head) pair. In shared memory, the slots of a tile's tokens are contiguous.
 struct Ring {
     const u8* cache;
     const int* table;
@@ -23,7 +24,8 @@ struct Ring {
         : cache(a.ring + (u64)head * a.ring_head_stride), table(a.ring_table + (u64)index * a.ring_table_stride),
           block_stride(a.ring_block_stride) {}
 
-    // Each of the first lanes copies a piece. A piece with no token of the ring is another one, whose block is known.
+    // Each of the first lanes copies a piece. A piece without tokens of the ring is replaced by one with, because its
+    // block does not exist.
     INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
         constexpr int piece_bytes = RING_PIECE * RING_SLOT;
         if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
@@ -31,14 +33,14 @@ struct Ring {
         if (lane.index >= 16 / RING_PIECE) return;
         int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
         token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
-        const u32 block = table[token / TOKENS_OF_BLOCK];
+        const u32 block = table[token / RING_DIVISOR];
         copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
-                               cache + (u64)block * block_stride + token % TOKENS_OF_BLOCK * RING_SLOT);
+                               cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT);
     }
 };
 
-// The scales of a lane's tokens are those of a column's group: an even one in columns 0 to 3, if TWICE.
-INLINE int scale_of(int set, int upper_columns) { return set * GROUPS_A_SET + (TWICE ? upper_columns : 0); }
+// The group whose scale belongs to a lane's columns: with TWICE, an even one for columns 0 to 3, else an odd one.
+INLINE int group_of(int set, int upper_columns) { return set * GROUPS_PER_SET + (TWICE ? upper_columns : 0); }
 
 INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[4]) {
     const u32 keys = tile + lane.row * RING_SLOT;  // and 8 tokens on
@@ -53,14 +55,14 @@ INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, floa
         });
     };
     auto scale = [&](auto set, float& low, float& high) {
-        const u32 selector = 0x4440 + scale_of(set.value, lane.column / 2);
+        const u32 selector = 0x4440 + group_of(set.value, lane.column / 2);
         low = low_float(scale_pair(load_shared(keys + 2 * HEAD_DIM), selector));
         high = low_float(scale_pair(load_shared(keys + 8 * RING_SLOT + 2 * HEAD_DIM), selector));
     };
     score(queries, decode, scale, scores);
 }
 
-// Of this lane's token number i = n3 n0.
+// The lane's token i = n3 n0 of the tile.
 INLINE int value_token(const Lane& lane, int i) { return 2 * lane.column + i % 2 + i / 2 * 8; }
 
 INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[2],
@@ -78,7 +80,8 @@ INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], c
     add_values(state, decode, scales, operands);
 }
 
-// As of a page's V: a byte a token. 0 of what is no token of the ring, whose bytes may be anything.
+// Loads V's scales as pages have them, one byte per token; 0 for tokens that are not in the ring, whose bytes may be
+// anything.
 INLINE void ring_value_scales(const Request& request, u32 tile, int first, const Lane& lane, u32 (&scales)[SETS]) {
     u32 words[4];
     for_each<4>([&](auto i) {
@@ -87,13 +90,13 @@ INLINE void ring_value_scales(const Request& request, u32 tile, int first, const
         words[i.value] = stored ? load_shared(tile + token * RING_SLOT + 2 * HEAD_DIM + (GROUPS == 4 ? 4 : 0)) : 0;
     });
     for_each<SETS>([&](auto set) {
-        const u32 byte = scale_of(set.value, lane.row / 4) + (GROUPS == 4 ? 0 : GROUPS);
+        const u32 byte = group_of(set.value, lane.row / 4) + (GROUPS == 4 ? 0 : GROUPS);
         const u32 selector = byte | (byte + 4) << 4;
         scales[set.value] = prmt(prmt(words[0], words[1], selector), prmt(words[2], words[3], selector), 0x5410);
     });
 }
 
-// Outputs are in units of RING_UNIT until `to_page_unit`.
+// Adds a tile to the state, whose outputs are in units of RING_UNIT until `to_page_unit`.
 INLINE void attend_ring_tile(const Arguments& a, const Request& request, int head, int number, u32 tile,
                              const Queries& queries, const Lane& lane, State& state) {
     const int first = 16 * (request.first_ring_tile() + number);
@@ -106,7 +109,7 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
     });
     u32 scales[1][SETS], operands[1][2];
     ring_value_scales(request, tile, first, lane, scales[0]);
-    soften(state, scores, RING_UNIT, scales, operands);
+    online_softmax_update(state, scores, RING_UNIT, scales, operands);
     add_ring_values(state, tile, scales[0], operands[0], lane);
 }
 

@@ -1,0 +1,233 @@
+"""Distribute the requests of a batch over the blocks of the CUDA kernel, as a schedule of work items.
+
+The requests of a batch differ in length, and a grid that gives each of them the same number of blocks waits for the
+longest. The host does not know the lengths, because a CUDA graph holds the grid. One Triton program therefore makes the
+schedule on the device, once per step. It cuts requests into parts and sorts the parts by size, because blocks start in
+order ("longest processing time first", Graham 1969). Blocks of different sizes are cut differently:
+
+- Few requests, blocks of `STREAM_K_WARPS` warps: the tiles of all requests form one sequence that is cut at multiples
+  of the part size, wherever a request ends, as stream-K does for matrix products (Osama et al., 2023). A part is two
+  thirds of a resident block's load, so that the card can balance blocks of different speed. It is the whole load if
+  there are three resident blocks per request. docs/kernels.md compares other sizes.
+- Many requests, smaller blocks: a request longer than a resident block's load is cut into equal parts. Several blocks
+  wait for each slot of the card, which balances the rest, and more cuts cost more than they gain.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import power_of_2
+from ..triton.launch import Arguments, Launch
+
+STREAM_K_WARPS = 8
+"""Warps of a block for which requests are cut as stream-K does."""
+MAX_PARTS = 32
+"""Parts of a request: one warp combines them, a lane each."""
+TILE_TOKENS = 32
+CUT_TILES = 8
+"""Requests are cut at multiples of this many tiles."""
+MIN_WARP_TILES = 4
+"""Tiles of a warp in a request that is cut; the last of equal parts may have fewer."""
+MIN_PART = 8
+"""Stream-K parts have at least 1/8 of the part size: a block costs about 5 us besides its tiles."""
+BUCKETS = 16
+"""Sizes that sorting tells apart; fewer for more than 2048 requests, because shared memory is small."""
+SLOT_SHIFT, PART_SHIFT = 16, 24
+"""Positions of a work item's slot and part in their words."""
+
+
+class WorkItem(NamedTuple):
+    """What one block does: part `part` of `parts` of a request of `tokens` tokens.
+
+    The part has the request's tiles from `begin * CUT_TILES` to `end * CUT_TILES`; the last part ends with the request,
+    and its `end` is 0. Partial results of the request's parts lie in slots `first_slot` and following.
+    """
+
+    request: int
+    part: int
+    parts: int
+    first_slot: int
+    tokens: int
+    begin: int
+    end: int
+
+    def words(self) -> tuple[int, int, int, int]:
+        """Return the item as the kernel reads it, four int32."""
+        return (
+            self.request | self.first_slot << SLOT_SHIFT,
+            self.tokens,
+            self.begin | self.part << PART_SHIFT,
+            self.end | self.parts << PART_SHIFT,
+        )
+
+
+def item_count(requests: int, resident_blocks: int) -> int:
+    """Return how many work items a schedule has room for; its first word marks an unused one by -1."""
+    return requests + -(-3 * resident_blocks // 2)
+
+
+def reference_schedule(lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS) -> list[WorkItem]:
+    """Return the schedule that `_schedule_kernel` makes.
+
+    Args:
+        lengths: tokens of each request; 0 for those that pad the batch of a CUDA graph.
+        resident_blocks: blocks that the card runs at a time, per KV head.
+        warps: warps of a block.
+        buckets: see `BUCKETS`.
+    """
+    tiles = [-(-n // TILE_TOKENS) for n in lengths]
+    cut = _stream_k_cuts if warps >= STREAM_K_WARPS else _equal_cuts
+    sized: list[tuple[int, WorkItem]] = []
+    for request, (n, cuts) in enumerate(zip(tiles, cut(tiles, resident_blocks, warps), strict=True)):
+        ends = [0, *cuts, n]
+        units = [n // CUT_TILES for n in ends[:-1]] + [0]
+        first_slot, parts = len(sized), len(cuts) + 1
+        for part in range(parts):
+            item = WorkItem(request, part, parts, first_slot, lengths[request], units[part], units[part + 1])
+            sized.append((ends[part + 1] - ends[part], item))
+    largest = max(size for size, _ in sized)
+    return [item for _, item in sorted(sized, key=lambda x: -(x[0] * buckets // (largest + 1)))]
+
+
+def _stream_k_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list[int]]:
+    """Return the tiles at which each request is cut."""
+    total, min_tiles = max(sum(tiles), 1), MIN_WARP_TILES * warps
+    requests = sum(n > 0 for n in tiles)
+    if 6 * resident_blocks * -(-requests // resident_blocks) * max(tiles) <= 7 * total:
+        return [[] for _ in tiles]  # uncut, they end within 7/6 of the ideal time
+    thirds = 3 if 3 * requests <= resident_blocks else 2
+    part_size = max(-(-thirds * total // (3 * resident_blocks * CUT_TILES)) * CUT_TILES, min_tiles)
+    min_tiles = max(min_tiles, part_size // MIN_PART)
+    cuts: list[list[int]] = []
+    start = 0
+    for n in tiles:
+        step = max(part_size, -(-n // ((MAX_PARTS - 1) * CUT_TILES)) * CUT_TILES)
+        multiples = range(start // step * step, start + n, step)
+        cuts.append([k - start for k in multiples if k - start >= min_tiles and start + n - k >= min_tiles])
+        start += n
+    return cuts
+
+
+def _equal_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list[int]]:
+    """Return the tiles at which each request is cut."""
+    total = max(sum(tiles), 1)
+    parts = [max(min(-(-n * resident_blocks // total), n // (MIN_WARP_TILES * warps), MAX_PARTS), 1) for n in tiles]
+    steps = [max(-(-n // (count * CUT_TILES)), 1) * CUT_TILES for n, count in zip(tiles, parts, strict=True)]
+    return [list(range(step, n, step)) for n, step in zip(tiles, steps, strict=True)]
+
+
+@triton.jit(
+    do_not_specialize=["requests", "item_count", "resident_blocks"],
+    do_not_specialize_on_alignment=["items", "seq_lens"],
+)
+def _schedule_kernel(
+    items, seq_lens, requests, item_count, resident_blocks,
+    REQUESTS: tl.constexpr, STREAM_K: tl.constexpr, MIN_TILES: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    CUT_TILES: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, BUCKETS: tl.constexpr,
+    SLOT_SHIFT: tl.constexpr, PART_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """One program. The parts of a request are a head, middles of equal size, and a tail."""
+    request, bucket = tl.arange(0, REQUESTS), tl.arange(0, BUCKETS)[None, :]
+    exists = request < requests
+    tokens = tl.load(seq_lens + request, mask=exists, other=0)
+    tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    total = tl.maximum(tl.sum(tiles), 1)
+    # A request from `start` to `end` is cut at `low` to `high` times `step`.
+    if STREAM_K:
+        end = tl.cumsum(tiles, 0)
+        start = end - tiles
+        filled = tl.sum((tiles > 0).to(tl.int32))
+        thirds, units = tl.where(3 * filled <= resident_blocks, 3, 2), 3 * resident_blocks * CUT_TILES
+        part_size = tl.maximum((thirds * total + units - 1) // units * CUT_TILES, MIN_TILES)
+        min_tiles = tl.maximum(part_size // MIN_PART, MIN_TILES)
+        most = (MAX_PARTS - 1) * CUT_TILES
+        step = tl.maximum((tiles + most - 1) // most * CUT_TILES, part_size)
+        low = start // step + 1
+        low += (low * step - start < min_tiles).to(tl.int32)
+        high = tl.where(end >= min_tiles, (end - min_tiles) // step, 0)
+        waves = (filled + resident_blocks - 1) // resident_blocks
+        stay_whole = 6 * resident_blocks * waves * tl.max(tiles).to(tl.int64) <= 7 * total.to(tl.int64)
+        high = tl.where(stay_whole, 0, high)
+    else:
+        start, end = tiles * 0, tiles
+        count = ((tiles.to(tl.int64) * resident_blocks + total - 1) // total).to(tl.int32)
+        count = tl.minimum(tl.minimum(count, tiles // MIN_TILES), MAX_PARTS)
+        units = tl.maximum(count, 1) * CUT_TILES
+        step = tl.maximum((tiles + units - 1) // units, 1) * CUT_TILES
+        low, high = tiles * 0 + 1, tl.maximum(tiles - 1, 0) // step
+    parts = tl.where(exists, tl.maximum(high - low + 1, 0) + 1, 0)
+    heads, middles, tails = tl.minimum(parts, 1), tl.maximum(parts - 2, 0), tl.minimum(tl.maximum(parts - 1, 0), 1)
+    head, tail = tl.where(parts > 1, low * step - start, tiles), end - high * step
+    # Positions in the schedule: after parts of larger buckets, of earlier requests, and of the same request.
+    largest = tl.max(tl.maximum(heads * head, tl.maximum(tl.minimum(middles, 1) * step, tails * tail)))
+    head_bucket = BUCKETS - 1 - head * BUCKETS // (largest + 1)
+    middle_bucket = BUCKETS - 1 - step * BUCKETS // (largest + 1)
+    tail_bucket = BUCKETS - 1 - tail * BUCKETS // (largest + 1)
+    counts = tl.where(head_bucket[:, None] == bucket, heads[:, None], 0)
+    counts += tl.where(middle_bucket[:, None] == bucket, middles[:, None], 0)
+    counts += tl.where(tail_bucket[:, None] == bucket, tails[:, None], 0)
+    bucket_sizes = tl.sum(counts, 0)
+    before = (tl.cumsum(bucket_sizes, 0) - bucket_sizes)[None, :] + tl.cumsum(counts, 0) - counts
+    head_position = tl.sum(tl.where(head_bucket[:, None] == bucket, before, 0), 1)
+    middle_position = tl.sum(tl.where(middle_bucket[:, None] == bucket, before, 0), 1)
+    middle_position += tl.where(middle_bucket == head_bucket, heads, 0)
+    tail_position = tl.sum(tl.where(tail_bucket[:, None] == bucket, before, 0), 1)
+    tail_position += tl.where(tail_bucket == head_bucket, heads, 0)
+    tail_position += tl.where(tail_bucket == middle_bucket, middles, 0)
+    first_slot = tl.cumsum(parts, 0) - parts
+    for part in range(tl.max(parts)):
+        position = tl.where(part == parts - 1, tail_position, middle_position + part - 1)
+        position = tl.where(part == 0, head_position, position)
+        begin, next_begin = (low + part - 1) * step - start, (low + part) * step - start
+        begin = tl.where(part == 0, 0, begin // CUT_TILES)
+        next_begin = tl.where(part == parts - 1, 0, next_begin // CUT_TILES)
+        item, mask = items + 4 * position, part < parts
+        tl.store(item, request | first_slot << SLOT_SHIFT, mask=mask)
+        tl.store(item + 1, tokens, mask=mask)
+        tl.store(item + 2, begin | part << PART_SHIFT, mask=mask)
+        tl.store(item + 3, next_begin | parts << PART_SHIFT, mask=mask)
+    for unused in range(tl.sum(parts), item_count, REQUESTS):
+        tl.store(items + 4 * (unused + request), request * 0 - 1, mask=unused + request < item_count)
+
+
+class Scheduler:
+    """Makes schedules on a device.
+
+    Args:
+        requests: the most of a batch.
+        resident_blocks: blocks that the card runs at a time, per KV head.
+        warps: warps of a block.
+        device: of the schedules.
+    """
+
+    def __init__(self, requests: int, resident_blocks: int, warps: int, device: torch.device) -> None:
+        self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
+        count = item_count(requests, resident_blocks)
+        assert count <= 1 << (31 - SLOT_SHIFT), count  # what the words of an item have room for
+        self.items = torch.full((count, 4), -1, dtype=torch.int32, device=device)
+        size = max(32, power_of_2(requests))
+        self.constants = dict(
+            REQUESTS=size, STREAM_K=warps >= STREAM_K_WARPS, MIN_TILES=MIN_WARP_TILES * warps, TILE_TOKENS=TILE_TOKENS,
+            CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS,
+            BUCKETS=max(1, min(BUCKETS, 2048 * BUCKETS // size)), SLOT_SHIFT=SLOT_SHIFT, PART_SHIFT=PART_SHIFT,
+        )  # fmt: skip
+        self.num_warps = min(16, max(4, size // 32))
+        self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
+
+    def __call__(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Return the schedule of a batch, int32 [item_count, 4], the words of a `WorkItem` each.
+
+        The next call overwrites it.
+
+        Args:
+            seq_lens: int32 [requests], tokens of each request.
+        """
+        assert len(seq_lens) <= self.requests, (len(seq_lens), self.requests)
+        items = self.items[: item_count(len(seq_lens), self.resident_blocks)]
+        self.launch((1, 1, 1), (items, seq_lens), Arguments(len(seq_lens), len(items), self.resident_blocks))
+        return items
