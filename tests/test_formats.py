@@ -1,8 +1,7 @@
-"""The table of dtypes, and the one-way imports of the package."""
+"""The table of dtypes."""
 
 from __future__ import annotations
 
-import ast
 import itertools
 import subprocess
 import sys
@@ -18,12 +17,6 @@ SLOT_BYTES = {
     "isoquant3": 104, "isoquant4": 136, "planarquant3": 104, "planarquant4": 136,
     "turboquant25": 80, "turboquant35": 112, "tq3": 104, "tq4": 136,
 }  # fmt: skip
-LAYERS = ("formats", "layout", "codecs", "transformers", "kernels", "planning", "commands", "attention", "plugin")
-"""A module may import its own layer and those before it."""
-LEAVES = {"transformers", "commands"}
-"""Nothing else imports them."""
-OUTSIDE_THE_ORDER = {"__init__", "outliers"}
-MAY_IMPORT_VLLM = {"attention", "plugin", "commands/probe.py"}
 
 head_dims = pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256], ids="d{}".format)
 
@@ -115,37 +108,3 @@ def test_the_table_imports_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-
-
-def _imported_layers(path: Path) -> set[str]:
-    """First component, inside packed_kv, of every module that the file imports; "vllm" for vLLM."""
-    package = ("packed_kv", *path.relative_to(PACKAGE).parts[:-1])
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join((*parents, *filter(None, [node.module])))
-            names |= {f"{base}.{alias.name}" for alias in node.names}
-    layers = set()
-    for name in names:
-        first, *rest = name.split(".")
-        if first == "vllm":
-            layers.add("vllm")
-        elif first == "packed_kv" and rest:
-            layers.add(rest[0])
-    return layers
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    imported = _imported_layers(path)
-    assert {layer, str(path.relative_to(PACKAGE))} & MAY_IMPORT_VLLM or "vllm" not in imported
-    if layer in OUTSIDE_THE_ORDER:
-        return
-    assert layer in LAYERS, f"new module {layer}: give it a place in the order"
-    before = {*LAYERS[: LAYERS.index(layer)], *OUTSIDE_THE_ORDER} - LEAVES
-    allowed = {layer, *before}
-    assert imported & {*LAYERS} <= allowed

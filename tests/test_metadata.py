@@ -53,11 +53,9 @@ def test_positions_of_vllm_are_taken(builder):
     assert found.data_ptr() == given.data_ptr() and found.tolist() == [100, 101, 102]
 
 
-@pytest.mark.parametrize("fields", [{}, {"positions": torch.full((9,), 50)}], ids=["0.26", "drafts"])
-def test_positions_that_drafts_leave_behind_are_not(builder, fields):
-    if fields:
-        builder.vllm_config.speculative_config = object()
-    assert builder._positions(batch([2, 1], [2, 5], **fields)).tolist() == [0, 1, 4]
+def test_positions_that_drafts_leave_behind_are_not(builder):
+    builder.vllm_config.speculative_config = object()
+    assert builder._positions(batch([2, 1], [2, 5], positions=torch.full((9,), 50))).tolist() == [0, 1, 4]
 
 
 class Layer(AttentionLayerBase):

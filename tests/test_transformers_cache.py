@@ -10,11 +10,12 @@ import torch
 import transformers_cache
 from calibration_files import content, write
 from packed_kv import FORMATS, get_codec
-from packed_kv.attention.active_blocks import AttentionOptions, RecentTokens, attend
+from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.calibration_file import CalibrationError, fields_for, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.transformers import PackedCache, PackedLayer
+from packed_kv.window.metadata import RecentTokens
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

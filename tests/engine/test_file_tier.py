@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import mmap
@@ -19,6 +20,7 @@ import pytest
 from packed_kv.formats import FORMATS
 from packed_kv.sharing import tiers
 from packed_kv.sharing.file_tier import FOOTER, PackedFileTier, read_pages, write_pages
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -231,10 +233,15 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     assert whole > 5
 
 
+def connectors(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a MultiConnector with one connector, whose options are these."""
+    return {"connectors": [{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": options}]}
+
+
 def settings(extra: dict[str, Any]) -> Any:
     """What of a VllmConfig `check_tiers` reads."""
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="none", revision=None),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         additional_config={},
@@ -246,32 +253,26 @@ def test_tiers_of_an_engine(tmp_path: Path, lines: list[str]) -> None:
     (tmp_path / "file").write_text("")
     good, other = {"type": "fs", "root_dir": str(tmp_path / "new"), "n_read_threads": 3}, {"type": "obj"}
     bad = {"type": "fs", "root_dir": str(tmp_path / "file" / "folder")}
-    inner: dict[str, Any] = {"secondary_tiers": [good]}
-    outer = {"secondary_tiers": [bad, other], "connectors": [{"kv_connector_extra_config": inner}, {}]}
+    first, second = ({"secondary_tiers": tiers_} for tiers_ in ([bad, other], [good]))
+    within = {"kv_connector": "MultiConnector", "kv_connector_extra_config": connectors(second)}
+    outer = {"connectors": [*connectors(first)["connectors"], within, {"kv_connector": "OffloadingConnector"}]}
     tiers.check_tiers(settings(outer), FORMATS["tq4"])
-    (tier,) = inner["secondary_tiers"]
+    (tier,) = second["secondary_tiers"]
     assert tier == {**good, "type": tiers.FILES, "page_format": tier["page_format"]}
     assert tier["page_format"].startswith("tq4-")
-    assert outer["secondary_tiers"] == [other]
+    assert first["secondary_tiers"] == [other]
     (line,) = lines
     assert "serving goes on without" in line
     assert str(tmp_path / "file") in line
     assert not [*(tmp_path / "new").iterdir()]
     assert SecondaryTierFactory.get_tier_class(tier) is PackedFileTier
-    before = dict(inner)
-    tiers.check_tiers(settings(inner), FORMATS["tq4"])  # a second engine with the same settings
-    assert inner == before
+    before = copy.deepcopy(outer)
+    tiers.check_tiers(settings(outer), FORMATS["tq4"])  # a second engine with the same settings
+    assert outer == before
 
 
 @pytest.mark.parametrize("folder", [{}, {"root_dir": ""}, {"root_dir": 3}])
 def test_a_tier_without_a_folder(folder: dict[str, Any]) -> None:
-    extra = {"secondary_tiers": [{"type": "fs", **folder}]}
+    extra = connectors({"secondary_tiers": [{"type": "fs", **folder}]})
     with pytest.raises(ValueError, match='has no folder; write "root_dir": "PATH"'):
-        tiers.check_tiers(settings(extra), FORMATS["tq4"])
-
-
-def test_a_version_of_vllm_without_such_tiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delattr("vllm.v1.kv_offload.tiering.base.TransferJob")
-    extra = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
-    with pytest.raises(ValueError, match="the tier fs is not supported with --kv-cache-dtype tq4 in this version"):
         tiers.check_tiers(settings(extra), FORMATS["tq4"])

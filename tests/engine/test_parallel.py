@@ -92,7 +92,6 @@ def config(**changes: Any) -> Any:
         ({"is_hybrid": True}, "state layers"),
         ({"chunk": 8192}, "chunked attention"),
         ({"cpu": True}, "CPU"),
-        ({"old": True}, "this version of vLLM"),
     ],
 )
 def test_what_cannot_be_dealt_out(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +100,6 @@ def test_what_cannot_be_dealt_out(changes: dict[str, Any], words: str, monkeypat
     ranks.refuse(config(), "tq4")
     if changes.pop("cpu", False):
         monkeypatch.undo()
-    if changes.pop("old", False):
-        monkeypatch.setattr(ranks, "HAS_OPEN_REGISTRY", False)
     with pytest.raises(ValueError, match=f"with .*{words}.*; use --decode-context-parallel-size 1$"):
         ranks.refuse(config(**changes), "tq4")
 

@@ -13,8 +13,9 @@ import tiny_models
 import torch
 from coverage_models import MODELS
 from harness import engine, mean_kl, scheduler, teacher_forced_logits
-from packed_kv.window import layer as recent
+from packed_kv.window import size
 from packed_kv.window.cache_group import RingSpec
+from packed_kv.window.layer import SUFFIX
 from packed_kv_quality import lockstep
 from packed_kv_quality.teacher_forced import logits
 from test_scheduling import count_preemptions, multiply_in_float64
@@ -108,7 +109,7 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (spec.window, spec.slack, spec.ring_block_size) == (window, 1 + drafts, 8)
             assert layout(llm) == expected
             layers = [name for group in scheduler(llm).kv_cache_config.kv_cache_groups for name in group.layer_names]
-            assert sum(name.endswith(recent.SUFFIX) for name in layers) == config.num_hidden_layers
+            assert sum(name.endswith(SUFFIX) for name in layers) == config.num_hidden_layers
             assert len(layers) == 2 * config.num_hidden_layers + 1
         rejected = sum(drafted - accepted for drafted, accepted in counts)
         print(f"{rejected} drafts rejected, {sum(accepted for _, accepted in counts)} accepted")
@@ -137,7 +138,7 @@ def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     does not name that layout; it serves it nevertheless, which this test uses."""
     layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
     monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts))
-    monkeypatch.setattr(recent, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(size, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     model = tiny_models.save(tiny_models.llama(), tmp_path)
     text = random_tokens(120)
     with engine(model, "auto", **ENGINE) as llm:

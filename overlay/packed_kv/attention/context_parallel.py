@@ -13,7 +13,6 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.platforms import current_platform
 
-from ..engine.registration import HAS_OPEN_REGISTRY
 from .context_shard import WHOLE, Share
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ def refuse(config: VllmConfig, kv_cache_dtype: str) -> None:
 
 
 def _reason(config: VllmConfig) -> str | None:
-    if not HAS_OPEN_REGISTRY:
-        return "this version of vLLM (0.32 and later can)"
     if current_platform.is_cpu():
         return "vLLM's CPU platform, which cannot place tokens by rank"
     if config.parallel_config.dcp_comm_backend == "a2a":

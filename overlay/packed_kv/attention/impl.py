@@ -20,8 +20,11 @@ from ..formats import FORMATS, refused_value_dim
 from ..layout import MICRO_BLOCK
 from ..settings.calibration import find_calibration
 from ..settings.options import read_options
-from ..window.layer import SUFFIX, RecentLayer, RecentStep, recent_tokens, ring_of_one_request
-from .active_blocks import AttentionOptions, RecentTokens, attend
+from ..window.layer import SUFFIX, WindowLayer
+from ..window.metadata import RecentTokens
+from ..window.size import recent_tokens
+from ..window.step import WindowStep
+from .active_blocks import AttentionOptions, attend
 from .context_parallel import Ranks, refuse_layer, share_of
 from .metadata import PackedMetadata, longest_decode
 from .routes import fused_serves
@@ -102,8 +105,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.recent_tokens = recent_tokens(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
-        if any(isinstance(layer, RecentLayer) for layer in self.layers.values()):
-            self.recent_tokens = 0  # of a draft: the target's layers have their companions by now
+        if any(isinstance(layer, WindowLayer) for layer in self.layers.values()):
+            self.recent_tokens = 0  # of a draft: the target's layers have their window layers by now
         self.max_requests = config.scheduler_config.max_num_seqs
         if config.model_config.attention_chunk_size:
             self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
@@ -114,12 +117,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self._build_codec({})
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Give the layer its companion: by now vLLM has named all layers, and has not yet asked for their caches."""
+        """Give the layer its window layer: by now vLLM has named all layers, and has not yet asked for their caches."""
         if self.recent_tokens and self.kv_sharing_target_layer_name is None:
             name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
             window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
-            if name + SUFFIX not in self.layers:  # weights may be loaded anew
-                self.layers[name + SUFFIX] = RecentLayer(name + SUFFIX, window, self.longest_decode, self.config)
+            if name + SUFFIX not in self.layers:  # weights may be loaded again
+                self.layers[name + SUFFIX] = WindowLayer(name + SUFFIX, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
         """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
@@ -197,7 +200,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.ranks is not None:
             self._forward_of_share(query, key, value, kv_cache, attn_metadata, self.ranks, output)
             return output
-        recent = RecentStep.of(self.layers.get((shared or layer.layer_name) + SUFFIX), bool(shared))
+        recent = WindowStep.of(self.layers.get((shared or layer.layer_name) + SUFFIX), bool(shared))
         decodes = self._decodes_by_kernel(attn_metadata, query.dtype)
         plan = self._plan_decodes(attn_metadata, recent) if decodes else None
         if shared is None:
@@ -231,7 +234,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
     def _store(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        metadata: PackedMetadata, recent: RecentStep | None, decodes: int, decode_plan: DecodePlan | None,
+        metadata: PackedMetadata, recent: WindowStep | None, decodes: int, decode_plan: DecodePlan | None,
     ) -> None:  # fmt: skip
         """Write the batch's tokens into their pages, and those of decodes by the kernel, which reads them there, into
         their rings; rotate the decodes' queries in the same launch. Prefills read what their rings had before: see
@@ -250,17 +253,17 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             places = (metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
             return fused.plan_store(*places, decode_plan)
 
-        ring = recent.companion.kv_cache if recent and in_ring else None
+        ring = recent.layer.kv_cache if recent and in_ring else None
         planned = self._planned(metadata, recent, ("store", decodes, id(decode_plan)), plan)
         fused.store(kv_cache, key, value, planned, ring, query)
 
     def _store_recent(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, metadata: PackedMetadata,
-        recent: RecentStep, decodes: int,
+        recent: WindowStep, decodes: int,
     ) -> None:  # fmt: skip
         """Write the tokens of the requests from `decodes` on into their rings, unless `_store` has."""
         rows = slice(metadata.query_starts[decodes], metadata.num_actual_tokens)
-        ring, fused = recent.companion.kv_cache, self.fused
+        ring, fused = recent.layer.kv_cache, self.fused
         if fused is None:
             slots = recent.metadata.slots[rows]
             write_ring(ring, slots, *self.codec.prepare(key[rows], value[rows], metadata.positions[rows]))
@@ -274,7 +277,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             fused.store(kv_cache, key[rows], value[rows], planned, ring, only_ring=True)
 
     def _planned(
-        self, metadata: PackedMetadata, recent: RecentStep | None, name: tuple, plan: Callable[[], Any]
+        self, metadata: PackedMetadata, recent: WindowStep | None, name: tuple, plan: Callable[[], Any]
     ) -> Any:
         """What `plan` returns, for the first layer of a step with these heads and this ring; kept for the others."""
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.head_size_v)
@@ -285,27 +288,26 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
     def _attend_in_pytorch(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        metadata: PackedMetadata, recent: RecentStep | None, first: int, output: torch.Tensor,
+        metadata: PackedMetadata, recent: WindowStep | None, first: int, output: torch.Tensor,
         sums: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Serve the batch's requests from `first` on, one by one."""
         starts = metadata.query_starts
-        views: dict[int, RecentTokens] = {}
+        newest: dict[int, RecentTokens] = {}
         if recent:
-            views = recent.views(self.codec, key, value, metadata, first)
+            newest = recent.recent_tokens(self.codec, key, value, metadata.positions, starts, metadata.context, first)
         for request in range(first, len(metadata.context)):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop:
                 table, seq_len = metadata.block_table[request], metadata.context[request]
-                view = views.get(request)
-                batch = (table, seq_len, query[rows], self.options, view, metadata.share)
+                batch = (table, seq_len, query[rows], self.options, newest.get(request), metadata.share)
                 result, of_rows = attend(self.codec, kv_cache, *batch)
                 output[rows] = result.to(output.dtype)
                 if sums is not None:
                     sums[rows] = of_rows
 
     def _plan_decodes(
-        self, metadata: PackedMetadata, recent: RecentStep | None, sums: torch.Tensor | None = None
+        self, metadata: PackedMetadata, recent: WindowStep | None, sums: torch.Tensor | None = None
     ) -> DecodePlan:
         """Of the batch's decodes, for the fused route."""
         fused, requests = self.fused, metadata.decodes
@@ -352,9 +354,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.prefill.attend(query, key, value, page, batch, 0, output)
         else:
             self._attend_in_pytorch(query, key, value, page, batch, None, 0, output)
-        companion = self.layers.get(name + SUFFIX)
-        if companion is not None and self.prefill is not None and companion.ring_block_size:
-            ring = ring_of_one_request(companion, tokens, self.num_kv_heads, self.codec.key.head_dim, key.device)
+        window_layer = self.layers.get(name + SUFFIX)
+        if window_layer is not None and self.prefill is not None and window_layer.ring_block_size:
+            ring = window_layer.ring_of_one_request(tokens, self.num_kv_heads, self.codec.key.head_dim, key.device)
             for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
                 rows = places[start:]
                 planned = self.fused.plan_store(rows, rows, rows.to(torch.int32))

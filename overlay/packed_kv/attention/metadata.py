@@ -19,7 +19,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ..engine.capacity import check_padding, log_capacity, log_match_unit
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from .context_parallel import share_of
@@ -123,9 +122,6 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
             heads = max(impl.num_heads * self.share.ranks for impl in _packed_layers(vllm_config))
             self.sums = torch.empty(largest * heads, dtype=torch.float32, device=device)
-        check_padding(vllm_config, kv_cache_spec)
-        log_capacity(vllm_config, kv_cache_spec.block_size)
-        log_match_unit(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
@@ -175,13 +171,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def _positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """int64 [tokens], in memory that outlives the step, for CUDA graphs.
 
-        vLLM's, where it passes them (0.32 and later). Drafts move on without them, so where there may be a draft they
-        are worked out on the device: a request's last token is at `seq_lens` - 1.
+        vLLM's, where it passes them. Drafts move on without them, so where there may be a draft they are worked out on
+        the device: a request's last token is at `seq_lens` - 1.
         """
         tokens = common.num_actual_tokens
-        given = getattr(common, "positions", None)
-        if given is not None and self.vllm_config.speculative_config is None:
-            return given[:tokens]
+        if common.positions is not None and self.vllm_config.speculative_config is None:
+            return common.positions[:tokens]
         rows, ends = self.rows[:tokens], common.query_start_loc[1:]
         request = torch.searchsorted(ends[:-1], rows, right=True)  # padding counts as the last request's
         return torch.add(rows, (common.seq_lens - ends)[request], out=self.positions[:tokens])

@@ -8,7 +8,6 @@ combined with what is there by log-sum-exp.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -360,9 +359,7 @@ def find_flash_attention(
         return None
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
-    known = inspect.signature(get_flash_attn_version).parameters
-    wanted = {"head_size": head_dim, "requires_softcap": logits_soft_cap is not None}
-    version = get_flash_attn_version(**{name: value for name, value in wanted.items() if name in known})
+    version = get_flash_attn_version(head_size=head_dim, requires_softcap=logits_soft_cap is not None)
     if version is None or head_dim > MAX_HEAD_DIM.get(version, 0):
         return None
     two_sizes = takes_two_sizes(version, torch.cuda.get_device_capability()[0], head_dim, value_dim)

@@ -6,18 +6,33 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
 from ..formats import FORMATS, HEAD_DIM_STEP, Format, refused_value_dim
 from ..layout import MICRO_BLOCK
-from .registration import class_name, registry_name
+from .capacity import check_padding, log_capacity, log_match_unit
+from .names import class_name, registry_name
 
 UNSUPPORTED_SPECS = {"SinkFullAttentionSpec": "static attention sinks"}
 """KV cache spec -> what its layers do, of which the backend selection is told nothing."""
+
+
+class ReportingMetadataBuilder(PackedMetadataBuilder):
+    """Reports the cache's capacity when vLLM makes it: the cache has its real size by then."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        check_padding(vllm_config, kv_cache_spec)
+        log_capacity(vllm_config, kv_cache_spec.block_size)
+        log_match_unit(vllm_config)
 
 
 class PackedAttentionBackend(AttentionBackend):
@@ -37,7 +52,7 @@ class PackedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[PackedMetadataBuilder]:
-        return PackedMetadataBuilder
+        return ReportingMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
@@ -77,29 +92,14 @@ class PackedAttentionBackend(AttentionBackend):
         if spec.dtype != torch.uint8:
             return spec
         reason = UNSUPPORTED_SPECS.get(type(spec).__name__)
-        head_size_v = getattr(spec, "head_size_v", spec.head_size)
-        if reason := reason or refused_value_dim(spec.head_size, head_size_v):
+        if reason := reason or refused_value_dim(spec.head_size, spec.head_size_v):
             raise ValueError(
                 f"--kv-cache-dtype {cls.fmt.name} does not support {reason}; use --kv-cache-dtype auto for this model"
             )
         return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))
 
     @classmethod
-    def get_kv_cache_shape(
-        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Shape of a layer's pages for vLLM before 0.28 (later ones ask `customize_spec` alone)."""
-        return num_blocks, num_kv_heads, block_size, cls.fmt.slot_bytes(head_size)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Order of the dimensions in memory for vLLM before 0.28: as in the shape, layers behind blocks."""
-        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
-
-    @classmethod
-    def supported_kv_cache_layouts(cls):  # -> tuple[KVCacheLayout, ...]
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
 

@@ -18,12 +18,8 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..model_shape import DENSE, FP8
 from ..sharing.fingerprint import fingerprint
-from ..window.layer import RecentLayer
-
-try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # type: ignore[import-not-found]  # 0.33 and later
-except ImportError:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from ..vllm_compat import get_kv_cache_groups
+from ..window.layer import WindowLayer
 
 logger = init_logger("vllm.packed_kv")
 
@@ -54,7 +50,7 @@ def bytes_per_request(vllm_config: VllmConfig) -> tuple[int, int, int]:
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):
             continue
-        is_ring = isinstance(layer, RecentLayer)
+        is_ring = isinstance(layer, WindowLayer)
         spec = layer.find_spec(vllm_config) if is_ring else layer.get_kv_cache_spec(vllm_config)
         if spec is None:
             continue

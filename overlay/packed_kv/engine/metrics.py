@@ -116,7 +116,7 @@ def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
     from ..settings.options import AUTO, read_options
     from ..settings.self_calibration import settled_file
     from ..sharing.fingerprint import fingerprint
-    from ..window.layer import find_window
+    from ..window.size import find_window
 
     stored, dense = stored_and_dense(config, fmt)
     options = read_options(config.additional_config)

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 import vllm
 import vllm.config.cache as cache_config
-from vllm.config import KVTransferConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..formats import FORMATS, HEAD_DIM_STEP, Format
 from ..layout import MICRO_BLOCK
+from ..settings.connectors import Connector, connectors
+from ..vllm_compat import is_patched
+from .names import class_name, registry_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,12 +52,9 @@ CONNECTORS = (
 )
 """KV connectors of vLLM that find pages by its block hashes, shake hands by its compatibility hash, or share none."""
 
-UNTOLD = ("FalconForCausalLM", "RWForCausalLM")
+IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
 """Architectures whose models do not tell their attention layers of --kv-cache-dtype (`falcon.py` of all versions): vLLM
 would serve them with dense pages, whatever was asked for."""
-
-HAS_OPEN_REGISTRY = hasattr(AttentionBackendEnum, "register")
-"""Whether the registry takes new names (0.31 and later). Before, all dtypes share its one free name, CUSTOM."""
 
 
 def register_formats() -> None:
@@ -81,25 +81,7 @@ def register_format(fmt: Format) -> None:
     """Register one dtype and its backend."""
     handler = type(f"{fmt.name.capitalize()}Handler", (PackedDTypeHandler,), {"name": fmt.name})
     cache_config.register_kv_cache_dtype(fmt.name)(handler)
-    register_backend(
-        registry_name(fmt) if HAS_OPEN_REGISTRY else AttentionBackendEnum.CUSTOM,
-        f"{__package__}.backend.{class_name(fmt)}",
-    )
-
-
-def is_patched() -> bool:
-    """Whether this vLLM has the whole series of vllm_patches/ (what is looked for is of the last patch)."""
-    return hasattr(cache_config, "prepare_kv_cache_dtype")
-
-
-def registry_name(fmt: Format) -> str:
-    """The name under which vLLM's registry knows a format's backend."""
-    return f"PACKED_KV_{fmt.name.upper()}" if HAS_OPEN_REGISTRY else AttentionBackendEnum.CUSTOM.name
-
-
-def class_name(fmt: Format) -> str:
-    """Name of the class of a format's backend in `backend.py`."""
-    return f"{fmt.name.capitalize()}Backend"
+    register_backend(registry_name(fmt), f"{__package__}.backend.{class_name(fmt)}")
 
 
 class PackedDTypeHandler:
@@ -132,7 +114,7 @@ class PackedDTypeHandler:
             if refused == ["block_size not supported"]:
                 remedy = f"use --block-size {MICRO_BLOCK}, or --kv-cache-dtype auto"
             if config.use_mm_prefix:
-                remedy = "use --language-model-only (vLLM 0.32 and later), or --kv-cache-dtype auto"
+                remedy = "use --language-model-only, or --kv-cache-dtype auto"
             raise ValueError(
                 f"--kv-cache-dtype {self.name} cannot serve this model here: {'; '.join(reasons)} "
                 f"(head size {config.head_size}, block size {config.block_size or 'not set'}, {config.dtype}); {remedy}"
@@ -161,12 +143,12 @@ class PackedDTypeHandler:
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
         """Have a calibration file made if that was asked for, then see to tiers on disk. Raises CalibrationError, and
-        ValueError for tiers that this vLLM has not and for models that would not be packed."""
+        ValueError for tiers without a folder and for models that would not be packed."""
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers
 
         architecture = vllm_config.model_config.architecture
-        if architecture in UNTOLD:  # by vLLM's own model, that is
+        if architecture in IGNORES_KV_CACHE_DTYPE:  # by vLLM's own model, that is
             raise ValueError(
                 f"--kv-cache-dtype {self.name} cannot serve {architecture}: vLLM's model does not pass the dtype to "
                 "its attention layers, which would keep dense pages; use --kv-cache-dtype auto for this model"
@@ -187,26 +169,14 @@ def _unsupported_here() -> list[str]:
     return [f"platform {current_platform.device_name} not supported (CUDA and CPU are)"]
 
 
-def _connectors(config: KVTransferConfig | None) -> list[KVTransferConfig]:
-    """An engine's connectors, those within a MultiConnector instead of itself."""
-    if config is None or config.kv_connector is None:
-        return []
-    if config.kv_connector != "MultiConnector" or config.kv_connector_module_path:
-        return [config]
-    children = [KVTransferConfig(**child) for child in config.kv_connector_extra_config.get("connectors", [])]
-    return [connector for child in children for connector in _connectors(child)]
-
-
-def _unsupported_connector(config: KVTransferConfig) -> str | None:
+def _unsupported_connector(connector: Connector) -> str | None:
     """Why pages must not leave the engine, or come to it, this way."""
-    name = config.kv_connector
-    if config.kv_connector_module_path:
-        name = f"{config.kv_connector_module_path}.{name}"
+    name = connector.name
     if name == "LMCacheConnectorV1":
         return f"KV connector {name} not supported (it assumes two numbers a channel)"
     if name not in CONNECTORS:
         return f"KV connector {name} not supported (its pages' keys do not name their format)"
-    if not config.get_from_extra_config("enforce_handshake_compat", True):
+    if not connector.options.get("enforce_handshake_compat", True):
         return f"KV connector {name} with enforce_handshake_compat false not supported (a peer's pages may differ)"
     return None
 
@@ -215,7 +185,7 @@ def _unsupported_in(config: VllmConfig) -> list[str]:
     """What would read or write the pages behind our back."""
     if config.speculative_config and config.speculative_config.method == "extract_hidden_states":  # has a connector
         return ["speculative method extract_hidden_states not supported (it stores hidden states as KV)"]
-    found = [_unsupported_connector(connector) for connector in _connectors(config.kv_transfer_config)]
+    found = [_unsupported_connector(connector) for connector in connectors(config.kv_transfer_config)]
     reasons = [reason for reason in found if reason]
     if config.cache_config.kv_sharing_fast_prefill:
         reasons.append("--kv-sharing-fast-prefill not supported (the host learns of its batches too late)")

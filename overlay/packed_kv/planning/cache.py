@@ -95,7 +95,7 @@ def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
 
 
 def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]:
-    """Tokens of the recent window, as `window/layer.py` decides, and why there is none."""
+    """Tokens of the recent window, as `window/size.py` decides, and why there is none."""
     if dtype not in FORMATS or serving.recent_tokens == 0:
         return 0, ""
     if serving.skip_layers and not serving.on_gpu:

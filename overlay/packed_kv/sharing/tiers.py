@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from ..settings.connectors import connectors
 from .fingerprint import page_format
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ FILES = "packed_kv_fs"
 def check_tiers(config: VllmConfig, fmt: Format) -> None:
     """Put `PackedFileTier` in the place of each tier `fs`; leave out, with one line, those that cannot be written to.
 
-    Raises ValueError for a tier without a folder, and before vLLM 0.32, whose tiers are made otherwise.
+    Raises ValueError for a tier without a folder.
     """
-    for extra in _extra_configs(config):
-        tiers = extra.get("secondary_tiers", [])
+    for connector in connectors(config.kv_transfer_config):
+        tiers = connector.options.get("secondary_tiers", [])
         if not isinstance(tiers, list) or not any(_is_fs(tier) for tier in tiers):
             continue
-        _register(fmt)
+        _register()
         checked = []
         for tier in tiers:
             if not _is_fs(tier):
@@ -46,35 +46,17 @@ def check_tiers(config: VllmConfig, fmt: Format) -> None:
                 logger.warning("KV pages on disk: none (%s); serving goes on without", reason)
             else:
                 checked.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
-        extra["secondary_tiers"] = checked
+        connector.options["secondary_tiers"] = checked
 
 
 def _is_fs(tier: object) -> bool:
     return isinstance(tier, dict) and tier.get("type") in ("fs", FILES)
 
 
-def _extra_configs(config: VllmConfig) -> Iterator[dict[str, Any]]:
-    """Options of an engine's KV connectors, those within a MultiConnector too."""
-    if config.kv_transfer_config is None:
-        return
-    found = [config.kv_transfer_config.kv_connector_extra_config]
-    while found:
-        extra = found.pop()
-        yield extra
-        children = extra.get("connectors", [])
-        found += [child.setdefault("kv_connector_extra_config", {}) for child in children if isinstance(child, dict)]
-
-
-def _register(fmt: Format) -> None:
+def _register() -> None:
     """Make the tier known to vLLM, in this process: the engine core's, where tiers are made."""
-    from vllm.v1.kv_offload.tiering import base
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    if not hasattr(base, "TransferJob"):
-        raise ValueError(
-            f"--kv-transfer-config: the tier fs is not supported with --kv-cache-dtype {fmt.name} in this version of "
-            "vLLM (0.32 has it); leave it out"
-        )
     with contextlib.suppress(ValueError):  # registered by an engine before
         SecondaryTierFactory.register_tier(FILES, f"{__package__}.file_tier", "PackedFileTier")
 

@@ -1,0 +1,15 @@
+"""Under which names vLLM knows the backend of a format."""
+
+from __future__ import annotations
+
+from ..formats import Format
+
+
+def registry_name(fmt: Format) -> str:
+    """In vLLM's registry of attention backends, and what `get_name` of the backend returns."""
+    return f"PACKED_KV_{fmt.name.upper()}"
+
+
+def class_name(fmt: Format) -> str:
+    """Of the class in `backend.py`."""
+    return f"{fmt.name.capitalize()}Backend"

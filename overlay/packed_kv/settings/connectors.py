@@ -1,0 +1,36 @@
+"""The KV connectors that `--kv-transfer-config` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+
+@dataclass(frozen=True)
+class Connector:
+    """`name`: with its module's path in front where the settings give one. `options`: its `kv_connector_extra_config`;
+    what is changed there, vLLM sees."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def connectors(config: KVTransferConfig | None) -> list[Connector]:
+    """An engine's connectors; instead of a MultiConnector those within it."""
+    if config is None or config.kv_connector is None:
+        return []
+    path = config.kv_connector_module_path
+    return _flat(f"{path}.{config.kv_connector}" if path else config.kv_connector, config.kv_connector_extra_config)
+
+
+def _flat(name: str, options: dict[str, Any]) -> list[Connector]:
+    if name != "MultiConnector":
+        return [Connector(name, options)]
+    found = []
+    for child in filter(lambda child: isinstance(child, dict), options.get("connectors", [])):  # vLLM refuses others
+        path, own_name = child.get("kv_connector_module_path"), str(child.get("kv_connector"))
+        found += _flat(f"{path}.{own_name}" if path else own_name, child.setdefault("kv_connector_extra_config", {}))
+    return found

@@ -1,0 +1,91 @@
+"""A batch's ring buffers: block table, slots of new tokens, and where each ring begins, built once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from .slots import plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+@dataclass
+class WindowMetadata(AttentionMetadata):
+    """A batch's rings, on the device.
+
+    `block_table`: int32 [requests, blocks]. `slots`: int32 [tokens], where each token goes, -1: nowhere. `first`: int32
+    [requests], the first token that is in the ring. `rows`: cuts of the table and of `first`, by range of requests.
+    """
+
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    first: torch.Tensor
+    rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def of_requests(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`block_table` and `first` of the requests `first` .. `end` - 1; the same tensors for all layers of a step."""
+        if (first, end) not in self.rows:
+            self.rows[first, end] = self.block_table[first:end], self.first[first:end]
+        return self.rows[first, end]
+
+
+@dataclass(frozen=True)
+class RecentTokens:
+    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
+
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated. A query reads up to `window` tokens here, its own
+    included, and those before them from the pages.
+    """
+
+    first: int
+    window: int
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):
+    """Fills slots and first tokens in memory that outlives the step, for CUDA graphs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        spec: Any = kv_cache_spec
+        spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+        self.sizes = {
+            "block_size": spec.ring_block_size,
+            "ring_blocks": spec.ring_blocks,
+            "window": spec.window,
+            "longest_decode": spec.slack if device.type == "cuda" else 0,  # in PyTorch a batch's own tokens are raw
+        }
+        scheduler = vllm_config.scheduler_config
+        tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * spec.slack
+        self.slots = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+        self.first = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.fill = plan
+        if device.type == "cuda":
+            from ..kernels.triton.ring import plan_ring
+
+            self.fill = plan_ring
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> WindowMetadata:
+        common = common_attn_metadata
+        slots, first = self.slots[: common.num_actual_tokens], self.first[: common.num_reqs]
+        table = common.block_table_tensor
+        self.fill(common.query_start_loc, common.seq_lens[: common.num_reqs], table, slots, first, **self.sizes)
+        return WindowMetadata(table, slots, first)

@@ -1,0 +1,74 @@
+"""One layer's ring buffer in a step: what attention reads there, in the kernels and in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from ..codecs.ring import Ring, read, round_trip
+from .metadata import RecentTokens
+
+if TYPE_CHECKING:
+    from ..codecs.pages import PagedCodec
+    from .layer import WindowLayer
+    from .metadata import WindowMetadata
+
+
+@dataclass
+class WindowStep:
+    """The ring of `layer` in the step that is under way. `is_shared`: another layer reads it, whose cache it shares."""
+
+    layer: WindowLayer
+    metadata: WindowMetadata
+    is_shared: bool
+
+    @classmethod
+    def of(cls, layer: WindowLayer | None, is_shared: bool) -> WindowStep | None:
+        if layer is None:
+            return None
+        metadata = get_forward_context().attn_metadata
+        assert isinstance(metadata, dict), "vLLM's micro-batches are not supported"
+        return cls(layer, metadata[layer.layer_name], is_shared)
+
+    def ring(self, first: int, end: int) -> Ring:
+        """What attention of the batch's requests `first` .. `end` - 1 reads."""
+        return Ring(self.layer.kv_cache, *self.metadata.of_requests(first, end), self.layer.window)
+
+    def recent_tokens(
+        self, codec: PagedCodec, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
+        query_starts: list[int], context: list[int], first: int,
+    ) -> dict[int, RecentTokens]:  # fmt: skip
+        """Of each request from `first` on, what its ring holds and, behind it, the batch's own tokens.
+
+        To be asked before these are written. A layer that shares the ring gets what the layer that has it got.
+
+        Args:
+            codec: of the layer.
+            key, value: [tokens, KV heads, head_dim] of the batch.
+            positions: int64 [tokens], of each in its request.
+            query_starts: first row of each request, and the end of the last.
+            context: tokens of each request, the batch's included.
+            first: index of a request.
+        """
+        if not self.is_shared:
+            rows = slice(query_starts[first], query_starts[-1])
+            own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
+            self.layer.recent_tokens = {}
+            for request in range(first, len(context)):
+                start, end = (query_starts[i] - rows.start for i in (request, request + 1))
+                tokens = self._of_request(request, context[request], [x[:, start:end] for x in own])
+                self.layer.recent_tokens[request] = tokens
+        return self.layer.recent_tokens
+
+    def _of_request(self, request: int, seq_len: int, own: list[torch.Tensor]) -> RecentTokens:
+        cache, table = self.layer.kv_cache, self.metadata.block_table[request]
+        start = seq_len - own[0].shape[1]
+        first = min(int(self.metadata.first[request]), start)
+        positions = torch.arange(first, start, device=cache.device)
+        slots = table[positions // cache.shape[2]].long() * cache.shape[2] + positions % cache.shape[2]
+        held = (x.transpose(0, 1) for x in read(cache, slots))
+        key, value = (torch.cat(parts, dim=1) for parts in zip(held, own, strict=True))
+        return RecentTokens(first, self.layer.window, key, value)

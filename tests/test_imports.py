@@ -1,0 +1,120 @@
+"""The package's import graph, lazy and TYPE_CHECKING imports included: no cycle, floors, who imports vLLM and torch."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "overlay" / "packed_kv"
+FLOORS = (
+    "formats", "layout", "model_shape", "refusals", "calibration_file", "codecs", "kernels", "vllm_compat", "settings",
+    "window", "attention", "sharing", "engine", "plugin",
+)  # fmt: skip
+"""Rooms from the bottom up. A module imports its own room and those below it."""
+BESIDE = {
+    "__init__": {"formats", "codecs"},
+    "transformers": {"formats", "layout", "calibration_file", "codecs"},
+    "planning": {"formats", "layout", "model_shape", "refusals"},
+    "commands": {"formats", "layout", "model_shape", "refusals", "planning", "calibration_file", "kernels"},
+}
+"""Rooms that no floor imports, and what they import besides themselves."""
+KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin"}
+PROBE = "commands.probe"
+"""Imports vLLM, in a process of its own."""
+NO_TORCH = {"formats", "layout", "model_shape", "refusals", "planning", "commands"}
+THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1]) if parts[-1] == "__init__" and len(parts) > 1 else ".".join(parts)
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Module -> what it imports: modules of the package, and third parties by their first name.
+
+    `from .room import name` counts as an import of room.name if that is a module. A room's `__init__` stands for the
+    room; that of the package for itself only where something is imported from it.
+    """
+    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        package = ("packed_kv", *path.relative_to(PACKAGE).parts[:-1])
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parents = package[: len(package) - node.level + 1] if node.level else ()
+                base = ".".join((*parents, *filter(None, [node.module])))
+                names |= {f"{base}.{alias.name}" for alias in node.names}
+        found[module] = {target for name in names if (target := _target(name, files)) not in ("", module)}
+    return found
+
+
+def _target(name: str, files: dict[str, Path]) -> str:
+    """The node of the graph that a dotted name belongs to; empty for other packages."""
+    first, *rest = name.split(".")
+    if first != "packed_kv":
+        return first if first in THIRD_PARTY else ""
+    while rest and ".".join(rest) not in files:
+        rest.pop()
+    return ".".join(rest) or "__init__"
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that reach themselves, in groups that reach each other."""
+    reached = {module: reachable(edges, module) for module in edges}
+    groups = {
+        frozenset(other for other in reached[module] if other in edges and module in reached[other])
+        for module in edges
+        if module in reached[module]
+    }
+    return sorted(map(sorted, groups))
+
+
+def reachable(edges: dict[str, set[str]], module: str) -> set[str]:
+    """What importing a module may come to import, at whatever time."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = edges.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_the_walk_finds_lazy_and_typing_imports():
+    """Else the tests below would hold an empty graph."""
+    assert "engine.backend" in graph()["engine.registration"], "imported in a function"
+    assert "vllm" in graph()["sharing.fingerprint"], "imported for types"
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b", "vllm"}}) == [["b", "c"]]
+
+
+def test_no_cycle():
+    assert cycles(graph()) == []
+
+
+@pytest.mark.parametrize("module", sorted(graph()))
+def test_imports_run_downwards(module: str):
+    own = room(module)
+    imported = {room(name) for name in graph()[module] - THIRD_PARTY} - {own}
+    assert own in FLOORS or own in BESIDE, f"new room {own}: give it a floor"
+    allowed = BESIDE[own] if own in BESIDE else {*FLOORS[: FLOORS.index(own)]}
+    assert imported <= allowed
+
+
+@pytest.mark.parametrize("module", sorted(graph()))
+def test_who_imports_vllm_and_torch(module: str):
+    if module != PROBE:
+        assert "vllm" not in graph()[module] or room(module) in KNOWS_VLLM
+    if room(module) in NO_TORCH and module != PROBE:
+        assert not reachable(graph(), module) & THIRD_PARTY
