@@ -76,6 +76,7 @@ def load_quality(name: str, setting: str = "") -> list[dict[str, str]]:
             "dtype": row["dtype"],
             "setting": setting,
             "bytes": str(row["bytes_per_token"]),
+            "request_bytes": str(row.get("bytes_per_request", "")),
             "kv_tokens": str(row["kv_tokens"]),
             "kv_bytes": str(run["settings"]["kv_cache_memory"]),
             **{key: str(value) for key, value in row["scores"].items()},

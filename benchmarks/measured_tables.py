@@ -257,12 +257,18 @@ def kl(row: Row, _: Row | None) -> str:
     """Mean KL, its standard error, and in brackets the ratio to fp8's storage of the same run."""
     error = row.get("kl_error", "None")
     bar = "" if error == "None" else f" ± {float(error):.4f}"
-    compared = f" ({float(row['kl_ratio']):.2f})" if row["kl_ratio"] else ""
+    share = float(row["kl_ratio"] or 0)
+    compared = f" ({share:.{1 if share >= 10 else 2}f})" if share else ""
     return f"{float(row['kl_mean']):.4f}{bar}{compared}"
 
 
 def quality() -> list[Table]:
-    return [pivot(smollm2(), ("dtype", "token"), ("setting",), kl, ["mean KL, nats", "KV bytes/token"])]
+    window = {row["dtype"]: int(row["request_bytes"]) for row in smollm2() if row["setting"] == CALIBRATED}
+    rows = [
+        {**row, "window": f"{window[row['dtype']] / 1024:,.0f}" if window[row["dtype"]] else ""} for row in smollm2()
+    ]
+    head = ["dtype", "KV bytes/token", "KiB of a request's window"]
+    return [pivot(rows, ("dtype", "token", "window"), ("setting",), kl, head)]
 
 
 def recall() -> list[Table]:

@@ -172,9 +172,9 @@ def test_shares_come_from_the_measured_steps() -> None:
 
 
 def test_kl_is_that_of_the_published_table() -> None:
-    """The numbers in brackets of docs/quality.md's table of SmolLM2 on an H200."""
-    page = (ROOT / "docs" / "quality.md").read_text()
-    head = "| dtype | KV bytes/token | KiB of a ring | calibrated, window 64 | uncalibrated, window 64 |"
+    """The numbers in brackets of docs/measured.md's table of SmolLM2 on an H200."""
+    page = (ROOT / "docs" / "measured.md").read_text()
+    head = "| dtype | KV bytes/token | KiB of a request's window | calibrated, window 64 | uncalibrated, window 64 |"
     table = page[page.index(head) :].split("\n\n")[0]
     places = {3: ("window", "calibrated"), 4: ("window", "uncalibrated"), 5: ("no_window", "calibrated")}
     for line in table.splitlines()[2:]:

@@ -1,4 +1,4 @@
-"""What was measured, from `measured.json` (tests hold it to benchmarks/results/ and docs/quality.md), and the estimate
+"""What was measured, from `measured.json` (tests hold it to benchmarks/results/ and docs/measured.md), and the estimate
 of a decode step that it gives.
 
     step = fixed + requests * request / ranks + collectives + reading
