@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from packed_kv.kernels.cuda import launch
-from packed_kv.kernels.cuda.source import HEADERS, MAIN, read_source
+from packed_kv.kernels.cuda.source import read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
 
@@ -19,8 +19,7 @@ FOLDER = Path(__file__).parent / "emulator"
 @cache
 def build(constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     folder = Path(tempfile.gettempdir()) / "packed_kv_emulator"
-    sources = {name: read_source(name) for name in (MAIN, *HEADERS) if name != "ptx.cuh"}
-    sources |= {path.name: path.read_text() for path in FOLDER.iterdir()}
+    sources = read_sources() | {path.name: path.read_text() for path in FOLDER.iterdir()}  # with another ptx.cuh
     folder /= hashlib.sha256(repr((constants, sorted(sources.items()))).encode()).hexdigest()[:16]
     library = folder / "decode.so"
     if not library.exists():

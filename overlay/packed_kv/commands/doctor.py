@@ -22,7 +22,7 @@ from ..calibration_file import FILE_NAME, CalibrationError
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..kernels.cuda import refusal
-from ..kernels.cuda.source import cache_folder
+from ..kernels.cuda.kernel_cache import cache_folder
 from ..model_shape import BadInput, Model, first, parse
 from ..planning.config_file import load
 from ..planning.plan import layers

@@ -1,20 +1,18 @@
-"""Compiles the kernel for the GPU at hand and keeps what came out in the user's cache.
+"""Compile the kernel for the GPU at hand with NVRTC.
 
-NVRTC and its binding, the package cuda-bindings, are what PyTorch for CUDA requires itself (2.10 and later), so no
-compiler has to be installed. The kernel includes no headers but its own.
+PyTorch for CUDA (2.10 and later) requires NVRTC and its binding, the package cuda-bindings, so no compiler has to be
+installed. The kernel includes no headers but its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver, nvrtc
 
-from .source import HEADERS, MAIN, cache_folder, read_source
+from .kernel_cache import load_or_compile
+from .source import HEADERS, MAIN, read_sources
 
 OPTIONS = ("--gpu-architecture=sm_90", "--std=c++17", "-default-device")
 
@@ -24,34 +22,16 @@ class CompileError(RuntimeError):
 
 
 def compiled_kernel(constants: dict[str, str]) -> bytes:
-    """Machine code of the kernel with its `constants`, from the cache or compiled (2 to 3 s)."""
-    sources = {name: read_source(name) for name in (MAIN, *HEADERS)}
+    """Return the machine code of the kernel with these definitions, from the cache or compiled (2 to 3 s)."""
+    sources = read_sources()
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(constants.items())))
     key = hashlib.sha256(repr((sources, options, compiler_version())).encode()).hexdigest()
-    path = cache_folder() / f"decode-{key[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = _compile(sources, options)
-    _keep(path, code)
-    return code
+    return load_or_compile(f"decode-{key[:32]}.cubin", lambda: _compile(sources, options))
 
 
 def compiler_version() -> tuple[int, int]:
-    """NVRTC's. Raises RuntimeError where there is none."""
+    """Return the version of NVRTC. Raises RuntimeError if there is none."""
     return _checked(nvrtc.nvrtcVersion())
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Write so that another process sees all of the file or nothing; a folder that cannot be written to costs only
-    time at the next start."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        return
 
 
 def _compile(sources: dict[str, str], options: tuple[str, ...]) -> bytes:
@@ -70,7 +50,7 @@ def _compile(sources: dict[str, str], options: tuple[str, ...]) -> bytes:
 
 
 def load(code: bytes, name: str, shared_bytes: int) -> driver.CUfunction:
-    """The kernel `name` on the current device, allowed `shared_bytes` of shared memory."""
+    """Load the kernel `name` on the current device, and allow it `shared_bytes` of dynamic shared memory."""
     module = _checked(driver.cuModuleLoadData(code))
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute
@@ -82,7 +62,7 @@ def load(code: bytes, name: str, shared_bytes: int) -> driver.CUfunction:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the binding gave besides its status. Raises CompileError."""
+    """Return what a call of the binding returned besides its status. Raises CompileError."""
     status, *values = result
     if int(status):
         raise CompileError(f"{type(status).__name__}: {status.name}")
