@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200, help="of the prompt (default: %(default)s)")
     options = parser.parse_args()
     prepare_environment(small_model=True)
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "engine"))
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
     import vllm
     from cpu_offload import connector  # type: ignore[import-not-found]
 

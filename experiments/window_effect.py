@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 from packed_kv_quality.engines import prepare_environment
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPO / "tests"), str(REPO / "tests" / "engine")]
+sys.path.insert(0, str(REPO / "tests" / "support"))
 prepare_environment(small_model=True)  # before vLLM is imported: its scheduler is looked at
 
 import coverage_engine  # noqa: E402

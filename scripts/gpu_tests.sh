@@ -11,23 +11,23 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 parts=("${@:-kernels engine memcheck}")
 memcheck_cases=(
-    "tests/kernels/test_store.py::test_bytes[d128-isoquant3]"
-    "tests/kernels/test_store.py::test_bytes[d128-turboquant35]"
-    "tests/kernels/test_store.py::test_bytes[d80-isoquant3]"
-    "tests/kernels/test_decode.py::test_formats[isoquant3]" # rotates the query and merges, too
-    "tests/kernels/test_decode.py::test_formats[turboquant35]"
-    "tests/kernels/test_decode.py::test_head_dims[isoquant3-80]"
-    "tests/kernels/test_decode.py::test_centred_and_scaled_pages[tq4-{'sinks': torch.bfloat16}]"
-    "tests/kernels/test_gather.py::test_gathered_tokens_equal_the_pages[isoquant3-96]"
-    "tests/kernels/test_gather.py::test_unrotated_vectors_are_the_decoded_ones[tq4-torch.float16]"
-    "tests/kernels/test_gather.py::test_combine[inf]"
-    "tests/kernels/test_gather.py::test_chunks_and_prefixes[False-{'sliding_window': 24, 'sinks': True}]"
-    "tests/kernels/test_ring.py::test_stored_bytes_equal_the_reference[isoquant4-64]"
-    "tests/kernels/test_ring.py::test_decode[{}]" # plans the ring, too
+    "tests/kernels/triton/test_store.py::test_bytes[d128-isoquant3]"
+    "tests/kernels/triton/test_store.py::test_bytes[d128-turboquant35]"
+    "tests/kernels/triton/test_store.py::test_bytes[d80-isoquant3]"
+    "tests/kernels/triton/test_decode.py::test_formats[isoquant3]" # rotates the query and merges, too
+    "tests/kernels/triton/test_decode.py::test_formats[turboquant35]"
+    "tests/kernels/triton/test_decode.py::test_head_dims[isoquant3-80]"
+    "tests/kernels/triton/test_decode.py::test_centred_and_scaled_pages[tq4-{'sinks': torch.bfloat16}]"
+    "tests/kernels/triton/test_gather.py::test_gathered_tokens_equal_the_pages[isoquant3-96]"
+    "tests/kernels/triton/test_gather.py::test_unrotated_vectors_are_the_decoded_ones[tq4-torch.float16]"
+    "tests/kernels/triton/test_gather.py::test_combine[inf]"
+    "tests/kernels/triton/test_gather.py::test_chunks_and_prefixes[False-{'sliding_window': 24, 'sinks': True}]"
+    "tests/kernels/triton/test_ring.py::test_stored_bytes_equal_the_reference[isoquant4-64]"
+    "tests/kernels/triton/test_ring.py::test_decode[{}]" # plans the ring, too
     # The CUDA kernel: a warp's splits, blocks that combine their warps and each other, the ring, sums of weights.
-    "tests/kernels/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'seq_lens': (1, 37, 300)}]"
-    "tests/kernels/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 64, 'kv_heads': 1, 'group': 2, 'query_lens': (4, 0, 3), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
-    "tests/kernels/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'requests': ((90, 0), (60, 50), (20, 20)), 'query_lens': (3, 2, 1), 'recent': 16, 'group': 2, 'block_size': 4}]"
+    "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'seq_lens': (1, 37, 300)}]"
+    "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 64, 'kv_heads': 1, 'group': 2, 'query_lens': (4, 0, 3), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
+    "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'requests': ((90, 0), (60, 50), (20, 20)), 'query_lens': (3, 2, 1), 'recent': 16, 'group': 2, 'block_size': 4}]"
     "tests/kernels/test_merge_sums.py::test_sums_of_weights[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
@@ -37,7 +37,7 @@ kernels() {
     local jobs=()
     if python3 -c 'import xdist' 2>/dev/null; then jobs=(-n 8); fi
     # test_compile.py needs no GPU, and CI runs it.
-    run_pytest "${jobs[@]}" tests/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
+    run_pytest "${jobs[@]}" tests/codecs/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
 }
 
 engine() { run_pytest tests/engine/test_{on_cuda,hybrids,drafts,capacity,images}.py; }

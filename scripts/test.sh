@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types, tests and the docs site; arguments go to pytest (scripts/test.sh tests/test_codecs.py -k 3bit).
+# Lint, types, tests and the docs site; arguments go to pytest (scripts/test.sh tests/codecs/test_codecs.py -k 3bit).
 # --verify-patches as the first argument also checks the patches against the pinned wheels (a download of 1 GB).
 set -euo pipefail
 # shellcheck source=scripts/setup_env.sh

@@ -1,4 +1,4 @@
-"""Settings of every test: no network, no telemetry, quiet engines in the test's own process.
+"""Settings of every test: no network, no telemetry, quiet engines in the test's own process; what starts an engine.
 
 One OpenMP thread, not bound to a core: the demo model is too small to gain from a second, and OpenMP's barriers
 make two threads ten times slower than one as soon as anything else runs on the machine.
@@ -6,8 +6,18 @@ make two threads ten times slower than one as soon as anything else runs on the 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from checkout import DEMO_MODEL
+
+if TYPE_CHECKING:
+    from harness import Start
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that fixtures end the servers that they started
 os.environ.update(
@@ -19,3 +29,37 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> str:
+    """Folder of the embedded demo model."""
+    return str(DEMO_MODEL)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts an architecture of `coverage_models`, with the weights and, on CUDA, graphs that the table has."""
+    import coverage_engine
+    import harness
+    import torch
+    from coverage_models import MODELS
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    monkeypatch.setattr(DummyModelLoader, "load_weights", coverage_engine.set_weights)
+
+    def start(architecture: str, kv_cache_dtype: str, **options: Any) -> AbstractContextManager:
+        if architecture.startswith("Qwen3_5"):
+            pytest.importorskip("torchvision", reason="transformers asks for it")
+        coverage_engine.register(architecture)
+        folder = tmp_path / architecture
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(MODELS[architecture]))
+        defaults: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 4096}
+        if torch.cuda.is_available():
+            coverage_engine.keep_one_configuration()
+            defaults |= {"enforce_eager": False, "compilation_config": coverage_engine.GRAPHS}
+            defaults["additional_config"] = {"gdn_prefill_backend": "triton"}
+        return harness.engine(str(folder), kv_cache_dtype, **{**defaults, **options})
+
+    return start

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import REPO
 from packed_kv import FORMATS
 from packed_kv.formats import FORMAT_VERSION, MAGNITUDES, MAX_SCALE_BYTE
 from packed_kv.layout import MICRO_BLOCK, page_layout
 
-PACKAGE = Path(__file__).parents[1] / "overlay" / "packed_kv"
+PACKAGE = REPO / "overlay" / "packed_kv"
 SLOT_BYTES = {
     "isoquant3": 104, "isoquant4": 136, "planarquant3": 104, "planarquant4": 136,
     "turboquant25": 80, "turboquant35": 112, "tq3": 104, "tq4": 136,

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import REPO
 
-REPO = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/measured.md", "benchmarks/README.md", "benchmarks/results/README.md")
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers_cache
 from calibration_files import content, write
+from checkout import DEMO_MODEL
 from packed_kv import FORMATS, get_codec
 from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.calibration_file import CalibrationError, fields_for, load
@@ -27,7 +28,6 @@ from transformers import (
 )
 from transformers.models.mistral import MistralForCausalLM
 
-DEMO = Path(__file__).parents[1] / "models" / "demo-7m"
 HEADS, HEAD_DIM, WINDOW = 2, 64, 16
 PROMPTS = ("The secret number of the mill is 4711. ", "Once upon a time there was a miller who had three sons, and ")
 every_format = pytest.mark.parametrize("name", FORMATS)
@@ -41,12 +41,12 @@ def calibration(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo():
-    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained(DEMO, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

@@ -36,7 +36,7 @@ DEMO_PLACEBO = 0.2
 
 ROUNDING_MARGIN = 3.0
 """Up to this times the KL divergence of rounding, a dtype is the baseline by another name. A codec that returns its
-input in bf16 was measured at 1.1 to 1.2 times (tests/engine/test_quality.py)."""
+input in bf16 was measured at 1.1 to 1.2 times (tests/quality/test_quality.py)."""
 WINDOW_MARGIN = 1.5
 """The same for our dtypes with a recent window, which leaves so little that 3 times rounding would call it nothing."""
 EQUAL_SHARE = 0.7

@@ -19,11 +19,11 @@ import pytest
 import tiny_models
 import tq_calibrate
 from calibration_files import content, write
+from checkout import DEMO_MODEL
 from packed_kv.calibration_file import FILE_NAME, load
 from tq_calibrate import collect
 from tq_calibrate.cli import main
 
-DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo-7m"
 TOKENS = ("--tokens", "512")
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import DEMO_MODEL
 from safetensors.torch import load_file, save_file
 from tq_calibrate.cli import main
 from tq_calibrate.errors import UserError
 from tq_calibrate.vllm_engine import check_passes
 
-DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo-7m"
 GROUP = 64
 NUMBERS = ("key_channel_mean", "key_first_token_mean", "key_channel_scale", "value_channel_scale", "value_channel_rms")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkout import REPO
 
-ROOT = Path(__file__).parents[2]
 BARE = "import sys; from packed_kv.commands.main import main; sys.exit(main(sys.argv[1:]))"
 """Run with -S, without site-packages."""
 
@@ -19,8 +19,8 @@ BARE = "import sys; from packed_kv.commands.main import main; sys.exit(main(sys.
 def bare(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `packed-kv` in a Python that has the standard library and packed-kv, and nothing else."""
     (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "packed_kv_patches").symlink_to(ROOT / "vllm_patches")
-    folders = [tmp_path / "packages", *(ROOT / part for part in ("overlay", "calibration", "quality"))]
+    (tmp_path / "packages" / "packed_kv_patches").symlink_to(REPO / "vllm_patches")
+    folders = [tmp_path / "packages", *(REPO / part for part in ("overlay", "calibration", "quality"))]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

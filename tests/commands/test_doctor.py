@@ -9,11 +9,11 @@ from pathlib import Path
 
 import calibration_files
 import pytest
+from checkout import DEMO_MODEL
 from packed_kv.commands import doctor
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
 
-DEMO = Path(__file__).parents[2] / "models" / "demo-7m"
 H200 = {
     "torch": "2.11.0", "platform": "cuda", "registered": list(FORMATS), "devices": 2, "device": "NVIDIA H200",
     "capability": [9, 0], "memory": 140 << 30, "flash_attention": 3,
@@ -21,7 +21,7 @@ H200 = {
 
 
 def test_where_nothing_is_installed_it_says_what_to_install(tmp_path: Path, bare) -> None:
-    run = bare("doctor", str(DEMO), "--tiers", str(tmp_path), str(tmp_path / "none"))
+    run = bare("doctor", str(DEMO_MODEL), "--tiers", str(tmp_path), str(tmp_path / "none"))
     assert run.returncode == 1, run.stderr
     python, model, torch, vllm, plugin, calibration, tier, no_tier = run.stdout.splitlines()
     assert python.startswith("OK    Python 3.")
@@ -61,7 +61,7 @@ def probed(monkeypatch: pytest.MonkeyPatch):
 def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path))
     asked = probed(H200)
-    found = lines(str(DEMO))
+    found = lines(str(DEMO_MODEL))
     assert asked == ["128"]
     assert "OK    2 x NVIDIA H200, compute capability 9.0, 140.0 GiB" in found
     assert "OK    FlashAttention 3" in found
@@ -69,7 +69,7 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     served = f"OK    decodes of {heads} are served by the CUDA kernel"
     assert f"{served}, to be compiled at the first start, into {tmp_path}" in found
     (tmp_path / "decode-1.cubin").touch()
-    assert f"{served}, 1 variants compiled in {tmp_path}" in lines(str(DEMO))
+    assert f"{served}, 1 variants compiled in {tmp_path}" in lines(str(DEMO_MODEL))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_plugins_that_are_left_out(probed, monkeypatch: pytest.MonkeyPatch) -> N
 def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed(H200)
     model = tmp_path / "demo-7m"
-    shutil.copytree(DEMO, model)
+    shutil.copytree(DEMO_MODEL, model)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     (tmp_path / "packed_kv").mkdir()
     (tmp_path / "packed_kv" / "demo-7m-0123.json").touch()

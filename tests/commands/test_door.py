@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import shtab
+from checkout import DEMO_MODEL, REPO
 from packed_kv.commands import completion
 from packed_kv.commands.main import COMMANDS, main
 
-ROOT = Path(__file__).parents[2]
 LINES = 40
 """Of a screen."""
 
@@ -48,7 +48,7 @@ def test_help_fits_a_screen(words: tuple[str, ...], capsys, monkeypatch: pytest.
 
 
 def test_the_old_names_are_names_of_the_same() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
     old = {"packed-kv-patch": "patch", "tq-calibrate": "calibrate", "packed-kv-quality": "quality"}
     for script, name in old.items():
         assert scripts[script] == f"{COMMANDS[name].module}:main"
@@ -107,7 +107,7 @@ def test_script_of_each_shell_has_the_options_of_all_commands(shell: str, capsys
 
 
 def test_plan_needs_the_standard_library_alone(bare) -> None:
-    run = bare("plan", str(ROOT / "models" / "demo-7m"), "--gpu", "L4")
+    run = bare("plan", str(DEMO_MODEL), "--gpu", "L4")
     assert run.returncode == 0, run.stderr
     assert "turboquant25" in run.stdout
 
@@ -119,7 +119,7 @@ def test_what_is_missing_is_named(bare) -> None:
     run = bare("plan", "someone/model", "--gpu", "L4")
     assert run.returncode == 2
     assert "to look on the Hugging Face Hub: pip install huggingface_hub" in run.stderr
-    run = bare("plan", str(ROOT / "models" / "demo-7m"), "--gpu", "L4", "--plot", "x.png")
+    run = bare("plan", str(DEMO_MODEL), "--gpu", "L4", "--plot", "x.png")
     assert run.returncode == 2
     assert run.stderr == "packed-kv plan: --plot needs matplotlib; pip install 'packed-kv[plots]'\n"
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE / "triton"), str(HERE / "cuda")]  # tests take helpers from each other
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -21,5 +25,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="triton was imported without its interpreter: run pytest tests/kernels by itself")
     for item in items:
-        if item.path.is_relative_to(os.path.dirname(__file__)) and item.path.name != "test_compile.py":
+        if item.path.is_relative_to(HERE) and item.path.name != "test_compile.py":
             item.add_marker(skip)

@@ -14,7 +14,8 @@ import venv
 from pathlib import Path
 
 import pytest
-from installed_wheel import REPO, Distributions, Installed
+from checkout import REPO
+from installed_wheel import Distributions, Installed
 
 
 @pytest.fixture(scope="session")

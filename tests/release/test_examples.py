@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from installed_wheel import REPO, Installed
+from checkout import REPO
+from installed_wheel import Installed
 from packed_kv import FORMATS
 
 EXAMPLES = REPO / "examples"

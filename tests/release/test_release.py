@@ -14,7 +14,8 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
-from installed_wheel import REPO, Distributions, Installed
+from checkout import REPO
+from installed_wheel import Distributions, Installed
 from packaging.requirements import Requirement
 
 ROOTS = {

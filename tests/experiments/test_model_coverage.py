@@ -7,10 +7,11 @@ from pathlib import Path
 
 import model_coverage
 import pytest
+from checkout import REPO
 from coverage_models import MODELS
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "models.json"
+PAGE = REPO / "docs" / "models.md"
+RESULTS = REPO / "benchmarks" / "results" / "models.json"
 SERVED = {
     "Qwen3NextForCausalLM": {"full", "state (gdn)"},
     "FalconH1ForCausalLM": {"full", "state (mamba2)"},

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import DEMO_MODEL, REPO
 from packed_kv import FORMATS
 
-REPO = Path(__file__).parents[1]
-BENCHMARKS, DEMO_MODEL = REPO / "benchmarks", REPO / "models" / "demo-7m"
+BENCHMARKS = REPO / "benchmarks"
 DTYPE, BUDGET, INPUT, OUTPUT = "isoquant4", 24 << 20, 250, 6
 DECODE = f"""
     --model {DEMO_MODEL} --dtypes {DTYPE} isoquant5 --shapes 1x256 2x128 900x256 --steps 3 --prefill 64 --prompts 2

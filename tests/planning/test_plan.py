@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
 from packed_kv.formats import FORMATS
@@ -17,9 +18,7 @@ from packed_kv.model_shape import BadInput, parse
 from packed_kv.planning import cache, cards, config_file, measured
 from packed_kv.planning.weights import weights
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-DEMO = ROOT / "models" / "demo-7m"
+RESULTS = REPO / "benchmarks" / "results"
 SHAPE_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 36,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
@@ -173,7 +172,7 @@ def test_shares_come_from_the_measured_steps() -> None:
 
 def test_kl_is_that_of_the_published_table() -> None:
     """The numbers in brackets of docs/measured.md's table of SmolLM2 on an H200."""
-    page = (ROOT / "docs" / "measured.md").read_text()
+    page = (REPO / "docs" / "measured.md").read_text()
     head = "| dtype | KV bytes/token | KiB of a request's window | calibrated, window 64 | uncalibrated, window 64 |"
     table = page[page.index(head) :].split("\n\n")[0]
     places = {3: ("window", "calibrated"), 4: ("window", "uncalibrated"), 5: ("no_window", "calibrated")}
@@ -245,8 +244,8 @@ def test_weights_are_the_published_parameters(name: str) -> None:
 
 
 def test_weights_of_a_folder_are_what_its_file_holds() -> None:
-    config, folder = config_file.load(str(DEMO))
-    size = (DEMO / "model.safetensors").stat().st_size
+    config, folder = config_file.load(str(DEMO_MODEL))
+    size = (DEMO_MODEL / "model.safetensors").stat().st_size
     assert weights(parse(config, "demo"), None, folder).total == pytest.approx(size, rel=0.01)
 
 
@@ -298,7 +297,7 @@ def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFix
 
 
 def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(DEMO), "--gpu", "L4"]) == 0
+    assert main([str(DEMO_MODEL), "--gpu", "L4"]) == 0
     text = capsys.readouterr().out
     for said in (
         "--context 2,048 assumed",
@@ -309,9 +308,9 @@ def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[s
     ):
         assert said in text
     for more, said in ([], "on one are met within 9 %"), (["--bandwidth", "2"], "on H100: not measured"):
-        assert main([str(DEMO), "--gpu", "H100", *more]) == 0
+        assert main([str(DEMO_MODEL), "--gpu", "H100", *more]) == 0
         assert said in capsys.readouterr().out
-    assert main([str(DEMO), "--gpu-memory", "24GiB", "--context", "1k"]) == 0
+    assert main([str(DEMO_MODEL), "--gpu-memory", "24GiB", "--context", "1k"]) == 0
     text = capsys.readouterr().out
     assert "--context" not in text
     assert "no step: the bandwidth of the card is not known (--bandwidth)" in text
@@ -362,8 +361,8 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
             ("nobody/nothing", "--gpu", "H200"),
             "nobody/nothing is no folder and no file, and the Hugging Face Hub gives",
         ),
-        ((str(DEMO),), "no card is named; give --gpu NAME (one of B200, H200"),
-        ((str(DEMO), "--gpu", "H300"), "--gpu H300 is not known; known: B200, H200"),
+        ((str(DEMO_MODEL),), "no card is named; give --gpu NAME (one of B200, H200"),
+        ((str(DEMO_MODEL), "--gpu", "H300"), "--gpu H300 is not known; known: B200, H200"),
         (("{8b}", "--gpu", "L4", "--weights", "30GiB"), "30.0 GiB of weights a card (as given) and 3 GiB for the rest"),
         (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),

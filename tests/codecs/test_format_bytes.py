@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkout import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_kv import FORMATS, get_codec
@@ -61,7 +61,7 @@ unless `FORMAT_VERSION` is counted up with it."""
 
 def worked_example(name: str, head_dim: int) -> dict[str, list[str]]:
     """The document's example: first word of a line -> what follows up to the dots, there and in lines below without."""
-    document = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    document = (REPO / "docs" / "formats.md").read_text()
     begin = document.index(f"\n`{name}`, head_dim {head_dim}, ")
     word, lines = "", {}
     for line in document[begin:].split("\n\n")[1].splitlines():

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import REPO
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-REPO = Path(__file__).parents[1]
 TEXTS = sorted(path for path in (REPO / "docs" / "upstream").glob("*.md") if path.name != "README.md")
 
 

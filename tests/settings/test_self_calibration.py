@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_models
 from calibration_files import content, write
+from checkout import DEMO_MODEL
 from harness import engine
 from packed_kv.calibration_file import CalibrationError, load
 from packed_kv.settings import self_calibration
@@ -22,9 +23,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-TOKENIZER = Path(__file__).parents[2] / "models" / "demo-7m"
 AUTO: dict[str, Any] = {"additional_config": {"packed_kv": {"calibration": "auto"}}}
-OPTIONS: dict[str, Any] = {"tokenizer": str(TOKENIZER), "dtype": "float32", "max_model_len": 512, **AUTO}
+OPTIONS: dict[str, Any] = {"tokenizer": str(DEMO_MODEL), "dtype": "float32", "max_model_len": 512, **AUTO}
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_the_command_runs_the_model_as_the_engine_does(
         *("-P", "-m", "tq_calibrate", "model", model, "--engine", "vllm", "--out", str(path)),
         *("--dtype", "float32", "--context", "512", "--engine-options", command[-1]),
     ]
-    for part in (f'"tokenizer": "{TOKENIZER}"', '"rope_theta": 500000.0', '"gpu_memory_utilization": 0.5'):
+    for part in (f'"tokenizer": "{DEMO_MODEL}"', '"rope_theta": 500000.0', '"gpu_memory_utilization": 0.5'):
         assert part in command[-1]
 
 

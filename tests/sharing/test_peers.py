@@ -6,17 +6,17 @@ import random
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibration_files import content, write
+from checkout import REPO
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(REPO / "benchmarks"))
 from nixl_engine import Peer
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 128, 16

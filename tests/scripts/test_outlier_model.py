@@ -11,14 +11,12 @@ from pathlib import Path
 import make_outlier_model
 import pytest
 import torch
+from checkout import DEMO_MODEL
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
-
-REPO = Path(__file__).parents[1]
 SCRIPT = Path(make_outlier_model.__file__)
-DEMO = REPO / "models" / "demo-7m"
 SMALL = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -53,8 +51,10 @@ def saved(config: str, folder: Path, **options: object) -> Path:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_demo_model_keeps_its_logits(seed: int, tmp_path: Path) -> None:
     """Six of 128 key channels (three pairs) and five of 128 value channels of each head, others as they were."""
-    make_outlier_model.make(DEMO, tmp_path / "out", make_outlier_model.Outliers(scale=12, value_scale=8, seed=seed))
-    (plain, plain_cache), (logits, cache) = run(DEMO), run(tmp_path / "out")
+    make_outlier_model.make(
+        DEMO_MODEL, tmp_path / "out", make_outlier_model.Outliers(scale=12, value_scale=8, seed=seed)
+    )
+    (plain, plain_cache), (logits, cache) = run(DEMO_MODEL), run(tmp_path / "out")
     assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
     chosen = []
     for layers in zip(plain_cache, cache, strict=True):
@@ -107,7 +107,7 @@ def test_an_offset_shifts_keys_and_changes_logits_a_little(config: str, scale: f
 
 def test_command_copies_the_rest_and_shards(tmp_path: Path) -> None:
     source = tmp_path / "in"
-    shutil.copytree(DEMO, source)
+    shutil.copytree(DEMO_MODEL, source)
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     (source / "turboquant_kv.json").write_text("{}")
@@ -143,8 +143,8 @@ def test_command_copies_the_rest_and_shards(tmp_path: Path) -> None:
     ids=str,
 )
 def test_refused(change: dict, words: str, tmp_path: Path) -> None:
-    shutil.copytree(DEMO, tmp_path / "in")
-    config = json.loads((DEMO / "config.json").read_text())
+    shutil.copytree(DEMO_MODEL, tmp_path / "in")
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(make_outlier_model.ModelError, match=words):
         make_outlier_model.make(tmp_path / "in", tmp_path / "out", make_outlier_model.Outliers())

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import tried
+from checkout import DEMO_MODEL, REPO
 from packed_kv import get_codec
 from packed_kv.codecs import scalar
 from packed_kv.formats import MAX_SCALE_BYTE, VALUE_GAIN
@@ -301,8 +302,7 @@ def test_hadamard_of_the_ring_is_orthonormal() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    repo = Path(__file__).parents[1]
-    arguments = ["tried.py", "--model", str(repo / "models" / "demo-7m"), "--text", str(repo / "LICENSE"), "--tokens",
+    arguments = ["tried.py", "--model", str(DEMO_MODEL), "--text", str(REPO / "LICENSE"), "--tokens",
                  "256", "--calibration-tokens", "256", "--output", str(tmp_path), "--rows", "^tq[34]$"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     tried.main()

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkout import DEMO_MODEL, REPO
 
-REPO = Path(__file__).parents[1]
-BENCHMARKS, DEMO_MODEL = REPO / "benchmarks", REPO / "models" / "demo-7m"
+BENCHMARKS = REPO / "benchmarks"
 BLOCK = 16
 
 

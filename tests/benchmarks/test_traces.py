@@ -11,9 +11,9 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
+from checkout import DEMO_MODEL, REPO
 
-REPO = Path(__file__).parents[1]
-BENCHMARKS, DEMO_MODEL = REPO / "benchmarks", REPO / "models" / "demo-7m"
+BENCHMARKS = REPO / "benchmarks"
 TURNS, ANSWER_SECONDS, CHUNK = 6, 2.0, 16
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import REPO
 from packed_kv_quality import run as commands
 from packed_kv_quality.baseline import Baseline, BaselineError, BaselineWriter, Comparison, Positions, Scores
 from packed_kv_quality.cli import main
@@ -318,7 +319,7 @@ def test_plots_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_plots_of_a_result_under_another_name(tmp_path: Path) -> None:
-    results = Path(__file__).parents[1] / "benchmarks" / "results" / "quality-smollm2-h200"
+    results = REPO / "benchmarks" / "results" / "quality-smollm2-h200"
     shutil.copy(results / "calibrated-window-64-f759513.json", tmp_path / "mine.json")
     assert main(["plots", str(tmp_path / "mine.json")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-pareto.png", "mine-recall.png", "mine.json"]

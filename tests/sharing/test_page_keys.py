@@ -17,6 +17,7 @@ import tiny_models
 import torch
 from block_store import BlockStore
 from calibration_files import ORDERS, OUTLIERS, content, write
+from checkout import DEMO_MODEL
 from harness import engine
 from packed_kv import formats
 from packed_kv.engine import registration
@@ -31,7 +32,6 @@ from vllm.engine.arg_utils import EngineArgs
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 64, 16
 PROMPT = torch.randint(tiny_models.VOCAB, (4 * BLOCK + 2,), generator=torch.Generator().manual_seed(1)).tolist()
-TOKENIZER = Path(__file__).parents[2] / "models" / "demo-7m"
 
 
 def generate(model: Path, folder: Path) -> tuple[int, list[int]]:
@@ -43,7 +43,7 @@ def generate(model: Path, folder: Path) -> tuple[int, list[int]]:
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "max_model_len": 256}
-    options |= {"block_size": BLOCK, "tokenizer": str(TOKENIZER), "kv_transfer_config": connector}
+    options |= {"block_size": BLOCK, "tokenizer": str(DEMO_MODEL), "kv_transfer_config": connector}
     with engine(str(model), "turboquant25", **options) as llm:
         sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         (result,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
@@ -129,7 +129,7 @@ def test_nixl_refuses_a_peer_with_another_format(tmp_path: Path, monkeypatch: py
     """Its message names both fingerprints."""
     model = tiny_models.save(tiny_models.llama(), tmp_path)
     file = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM)).rename(tmp_path / "other.json")
-    plain = EngineArgs(model, tokenizer=str(TOKENIZER), kv_cache_dtype="isoquant4").create_engine_config()
+    plain = EngineArgs(model, tokenizer=str(DEMO_MODEL), kv_cache_dtype="isoquant4").create_engine_config()
     calibrated = replace(plain, additional_config={"packed_kv": {"calibration": str(file)}})
     hashes = [nixl_hash(config, "PACKED_KV_ISOQUANT4") for config in (plain, calibrated)]
     found = [fingerprint(config, FORMATS["isoquant4"]) for config in (plain, calibrated)]

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from calibration_files import ORDERS, OUTLIERS, content, write
+from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.calibration_file import CalibrationError
 from packed_kv.formats import FORMATS
@@ -49,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(model: Path, kv_cache_dtype: str, **options: object):
-    tokenizer = Path(__file__).parents[2] / "models" / "demo-7m"
+    tokenizer = DEMO_MODEL
     return engine(str(model), kv_cache_dtype, **{**ENGINE, "tokenizer": str(tokenizer), **options})
 
 

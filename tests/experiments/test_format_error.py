@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import format_error
 import pytest
+from checkout import REPO
 from packed_kv import FORMATS
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "formats.md"
+DOCUMENT = REPO / "docs" / "formats.md"
 OURS = "this code"
 
 
