@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from checkout import REPO
 
-PACKAGE = Path(__file__).parents[1] / "overlay" / "packed_kv"
+PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "model_shape", "refusals", "calibration_file", "codecs", "kernels", "vllm_compat", "settings",
     "window", "attention", "sharing", "engine", "plugin",
