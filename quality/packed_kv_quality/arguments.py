@@ -37,9 +37,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """The options of a command that runs engines."""
     texts, recall = CONTENTS[command]
     add = parser.add_argument
-    add("--model", help="folder or Hugging Face name (default: the demo model)")
-    add("--dtypes", nargs="*", metavar="DTYPE", default=list(FORMATS),
-        help="any that vLLM knows (default: ours); none: the baseline")  # fmt: skip
+    add_engine_arguments(parser)
     add("--context", type=int, metavar="N",
         help=f"tokens of a window of text (default: up to {MAX_CONTEXT})")  # fmt: skip
     if texts:
@@ -50,6 +48,16 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         add("--skip-recall", action="store_true", help="measure no recall")
     if command in ("run", "sweep"):
         add("--max-kl", type=float, metavar="NATS", help="bound of every dtype's mean KL")
+    add("--graphs", action="store_true",
+        help="decode under CUDA graphs (for chunks of 1 token)")  # fmt: skip
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that runs engines, and of what it writes."""
+    add = parser.add_argument
+    add("--model", help="folder or Hugging Face name (default: the demo model)")
+    add("--dtypes", nargs="*", metavar="DTYPE", default=list(FORMATS),
+        help="any that vLLM knows (default: ours); none: the baseline")  # fmt: skip
     add("--kv-cache-memory", type=memory, metavar="SIZE",
         help="KV memory of each engine, as 4G (default: 96M, or 2G)")  # fmt: skip
     add("--calibration", type=Path, metavar="PATH", help="turboquant_kv.json for our dtypes")
@@ -57,8 +65,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="vLLM's for our dtypes, as '{\"packed_kv\": {...}}'")  # fmt: skip
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", metavar="T",
         help="of the model: auto, bfloat16, float16, float32")  # fmt: skip
-    add("--graphs", action="store_true",
-        help="decode under CUDA graphs (for chunks of 1 token)")  # fmt: skip
     add("--parallel", type=int, default=1, metavar="N",
         help="dtypes at a time on the device (default: %(default)s)")  # fmt: skip
     add("--output", type=Path, metavar="DIR", default=Path("results/quality"),
@@ -109,8 +115,7 @@ def json_object(text: str) -> dict[str, Any]:
 def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     """Check all that can be checked without an engine: the settings, and the identity of their baseline."""
     has_text, has_recall = CONTENTS[options.command]
-    if not options.no_plots and importlib.util.find_spec("matplotlib") is None:
-        raise BadInput("matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots")
+    check_plots(options)
     check_dtypes(options.dtypes)
     check_numbers(options)
     check_files(options, has_text)
@@ -208,6 +213,12 @@ def additional_config(options: argparse.Namespace) -> dict[str, Any]:
     if options.command == "sweep":
         ours.setdefault("recent_tokens", 0)
     return {**options.additional_config, "packed_kv": ours} if ours else options.additional_config
+
+
+def check_plots(options: argparse.Namespace) -> None:
+    """Raises BadInput if plots are asked for and cannot be drawn."""
+    if not options.no_plots and importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots")
 
 
 def check_dtypes(dtypes: list[str]) -> None:

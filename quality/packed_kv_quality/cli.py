@@ -17,6 +17,7 @@ from pathlib import Path
 from .arguments import BadInput, add_run_arguments
 from .baseline import BaselineError
 from .engines import prepare_environment
+from .generation_command import add_generation_arguments
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -51,9 +52,14 @@ def parser(prog: str = "packed-kv-quality") -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, usage=usage, formatter_class=_wide)
         add_run_arguments(command, name)
         command.set_defaults(run=_run)
+    text = "as servers generate: prompts prefilled whole, text forced behind them, tasks with known answers"
+    usage = f"{prog} generate [options]   (docs/quality.md says what they are for)"
+    command = commands.add_parser("generate", help=text, description=text, usage=usage, formatter_class=_wide)
+    add_generation_arguments(command)
+    command.set_defaults(run=_generate)
     plots = commands.add_parser("plots", help="draw the plots of a run again", description="Draw a run's plots again.")
     plots.add_argument("folder", type=Path, metavar="DIR|FILE.json",
-        help="--output of a run, with quality.json or recall.json; or a quality.json of any name")  # fmt: skip
+        help="--output of a run, with its quality.json or the like; or a quality.json of any name")  # fmt: skip
     plots.set_defaults(run=_plots)
     return made
 
@@ -71,6 +77,13 @@ def _run(options: argparse.Namespace) -> int:
     from .run import run_recall, run_text
 
     return run_recall(options) if options.command == "recall" else run_text(options)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    prepare_environment(small_model=options.model is None)
+    from .generation_command import run_generation
+
+    return run_generation(options)
 
 
 def _plots(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from packed_kv import FORMATS
 from tqdm import tqdm
@@ -31,6 +31,23 @@ STORAGE = "fp8-storage"
 BATCHED_TOKENS = 2048
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps without torch.compile, which would take longer than it saves."""
+
+
+class EngineSettings(Protocol):
+    """What an engine is started with. `dtype` is that of weights and activations, `additional_config` is for the dtypes
+    of packed-kv, and `parallel` engines are on the device at a time."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def kv_cache_memory(self) -> int: ...
+    @property
+    def additional_config(self) -> dict[str, Any]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def parallel(self) -> int: ...
+    def max_model_len(self) -> int: ...
 
 
 class Refused(RuntimeError):
@@ -209,12 +226,13 @@ def _bytes_per_value(llm: LLM) -> int:
 
 
 def _recall(dtype: str, llm: LLM, settings: Settings) -> list[Cell]:
-    with _bar(f"{dtype}: recall", settings.recall.tokens()) as done:
+    with progress_bar(f"{dtype}: recall", settings.recall.tokens()) as done:
         return recall_map(llm, settings.recall, done)
 
 
 @contextlib.contextmanager
-def _engine(dtype: str, settings: Settings) -> Iterator[LLM]:
+def start_engine(dtype: str, settings: EngineSettings, **more: Any) -> Iterator[LLM]:
+    """An engine of one dtype; `more` are further arguments of `LLM`. Raises Refused if it does not start."""
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "kv_cache_memory_bytes": settings.kv_cache_memory,
@@ -227,10 +245,9 @@ def _engine(dtype: str, settings: Settings) -> Iterator[LLM]:
     }
     if settings.parallel > 1:  # vLLM does not start on a device without that much free, whatever it then takes
         options["gpu_memory_utilization"] = 0.9 / settings.parallel
-    if settings.graphs and dtype != BASELINE:  # the baseline runs with hooks, too, which graphs would not call
-        options |= {"enforce_eager": False, "compilation_config": DECODE_GRAPHS}
     if settings.additional_config and dtype in FORMATS:
         options["additional_config"] = settings.additional_config
+    options |= more
     with contextlib.ExitStack() as stack:
         try:
             llm = stack.enter_context(engine(settings.model, dtype, **options))
@@ -239,12 +256,19 @@ def _engine(dtype: str, settings: Settings) -> Iterator[LLM]:
         yield llm
 
 
+def _engine(dtype: str, settings: Settings) -> contextlib.AbstractContextManager[LLM]:
+    graphs: dict[str, Any] = {}
+    if settings.graphs and dtype != BASELINE:  # the baseline runs with hooks, too, which graphs would not call
+        graphs = {"enforce_eager": False, "compilation_config": DECODE_GRAPHS}
+    return start_engine(dtype, settings, **graphs)
+
+
 def _progress(dtype: str, settings: Settings, passes: int = 1) -> contextlib.AbstractContextManager[Callable]:
-    return _bar(f"{dtype}: text", passes * sum(map(len, settings.windows)))
+    return progress_bar(f"{dtype}: text", passes * sum(map(len, settings.windows)))
 
 
 @contextlib.contextmanager
-def _bar(title: str, tokens: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(title: str, tokens: int) -> Iterator[Callable[[int], object]]:
     """A progress bar over tokens, on a terminal."""
     with tqdm(total=tokens, desc=title, unit=" tokens", disable=None, leave=False) as bar:
         yield bar.update

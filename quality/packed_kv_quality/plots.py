@@ -19,6 +19,7 @@ from matplotlib.transforms import Bbox
 from packed_kv import FORMATS
 
 from .arguments import BadInput
+from .generation import Generation
 from .measurement import Measurement
 from .recall_map import Cell
 
@@ -30,14 +31,17 @@ LABEL_PLACES = ((6, -3, "left"), (-6, -3, "right"), (6, 5, "left"), (6, -11, "le
 
 
 def draw(results: Path) -> None:
-    """pareto.png of the dtypes in a folder's quality.json, and recall.png of the recall in it or in recall.json; of a
-    quality.json under another NAME.json, NAME-pareto.png and NAME-recall.png beside it.
+    """pareto.png of the dtypes in a folder's quality.json, recall.png of the recall in it or in recall.json, and
+    generate.png of its generate.json; of a quality.json under another NAME.json, NAME-pareto.png and NAME-recall.png
+    beside it.
 
     Raises BadInput if there is none, or one of another version.
     """
+    if (generated := results / "generate.json").exists():
+        _draw_generation(generated)
     paths = [results] if results.is_file() else [results / name for name in ("quality.json", "recall.json")]
-    if not any(path.exists() for path in paths):
-        raise BadInput(f"{results} has neither quality.json nor recall.json")
+    if not any(path.exists() for path in (*paths, generated)):
+        raise BadInput(f"{results} has neither quality.json, recall.json nor generate.json")
     prefix = f"{results.stem}-" if results.is_file() else ""
     for path in filter(Path.exists, paths):
         try:
@@ -53,6 +57,41 @@ def draw(results: Path) -> None:
             pareto(measured, found["limits"]["rounding"], title, path.with_name(f"{prefix}pareto.png"))
         if recall:
             recall_maps(recall, f"{name}: planted facts recalled, %", path.with_name(f"{prefix}recall.png"))
+
+
+def _draw_generation(path: Path) -> None:
+    try:
+        found = json.loads(path.read_text())
+        rows = [Generation.from_dict(row) for row in found["rows"]]
+        name = Path(found["run"]["settings"]["model"]).name
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} is not of this version of packed-kv-quality") from error
+    generation(rows, f"{name}: quality behind prompts", path.with_name("generate.png"))
+
+
+def generation(rows: Sequence[Generation], title: str, path: Path) -> None:
+    """KL divergence behind prompts by their length, a panel a text; `rows` begins with the baseline."""
+    baseline, *others = rows
+    texts = list(dict.fromkeys(found.text for found in baseline.continuations))
+    figure, grid = plt.subplots(
+        1, len(texts), figsize=(4.5 * len(texts) + 1, 4.2), dpi=120, layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, text in zip(grid.flat, texts, strict=True):
+        for row in others:
+            found = [part for part in row.continuations if part.text == text]
+            lengths, kl = [part.prompt for part in found], [part.kl_mean for part in found]
+            error = [part.kl_error or 0.0 for part in found]
+            style = "-" if row.dtype in FORMATS else "--"
+            axes.errorbar(lengths, kl, error, marker="o", linestyle=style, label=row.dtype, elinewidth=1)
+        floors = [(int(length), floor) for length, floor in baseline.rounding.items()]
+        axes.plot(*zip(*floors, strict=True), color=GREY, linestyle=":", label="rounding alone")
+        axes.set(xlabel="tokens of the prompt", title=text, yscale="log")
+        axes.grid(alpha=0.3, which="both")
+    grid.flat[0].set_ylabel(f"mean KL divergence to {baseline.dtype} (nats)")
+    grid.flat[-1].legend(loc="best", fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=figure.dpi)
+    plt.close(figure)
 
 
 def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:

@@ -83,13 +83,13 @@ def recall_prompts(
         return tokenizer.encode(text, add_special_tokens=False)
 
     before = encode(head) if chat else beginning(tokenizer)
-    sentences = [encode(" " + sentence) for sentence in _sentences()]
+    sentences = sentences_of_prose(tokenizer)
     prompts = []
     for name, number, depth in zip(names, numbers, depths, strict=True):
         fact = encode("\n\n" + FACT.format(name=name, number=number) + "\n\n")
         asked = CHAT_QUESTION + tail + CHAT_ANSWER if chat else QUESTION
         question = encode("\n\n" + asked.format(name=name))
-        prose = _prose(sentences, tokens - len(before) - len(fact) - len(question))
+        prose = prose_of(sentences, tokens - len(before) - len(fact) - len(question))
         at = round(depth * len(prose))
         parts = (before, *prose[:at], fact, *prose[at:], question)
         prompts.append(RecallPrompt([token for part in parts for token in part], number, encode(" " + number), depth))
@@ -107,11 +107,13 @@ def _chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return head, tail
 
 
-def _sentences() -> list[str]:
-    return re.split(r'(?:(?<=[.!?])|(?<=[.!?]"))\s+', PROSE.read_text(encoding="utf-8").strip())
+def sentences_of_prose(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of each sentence of the prose, with the space before it."""
+    sentences = re.split(r'(?:(?<=[.!?])|(?<=[.!?]"))\s+', PROSE.read_text(encoding="utf-8").strip())
+    return [tokenizer.encode(f" {sentence}", add_special_tokens=False) for sentence in sentences]
 
 
-def _prose(sentences: list[list[int]], tokens: int) -> list[list[int]]:
+def prose_of(sentences: list[list[int]], tokens: int) -> list[list[int]]:
     """Exactly `tokens` tokens of sentences, from the start of the prose, which is repeated where it is too short."""
     if tokens < 0:
         raise ValueError(f"a fact and its question are {-tokens} tokens longer than the tokens asked for")

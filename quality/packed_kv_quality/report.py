@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .measurement import Measurement, Recall
 from .placebo_sweep import Limits, Verdict
@@ -55,7 +55,7 @@ def markdown(report: Report) -> str:
             for row in report.rows[1:]
         ]
         text += "\n\n" + table(by_text)
-    return text + _not_run(report)
+    return text + not_run(report)
 
 
 def recall_markdown(report: RecallReport) -> str:
@@ -64,7 +64,7 @@ def recall_markdown(report: RecallReport) -> str:
         [row.dtype, f"{row.bytes_per_token:,.0f}", *recall_values(row.recall, report.rows[0].recall)]
         for row in report.rows
     ]
-    return table([["dtype", "KV bytes/token", *RECALL_HEAD], *lines]) + _not_run(report)
+    return table([["dtype", "KV bytes/token", *RECALL_HEAD], *lines]) + not_run(report)
 
 
 RECALL_HEAD = ["recall", "of auto", "answer log-prob"]
@@ -92,7 +92,19 @@ def table(lines: Sequence[Line]) -> str:
     )
 
 
-def _not_run(report: Report | RecallReport) -> str:
+class Ran(Protocol):
+    """What the reports of all commands have."""
+
+    @property
+    def refused(self) -> Mapping[str, str]: ...
+    @property
+    def failed(self) -> Mapping[str, str]: ...
+    @property
+    def run(self) -> Mapping[str, Any]: ...
+
+
+def not_run(report: Ran) -> str:
+    """A line for each dtype that did not run."""
     lines = [("refused", *item) for item in report.refused.items()]
     lines += [("FAILED", *item) for item in report.failed.items()]
     return "".join(f"\n{dtype} {word}: {reason}" for word, dtype, reason in lines)
@@ -132,28 +144,29 @@ def write(report: Report, folder: Path) -> None:
     rows = [{key: value for key, value in asdict(row).items() if key != "losses"} for row in report.rows]
     verdicts = {dtype: asdict(verdict) for dtype, verdict in (report.verdicts or {}).items()}
     contents = {"limits": asdict(report.limits), "rows": rows, "verdicts": verdicts}
-    _write_json(report, contents, folder / "quality.json")
-    _write_csv(report, [_columns(report, row) for row in report.rows], folder / "quality.csv")
+    write_json(report, contents, folder / "quality.json")
+    write_csv(report, [_columns(report, row) for row in report.rows], folder / "quality.csv")
 
 
 def write_recall(report: RecallReport, folder: Path) -> None:
     """recall.json with everything, and recall.csv with a row a dtype."""
-    _write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "recall.json")
+    write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "recall.json")
     lines = [
         {"dtype": row.dtype, "kv_bytes_per_token": f"{row.bytes_per_token:g}",
          **_recall_columns(row.recall, report.rows[0].recall)}
         for row in report.rows
     ]  # fmt: skip
-    _write_csv(report, lines, folder / "recall.csv")
+    write_csv(report, lines, folder / "recall.csv")
 
 
-def _write_json(report: Report | RecallReport, contents: Mapping[str, Any], path: Path) -> None:
+def write_json(report: Ran, contents: Mapping[str, Any], path: Path) -> None:
+    """`contents` with what the run was, and what did not run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     contents = {"run": report.run, **contents, "refused": report.refused, "failed": report.failed}
     path.write_text(json.dumps(contents, indent=1) + "\n")
 
 
-def _write_csv(report: Report | RecallReport, lines: Sequence[Mapping[str, str]], path: Path) -> None:
+def write_csv(report: Ran, lines: Sequence[Mapping[str, str]], path: Path) -> None:
     """A row a dtype, those that did not run last, each with versions and device."""
     made_with = report.run["made_with"]
     with path.open("w", newline="") as file:

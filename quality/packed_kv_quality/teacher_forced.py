@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,19 +109,22 @@ def scored_log_probs(
     together: int = 1,
     done: Callable[[int], object] = ignore,
     within: Callable[[LLM], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    first: int | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probabilities fp32 [up to `ROWS`, vocabulary] and the true next tokens int64 [as many], slice by slice.
 
     Of each window, run in chunks of `chunk` tokens, the positions behind the first chunk that have a next token; window
-    by window, `together` of which run at once. `within` is what the engine runs in, such as `rounded_attention`.
+    by window, `together` of which run at once. The first chunk has `first` tokens, or as many as the others. `within`
+    is what the engine runs in, such as `rounded_attention`.
     """
+    first = chunk if first is None else first
     for at in range(0, len(windows), together):
         group = windows[at : at + together]
         with within(llm):
-            found = lockstep.run(llm, group, repeat(chunk), done)
+            found = lockstep.run(llm, group, chain([first], repeat(chunk)), done)
         for token_ids, states in zip(group, found, strict=True):
-            hidden = states[chunk:-1]
-            targets = torch.tensor(token_ids[chunk + 1 :], device=hidden.device)
+            hidden = states[first:-1]
+            targets = torch.tensor(token_ids[first + 1 :], device=hidden.device)
             for rows, next_tokens in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
                 yield logits(llm, rows).log_softmax(-1), next_tokens
 

@@ -1,0 +1,199 @@
+"""`packed-kv-quality generate`: its options, what can be checked without an engine, and its run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from .arguments import (
+    TEXTS,
+    BadInput,
+    add_engine_arguments,
+    additional_config,
+    check_dtypes,
+    check_files,
+    check_plots,
+    digest,
+    load_config,
+    model_digest,
+)
+from .baseline import Baseline
+from .engines import DEMO_MODEL, apart, memory
+from .generation import Generation, GenerationSettings, Window, acceptance, generate, generate_baseline
+from .generation_report import GenerationReport, markdown, write
+from .measurement import BASELINE, made_with
+from .placebo_sweep import passes
+from .run import commit, finish, measure_all, run_baseline
+from .tasks import KINDS, tasks
+from .teacher_forced import text_windows
+
+LENGTHS, TOKENS, GREEDY = (1000, 3500, 7500), 192, 128
+MAX_BASELINE_BYTES = 8 << 30
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    add_engine_arguments(parser)
+    add = parser.add_argument
+    add("--text", type=Path, nargs="+", metavar="FILE",
+        help="UTF-8 texts, one of each kind (default: a checkout's)")  # fmt: skip
+    add("--lengths", type=int, nargs="+", metavar="N",
+        help="tokens of prompts (default: those of 1000 3500 7500 that the model's context holds)")  # fmt: skip
+    add("--windows", type=int, default=4, metavar="N", help="prompts a text and length (default: %(default)s)")
+    add("--tokens", type=int, default=TOKENS, metavar="N",
+        help="of the text, forced behind each prompt (default: %(default)s)")  # fmt: skip
+    add("--greedy", type=int, default=GREEDY, metavar="N",
+        help="tokens decoded greedily behind each prompt; 0: none (default: %(default)s)")  # fmt: skip
+    add("--tasks", type=int, default=8, metavar="N",
+        help="tasks a kind and length; 0: none (default: %(default)s)")  # fmt: skip
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="of tasks (default: all)")
+    add("--drafts", type=int, default=0, metavar="N",
+        help="acceptance of n-gram drafts of N tokens, in one more engine a dtype (default: none)")  # fmt: skip
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens, and one remainder")
+    add("--seed", type=int, default=0, metavar="N", help="of the tasks (default: %(default)s)")
+
+
+def run_generation(options: argparse.Namespace) -> int:
+    """The baseline first, then every dtype. Returns the exit code."""
+    settings, identity = prepare(options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "baseline.safetensors")
+        run_baseline(generate_baseline, settings, path, identity, options.top_k)
+        baseline = Generation.from_dict(Baseline(path).facts["generation"])
+        if settings.drafts:
+            baseline = replace(baseline, acceptance=run_baseline(acceptance, BASELINE, settings))
+
+        def one(dtype: str) -> Generation:
+            found = apart(generate, dtype, settings, path)
+            return replace(found, acceptance=apart(acceptance, dtype, settings)) if settings.drafts else found
+
+        found = measure_all(options, one, describe_row)
+    report = GenerationReport(
+        [baseline, *found.rows], found.refused, found.failed, describe(options, settings, identity)
+    )
+    print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
+    write(report, options.output)
+    finish(options)
+    return 0 if passes({}, found.refused, found.failed) else 1
+
+
+def prepare(options: argparse.Namespace) -> tuple[GenerationSettings, dict[str, Any]]:
+    """Check all that can be checked without an engine: the settings, and what the baseline is made from."""
+    check_plots(options)
+    check_dtypes(options.dtypes)
+    check_numbers(options)
+    check_files(options, has_text=True)
+    model = options.model or str(DEMO_MODEL)
+    config, tokenizer = load_config(model)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or max(LENGTHS) + TOKENS + 2
+    behind = max(options.tokens, options.greedy) + 2
+    lengths = sorted(set(options.lengths or [length for length in LENGTHS if length + behind <= longest]))
+    if not lengths:
+        lengths = [longest - behind]
+    if not 0 < lengths[0] <= lengths[-1] <= longest - behind:
+        raise BadInput(
+            f"--lengths must be 1 to {longest - behind:,} for {model}, whose context of {longest:,} tokens holds "
+            f"{behind} more behind a prompt; got {' '.join(map(str, lengths))}"
+        )
+    windows = read_windows(options, tokenizer, lengths)
+    vocabulary = config.get_text_config().vocab_size
+    size = 2 * len(windows) * options.tokens * min(vocabulary, options.top_k or vocabulary)
+    if size > MAX_BASELINE_BYTES:
+        raise BadInput(f"the baseline would take {size / 2**30:.1f} GiB; pass --top-k 1000, or fewer --windows")
+    try:
+        asked = [
+            task for length in lengths for task in tasks(tokenizer, options.kinds, options.tasks, length, options.seed)
+        ]
+    except ValueError as error:
+        raise BadInput(f"--lengths {lengths[0]}: {error}; give longer ones, or --tasks 0") from error
+    settings = GenerationSettings(
+        model=model,
+        windows=windows,
+        tasks=asked,
+        greedy=options.greedy,
+        drafts=options.drafts,
+        kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),
+        additional_config=additional_config(options),
+        dtype=options.dtype,
+        parallel=options.parallel,
+    )
+    if settings.max_model_len() > longest:
+        raise BadInput(
+            f"a task's answer needs {settings.max_model_len():,} tokens, more than the {longest:,} of {model}"
+        )
+    identity = {
+        "model": model_digest(model, config),
+        "dtype": options.dtype,
+        "lengths": lengths,
+        "tokens": digest(json.dumps([window.token_ids for window in windows])),
+    }
+    return settings, identity
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raises BadInput for numbers out of range."""
+    least = {
+        "windows": 1,
+        "tokens": 1,
+        "greedy": 0,
+        "tasks": 0,
+        "drafts": 0,
+        "top_k": 1,
+        "parallel": 1,
+        "kv_cache_memory": 1,
+    }
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise BadInput(f"--{name.replace('_', '-')} must be {smallest} or more, got {value}")
+
+
+def read_windows(options: argparse.Namespace, tokenizer: Any, lengths: Sequence[int]) -> list[Window]:
+    """Prompts of each length with what follows them, by length and text. Raises BadInput."""
+    texts: list[Sequence[Path]] = [[path] for path in options.text or []] or [TEXTS]
+    names = [paths[0].stem for paths in texts]
+    if len(set(names)) < len(names):
+        raise BadInput(f"--text: two files have the name {max(names, key=names.count)}, which tells texts apart")
+    windows = []
+    for length in lengths:
+        for name, paths in zip(names, texts, strict=True):
+            try:
+                text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+                pieces = text_windows(tokenizer, text, length + options.tokens + 1, options.windows)
+            except (OSError, ValueError) as error:
+                raise BadInput(f"--text {' '.join(map(str, paths))}: {error}") from error
+            windows += [Window(name, length, piece) for piece in pieces]
+    return windows
+
+
+def describe_row(row: Generation) -> str:
+    return "KL " + ", ".join(f"{found.kl_mean:.4f} ({found.text}, {found.prompt:,})" for found in row.continuations)
+
+
+def describe(options: argparse.Namespace, settings: GenerationSettings, identity: dict[str, Any]) -> dict[str, Any]:
+    """What the run was, for whoever reads its results."""
+    here = made_with()
+    words = [
+        f"{options.windows} prompts a text and length, {options.tokens} tokens forced behind each",
+        *([f"{options.tasks} tasks a kind and length"] if settings.tasks else []),
+        *([f"n-gram drafts of {settings.drafts}"] if settings.drafts else []),
+        f"{settings.kv_cache_memory >> 20} MiB of KV memory",
+        *(f"{name} {here[name]}" for name in here),
+    ]
+    return {
+        "title": f"{Path(settings.model).name}: {'; '.join(words)}",
+        "command": shlex.join(["packed-kv-quality", *sys.argv[1:]]),
+        "commit": options.commit or commit(),
+        "made_with": here,
+        "machine": platform.machine(),
+        "identity": identity,
+        "settings": {key: value for key, value in asdict(settings).items() if key not in ("windows", "tasks")},
+    }
