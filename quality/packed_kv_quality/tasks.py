@@ -100,10 +100,9 @@ def _multi_query(rng: random.Random) -> Puzzle:
 
 
 def _variables(rng: random.Random) -> Puzzle:
-    names, number = [f"X{value}" for value in rng.sample(range(10, 100), HOPS)], _number(rng)
-    values = [number, *names[:-1]]
-    assigned = [f"VAR {name} = {value}." for name, value in zip(names, values, strict=True)]
-    question = f"Question: what is the value of VAR {names[-1]}? Answer: the value of VAR {names[-1]} is"
+    names, number = [f"VAR X{value}" for value in rng.sample(range(10, 100), HOPS)], _number(rng)
+    assigned = [f"{name} = {value}." for name, value in zip(names, [number, *names[:-1]], strict=True)]
+    question = f"Question: what is the value of {names[-1]}? Answer: the value of {names[-1]} is"
     return Puzzle(assigned, question, f" {number}")
 
 

@@ -37,7 +37,7 @@ def text_windows(tokenizer: PreTrainedTokenizerBase, text: str, context: int, wi
     if len(ids) < windows * length:
         raise ValueError(
             f"the text has {len(ids):,} tokens, but {windows} x {context:,} are to be scored; "
-            "give a longer --text, or fewer --windows, or a smaller --context"
+            "give a longer --text, or fewer or shorter windows"
         )
     return [first + ids[at : at + length] for at in range(0, windows * length, length)]
 

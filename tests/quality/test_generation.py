@@ -1,0 +1,140 @@
+"""`packed-kv-quality generate` without engines: its tasks, its figures and the arguments that it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from packed_kv_quality import generation_command
+from packed_kv_quality.baseline import Positions
+from packed_kv_quality.cli import main, parser
+from packed_kv_quality.engines import DEMO_MODEL
+from packed_kv_quality.generation import Answers, Continuation, Generation, first_difference
+from packed_kv_quality.generation_report import GenerationReport, kept, markdown, write
+from packed_kv_quality.recall import PROSE
+from packed_kv_quality.tasks import ASKED, HOPS, KINDS, MANY, tasks
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+MADE_WITH = {"packed-kv": "0", "vllm": "0", "torch": "0", "device": "none"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_have_the_length_and_hold_the_answer(kind: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    made = tasks(tokenizer, [kind], 5, 700, seed=3)
+    assert [len(task.token_ids) for task in made] == [700] * 5
+    assert len({tuple(task.token_ids) for task in made}) == 5
+    assert made == tasks(tokenizer, [kind], 5, 700, seed=3) != tasks(tokenizer, [kind], 5, 700, seed=4)
+    for task in made:
+        prompt, answer = tokenizer.decode(task.token_ids), tokenizer.decode(task.answer_ids)
+        words = [
+            word for word in answer.replace('"', " ").replace(",", " ").split() if word.isdigit() or kind == "json"
+        ]
+        assert all(word.strip("{}:") in prompt for word in words)
+
+
+def test_kinds_plant_what_they_say(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = {task.kind: tokenizer.decode(task.token_ids) for task in tasks(tokenizer, list(KINDS), 1, 700)}
+    planted = {kind: prompt.count("Remember this") for kind, prompt in prompts.items()}
+    assert planted == {
+        "single": 1, "multi_key": MANY, "multi_value": ASKED, "multi_query": MANY, "variables": 0, "common_words": 0,
+        "json": 1,
+    }  # fmt: skip
+    assert prompts["variables"].count("VAR X") == HOPS + (HOPS - 1) + 2, "assigned, referred to, asked for"
+    answer = tokenizer.decode(tasks(tokenizer, ["common_words"], 1, 700)[0].answer_ids).strip()
+    words = prompts["common_words"].split("Question")[0].split()
+    assert max(set(words), key=words.count) == answer
+
+
+def test_a_prompt_too_short_for_its_facts_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="longer than the tokens asked for"):
+        tasks(tokenizer, ["multi_key"], 1, 60)
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) == 3
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([], []) == 0
+
+
+def generation(dtype: str, solved: list[bool], log_probs: list[float], kl: float = 0.01) -> Generation:
+    found = Continuation("prose", 1000, 192, 9.5, kl, None, 0.1, 0.2, 0.03, [4, 128])
+    return Generation(dtype, 1632.0, [found], [Answers("single", 1000, solved, log_probs)], 2.5, {"1000": 0.001})
+
+
+def test_tasks_are_kept_to_those_that_the_baseline_solves() -> None:
+    baseline = generation("auto", [True, False, True], [-0.1, -5.0, -0.3])
+    [found] = kept(generation("tq4", [True, True, False], [-0.2, -0.1, -2.2]), baseline)
+    assert (found.tasks, found.share) == (2, 0.5)
+    assert found.loss == pytest.approx(((0.2 - 0.1) + (2.2 - 0.3)) / 2)
+    assert not list(kept(baseline, replace(baseline, answers=[Answers("single", 1000, [False] * 3, [-1.0] * 3)])))
+
+
+def test_report_files(tmp_path: Path) -> None:
+    baseline, ours = generation("auto", [True], [-0.1]), generation("tq4", [True], [-0.2], kl=0.02)
+    run = {"title": "demo", "made_with": MADE_WITH, "settings": {"model": "demo"}}
+    report = GenerationReport([baseline, ours], {}, {"tq3": "broke off"}, run)
+    write(report, tmp_path)
+    found = json.loads((tmp_path / "generate.json").read_text())
+    assert [Generation.from_dict(row) for row in found["rows"]] == [baseline, ours]
+    with (tmp_path / "generate.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["dtype"], row["text"], row["task"]) for row in rows] == [
+        ("auto", "prose", ""), ("auto", "", "single"), ("auto", "", ""), ("tq4", "prose", ""), ("tq4", "", "single"),
+        ("tq4", "", ""), ("tq3", "", ""),
+    ]  # fmt: skip
+    assert float(rows[3]["kl_mean"]) == 0.02
+    assert float(rows[4]["log_prob_loss"]) == pytest.approx(0.1)
+    assert "FAILED tq3: broke off" in markdown(report)
+    assert main(["plots", str(tmp_path)]) == 0
+    assert (tmp_path / "generate.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--lengths", "1900"], "--lengths must be 1 to 1,854"),
+        (["--lengths", "0"], "--lengths must be 1 to 1,854"),
+        (["--lengths", "100"], "--lengths 100: a fact and its question are"),
+        (["--windows", "0"], "--windows must be 1 or more, got 0"),
+        (["--tasks", "-1"], "--tasks must be 0 or more, got -1"),
+        (["--dtypes", "tq5"], "unknown dtype tq5"),
+        (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--text", str(PROSE), "--windows", "400", "--lengths", "1000"], f"--text {PROSE}: the text has"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--no-plots", *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"packed-kv-quality: {expected}"), error
+
+
+def test_figures_of_windows_are_cut_where_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packed_kv_quality import generation as module
+
+    windows = [module.Window("a", 2, [0] * 6), module.Window("b", 2, [0] * 6), module.Window("a", 4, [0] * 8)]
+    settings = module.GenerationSettings("model", windows, [], 0, 0, 1, {})
+    kl = torch.arange(9.0)
+    monkeypatch.setattr(module, "bytes_per_token", lambda llm: 1.0)
+    positions = Positions(kl, kl, torch.ones(9), torch.ones(9))
+    found = module._generation("tq4", None, settings, positions, [[]] * 3, [[]] * 3, lambda tokens: None, {})
+    assert [(part.text, part.prompt, part.kl_mean) for part in found.continuations] == [
+        ("a", 2, 1.0), ("b", 2, 4.0), ("a", 4, 7.0),
+    ]  # fmt: skip
+    assert settings.max_model_len() == 9
+    assert asdict(found)["continuations"][0]["positions"] == 3
+
+
+def test_defaults_fit_the_model() -> None:
+    options = parser().parse_args(["generate", "--no-plots", "--tasks", "1"])
+    settings, identity = generation_command.prepare(options)
+    assert identity["lengths"] == [1000]
+    assert settings.max_model_len() <= 2048
