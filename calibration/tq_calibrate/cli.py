@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,8 @@ from .text import LEAST_CONTEXT, LEAST_TOKENS
 ENGINES = ("transformers", "vllm")
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+PR_SET_PDEATHSIG = 1
+"""Of Linux's <sys/prctl.h>."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:
@@ -72,6 +77,7 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
     model.add_argument("--weights-only", action="store_true",
                        help="estimate from the projection weights; for models too large to run")  # fmt: skip
+    model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # for programs: end with this process
     model.set_defaults(run=_model)
 
     check = commands.add_parser("check", help="say whether a calibration file is sound")
@@ -104,6 +110,8 @@ def _check_engine(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def _model(options: argparse.Namespace) -> None:
+    if options.parent:
+        _end_with(options.parent)
     from .run import calibrate
 
     calibrate(options)
@@ -132,6 +140,13 @@ def _report(options: argparse.Namespace) -> None:
     from .report import report
 
     print(report(options.file, options.out))
+
+
+def _end_with(parent: int) -> None:
+    """Have Linux kill this process when its parent ends, however that happens: it may hold a GPU's memory."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _object(text: str) -> dict:

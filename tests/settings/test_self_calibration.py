@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +118,82 @@ def test_one_of_several_processes_calibrates(
     assert sum("another process is making" in line for line in log) == 2
 
 
+ENGINE = """\
+import subprocess, sys
+from types import SimpleNamespace
+from packed_kv.settings import self_calibration
+from vllm.engine.arg_utils import EngineArgs
+
+_, child, pid_file, model, tokenizer = sys.argv
+config = EngineArgs(
+    model, tokenizer=tokenizer, dtype="float32", max_model_len=512, kv_cache_dtype="tq4",
+    additional_config={"packed_kv": {"calibration": "auto"}},
+).create_engine_config()
+popen = lambda command, **how: subprocess.Popen([sys.executable, "-c", child, pid_file, *command[4:]], **how)
+self_calibration.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL, Popen=popen)
+self_calibration.resolve_auto(config)
+"""
+"""A process that calibrates as an engine core does, by the given script in place of `python -m tq_calibrate`."""
+WORK = """\
+import os, sys, time
+
+def work(options):
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    time.sleep(300)
+"""
+COMMAND = (
+    f"{WORK}\nimport tq_calibrate.cli, tq_calibrate.run as r; r.calibrate = work; tq_calibrate.cli.main(sys.argv[2:])"
+)
+"""tq-calibrate, but for the calibration itself."""
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def is_locked(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("child", "ends"), [(COMMAND, True), (f"{WORK}\nwork(None)", False)], ids=["command", "deaf"])
+def test_a_calibration_does_not_outlive_a_killed_engine(
+    child: str, ends: bool, model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tq-calibrate` ends with the engine. While a calibration runs on all the same, none but it has the lock."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    pid_file = tmp_path / "pid"
+    started = subprocess.Popen([sys.executable, "-c", ENGINE, child, pid_file, model, DEMO_MODEL])
+    try:
+        assert wait_for(lambda: pid_file.exists() and pid_file.read_text() != "", 120)
+        pid = int(pid_file.read_text())
+    finally:
+        started.kill()
+        started.wait()
+    (lock,) = cache.glob("*.lock")
+    try:
+        assert wait_for(lambda: is_gone(pid), 10 if ends else 1) == ends
+        assert is_locked(lock) != ends
+    finally:
+        if not is_gone(pid):
+            os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: not is_locked(lock), 10)
+
+
 def test_files_next_to_the_model_and_by_name_come_first(model: str, tmp_path: Path) -> None:
     other = write(tmp_path, content(1))
     assert resolved(settings(model, additional_config={"packed_kv": {"calibration": str(other)}})) == other
@@ -132,10 +211,10 @@ def test_the_command_runs_the_model_as_the_engine_does(
     (command,) = commands
     assert command[1:] == [
         *("-P", "-m", "tq_calibrate", "model", model, "--engine", "vllm", "--out", str(path)),
-        *("--dtype", "float32", "--context", "512", "--engine-options", command[-1]),
+        *("--dtype", "float32", "--context", "512", "--engine-options", command[-3], "--parent", str(os.getpid())),
     ]
     for part in (f'"tokenizer": "{DEMO_MODEL}"', '"rope_theta": 500000.0', '"gpu_memory_utilization": 0.5'):
-        assert part in command[-1]
+        assert part in command[-3]
 
 
 def test_what_decides_a_file_is_in_its_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,9 @@ def _ensure(path: Path, config: VllmConfig) -> None:
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path.with_suffix(".lock")):
+            with _alone(path.with_suffix(".lock")) as lock:
                 if not path.is_file():
-                    _calibrate(path, config)
+                    _calibrate(path, config, lock)
     except OSError as error:
         raise CalibrationError(
             f'packed_kv.calibration "auto": {path.parent} cannot be written ({error.strerror}); VLLM_CACHE_ROOT or '
@@ -140,19 +140,22 @@ def _ensure(path: Path, config: VllmConfig) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock, which goes with its process if that dies; wait for it first."""
+def _alone(path: Path) -> Iterator[int]:
+    """Wait for a lock and hold it. Yields its file descriptor: the lock is free when all copies of it are closed."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("KV cache calibration: another process is making %s; waiting", path.with_suffix(".json"))
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
-def _calibrate(path: Path, config: VllmConfig) -> None:
-    """Run tq-calibrate, with its progress in the log. Raises CalibrationError."""
+def _calibrate(path: Path, config: VllmConfig, lock: int) -> None:
+    """Run tq-calibrate, with its progress in the log. It holds `lock` too, and ends when this process does.
+
+    Raises CalibrationError.
+    """
     model, parallel = config.model_config, config.parallel_config
     options = _model_options(config) | {
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -165,14 +168,16 @@ def _calibrate(path: Path, config: VllmConfig) -> None:
         *(sys.executable, "-P", "-m", "tq_calibrate", "model", model.model, "--engine", "vllm", "--out", str(path)),
         *("--dtype", _dtype(model), "--context", str(min(CONTEXT, model.max_model_len))),
         *("--engine-options", json.dumps({name: value for name, value in options.items() if value is not None})),
+        *("--parent", str(os.getpid())),
     ]
     logger.info("KV cache calibration: none for %s yet; making %s, once", model.model, path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_DP_")}
     environment = {"TQDM_MININTERVAL": "5", "PYTHONWARNINGS": "ignore", **environment}
     reason = "tq-calibrate said nothing; its output is above"
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
-    ) as process:
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True, errors="replace",
+        pass_fds=(lock,),
+    ) as process:  # fmt: skip
         assert process.stderr is not None
         try:
             for line in map(str.strip, process.stderr):
