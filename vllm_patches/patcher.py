@@ -1,6 +1,8 @@
 """packed-kv-patch: patch an installed vLLM for packed-kv, and undo it."""
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from .tree import EXIT_CHANGED, State
 EXIT_CODES = """\
 exit codes:
   0  status: patched; the other commands: done (also if there was nothing to do)
-  1  status: unpatched; the other commands: failed, and nothing was changed
+  1  status: unpatched; the other commands: failed (the message says in which state vLLM is)
   2  wrong usage
   3  partially patched, or a touched file is not the pinned one (each is named)
   4  this version or distribution of vLLM is not supported (the supported ones are listed)
@@ -27,50 +29,52 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-patch") 
     except PatchError as error:
         message, code = str(error), error.exit_code
     except OSError as error:
-        message, code = f"{error.strerror}: {error.filename}; nothing was changed", 1
+        message, code = f"{error.strerror}: {error.filename}{_state(options)}", 1
     except KeyboardInterrupt:
-        message, code = "interrupted; nothing was changed", 1
+        message, code = f"interrupted{_state(options)}", 1
     print(f"{prog}: {message}", file=sys.stderr)
     return code
 
 
 def status(options: argparse.Namespace) -> int:
     installed = tree.locate(options.target, pins.load())
-    found = tree.inspect(installed)
-    print(f"{_name(installed)}: {found.state.value}")
+    with tree.locked(installed, _warn, shared=True):
+        found = tree.inspect(installed)
+    _say(f"{_name(installed)}: {found.state.value}")
     for fault in found.faults:
-        print(f"  {fault}")
+        _say(f"  {fault}")
     if found.state is State.PATCHED:
         return 0
-    print({State.CHANGED: f"remedy: {_reinstall(installed)}"}.get(found.state, "remedy: packed-kv-patch apply"))
+    _say({State.CHANGED: f"remedy: {_reinstall(installed)}"}.get(found.state, "remedy: packed-kv-patch apply"))
     return 1 if found.state is State.UNPATCHED else EXIT_CHANGED
 
 
 def apply(options: argparse.Namespace) -> int:
     installed = tree.locate(options.target, pins.load())
-    found = tree.inspect(installed)
-    if found.state is State.PATCHED:
-        print(f"{_name(installed)}: already patched")
-        return 0
-    _refuse_changed(installed, found)
-    tree.apply(installed, found)
-    print(f"{_name(installed)}: applied {len(installed.pin.series())} patches to {len(installed.pin.files)} files")
+    with tree.locked(installed, _warn):
+        found = tree.inspect(installed)
+        if found.state is not State.PATCHED:
+            _refuse_changed(installed, found)
+            tree.apply(installed, found)
+    applied = f"applied {len(installed.pin.series())} patches to {len(installed.pin.files)} files"
+    _say(f"{_name(installed)}: {'already patched' if found.state is State.PATCHED else applied}")
     return 0
 
 
 def revert(options: argparse.Namespace) -> int:
     installed = tree.locate(options.target, pins.load())
-    found = tree.inspect(installed)
-    _refuse_changed(installed, found)
-    tree.revert(installed, found)
+    with tree.locked(installed, _warn):
+        found = tree.inspect(installed)
+        _refuse_changed(installed, found)
+        tree.revert(installed, found)
     unpatched = found.state is State.UNPATCHED
-    print(f"{_name(installed)}: {'not patched, nothing to revert' if unpatched else 'reverted to the original files'}")
+    _say(f"{_name(installed)}: {'not patched, nothing to revert' if unpatched else 'reverted to the original files'}")
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
     faults = pins.lint()
-    print(f"lint: {len(faults)} faults" if faults else "lint: ok")
+    _say(f"lint: {len(faults)} faults" if faults else "lint: ok")
     table = pins.load()
     unknown = sorted(set(options.version) - set(table))
     if unknown:
@@ -79,12 +83,36 @@ def verify(options: argparse.Namespace) -> int:
         for pin in table.values():
             for wheel in pin.wheels if not options.version or pin.version in options.version else ():
                 found = wheels.check(pin, wheel, options.wheels)
-                print(f"{wheel.distribution} {pin.version}: {len(pin.series())} patches,"
-                      f" {'FAILED' if found else 'ok'}", flush=True)  # fmt: skip
+                result = "FAILED" if found else "ok"
+                _say(f"{wheel.distribution} {pin.version}: {len(pin.series())} patches, {result}")
                 faults += found
     for fault in faults:
         print(f"packed-kv-patch: {fault}", file=sys.stderr)
     return 1 if faults else 0
+
+
+def _say(line: str) -> None:
+    """Print a line of the result, to stderr if stdout cannot be written: what was done stays done."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # not even a redirected stdout has a file descriptor everywhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # who reads our output has seen enough, as `head`
+            _warn(f"{line} (standard output cannot be written: {error.strerror})")
+
+
+def _warn(line: str) -> None:
+    print(f"packed-kv-patch: {line}", file=sys.stderr)
+
+
+def _state(options: argparse.Namespace) -> str:
+    """What to add to a failure: the state in which it left vLLM."""
+    try:
+        installed = tree.locate(options.target, pins.load())
+        return f"; {_name(installed)} is {tree.inspect(installed).state.value}"
+    except (AttributeError, OSError, PatchError):  # of `verify`, which has no target, or not to be read
+        return ""
 
 
 def _refuse_changed(installed: tree.Installed, found: tree.Status) -> None:

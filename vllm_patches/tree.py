@@ -6,6 +6,8 @@ either original or patched, and both ``apply`` and ``revert`` finish from there.
 """
 
 import base64
+import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -13,10 +15,10 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .pins import PatchError, Pin, sha256
@@ -86,6 +88,24 @@ def _site_packages() -> Path:
             "vllm is not installed for this interpreter; install it, or use --target DIR", EXIT_NOT_INSTALLED
         )
     return Path(spec.origin).parent.parent
+
+
+@contextlib.contextmanager
+def locked(tree: Installed, warn: Callable[[str], None], shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a tree: its folder's own, so no file is left. Waits for another command, and says so."""
+    folder = os.open(tree.root, os.O_RDONLY)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        try:
+            fcntl.flock(folder, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warn(f"another packed-kv-patch works on {tree.root}; waiting")
+            fcntl.flock(folder, kind)
+        except OSError as error:  # some network file systems
+            warn(f"{tree.root} cannot be locked ({error.strerror}); run one packed-kv-patch at a time")
+        yield
+    finally:
+        os.close(folder)
 
 
 def inspect(tree: Installed) -> Status:
@@ -210,7 +230,9 @@ def _read_record(tree: Installed) -> dict[str, Any] | None:
         record: dict[str, Any] = json.loads(text)
         if record["version"] != tree.pin.version:
             return None
-        for entry in record["files"].values():
+        for path, entry in record["files"].items():
+            if PurePosixPath(path).parts[:1] != ("vllm",) or ".." in PurePosixPath(path).parts or "\0" in path:
+                raise ValueError("path outside of the package")
             if sha256(_unpack(entry["original"])) != entry["before"]:
                 raise ValueError("checksum")
         return record

@@ -1,9 +1,14 @@
 """The patch set and packed-kv-patch, on small made-up trees and on a copy of the installed vLLM."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import json
+import multiprocessing
 import os
 import shutil
+import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -49,6 +54,12 @@ def write_tree(root: Path, version: str = "1.0", name: str = "vllm") -> Path:
 
 def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def quietly(command: str, site: Path) -> None:
+    """Run a command in this process and end it with the command's exit code."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        sys.exit(patcher.main([command, "--target", str(site)]))
 
 
 @pytest.fixture
@@ -228,6 +239,68 @@ class TestTool:
         os.link(site / "vllm/a.py", site / "cache.py")
         run("apply", site)
         assert (site / "cache.py").read_bytes() == A
+
+    @pytest.mark.parametrize("path", ["../outside.py", "vllm/../../outside.py", "/outside.py", "outside.py", "vllm/\0"])
+    @pytest.mark.parametrize("command", ["status", "apply", "revert"])
+    def test_record_that_leads_out_of_the_package_is_refused(self, site, run, command, path):
+        run("apply", site)
+        record = json.loads((site / tree.RECORD).read_text())
+        record["files"][path] = record["files"]["vllm/a.py"]
+        (site / tree.RECORD).write_text(json.dumps(record))
+        for outside in (site.parent / "outside.py", site / "outside.py"):
+            outside.write_bytes(PATCHED["vllm/a.py"])
+        code, text = run(command, site)
+        assert code == tree.EXIT_CHANGED
+        assert "is damaged; remove it and reinstall vllm" in text
+        assert (site.parent / "outside.py").read_bytes() == PATCHED["vllm/a.py"]
+
+    def test_output_that_cannot_be_written(self, site, run):
+        for command, expected, done in (("apply", PATCHED, "applied 2 patches"), ("revert", ORIGINALS, "reverted to")):
+            with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+                code, text = run(command, site)
+            assert code == 0
+            assert done in text and "standard output cannot be written: No space left on device" in text
+            assert {path: (site / path).read_bytes() for path in expected} == expected
+
+    def test_failure_says_in_which_state_vllm_is(self, site, run, monkeypatch):
+        run("apply", site)
+        unlink = Path.unlink
+
+        def failing_unlink(path, **options):
+            if path.name == tree.RECORD:
+                raise PermissionError(13, "Permission denied", str(path))
+            unlink(path, **options)
+
+        monkeypatch.setattr(Path, "unlink", failing_unlink)
+        code, text = run("revert", site)
+        assert code == 1
+        assert "Permission denied" in text and text.endswith(f"vllm 1.0 in {site} is unpatched\n")
+
+    def test_a_command_waits_for_another(self, site, run):
+        before = contents(site)
+        installed = tree.locate(site, pins.load())
+        applied = []
+        thread = threading.Thread(target=lambda: applied.append(patcher.main(["apply", "--target", str(site)])))
+        with tree.locked(installed, print):
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive() and contents(site) == before
+        thread.join()
+        assert applied == [0]
+        assert {path: (site / path).read_bytes() for path in PATCHED} == PATCHED
+
+    def test_commands_at_once_leave_a_whole_tree(self, site, run):
+        """200 races, of which every process but the readers' changes the tree or finds it changed."""
+        commands = [("apply", "revert"), ("apply", "apply"), ("revert", "revert"), ("apply", "revert", "status")]
+        fork = multiprocessing.get_context("fork")
+        for number in range(200):
+            race = [fork.Process(target=quietly, args=(name, site)) for name in commands[number % len(commands)]]
+            for process in race:
+                process.start()
+            for process in race:
+                process.join()
+            assert {process.exitcode for process in race} <= {0, 1}
+            assert run("status", site)[1].split(": ")[1].split("\n")[0] in ("patched", "unpatched")
 
     def test_file_mode_is_kept(self, site, run):
         (site / "vllm/a.py").chmod(0o640)
