@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import FORMATS, HEAD_DIM_STEP
+from .formats import FORMATS
+from .json_file import printable, shown
 
 Config = dict[str, Any]
 
@@ -38,12 +39,16 @@ NEMOTRON_H = {"M": ("state",), "*": ("full",), "-": (), "E": ()}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4}
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
+EXPANDED_LATENTS = ("minicpm3",)
+"""Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
+LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
+"""Bounds of the numbers in a config."""
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose layers all are state layers, though their configs do not say so."""
 
 
 class BadInput(ValueError):
-    """What cannot be planned with; the message is one line that says what was read and what to give."""
+    """Input that cannot be used; the message is one line that says what was read and what to give."""
 
 
 @dataclass(frozen=True)
@@ -92,124 +97,177 @@ class Model:
         return tuple(layer for layer in self.layers if layer.kind != "state")
 
 
-def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
-    """The model of a config, split over `ranks`. Raises BadInput for what packed pages do not serve.
+def whole(config: Config, *names: str, default: int = 0) -> int:
+    """The first field that is there and not null: a whole number. Raises BadInput for anything else."""
+    name, value = _first(config, names)
+    if value is None:
+        return default
+    if type(value) is not int or not 0 <= value <= LARGEST_WHOLE:
+        raise BadInput(f"{name} is {shown(value)}; a config has a whole number there, of at most {LARGEST_WHOLE:,}")
+    return value
 
-    `recurrent_dtype`: of state layers, vLLM's `--mamba-ssm-cache-dtype`; None: the model's.
+
+def word(config: Config, *names: str) -> str:
+    """The first field that is there and not null, a text; "": there is none. Raises BadInput for anything else."""
+    name, value = _first(config, names)
+    if not isinstance(value, str | None):
+        raise BadInput(f"{name} is {shown(value)}; a config has a text there")
+    return value or ""
+
+
+def part(config: Config, *names: str) -> Config:
+    """The first field that is there and not null, an object; {}: there is none. Raises BadInput for anything else."""
+    name, value = _first(config, names)
+    if not isinstance(value, dict | None):
+        raise BadInput(f"{name} is {shown(value)}; a config has an object there")
+    return value or {}
+
+
+def listed(config: Config, *names: str, of: type, least: int = 0) -> list[Any]:
+    """The first field that is there and not null, a list; []: there is none. Raises BadInput for anything else, and for
+    fewer than `least` entries."""
+    name, value = _first(config, names)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, of) and _is_bounded(entry) for entry in value):
+        kinds = {int: "whole numbers", str: "words"}[of]
+        raise BadInput(f"{name} is {shown(value)}; a config has a list of {kinds} there")
+    if len(value) < least:
+        raise BadInput(f"{name} has {len(value)} entries, and the model {least} layers; give a config that agrees")
+    return value
+
+
+def _is_bounded(entry: Any) -> bool:
+    return not isinstance(entry, int) or 0 <= entry <= LARGEST_WHOLE
+
+
+def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
+    return next(((name, config[name]) for name in names if config.get(name) is not None), ("", None))
+
+
+def text_config(config: Config) -> Config:
+    """The part of a config that describes the language model. Raises BadInput."""
+    text = part(config, "text_config", "llm_config") or config
+    return {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
+
+
+def reads_latents(text: Config) -> bool:
+    """Whether vLLM serves the model with latent attention (MLA)."""
+    return whole(text, "kv_lora_rank") > 0 and word(text, "model_type") not in EXPANDED_LATENTS
+
+
+def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None = None) -> Model:
+    """The model of a config, split over `ranks`. Raises BadInput for a config that describes no decoder.
+
+    Whether packed pages serve it, `refusals` says. `recurrent_dtype`: of state layers, vLLM's
+    `--mamba-ssm-cache-dtype`; None: the model's.
     """
-    text = next((config[part] for part in ("text_config", "llm_config") if isinstance(config.get(part), dict)), config)
-    text = {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
-    kind = text.get("model_type", "of no model_type")
-    if text.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
-        raise BadInput(f"{name} ({kind}) is an encoder-decoder; packed pages hold those of decoders alone")
-    if text.get("kv_lora_rank"):
-        raise BadInput(f"{name} ({kind}) has MLA (kv_lora_rank {text['kv_lora_rank']}), which has no packed pages")
-    number = first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    heads = first(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    hidden = first(text, "hidden_size", "n_embd", "d_model")
-    if not all(isinstance(value, int) and value > 0 for value in (number, heads, hidden)):
+    name, text = printable(name), text_config(config)
+    kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
+    number = whole(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    heads = whole(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    hidden = whole(text, "hidden_size", "n_embd", "d_model")
+    if not (number and heads and hidden):
         raise BadInput(
-            f"{name} ({kind}) has no attention that its config describes (num_hidden_layers {number}, "
-            f"num_attention_heads {heads}, hidden_size {hidden}); give a decoder's config"
+            f"{kind} has no attention that its config describes (num_hidden_layers {number}, num_attention_heads "
+            f"{heads}, hidden_size {hidden}); give a decoder's config"
         )
+    if number > MOST_LAYERS:
+        raise BadInput(f"{kind} has {number:,} layers; packed-kv reads configs of at most {MOST_LAYERS:,}")
     text = {**text, "num_hidden_layers": number, "num_attention_heads": heads, "hidden_size": hidden}
     if not any(set(kept) - {"state"} for kept in layer_kinds(text)):
-        raise BadInput(f"{name} ({kind}) has no attention layers, so no KV cache to plan; give a model that has")
+        raise BadInput(f"{kind} has no attention layers, so no KV cache; give a model that has")
     if heads % ranks:
         raise BadInput(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}; give another")
-    dtype = first(text, "dtype", "torch_dtype") or "bfloat16"
     return Model(
         name=name,
         config=text,
         layers=tuple(_layers(text, name, ranks, recurrent_dtype)),
         ranks=ranks,
-        max_len=first(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 0,
-        dtype_bytes=DTYPE_BYTES.get(dtype, 2),
+        max_len=whole(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        dtype_bytes=_dtype_bytes(text),
     )
 
 
-def first(config: Config, *names: str) -> Any:
-    """The first of the entries that is there and not null."""
-    return next((config[name] for name in names if config.get(name) is not None), None)
+def _dtype_bytes(text: Config) -> int:
+    return DTYPE_BYTES.get(word(text, "dtype", "torch_dtype"), 2)
 
 
 def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
     kinds = layer_kinds(text)
-    own = len(kinds) - (text.get("num_kv_shared_layers") or 0)
+    own = len(kinds) - whole(text, "num_kv_shared_layers")
     for number, kept in enumerate(kinds):
         for kind in kept:
             if kind == "state":
-                dtype_bytes = DTYPE_BYTES.get(first(text, "dtype", "torch_dtype") or "", 2)
-                state = state_of(text, ranks, dtype_bytes, recurrent_dtype)
+                state = state_of(text, ranks, _dtype_bytes(text), recurrent_dtype)
                 if state is None:
-                    what = f"{name} has state layers of {text.get('model_type')}"
-                    raise BadInput(f"{what}, whose size plan does not know; start the engine and read its line")
+                    what = f"{name} has state layers of {printable(word(text, 'model_type'), 60)}"
+                    raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")
                 yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
-            heads, size, value_size = _heads(text, name, kind)
-            window = {"sliding": text.get("sliding_window"), "chunked": text.get("attention_chunk_size")}.get(kind) or 0
+            heads, size, value_size = _heads(text, kind)
+            field = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
+            window = whole(text, field) if field else 0
             sizes = {"head_size": size, "value_size": 0 if value_size == size else value_size}
             yield Layer(number, kind, max(1, heads // ranks), window=window, is_shared=number >= own, **sizes)
 
 
-def _heads(text: Config, name: str, kind: str) -> tuple[int, int, int]:
+def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     """KV heads of the whole model, and their sizes in K and V, of its layers of a kind. Raises BadInput."""
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
-    kv_heads = first(
-        text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"
-    )
-    if isinstance(text.get("attn_config"), dict):  # DBRX, MPT
-        kv_heads = text["attn_config"].get("kv_n_heads")
+    if word(text, "model_type") in EXPANDED_LATENTS:  # V is padded to K's size
+        size = whole(text, "qk_nope_head_dim") + whole(text, "qk_rope_head_dim")
+        return heads, size, size
+    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
+    kv_heads = whole(part(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
         kv_heads = 1
-    size = first(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
-    if kind == "full" and text.get("global_head_dim"):  # Gemma 4
-        size = text["global_head_dim"]
-        kv_heads = text.get("num_global_key_value_heads") or kv_heads
-    value_size = text.get("v_head_dim") or size
-    if kind == "sliding" and text.get("swa_head_dim"):  # MiMo-V2
-        kv_heads, size = text["swa_num_key_value_heads"], text["swa_head_dim"]
-        value_size = text.get("swa_v_head_dim") or size
-    if not isinstance(kv_heads or heads, int) or not isinstance(size, int):
-        raise BadInput(f"{name} has heads that differ from layer to layer (KV heads {kv_heads}); plan reads one number")
-    if value_size > size:
-        raise BadInput(f"{name} has K of {size} and V of {value_size} channels; packed pages need V of at most K's")
-    if size % HEAD_DIM_STEP or value_size % HEAD_DIM_STEP:
-        sizes = f"{size}" if value_size == size else f"{size} (K) and {value_size} (V)"
-        raise BadInput(f"{name} has heads of {sizes} channels; packed pages need a multiple of {HEAD_DIM_STEP}")
+    size = whole(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
+    if kind == "full" and whole(text, "global_head_dim"):  # Gemma 4
+        size = whole(text, "global_head_dim")
+        kv_heads = whole(text, "num_global_key_value_heads") or kv_heads
+    value_size = whole(text, "v_head_dim") or size
+    if kind == "sliding" and whole(text, "swa_head_dim"):  # MiMo-V2
+        kv_heads, size = whole(text, "swa_num_key_value_heads"), whole(text, "swa_head_dim")
+        value_size = whole(text, "swa_v_head_dim") or size
     return kv_heads or heads, size, value_size
 
 
 def layer_kinds(text: Config) -> list[tuple[str, ...]]:
     """What each layer keeps, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
-    number, kind = text["num_hidden_layers"], text.get("model_type")
-    window = text.get("sliding_window") if text.get("use_sliding_window") is not False else None
-    if words := first(text, "layer_types", "layers_block_type"):
-        if unknown := sorted(set(map(str, words)) - set(KINDS)):
-            raise BadInput(f"layers of the kind {', '.join(unknown)} are not known; known: {', '.join(KINDS)}")
-        return [KINDS[word] for word in words]
-    if pattern := text.get("hybrid_layer_pattern"):  # MiMo-V2
-        return [("sliding",) if slides else ("full",) for slides in pattern]
-    if pattern := text.get("hybrid_override_pattern"):
-        return [NEMOTRON_H.get(letter, ()) for letter in pattern]
+    number, kind = text["num_hidden_layers"], word(text, "model_type")
+    window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
+    if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):
+        if unknown := sorted(set(words) - set(KINDS)):
+            what = printable(", ".join(unknown))
+            raise BadInput(f"layers of the kind {what} are not known; known: {', '.join(KINDS)}")
+        return [KINDS[word] for word in words[:number]]
+    if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2
+        return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
+    if letters := word(text, "hybrid_override_pattern"):
+        if len(letters) < number:
+            raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, and the model {number} layers")
+        return [NEMOTRON_H.get(letter, ()) for letter in letters[:number]]
     if kind in ATTENTION_FREE:
         return [("state",)] * number
     if kind == "falcon_h1":
         return [("state", "full")] * number
-    if period := text.get("attn_layer_period"):  # Jamba
-        return [("full",) if i % period == text["attn_layer_offset"] else ("state",) for i in range(number)]
-    if interval := text.get("full_attention_interval"):  # Qwen3-Next
+    if period := whole(text, "attn_layer_period"):  # Jamba
+        offset = whole(text, "attn_layer_offset")
+        return [("full",) if i % period == offset else ("state",) for i in range(number)]
+    if interval := whole(text, "full_attention_interval"):  # Qwen3-Next
         return [("state",) if (i + 1) % interval else ("full",) for i in range(number)]
     if "full_attn_idxs" in text:  # LFM2
-        return [("full",) if i in text["full_attn_idxs"] else ("state",) for i in range(number)]
-    if text.get("attention_chunk_size"):  # Llama 4
-        rope = text.get("no_rope_layers") or [(i + 1) % 4 for i in range(number)]
-        return [("chunked",) if rotates else ("full",) for rotates in rope]
+        full = set(listed(text, "full_attn_idxs", of=int))
+        return [("full",) if i in full else ("state",) for i in range(number)]
+    if whole(text, "attention_chunk_size"):  # Llama 4
+        rope = listed(text, "no_rope_layers", of=int, least=number) or [(i + 1) % 4 for i in range(number)]
+        return [("chunked",) if rotates else ("full",) for rotates in rope[:number]]
     if kind in SLIDING_AND_FULL and window:
-        period = text.get("sliding_window_pattern") or SLIDING_AND_FULL[kind]
+        period = whole(text, "sliding_window_pattern") or SLIDING_AND_FULL[kind]
         return [("sliding",) if (i + 1) % period else ("full",) for i in range(number)]
     if window and text.get("use_sliding_window"):  # Qwen2
-        start = text.get("max_window_layers") or 0
+        start = whole(text, "max_window_layers")
         return [("sliding",) if i >= start else ("full",) for i in range(number)]
     return [("sliding",) if window else ("full",)] * number
 
@@ -239,32 +297,32 @@ class State:
     kept: int = 2
 
 
-def state_of(config: dict[str, Any], ranks: int, dtype_bytes: int, recurrent_dtype: str | None = None) -> State | None:
-    """The state of a layer on one of `ranks` ranks; None: a kind that is not known.
+def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str | None = None) -> State | None:
+    """The state of a layer on one of `ranks` ranks, as vLLM's `MambaStateShapeCalculator` has it; None: not known.
 
+    It is a window of a short convolution's inputs and, but for short convolutions alone, a recurrent state.
     `dtype_bytes`: of the activations. Recurrent states have them too, unless the model has another dtype for them, or
     `recurrent_dtype` is given (`--mamba-ssm-cache-dtype`).
     """
-    hidden, kind = config["hidden_size"], config.get("model_type", "")
+    hidden, kind = config["hidden_size"], word(config, "model_type")
     recurrent = DTYPE_BYTES.get(recurrent_dtype or _recurrent_dtype(config), dtype_bytes)
     if "linear_num_value_heads" in config:  # gated delta nets
-        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-        conv = (2 * keys + values) * (config.get("linear_conv_kernel_dim", 4) - 1)
-        return State((conv * dtype_bytes + values * config["linear_key_head_dim"] * recurrent) // ranks)
+        keys, values = delta_net_channels(config)
+        conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
+        return State((conv * dtype_bytes + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
     if "conv_L_cache" in config or kind.startswith("lfm2"):
-        return State((config.get("conv_dim") or hidden) * (config.get("conv_L_cache", 3) - 1) * dtype_bytes // ranks)
-    size = config.get("mamba_d_state") or config.get("ssm_state_size")
-    kernel = config.get("mamba_d_conv") or config.get("conv_kernel") or 4
-    heads = config.get("mamba_n_heads") or config.get("mamba_num_heads") or config.get("n_mamba_heads")
-    inner = config.get("mamba_d_ssm") or int(config.get("mamba_expand", 2) * hidden)
+        kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
+        return State((whole(config, "conv_dim") or hidden) * kept * dtype_bytes // ranks)
+    size = whole(config, "mamba_d_state", "ssm_state_size")
+    kernel = whole(config, "mamba_d_conv", "conv_kernel") or 4
+    heads = whole(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    inner = mamba_channels(config)
     if size and heads:  # Mamba-2
-        head_dim = config.get("mamba_d_head") or config.get("mamba_head_dim") or config.get("mamba_headdim")
-        if not isinstance(head_dim, int):
-            head_dim = inner // heads
+        names = [name for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim") if config.get(name) != "auto"]
+        head_dim = whole(config, *names) or inner // heads
         if kind == "nemotron_h":
             inner = heads * head_dim
-        groups = config.get("mamba_n_groups") or config.get("n_groups") or config.get("mamba_ngroups") or 1
+        groups = whole(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
         groups += ranks - groups if groups % ranks else 0
         conv = (inner + 2 * groups * size) * (kernel - 1)
         return State((conv * dtype_bytes + heads * head_dim * size * recurrent) // ranks, kept=3)
@@ -273,10 +331,23 @@ def state_of(config: dict[str, Any], ranks: int, dtype_bytes: int, recurrent_dty
     return None
 
 
-def _recurrent_dtype(config: dict[str, Any]) -> str:
+def delta_net_channels(config: Config) -> tuple[int, int]:
+    """Channels of all heads of a gated delta net: of K, and of V."""
+    keys, values = (whole(config, f"linear_num_{role}_heads") for role in ("key", "value"))
+    return keys * whole(config, "linear_key_head_dim"), values * whole(config, "linear_value_head_dim")
+
+
+def mamba_channels(config: Config) -> int:
+    """Channels within a Mamba layer."""
+    expand = config.get("mamba_expand", 2)
+    if type(expand) not in (int, float) or not 0 < expand < LARGEST_WHOLE:
+        raise BadInput(f"mamba_expand is {shown(expand)}; a config has a number above 0 there")
+    return whole(config, "mamba_d_ssm") or int(expand * config["hidden_size"])
+
+
+def _recurrent_dtype(config: Config) -> str:
     """What vLLM keeps recurrent states in where the model says so, else ""."""
-    if config.get("model_type") == "nemotron_h":
-        return config.get("mamba_ssm_cache_dtype") or "float32"
-    if str(config.get("model_type")).startswith("qwen3_5"):
-        return config.get("mamba_ssm_dtype") or ""
-    return ""
+    kind = word(config, "model_type")
+    if kind == "nemotron_h":
+        return word(config, "mamba_ssm_cache_dtype") or "float32"
+    return word(config, "mamba_ssm_dtype") if kind.startswith("qwen3_5") else ""

@@ -320,7 +320,9 @@ def test_skipped_layers_that_would_blow_up_the_pages_are_refused(tmp_path: Path,
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Gemma3ForCausalLM"]))
     assert main([str(tmp_path), "--gpu", "L4", "--skip-layers", "0"]) == 0
     text = capsys.readouterr().out
-    assert "tq3, tq4 would not start:" in text and "layers of several kinds share pages of one size" in text
+    said = "isoquant4, planarquant4, tq4 would not start: a packed --kv-cache-dtype cannot serve these skipped layers: "
+    assert f"{said}--kv-cache-dtype-skip-layers 0" in " ".join(text.split())
+    assert "layers of several kinds share pages of one size" in " ".join(text.split())
 
 
 def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,13 +336,21 @@ def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 BAD_CONFIGS = {
     "no attention": ({**SHAPE_8B, "model_type": "mamba2"}, "has no attention layers"),
     "not a model": ({"a": 1}, "has no attention that its config describes"),
-    "MLA": ({**SHAPE_8B, "kv_lora_rank": 512}, "has MLA (kv_lora_rank 512)"),
-    "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "is an encoder-decoder"),
-    "head size": ({**SHAPE_8B, "head_dim": 72}, "has heads of 72 channels; packed pages need a multiple of 16"),
-    "K and V": ({**SHAPE_8B, "v_head_dim": 192}, "has K of 128 and V of 192 channels; packed pages need V of at most"),
-    "size of V": ({**SHAPE_8B, "v_head_dim": 72}, "has heads of 128 (K) and 72 (V) channels; packed pages need a"),
-    "kind": ({**SHAPE_8B, "layer_types": ["odd"]}, "layers of the kind odd are not known"),
-    "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"]}, "whose size plan does not know"),
+    "MLA": ({**SHAPE_8B, "kv_lora_rank": 512}, "cannot serve latent attention (MLA): the model, one"),
+    "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "cannot serve encoders: encoder_decoder attention"),
+    "head size": (
+        {**SHAPE_8B, "head_dim": 72},
+        "cannot serve this head size: 72 channels, and packed pages need",
+    ),
+    "K and V": ({**SHAPE_8B, "v_head_dim": 192}, "cannot serve this head size of V: V of 192 channels beside K of 128"),
+    "size of V": (
+        {**SHAPE_8B, "v_head_dim": 72},
+        "V of 72 channels beside K of 128; V may have",
+    ),
+    "Falcon": ({**SHAPE_8B, "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM, whose pages would stay dense"),
+    "kinds": ({**SHAPE_8B, "layer_types": ["full_attention"]}, "layer_types has 1 entries, and the model 36 layers"),
+    "kind": ({**SHAPE_8B, "layer_types": ["odd"] * 36}, "layers of the kind odd are not known"),
+    "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"] * 18}, "whose size is not known"),
 }
 
 

@@ -8,7 +8,10 @@ import re
 import sys
 from typing import NoReturn
 
+from ..json_file import printable
+
 EXIT_BAD_INPUT = 2
+LONGEST_LINE = 600
 GIB = 1 << 30
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
 SIZES |= {f"{unit}IB": SIZES[unit] for unit in "KMGT"} | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -18,7 +21,8 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; {self.prog} --help lists the options", file=sys.stderr)
+        line = printable(f"{self.prog}: {message}", LONGEST_LINE)
+        print(f"{line}; {self.prog} --help lists the options", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
 
 
@@ -33,7 +37,7 @@ def size(text: str) -> float:
 def tokens(text: str) -> int:
     """Tokens of `32k` (32,768) or a plain number."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text)
-    if not found or not int(found[1]):
+    if not found or len(found[1]) > 15 or not int(found[1]):
         raise argparse.ArgumentTypeError(f"expected a number of tokens, as 32k, got {text!r}")
     return int(found[1]) * SIZES[found[2].upper()]
 
@@ -58,6 +62,6 @@ def whole(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number, or 0."""
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
     return int(text)

@@ -1,6 +1,6 @@
 """Say whether all is here that a server with packed pages needs. Each line begins with OK or says what to do.
 
-Exit code: 0 if every line is OK, 1 if not, 2 for bad arguments.
+Exit code: 0 if every line is OK, 1 if not, 2 for bad arguments and a config.json that cannot be used.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from typing import Any
 from ..calibration_file import FILE_NAME, CalibrationError
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
+from ..json_file import printable
 from ..kernels.cuda import refusal
 from ..kernels.cuda.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, first, parse
+from ..model_shape import BadInput, Model, parse
 from ..planning.config_file import load
 from ..planning.plan import layers
-from .arguments import GIB, Parser
+from ..refusals import LEAST_CAPABILITY, refusals_of_model
+from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser
 
-LEAST_PYTHON, LEAST_CAPABILITY = (3, 11), (8, 0)
+LEAST_PYTHON = (3, 11)
 HEAD_DIM, GROUP = 128, 4
 """Of the heads for which kernels are named where no model is given; query heads a KV head."""
 PROBE_SECONDS = 300
@@ -36,23 +38,24 @@ PROBE_SECONDS = 300
 
 @dataclass(frozen=True)
 class Finding:
-    """A line. If not `ok`, it says what to do."""
+    """A line. If not `ok`, it says what to do. `is_bad_input`: of an argument that cannot be used."""
 
     ok: bool
     text: str
+    is_bad_input: bool = False
 
     def __str__(self) -> str:
-        return f"OK    {self.text}" if self.ok else self.text
+        return printable(f"OK    {self.text}" if self.ok else self.text, LONGEST_LINE)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv doctor") -> int:
     """The command. Returns its exit code."""
     options = parser(prog).parse_args(arguments)
-    well = True
+    code = 0
     for finding in findings(options):
-        well = well and finding.ok
+        code = max(code, 0 if finding.ok else EXIT_BAD_INPUT if finding.is_bad_input else 1)
         print(finding, flush=True)
-    return 0 if well else 1
+    return code
 
 
 def parser(prog: str = "packed-kv doctor") -> argparse.ArgumentParser:
@@ -71,11 +74,18 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     if options.model:
         try:
             config, folder = load(options.model)
-            model = parse(config, Path(options.model).name)
+            refused = refusals_of_model(config)
+            if all(refusal.rule.option for refusal in refused):
+                model = parse(config, Path(options.model).name)
+                refused = refusals_of_model(config, model)
         except BadInput as error:
-            yield Finding(False, str(error))
+            yield Finding(False, str(error), is_bad_input=True)
         else:
-            yield Finding(True, f"{model.name}: {layers(model)}")
+            if model:
+                yield Finding(True, f"{model.name}: {layers(model)}")
+            for refusal in refused:
+                name = printable(Path(options.model).name)
+                yield Finding(bool(refusal.rule.option), f"{name}: {refusal.sentence()}")
     has_torch, vllm = importlib.util.find_spec("torch") is not None, _vllm()
     if not has_torch:
         yield Finding(False, "PyTorch is not installed; it comes with vLLM: pip install vllm")
@@ -209,7 +219,7 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
     try:
         found = load_calibration(file)
         found.check_model(
-            layers=first(model.config, "num_hidden_layers"), kv_heads=layer.kv_heads, head_size=layer.head_size,
+            layers=model.config["num_hidden_layers"], kv_heads=layer.kv_heads, head_size=layer.head_size,
             value_head_size=layer.value_size or layer.head_size, every_layer=whole,
         )  # fmt: skip
     except CalibrationError as error:

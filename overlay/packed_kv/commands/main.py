@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ class Command:
     def load(self, function: str) -> Callable:
         return getattr(import_module(self.module), function)
 
+
+EXIT_INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {
     command.name: command
@@ -51,10 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"packed-kv {command.name}: {error.name} is missing; pip install {command.needs}", file=sys.stderr)
         return EXIT_BAD_INPUT
     try:
-        return run(words[1:], prog=f"packed-kv {command.name}")
-    except BrokenPipeError:  # who reads our output has seen enough, as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = run(words[1:], prog=f"packed-kv {command.name}")
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output has seen enough, as `head`
+        _discard_output()
         return 0
+    except KeyboardInterrupt:
+        print(f"packed-kv {command.name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename:
+            raise
+        print(f"packed-kv {command.name}: the output cannot be written ({error.strerror})", file=sys.stderr)
+        _discard_output()
+        return EXIT_BAD_INPUT
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> Parser:

@@ -9,14 +9,16 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..model_shape import BadInput, Model, parse
+from ..json_file import printable
+from ..model_shape import BadInput, Config, Model, parse
 from ..planning import cards
 from ..planning.cache import Serving
 from ..planning.config_file import load
 from ..planning.plan import Target, as_json, assumptions, cache_memory, plan, recommend
 from ..planning.show import plot, table
 from ..planning.weights import BITS, weights
-from .arguments import EXIT_BAD_INPUT, GIB, Parser, count, number, size, tokens, whole
+from ..refusals import Refusal, refusals_of_model
+from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, number, size, tokens, whole
 
 UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB
 """vLLM's defaults for a server on a large card; and what is left for activations, workspace and CUDA graphs."""
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
         if options.plot:
             plot(target, options.plot)
     except BadInput as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {printable(error, LONGEST_LINE)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
 
@@ -80,8 +82,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     card = _card(options)
     config, folder = load(options.model)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
-    model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
-    said = []
+    model, said = _servable(config, name, options)
     context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
     if options.context is None:
         reads = f"{model.max_len:,} tokens" if model.max_len else "the config does not say how many tokens"
@@ -99,6 +100,21 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
         context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)
     )
     return Target(model, serving, heavy, card, int(memory), options.users), said
+
+
+def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[Model, list[str]]:
+    """The model, if packed pages serve it, and with which options of vLLM. Raises BadInput."""
+    _check_served(name, refusals_of_model(config))
+    model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
+    found = refusals_of_model(config, model)
+    _check_served(name, found)
+    return model, [f"served with {refusal.rule.option} alone: {refusal.rule.subject}" for refusal in found]
+
+
+def _check_served(name: str, found: Sequence[Refusal]) -> None:
+    for refusal in found:
+        if not refusal.rule.option:
+            raise BadInput(f"{name}: {refusal.sentence()}")
 
 
 def _check_skipped(layers: Sequence[int], model: Model) -> None:

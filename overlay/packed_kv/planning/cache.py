@@ -18,14 +18,11 @@ from dataclasses import dataclass, replace
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block, ring_slot_bytes
-from ..model_shape import DENSE, FP8, MAX_PADDING, Layer, Model, slot_bytes
+from ..model_shape import DENSE, FP8, Layer, Model, slot_bytes
 from ..model_shape import bytes_per_token as sum_over_layers
+from ..refusals import Facts, no_window, refuse
 
 DTYPES = (DENSE, FP8, *FORMATS)
-
-
-class Refused(ValueError):
-    """A dtype with which the engine would not start; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +92,13 @@ def dtype_of(dtype: str, layer: Layer, serving: Serving) -> str:
 
 
 def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]:
-    """Tokens of the recent window, as `window/size.py` decides, and why there is none."""
+    """Tokens of the recent window, and why there is none."""
     if dtype not in FORMATS or serving.recent_tokens == 0:
         return 0, ""
-    if serving.skip_layers and not serving.on_gpu:
-        return 0, "skipped layers on a CPU"
-    if any(layer.kind == "chunked" for layer in model.layers):
-        return 0, "chunked attention"
+    has_chunks = any(layer.kind == "chunked" for layer in model.layers)
+    platform = "cuda" if serving.on_gpu else "cpu"
+    if reason := no_window(Facts(platform=platform, has_other_dtypes=bool(serving.skip_layers), has_chunks=has_chunks)):
+        return 0, reason
     windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
     tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
     return min([tokens, serving.context, *windows]), ""
@@ -208,7 +205,6 @@ def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[
         if spec.kind == "state" or len(groups) == 1:
             continue
         heads, _, slot = spec.shape
-        if slot in {slot_bytes(dtype, layer, model.dtype_bytes) for layer in model.attention} and (
-            spec.page > MAX_PADDING * heads * slot * spec.block_size
-        ):
-            raise Refused("layers of several kinds share pages of one size; skip none of them")
+        if slot in {slot_bytes(dtype, layer, model.dtype_bytes) for layer in model.attention}:
+            skipped = tuple(map(str, sorted(serving.skip_layers)))
+            refuse(Facts(skip_layers=skipped, page=(spec.page, heads * slot * spec.block_size)), dtype)

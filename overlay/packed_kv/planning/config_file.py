@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from ..json_file import printable, read_json
 from ..model_shape import BadInput, Config
+
+LONGEST_NAME = 1024
+"""Characters of a path or of an id of the Hugging Face Hub."""
 
 
 def load(source: str) -> tuple[Config, Path | None]:
@@ -13,19 +16,29 @@ def load(source: str) -> tuple[Config, Path | None]:
 
     Raises BadInput.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise BadInput(f"{source} has no config.json; give the folder of a Hugging Face model")
-    elif not path.is_file():
-        path = _from_hub(source)
+    if not source or len(source) > LONGEST_NAME or not source.isprintable():
+        raise BadInput(
+            f"{printable(source, 60)} is no name of a model; give a folder, a config.json or an id of the Hub"
+        )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} is no config.json: {error}; give the folder of a Hugging Face model") from error
+        path = Path(source).expanduser()
+        if path.is_dir():
+            path = path / "config.json"
+            if not path.is_file():
+                raise BadInput(f"{source} has no config.json; give the folder of a Hugging Face model")
+        elif not path.is_file():
+            path = _from_hub(source)
+        config = read_json(path)
+    except OSError as error:  # a part of the path is too long, or nobody may look into a folder
+        raise BadInput(f"{source} cannot be read ({error.strerror}); give the folder of a model") from error
+    except RuntimeError as error:  # ~user
+        raise BadInput(f"{source} names no user's folder; give the folder of a model") from error
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(f"{path} {error}; give the folder of a Hugging Face model") from error
     if not isinstance(config, dict):
-        raise BadInput(f"{path} is no config.json: it holds no object; give the folder of a Hugging Face model")
+        raise BadInput(f"{path} holds no object; give the folder of a Hugging Face model")
     return config, path.parent
 
 
@@ -40,5 +53,5 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = printable(str(error).strip().splitlines()[0])
         raise BadInput(f"{what}, and the Hugging Face Hub gives no config.json of it ({reason})") from error

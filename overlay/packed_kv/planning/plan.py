@@ -9,7 +9,8 @@ from typing import Any
 
 from ..formats import FORMATS
 from ..model_shape import DENSE, FP8, BadInput, Model
-from .cache import DTYPES, Refused, Serving, bytes_per_token, capacity, recent_window
+from ..refusals import Refused
+from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
 from .measured import KL, STEP, is_measured_h100, kl, step_seconds
 from .weights import Weights
@@ -76,7 +77,7 @@ def _row(target: Target, dtype: str, users: int) -> Row:
     try:
         holds = capacity(model, dtype, serving, target.kv_memory)
     except Refused as error:
-        return Row(*known, refused=str(error))
+        return Row(*known, refused=error.refusal.sentence())
     number, step = min(users, holds.requests), None
     if number and target.card.bandwidth:
         seconds = step_seconds(model, dtype, serving, target.weights, number, target.card)

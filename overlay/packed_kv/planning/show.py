@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..model_shape import BadInput
-from .cache import DTYPES, Refused, capacity
+from ..refusals import Refused
+from .cache import DTYPES, capacity
 from .plan import Row, Target
 
 HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..model_shape import Config, Model, first
+from ..json_file import printable, read_json
+from ..model_shape import (
+    BadInput,
+    Config,
+    Model,
+    delta_net_channels,
+    listed,
+    mamba_channels,
+    part,
+    whole,
+    word,
+)
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
 """`--weights` -> bits of a number in a linear layer; of 4 bits, groups of 64 share a scale of 16."""
@@ -55,25 +65,29 @@ def weights(model: Model, form: str | float | None, folder: Path | None) -> Weig
 
 
 def _known(folder: Path | None) -> float | None:
-    """Bytes of the weights of a folder, as its index says; None where there is none."""
+    """Bytes of the weights of a folder, as its index says; None where there is none. Raises BadInput."""
     if folder is None or not (folder / INDEX).is_file():
         return None
-    return json.loads((folder / INDEX).read_text()).get("metadata", {}).get("total_size")
+    try:
+        index = read_json(folder / INDEX)
+    except ValueError as error:
+        raise BadInput(f"{folder / INDEX} {error}; give --weights SIZE") from error
+    return whole(part(index, "metadata"), "total_size") if isinstance(index, dict) else None
 
 
 def _bits(config: Config, form: str | None) -> tuple[float, str]:
     """Bits of a number in a linear layer, and where they are from."""
     if form is not None:
         return BITS[form], f"linear layers in {form}"
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return 8.0 * {"float32": 4}.get(first(config, "dtype", "torch_dtype") or "", 2), "not quantized"
-    method, bits = str(quantization.get("quant_method", "")), quantization.get("bits")
-    groups = quantization.get("config_groups")
-    if isinstance(groups, dict) and groups:
-        bits = (next(iter(groups.values())).get("weights") or {}).get("num_bits")
+    quantization = part(config, "quantization_config")
+    if not quantization:
+        return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), "not quantized"
+    method, bits = printable(quantization.get("quant_method", ""), 60), whole(quantization, "bits")
+    groups = part(quantization, "config_groups")
+    if groups:
+        bits = whole(part(part(groups, next(iter(groups))), "weights"), "num_bits")
     words = f"{method} {quantization.get('quant_algo', '')} {quantization.get('load_in_4bit', '')}".lower()
-    if bits is None:
+    if not bits:
         bits = 4 if any(word in words for word in ("fp4", "mxfp4", "true", "awq", "gptq")) else 8
     return (BITS["int4"] if bits == 4 else float(bits)), f"quantized by {method or 'an unknown method'} to {bits} bits"
 
@@ -87,7 +101,7 @@ def parameters(model: Model) -> tuple[float, float, float]:
     for number in range(config["num_hidden_layers"]):
         dense, routed = _mlp(config, number, hidden)
         linear, experts = linear + dense, experts + routed
-    vocabulary = first(config, "vocab_size", "padded_vocab_size") or 0
+    vocabulary = whole(config, "vocab_size", "padded_vocab_size")
     return linear, experts, vocabulary * hidden
 
 
@@ -99,49 +113,47 @@ def _attention(config: Config, layer: Any, ranks: int) -> float:
 def _state(config: Config, hidden: int) -> float:
     """Projections into a state layer and out of it; the rest of it is small."""
     if "linear_num_value_heads" in config:
-        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        keys, values = delta_net_channels(config)
         return hidden * (2 * keys + 3 * values)
     if "conv_L_cache" in config:
         return 4 * hidden * hidden
-    heads = first(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
-    size = first(config, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
-    inner = config.get("mamba_d_ssm") or int(config.get("mamba_expand", 2) * hidden)
-    inner = heads * size if config.get("model_type") == "nemotron_h" and heads else inner
-    return 3 * hidden * inner
+    if word(config, "model_type") == "nemotron_h" and (heads := whole(config, "mamba_num_heads")):
+        return 3 * hidden * heads * whole(config, "mamba_head_dim")
+    return 3 * hidden * mamba_channels(config)
 
 
 def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
     """Numbers of a layer's MLP: those that every token reads, and those of the routed experts."""
-    pattern = config.get("hybrid_override_pattern")
+    pattern, layers = word(config, "hybrid_override_pattern"), config["num_hidden_layers"]
     if pattern and pattern[number] not in "-E":
         return 0, 0
-    inner = first(config, "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim") or 4 * hidden
-    if isinstance(inner, list):
-        inner = inner[number]
-    matrices = (2 if config.get("model_type") in PLAIN_MLP else 3) * hidden
+    if isinstance(config.get("intermediate_size"), list):
+        inner = listed(config, "intermediate_size", of=int, least=layers)[number]
+    else:
+        inner = whole(config, "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim") or 4 * hidden
+    matrices = (2 if word(config, "model_type") in PLAIN_MLP else 3) * hidden
     count = _experts(config)
-    step = first(config, "decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period") or 1
-    dense_first = first(config, "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers") or 0
+    step = whole(config, "decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period") or 1
+    dense_first = whole(config, "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     is_sparse = count > 1 and number >= dense_first and (number + 1) % step == 0
     if pattern and pattern[number] == "-":
         is_sparse = False
     if isinstance(config.get("moe_layer_freq"), list):  # MiMo-V2
-        is_sparse = count > 1 and bool(config["moe_layer_freq"][number])
+        is_sparse = count > 1 and bool(listed(config, "moe_layer_freq", of=int, least=layers)[number])
     if not is_sparse:
-        return matrices * (config.get("intermediate_size_mlp") or inner), 0
-    expert = first(config, "moe_intermediate_size", "expert_hidden_dim") or inner
-    shared = first(config, "shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
-    if shared is None:
-        shared = (first(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0) * expert
+        return matrices * (whole(config, "intermediate_size_mlp") or inner), 0
+    expert = whole(config, "moe_intermediate_size", "expert_hidden_dim") or inner
+    shared = whole(config, "shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
+    if not shared:
+        shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * expert
     if config.get("model_type") == "llama4_text":
         shared = expert
     return matrices * shared + hidden * count, count * matrices * expert
 
 
 def _experts(config: Config) -> int:
-    return first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
+    return whole(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _experts_per_token(config: Config) -> int:
-    return first(config, "num_experts_per_tok", "moe_top_k", "moe_k", "top_k_experts") or 1
+    return whole(config, "num_experts_per_tok", "moe_top_k", "moe_k", "top_k_experts") or 1

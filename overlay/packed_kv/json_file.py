@@ -1,0 +1,51 @@
+"""Reads JSON that somebody else wrote, and shows values of it in one line. Imports no torch and no vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any
+
+LARGEST_FILE = 64 << 20
+"""Bytes. A calibration file of 80 layers with 64 KV heads has 40 MB, an index of 160,000 tensors 13 MB."""
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The content of a regular file of at most `LARGEST_FILE` bytes. Raises ValueError, with a reason of one line."""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                raise ValueError("is not a regular file")
+            if state.st_size > LARGEST_FILE:
+                raise ValueError(f"has {state.st_size:,} bytes, more than the {LARGEST_FILE:,} that are read")
+            text = file.read(LARGEST_FILE)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and numbers of 4,300 digits are ValueErrors
+        raise ValueError(f"is not JSON ({printable(error)})") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Do not wait for somebody to write into a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def printable(text: object, most: int = 200) -> str:
+    """A text in one line, without control characters and of at most `most` characters."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def shown(value: Any) -> str:
+    """A value of JSON in one short line; of lists and objects only their size."""
+    if isinstance(value, dict):
+        return f"an object of {len(value)} entries"
+    if isinstance(value, list):
+        return f"a list of {len(value)} entries"
+    if isinstance(value, int) and abs(value) > 10**60:
+        return "a whole number of more than 60 digits"
+    return printable(json.dumps(value), 60)

@@ -1,0 +1,380 @@
+"""What packed pages cannot serve: one ordered table for the engine, `packed-kv plan`, `packed-kv doctor` and the docs.
+
+A rule reads a record of facts and says in words what it read; no words, no refusal. A fact that nobody knows is None
+and refuses nothing. The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from
+config.json.
+`python -m packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .formats import FORMATS, HEAD_DIM_STEP
+from .json_file import printable
+from .layout import MICRO_BLOCK
+from .model_shape import MAX_PADDING, Config, Model, listed, part, reads_latents, text_config, word
+
+AUTO = "use --kv-cache-dtype auto for this model"
+LEAST_CAPABILITY = (8, 0)
+
+IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
+"""Architectures that make their attention layers without a `cache_config` (vLLM's `falcon.py`)."""
+OWN_BACKENDS = ("DeepseekV4", "Inkling", "MiniMaxM3", "Qwen4Exp", "Step5")
+"""Beginnings of the names of architectures whose layers choose an attention backend themselves (vLLM 0.33)."""
+ALIBI = ("bloom", "mpt", "step1")
+"""Model types with ALiBi, whatever else their configs say."""
+ENCODERS = ("bert", "clip", "gte", "modernbert", "new", "nomic_bert", "roberta", "siglip", "xlm-roberta")
+"""Model types of encoders."""
+IMAGE_PREFIXES = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
+"""Model types whose image tokens attend to each other in both directions (vLLM's `is_mm_prefix_lm`)."""
+DRAFTS_WITHOUT_A_CACHE = ("gemma4_assistant", "gemma4_mtp", "gemma4_unified_assistant")
+"""Model types of drafts whose layers read the KV cache of the model's layers."""
+
+CONNECTORS = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "DecodeBenchConnector",
+)
+"""KV connectors of vLLM that find pages by its block hashes, shake hands by its compatibility hash, or share none."""
+WINDOW_CONNECTORS = ("OffloadingConnector",)
+"""KV connectors that were seen to leave alone the groups that take no part in the prefix cache."""
+
+
+class Refused(ValueError):
+    """Packed pages cannot serve this; the message is one line."""
+
+    def __init__(self, refusal: Refusal, dtype: str) -> None:
+        super().__init__(refusal.sentence(dtype))
+        self.refusal = refusal
+
+
+class Connector(Protocol):
+    """A KV connector: its name, with its module's path in front if one is given, and its extra configuration."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a model, of one of its layers and of an engine; None: not known.
+
+    Attributes:
+        attention: vLLM's type of a layer's attention: "decoder", "encoder", "encoder_only" or "encoder_decoder".
+        layer: what to call a layer whose own backend, size of V or shared cache is read.
+        own_backend: name of the attention backend that a model chooses for a layer.
+        sinks: shape of a layer's attention sinks; `query_heads`: its query heads.
+        built_value_size: V's head size that the layer's implementation was told.
+        cache_of: name of the layer whose cache a draft layer reads.
+        shares_cache: a layer of the model reads the cache of another.
+        connector: the KV connector of the engine; `connectors`: it, or those within a MultiConnector.
+        layer_options: arguments of a layer that no implementation here knows.
+        backend_reasons: what vLLM says against the backend.
+        skip_layers: `--kv-cache-dtype-skip-layers`; `page`: bytes of a packed page, and bytes of it that are used.
+        skipped_dtype: KV-cache dtype of a layer with packed ones' backend.
+        dcp: `--decode-context-parallel-size`; `dcp_backend`: `--dcp-comm-backend`.
+        has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
+        has_draft_cache: a draft has layers with a cache of their own.
+    """
+
+    platform: str | None = None
+    capability: tuple[int, int] | None = None
+    architecture: str | None = None
+    is_mla: bool | None = None
+    is_sparse: bool | None = None
+    attention: str | None = None
+    has_alibi: bool | None = None
+    has_static_sinks: bool | None = None
+    has_image_prefix: bool | None = None
+    layer: str | None = None
+    own_backend: str | None = None
+    cache_of: str | None = None
+    sinks: tuple[int, ...] | None = None
+    query_heads: int | None = None
+    head_size: int | None = None
+    value_size: int | None = None
+    built_value_size: int | None = None
+    layer_options: tuple[str, ...] | None = None
+    backend_reasons: tuple[str, ...] | None = None
+    block_size: int | None = None
+    connectors: tuple[Connector, ...] | None = None
+    speculative_method: str | None = None
+    has_fast_prefill: bool | None = None
+    has_micro_batches: bool | None = None
+    has_output_scale: bool | None = None
+    skip_layers: tuple[str, ...] | None = None
+    skipped_dtype: str | None = None
+    page: tuple[int, int] | None = None
+    connector: str | None = None
+    shares_cache: bool | None = None
+    dcp: int | None = None
+    dcp_backend: str | None = None
+    has_states: bool | None = None
+    has_chunks: bool | None = None
+    sliding_window: int | None = None
+    pipeline: int | None = None
+    has_other_dtypes: bool | None = None
+    has_draft_cache: bool | None = None
+    has_one_cache_manager: bool | None = None
+
+
+class Rule(NamedTuple):
+    """One row.
+
+    `subject`: what cannot be served. `read`: what was read, in words; None or False: nothing to refuse. `source`: what
+    it is read from. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and `doctor` ask
+    it, too. `option`: with which vLLM serves such a model nevertheless.
+    """
+
+    subject: str
+    source: str
+    read: Callable[[Facts], str | bool | None]
+    remedy: str = AUTO
+    is_of_model: bool = False
+    option: str = ""
+
+
+class Refusal(NamedTuple):
+    """A rule that applies, and what it read."""
+
+    rule: Rule
+    read: str
+
+    def sentence(self, dtype: str = "") -> str:
+        """The refusal in one line. `dtype`: the one that was asked for; "": any packed one."""
+        name = f"--kv-cache-dtype {dtype}" if dtype else "a packed --kv-cache-dtype"
+        return f"{name} cannot serve {self.rule.subject}: {self.read}; {self.rule.remedy}"
+
+
+def refusals_of(facts: Facts) -> list[Refusal]:
+    """All refusals, in the table's order."""
+    return _applied(RULES, facts)
+
+
+def refuse(facts: Facts, dtype: str) -> None:
+    """Raise Refused with the first refusal, if there is one."""
+    for refusal in refusals_of(facts):
+        raise Refused(refusal, dtype)
+
+
+def no_window(facts: Facts) -> str:
+    """Why an engine has no recent window, in words; "": it can have one."""
+    return next((f"{found.rule.subject} ({found.read})" for found in _applied(WINDOW_RULES, facts)), "")
+
+
+def _applied(rules: tuple[Rule, ...], facts: Facts) -> list[Refusal]:
+    return [Refusal(rule, read) for rule in rules if isinstance(read := rule.read(facts), str) and read]
+
+
+def _connectors(facts: Facts) -> tuple[Connector, ...]:
+    return facts.connectors or ()
+
+
+def _connector_without_format(facts: Facts) -> str | None:
+    names = [connector.name for connector in _connectors(facts) if connector.name not in CONNECTORS]
+    return f"{names[0]}, whose keys do not name the format of a page" if names else None
+
+
+def _connector_without_handshake(facts: Facts) -> str | None:
+    unsafe = [c.name for c in _connectors(facts) if not c.options.get("enforce_handshake_compat", True)]
+    return f"{unsafe[0]} with enforce_handshake_compat false" if unsafe else None
+
+
+def _value_size(facts: Facts) -> str | None:
+    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_STEP`."""
+    key, value = facts.head_size, facts.value_size
+    if key is None or value is None or key % HEAD_DIM_STEP or (0 < value <= key and value % HEAD_DIM_STEP == 0):
+        return None
+    return f"V of {value} channels beside K of {key}; V may have up to as many as K, in multiples of {HEAD_DIM_STEP}"
+
+
+def _padded(facts: Facts) -> str | None:
+    if not facts.skip_layers or not facts.page or facts.page[0] <= MAX_PADDING * facts.page[1]:
+        return None
+    return (
+        f"--kv-cache-dtype-skip-layers {' '.join(facts.skip_layers)}, beside which a packed page of {facts.page[1]} "
+        f"bytes would take {facts.page[0]}, as layers of several kinds share pages of one size"
+    )
+
+
+def _dcp(what: str, applies: Callable[[Facts], object], source: str, why: str = "") -> Rule:
+    """A row of `--decode-context-parallel-size`, which deals a request's tokens out to ranks."""
+    return Rule(
+        f"--decode-context-parallel-size with {what}",
+        source,
+        lambda facts: (facts.dcp or 1) > 1 and bool(applies(facts)) and f"{facts.dcp} ranks{why and ', and '}{why}",
+        "use --decode-context-parallel-size 1",
+    )
+
+
+def _model(facts: Facts) -> str:
+    return facts.architecture or "the model"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("this platform", "vLLM's platform",
+         lambda f: f.platform not in (None, "cuda", "cpu") and f"{f.platform}, and packed pages need CUDA or a CPU",
+         "use --kv-cache-dtype auto here"),
+    Rule("this GPU", "its compute capability",
+         lambda f: f.capability is not None and f.capability < LEAST_CAPABILITY
+         and "compute capability {}.{}, and packed pages need 8.0 or later".format(*f.capability),
+         "use another GPU, or --kv-cache-dtype auto"),
+    Rule("models whose attention layers are not told the dtype", "`architectures`",
+         lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
+         is_of_model=True),
+    Rule("latent attention (MLA)", "`kv_lora_rank`; vLLM's `use_mla`",
+         lambda f: f.is_mla and f"{_model(f)}, one latent vector of which is both K and V",
+         is_of_model=True),
+    Rule("sparse attention", "vLLM's `use_sparse`",
+         lambda f: f.is_sparse and f"{_model(f)}, whose layers read some tokens of the cache"),
+    Rule("encoders", "`is_encoder_decoder`, `model_type`, `is_causal`; a layer's `attn_type`",
+         lambda f: f.attention not in (None, "decoder") and f"{f.attention} attention, and packed pages hold decoders'",
+         is_of_model=True),
+    Rule("ALiBi", "`model_type`, `alibi`; a layer's `alibi_slopes`",
+         lambda f: f.has_alibi and f"{_model(f)}, whose scores depend on the distance by a slope",
+         is_of_model=True),
+    Rule("models that choose their own attention backend", "`architectures`; a layer's backend",
+         lambda f: (f.own_backend and f"{f.layer} has {f.own_backend}, which cannot read packed pages")
+         or ((f.architecture or "").startswith(OWN_BACKENDS) and f"{f.architecture}, whose backend reads other pages"),
+         is_of_model=True),
+    Rule("static attention sinks", "`param_sink_number`; a layer's KV-cache spec",
+         lambda f: f.has_static_sinks and f"{_model(f)}, which puts parameters before the keys of every request",
+         is_of_model=True),
+    Rule("draft layers that read the model's KV cache", "`model_type`; `kv_sharing_target_layer_name`",
+         lambda f: f.cache_of and f"{f.layer} reads that of {f.cache_of}",
+         "use another speculative method, or none", is_of_model=True),
+    Rule("this head size", "`head_dim`, `hidden_size`",
+         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)
+         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_STEP}",
+         is_of_model=True),
+    Rule("this head size of V", "`v_head_dim`; a layer's `head_size_v`", _value_size, is_of_model=True),
+    Rule("this head size of V", "a layer and its implementation",
+         lambda f: None not in (f.value_size, f.built_value_size) and f.value_size != f.built_value_size
+         and f"{f.layer} has V of {f.value_size} channels, and its attention was built for {f.built_value_size}"),
+    Rule("attention sinks of this shape", "a layer's `sinks`",
+         lambda f: f.sinks is not None and f.sinks != (f.query_heads,)
+         and f"{list(f.sinks)}, and packed pages need one number for each of {f.query_heads} query heads"),
+    Rule("these options of an attention layer", "a layer's arguments",
+         lambda f: f.layer_options and f"{', '.join(f.layer_options)}, which the packed backends do not know"),
+    Rule("images whose tokens attend to each other in both directions", "`model_type`; vLLM's `use_mm_prefix`",
+         lambda f: f.has_image_prefix and f"{_model(f)}, and packed attention is causal",
+         "use --language-model-only, or --kv-cache-dtype auto", is_of_model=True, option="--language-model-only"),
+    Rule("this block size", "`--block-size`",
+         lambda f: f.block_size is not None and f.block_size % MICRO_BLOCK
+         and f"{f.block_size} tokens, and packed pages need a multiple of {MICRO_BLOCK}",
+         f"use --block-size {MICRO_BLOCK}, or --kv-cache-dtype auto"),
+    Rule("fused output quantization", "`output_scale`",
+         lambda f: f.has_output_scale and "packed attention returns its output unquantized",
+         "leave out vLLM's fusion of attention and quantization, or use --kv-cache-dtype auto"),
+    Rule("this KV connector", "`--kv-transfer-config`", _connector_without_format,
+         f"use one of {', '.join(CONNECTORS)}, or none"),
+    Rule("this KV connector", "`--kv-transfer-config`", _connector_without_handshake,
+         "leave out enforce_handshake_compat, as pages of a peer may differ"),
+    Rule("this speculative method", "`--speculative-config`",
+         lambda f: f.speculative_method == "extract_hidden_states"
+         and "extract_hidden_states, which stores hidden states as KV", "use another method, or none"),
+    Rule("--kv-sharing-fast-prefill", "the option",
+         lambda f: f.has_fast_prefill and "the host learns of its batches too late to schedule them",
+         "leave the option out"),
+    Rule("--enable-dbo and --ubatch-size", "the options",
+         lambda f: f.has_micro_batches and "two batches would share one schedule", "leave the options out"),
+    _dcp("vLLM's CPU platform", lambda f: f.platform == "cpu", "vLLM's platform", "it cannot place tokens by rank"),
+    _dcp("--dcp-comm-backend a2a", lambda f: f.dcp_backend == "a2a", "the option", "ag_rs is supported"),
+    _dcp("drafts", lambda f: f.speculative_method, "`--speculative-config`",
+         "drafts need a causal mask over the tokens of several ranks"),
+    _dcp("a KV connector", lambda f: f.connector, "`--kv-transfer-config`"),
+    _dcp("state layers", lambda f: f.has_states, "the model", "each rank has a state whole"),
+    _dcp("chunked attention", lambda f: f.has_chunks, "the model", "its layers see a request as one of each chunk"),
+    _dcp("a sliding window", lambda f: f.sliding_window, "a layer"),
+    _dcp("attention sinks", lambda f: f.sinks, "a layer"),
+    _dcp("another layer's KV cache", lambda f: f.shares_cache, "a layer"),
+    Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
+         lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
+         and f"a layer with {f.skipped_dtype} pages, which cannot lie beside packed ones",
+         "name other layers in --kv-cache-dtype-skip-layers"),
+    Rule("these skipped layers", "`--kv-cache-dtype-skip-layers`", _padded, "leave out --kv-cache-dtype-skip-layers"),
+    Rule("this configuration", "what vLLM says of the backend",
+         lambda f: f.backend_reasons and ", ".join(f.backend_reasons)),
+)  # fmt: skip
+
+WINDOW_RULES: tuple[Rule, ...] = (
+    Rule("decode context parallelism", "`--decode-context-parallel-size`",
+         lambda f: (f.dcp or 1) > 1 and "it deals a request's tokens out to ranks"),
+    Rule("--disable-hybrid-kv-cache-manager", "the option",
+         lambda f: f.has_one_cache_manager and "some KV connectors imply it"),
+    Rule("this KV connector", "`--kv-transfer-config`",
+         lambda f: f.connector not in (None, *WINDOW_CONNECTORS) and f.connector),
+    Rule("layers of another KV-cache dtype", "`--kv-cache-dtype-skip-layers`, the draft's dtype",
+         lambda f: f.has_other_dtypes and f.platform == "cpu" and "vLLM's CPU platform lays out pages of one size"),
+    Rule("pipeline parallelism", "`--pipeline-parallel-size`",
+         lambda f: (f.pipeline or 1) > 1 and bool(f.has_other_dtypes or f.has_draft_cache)
+         and f"its stages would lay out their pages differently beside {_beside(f)}"),
+    Rule("a KV connector", "`--kv-transfer-config`",
+         lambda f: f.connector is not None and bool(f.has_other_dtypes or f.has_draft_cache or f.has_states)
+         and f"{f.connector} beside {_beside(f)}"),
+    Rule("chunked attention", "the model", lambda f: f.has_chunks and "its layers see a request as one of each chunk"),
+)  # fmt: skip
+"""With which an engine has no recent window; it serves without, and its log says so."""
+
+
+def _beside(facts: Facts) -> str:
+    if facts.has_other_dtypes:
+        return "layers of another KV-cache dtype"
+    return "a draft's layers" if facts.has_draft_cache else "state layers"
+
+
+def facts_of_config(config: Config) -> Facts:
+    """What a config.json says of a model's architecture. Raises BadInput."""
+    text, kind = text_config(config), word(config, "model_type")
+    names = listed(config, "architectures", of=str) or listed(text, "architectures", of=str)
+    kinds = {kind, word(text, "model_type")}
+    is_encoder = bool(kinds & {*ENCODERS}) or text.get("is_causal") is False
+    is_encoder |= text.get("use_bidirectional_attention") is True
+    attention = "encoder_only" if is_encoder else "decoder"
+    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
+        attention = "encoder_decoder"
+    drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
+    return Facts(
+        architecture=printable(names[0], 60) if names else None,
+        is_mla=reads_latents(text),
+        attention=attention,
+        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or part(text, "attn_config").get("alibi")),
+        has_static_sinks=bool(text.get("param_sink_number")),
+        has_image_prefix=bool(kind in IMAGE_PREFIXES and config.get("vision_config"))
+        or text.get("use_bidirectional_attention") == "vision",
+        layer=drafts[0] if drafts else None,
+        cache_of="the model" if drafts else None,
+    )
+
+
+def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusal]:
+    """What a config.json tells of a model, and of its layers if `model` has them. Each rule refuses once. Raises
+    BadInput."""
+    found = refusals_of(facts_of_config(config))
+    for layer in model.attention if model else ():
+        found += refusals_of(Facts(head_size=layer.head_size, value_size=layer.value_size or layer.head_size))
+    return list({refusal.rule: refusal for refusal in found}.values())
+
+
+def markdown() -> str:
+    """The tables of docs/models.md."""
+    head = "| cannot be served | read from | told by config.json | remedy |\n|---|---|---|---|"
+    rows = [
+        f"| {rule.subject} | {rule.source} | {'yes' if rule.is_of_model else ''} | {rule.remedy} |"
+        for rule in dict.fromkeys(RULES)
+    ]
+    window = "| no recent window with | read from |\n|---|---|"
+    return "\n".join([head, *rows, "", window, *(f"| {rule.subject} | {rule.source} |" for rule in WINDOW_RULES)])
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,207 @@
+"""The table of refusals: each row applies to something, unknown facts refuse nothing, and all who refuse agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from coverage_models import MODELS
+from packed_kv.model_shape import parse
+from packed_kv.refusals import (
+    CONNECTORS,
+    IGNORES_KV_CACHE_DTYPE,
+    RULES,
+    WINDOW_RULES,
+    Facts,
+    Refused,
+    markdown,
+    no_window,
+    refusals_of,
+    refusals_of_model,
+    refuse,
+)
+
+ROOT = Path(__file__).parents[1]
+SHAPE = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+
+
+class Connector(NamedTuple):
+    name: str
+    options: dict = {}  # noqa: RUF012 (nobody changes it)
+
+
+REFUSED = [
+    (Facts(platform="rocm"), "this platform: rocm, and"),
+    (Facts(capability=(7, 5)), "this GPU: compute capability 7.5, and"),
+    (Facts(architecture="RWForCausalLM"), "models whose attention layers are not told the dtype: RWForCausalLM, whose"),
+    (Facts(architecture="X", is_mla=True), "latent attention (MLA): X, one latent vector"),
+    (Facts(is_sparse=True), "sparse attention: the model, whose"),
+    (Facts(attention="encoder_only"), "encoders: encoder_only attention, and"),
+    (Facts(architecture="BloomForCausalLM", has_alibi=True), "ALiBi: BloomForCausalLM, whose scores"),
+    (
+        Facts(layer="layers.0", own_backend="FLASH_ATTN"),
+        "models that choose their own attention backend: layers.0 has",
+    ),
+    (Facts(architecture="Step5ForCausalLM"), "models that choose their own attention backend: Step5ForCausalLM, whose"),
+    (Facts(has_static_sinks=True), "static attention sinks: the model, which puts"),
+    (
+        Facts(layer="draft.0", cache_of="layers.3"),
+        "draft layers that read the model's KV cache: draft.0 reads that",
+    ),
+    (Facts(head_size=72), "this head size: 72 channels, and packed pages need a multiple of 16"),
+    (Facts(head_size=0), "this head size: 0 channels, and"),
+    (Facts(head_size=128, value_size=192), "this head size of V: V of 192 channels beside K of 128; V may"),
+    (Facts(head_size=128, value_size=72), "this head size of V: V of 72 channels beside K of 128; V may"),
+    (
+        Facts(layer="layers.0", head_size=128, value_size=64, built_value_size=128),
+        "this head size of V: layers.0 has",
+    ),
+    (
+        Facts(sinks=(3,), query_heads=4),
+        "attention sinks of this shape: [3], and packed pages need one number for",
+    ),
+    (Facts(layer_options=("fancy", "new")), "these options of an attention layer: fancy, new, which"),
+    (Facts(has_image_prefix=True), "images whose tokens attend to each other in both directions: the model, and"),
+    (Facts(block_size=24), "this block size: 24 tokens, and packed pages need a multiple of 16"),
+    (Facts(has_output_scale=True), "fused output quantization: packed attention"),
+    (
+        Facts(connectors=(Connector("NixlConnector"), Connector("Odd"))),
+        "this KV connector: Odd, whose keys do",
+    ),
+    (
+        Facts(connectors=(Connector("NixlConnector", {"enforce_handshake_compat": False}),)),
+        "this KV connector: Nixl",
+    ),
+    (Facts(speculative_method="extract_hidden_states"), "this speculative method: extract_hidden_states, which"),
+    (Facts(has_fast_prefill=True), "--kv-sharing-fast-prefill: the host"),
+    (Facts(has_micro_batches=True), "--enable-dbo and --ubatch-size: two batches"),
+    (Facts(dcp=2, platform="cpu"), "--decode-context-parallel-size with vLLM's CPU platform: 2 ranks, and it cannot"),
+    (Facts(dcp=2, dcp_backend="a2a"), "--decode-context-parallel-size with --dcp-comm-backend a2a: 2 ranks, and ag_rs"),
+    (Facts(dcp=2, speculative_method="ngram"), "--decode-context-parallel-size with drafts: 2 ranks, and"),
+    (Facts(dcp=2, connector="NixlConnector"), "--decode-context-parallel-size with a KV connector: 2 ranks; use"),
+    (Facts(dcp=2, has_states=True), "--decode-context-parallel-size with state layers: 2 ranks, and each"),
+    (Facts(dcp=2, has_chunks=True), "--decode-context-parallel-size with chunked attention: 2 ranks, and its layers"),
+    (Facts(dcp=2, sliding_window=128), "--decode-context-parallel-size with a sliding window: 2 ranks; use"),
+    (Facts(dcp=2, sinks=(4,), query_heads=4), "--decode-context-parallel-size with attention sinks: 2 ranks; use"),
+    (Facts(dcp=2, shares_cache=True), "--decode-context-parallel-size with another layer's KV cache: 2 ranks; use"),
+    (Facts(skipped_dtype="auto"), "skipped layers of chunked attention: a layer with auto pages, which"),
+    (
+        Facts(skip_layers=("0", "2"), page=(4000, 1000)),
+        "these skipped layers: --kv-cache-dtype-skip-layers 0 2, ",
+    ),
+    (Facts(backend_reasons=("R-SWA not supported",)), "this configuration: R-SWA not supported; use"),
+]
+
+
+@pytest.mark.parametrize(("facts", "words"), REFUSED, ids=[words.split(":")[0] for _, words in REFUSED])
+def test_a_refusal_is_one_line(facts: Facts, words: str) -> None:
+    """What was asked for, what was read, and a remedy."""
+    (refusal,) = refusals_of(facts)
+    line = refusal.sentence("tq4")
+    assert line.startswith(f"--kv-cache-dtype tq4 cannot serve {words}")
+    assert line.endswith(f"; {refusal.rule.remedy}") and "\n" not in line and len(line) < 320
+    with pytest.raises(Refused) as error:
+        refuse(facts, "tq4")
+    assert str(error.value) == line
+
+
+def test_every_row_refuses_something() -> None:
+    assert {refusal.rule for facts, _ in REFUSED for refusal in refusals_of(facts)} == set(RULES)
+
+
+SERVED = Facts(
+    platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False,
+    attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False, layer="layers.0",
+    sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128, layer_options=(),
+    backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
+    speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
+    skip_layers=("0",), skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
+    has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
+    has_one_cache_manager=True,
+)  # fmt: skip
+
+
+def test_what_is_unknown_or_served_is_not_refused() -> None:
+    assert not refusals_of(Facts()) and not no_window(Facts())
+    assert not refusals_of(SERVED)
+    assert {field.name for field in fields(Facts) if getattr(SERVED, field.name) is None} == {"own_backend", "cache_of"}
+
+
+NO_WINDOW = [
+    (Facts(dcp=2), "decode context parallelism (it deals"),
+    (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
+    (Facts(connector="NixlConnector"), "this KV connector (NixlConnector)"),
+    (Facts(has_other_dtypes=True, platform="cpu"), "layers of another KV-cache dtype (vLLM's CPU"),
+    (
+        Facts(pipeline=2, has_draft_cache=True),
+        "pipeline parallelism (its stages would lay out their pages",
+    ),
+    (
+        Facts(connector="OffloadingConnector", has_states=True),
+        "a KV connector (OffloadingConnector beside state",
+    ),
+    (Facts(has_chunks=True), "chunked attention (its layers"),
+]
+
+
+def test_what_has_no_recent_window() -> None:
+    for facts, words in NO_WINDOW:
+        assert no_window(facts).startswith(words)
+    assert len(NO_WINDOW) == len(WINDOW_RULES)
+    assert not no_window(Facts(connector="OffloadingConnector", pipeline=2, dcp=1, platform="cpu"))
+    assert not no_window(Facts(has_other_dtypes=True, has_states=True, platform="cuda"))
+
+
+def started() -> dict[str, str]:
+    """Architecture -> how an engine with tq4 started, on an H200 (scripts/model_coverage.py)."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text())["rows"]
+    return {row["architecture"]: row["result"] for row in rows if row["architecture"] in MODELS}
+
+
+@pytest.mark.parametrize(("architecture", "result"), list(started().items()))
+def test_a_config_is_refused_where_the_engine_refuses(architecture: str, result: str) -> None:
+    config = MODELS[architecture]
+    has_attention = architecture not in ("MambaForCausalLM", "Mamba2ForCausalLM")
+    refused = refusals_of_model(config, parse(config, architecture) if has_attention else None)
+    assert any(not refusal.rule.option for refusal in refused) == (result == "refused")
+
+
+@pytest.mark.parametrize(
+    ("config", "subject"),
+    [
+        ({"architectures": [IGNORES_KV_CACHE_DTYPE[0]]}, "models whose attention layers are not told the dtype"),
+        ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "models that choose their own attention backend"),
+        ({"kv_lora_rank": 512, "model_type": "deepseek_v3"}, "latent attention (MLA)"),
+        ({"model_type": "roberta"}, "encoders"),
+        ({"is_encoder_decoder": True}, "encoders"),
+        ({"is_causal": False}, "encoders"),
+        ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"param_sink_number": 128}, "static attention sinks"),
+        ({"model_type": "gemma4_assistant"}, "draft layers that read the model's KV cache"),
+        ({"head_dim": 72}, "this head size"),
+        ({"head_dim": 64, "v_head_dim": 128}, "this head size of V"),
+        ({"model_type": "paligemma", "vision_config": {"a": 1}}, "images whose tokens attend to each other in both "
+         "directions"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_config_tells(config: dict, subject: str) -> None:
+    config = {**SHAPE, **config}
+    (refusal,) = refusals_of_model(config, parse(config, "model"))
+    assert refusal.rule.subject == subject and refusal.rule.is_of_model
+
+
+def test_the_docs_have_the_table() -> None:
+    """`python -m packed_kv.refusals` prints it, without vLLM."""
+    page = (ROOT / "docs" / "models.md").read_text()
+    begin, end = "<!-- tables of packed_kv.refusals -->\n", "\n<!-- end of the tables -->"
+    assert page[page.index(begin) + len(begin) : page.index(end)] == markdown()
+    command = [sys.executable, "-S", "-m", "packed_kv.refusals"]
+    run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "overlay")}, check=True)
+    assert run.stdout.strip() == markdown()
