@@ -11,8 +11,8 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "model_shape", "refusals", "calibration_file", "codecs", "kernels", "vllm_compat", "settings",
-    "window", "attention", "sharing", "engine", "plugin",
+    "formats", "layout", "json_file", "model_shape", "refusals", "calibration_file", "codecs", "kernels", "vllm_compat",
+    "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {

@@ -179,10 +179,14 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
         raise BadInput(f"{kind} has no attention layers, so no KV cache; give a model that has")
     if heads % ranks:
         raise BadInput(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}; give another")
+    layers = tuple(_layers(text, name, ranks, recurrent_dtype))
+    if all(layer.is_shared or layer.kind == "state" for layer in layers):
+        shared = text["num_kv_shared_layers"]
+        raise BadInput(f"{kind} has num_kv_shared_layers {shared}, which leaves no KV cache to share")
     return Model(
         name=name,
         config=text,
-        layers=tuple(_layers(text, name, ranks, recurrent_dtype)),
+        layers=layers,
         ranks=ranks,
         max_len=whole(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
         dtype_bytes=_dtype_bytes(text),

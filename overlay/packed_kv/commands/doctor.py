@@ -71,7 +71,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     """All lines, as they are found."""
     yield _python()
     model, folder = None, None
-    if options.model:
+    if options.model is not None:
         try:
             config, folder = load(options.model)
             refused = refusals_of_model(config)
