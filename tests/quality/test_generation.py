@@ -93,7 +93,7 @@ def test_report_files(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert float(rows[3]["kl_mean"]) == 0.02
     assert float(rows[4]["log_prob_loss"]) == pytest.approx(0.1)
-    assert "FAILED tq3: broke off" in markdown(report)
+    assert "tq3 FAILED: broke off" in markdown(report)
     assert main(["plots", str(tmp_path)]) == 0
     assert (tmp_path / "generate.png").read_bytes().startswith(b"\x89PNG")
 

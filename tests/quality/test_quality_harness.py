@@ -312,7 +312,7 @@ def test_additional_config_is_an_object(value: str, capsys: pytest.CaptureFixtur
 
 def test_plots_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plots", str(tmp_path)]) == 2
-    assert "has neither quality.json nor recall.json" in capsys.readouterr().err
+    assert "has neither quality.json, recall.json nor generate.json" in capsys.readouterr().err
     (tmp_path / "quality.json").write_text('{"rows": [{"dtype": "auto", "recall": []}]}')
     assert main(["plots", str(tmp_path)]) == 2
     assert "is not of this version" in capsys.readouterr().err
