@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from checkout import REPO
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "overlay" / "packed_kv"
+PACKAGE = REPO / "overlay" / "packed_kv"
 PAGES = sorted(
-    [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
-    + [ROOT / folder / "README.md" for folder in ("benchmarks", "experiments", "vllm_patches")]
+    [*REPO.glob("docs/**/*.md"), *(REPO / name for name in ("README.md", "CONTRIBUTING.md"))]
+    + [REPO / folder / "README.md" for folder in ("benchmarks", "experiments", "vllm_patches")]
 )
 FOLDERS = {
     path.name: path.parent
-    for parent in (PACKAGE, ROOT)
+    for parent in (PACKAGE, REPO)
     for path in parent.iterdir()
     if path.is_dir() and path.name != "models" and not path.name.startswith((".", "__"))
 }
@@ -25,7 +25,7 @@ FORMER = {"scripts/quality.py"}
 """Of a row's command."""
 COMMIT = re.compile(r"(?<![\w.-])(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}(?![\w.-])")
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 
 
 @pages
