@@ -53,7 +53,7 @@ class Layers:
         shape = (blocks, KV_HEADS, BLOCK_SIZE, slot_bytes)
         self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
         for cache in self.caches:
-            scales = cache.view(blocks, KV_HEADS, BLOCK_SIZE // 16, -1)[..., self.page.key_scales :]
+            scales = cache.view(blocks, KV_HEADS, BLOCK_SIZE // 16, -1)[..., self.page.plane(0, "scales").offset :]
             scales.copy_(torch.randint(0x64, 0x74, scales.shape, dtype=torch.uint8, device="cuda"))
         steps = [1 - spread + spread * (2 * i + 1) / requests for i in torch.randperm(requests).tolist()]
         lengths = [int(step * context) // BLOCK_SIZE * BLOCK_SIZE for step in steps]

@@ -46,7 +46,7 @@ def random_pages(name: str) -> torch.Tensor:
     pages = torch.empty((blocks * LAYERS, heads, block_size, slot_bytes), dtype=torch.uint8, device="cuda")
     for part in pages.split(100_000):
         part.random_(0, 256)
-        scales = part.view(len(part), heads, block_size // 16, -1)[..., page.key_scales :]
+        scales = part.view(len(part), heads, block_size // 16, -1)[..., page.plane(0, "scales").offset :]
         scales.copy_(torch.randint(0x64, 0x74, scales.shape, dtype=torch.uint8, device="cuda"))
     return pages
 

@@ -17,7 +17,7 @@ import torch
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import scalar
 from packed_kv.codecs.rotations import Hadamard
-from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE
 from packed_kv_quality.codec_error import HEAD_DIM, relative_mse, vectors
 
 BITS = (4, 3, 2)
@@ -49,14 +49,14 @@ def wide_search(y: torch.Tensor, bits: int) -> Result:
 
 def best_codebook(y: torch.Tensor, bits: int) -> Result:
     """The same scales, with real-valued magnitudes instead of the format's: search and Lloyd's centroids in turn."""
-    levels = torch.tensor(MAGNITUDES[bits])
+    levels = torch.tensor(CODES[bits].magnitudes)
     groups = y.unflatten(-1, (-1, GROUP_SIZE))
     for _ in range(6):
-        scale = _search(groups, levels, bits, scalar.SEARCH[bits])
+        scale = _search(groups, levels, bits, CODES[bits].search)
         step = scalar.decode_scale(scale).unsqueeze(-1)
         weights = (step * step).expand_as(groups)
         levels = _lloyd((groups.abs() / step).nan_to_num(), levels, weights, rounds=10)
-    scale = _search(groups, levels, bits, scalar.SEARCH[bits])
+    scale = _search(groups, levels, bits, CODES[bits].search)
     step = scalar.decode_scale(scale).unsqueeze(-1)
     decoded = groups.sign() * levels[_nearest((groups.abs() / step).nan_to_num(), levels)] * step
     return Result(_size(bits, scales=HEAD_DIM // GROUP_SIZE), relative_mse(y, decoded.flatten(-2)))
@@ -108,7 +108,7 @@ def qjl_least_squares(y: torch.Tensor, bits: int) -> Result:
     return Result(_size(bits, scales=4), relative_mse(y, decoded + factor * back))
 
 
-CODES: dict[str, Callable[[torch.Tensor, int], Result]] = {
+COMPARED: dict[str, Callable[[torch.Tensor, int], Result]] = {
     "this code": this_code,
     "this code, scale from absmax (no search)": without_search,
     f"this code, {sum(WIDE_SEARCH) + 1} scales tried": wide_search,
@@ -125,7 +125,7 @@ CODES: dict[str, Callable[[torch.Tensor, int], Result]] = {
 def code_table(count: int) -> dict[str, dict[int, Result]]:
     """Every code at every width, on Hadamard-rotated Gaussian vectors."""
     y = Hadamard(HEAD_DIM, torch.device("cpu")).forward(vectors(count))
-    return {name: {bits: code(y, bits) for bits in BITS} for name, code in CODES.items()}
+    return {name: {bits: code(y, bits) for bits in BITS} for name, code in COMPARED.items()}
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _search(groups: torch.Tensor, levels: torch.Tensor, bits: int, span: tuple[i
 
 def _searched(y: torch.Tensor, bits: int, span: tuple[int, int]) -> Result:
     groups = y.unflatten(-1, (-1, GROUP_SIZE))
-    scale = _search(groups, torch.tensor(MAGNITUDES[bits]), bits, span)
+    scale = _search(groups, torch.tensor(CODES[bits].magnitudes), bits, span)
     error = scalar.group_error(groups, scale, bits).double().sum() / groups.double().square().sum()
     return Result(_size(bits, scales=HEAD_DIM // GROUP_SIZE), float(error))
 

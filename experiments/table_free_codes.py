@@ -25,7 +25,7 @@ from itertools import combinations, product
 
 import torch
 from packed_kv.codecs.scalar import decode_scale
-from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE
 
 VERSION_1 = {3: (4, 13, 24, 40), 2: (9, 32)}
 SIFTED, FINALISTS = 500, 12
@@ -107,7 +107,7 @@ def main() -> None:
         print(f"| {bits} | {what} | {places} | {base} | {shown} | {ratio:.3f} |", flush=True)
 
     for bits in (3, 2):
-        row(bits, "version 2", MAGNITUDES[bits])
+        row(bits, "version 2", CODES[bits].magnitudes)
     row(2, "equal steps", (1, 3))
     searches = [(3, "mask", of_a_mask(2)), (2, "mask", of_a_mask(1))]
     searches += [(2, "mask", (code for code in of_a_mask(1) if code.places == (11,)))]

@@ -16,7 +16,7 @@ import torch
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import Codec, scalar
 from packed_kv.codecs.rotations import Hadamard
-from packed_kv.formats import GROUP_SIZE, MAGNITUDES
+from packed_kv.formats import CODES, GROUP_SIZE
 
 FP16_BYTES, E4M3_MAX = 2, 448.0
 
@@ -101,7 +101,7 @@ def e5m3_ceiling(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Dtype:
     """A dtype of packed-kv, with the channels that `tq-calibrate` chooses if `calibrated`. V is coded as it is, or
-    times `VALUE_GAIN` (as the dtypes do) if `longer`."""
+    times `Code.value_gain` (as the dtypes do) if `longer`."""
 
     name: str
     calibrated: bool = False
@@ -145,7 +145,7 @@ class Grouped:
 def grouped(y: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Rotated vectors, fp32 [..., head_dim], quantised and read back."""
     codes, scales = scalar.quantize(y.unflatten(-1, (-1, group)), bits)
-    levels = torch.tensor(MAGNITUDES[bits])
+    levels = torch.tensor(CODES[bits].magnitudes)
     decoded = torch.cat((levels, -levels))[codes.int()] * scalar.decode_scale(scales).unsqueeze(-1)
     return decoded.flatten(-2)
 

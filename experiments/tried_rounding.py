@@ -13,7 +13,7 @@ import torch
 from format_error import print_table
 from packed_kv.codecs import Codec, scalar
 from packed_kv.codecs.codec import split_runs
-from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE
 from tried_codes import Dtype, Site
 
 SWEEPS, RIDGE = 3, 0.05
@@ -66,7 +66,7 @@ class Joint(Dtype):
         """Better `decoded` for `x`; these and `scales` are [heads, tokens, head_dim]."""
         slope = (decoded - x) @ cost
         for channel in list(range(x.shape[-1])) * SWEEPS:
-            levels = torch.tensor(MAGNITUDES[codec.group_bits[channel // GROUP_SIZE]])
+            levels = torch.tensor(CODES[codec.group_bits[channel // GROUP_SIZE]].magnitudes)
             thresholds = torch.tensor([(low + high) / 2 for low, high in pairwise(levels.tolist())])
             old, scale = decoded[..., channel], scales[..., channel]
             wanted = old - slope[..., channel] / cost[:, channel, channel].unsqueeze(-1)
@@ -150,7 +150,7 @@ def fitted_levels(bits: int, chain: int) -> torch.Tensor:
     """Levels of least error for Gaussian groups with such scales, symmetric, by Lloyd's rule; in units of a scale."""
     x = torch.randn(SAMPLE, GROUP_SIZE, generator=torch.Generator().manual_seed(0))
     count = 2 << bits
-    levels = (torch.arange(count) - (count - 1) / 2) * (2 * MAGNITUDES[bits][-1] / (count - 1))
+    levels = (torch.arange(count) - (count - 1) / 2) * (2 * CODES[bits].magnitudes[-1] / (count - 1))
     for _ in range(LLOYD_ROUNDS):
         decoded, scale = _best_scale(x, bits, levels, chain)
         number = (decoded.unsqueeze(-1) - levels).abs().argmin(-1).flatten()

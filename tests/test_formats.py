@@ -9,7 +9,7 @@ import sys
 import pytest
 from checkout import REPO
 from packed_kv import FORMATS
-from packed_kv.formats import FORMAT_VERSION, MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.formats import CODES, FORMAT_VERSION, MAX_SCALE_BYTE
 from packed_kv.layout import MICRO_BLOCK, page_layout
 
 PACKAGE = REPO / "overlay" / "packed_kv"
@@ -43,7 +43,7 @@ def test_groups_cover_the_head_and_fill_the_slot(fmt, head_dim):
     bits = fmt.group_bits(head_dim)
     assert len(bits) * 32 == head_dim
     assert fmt.slot_bytes(head_dim) == 2 * sum(4 * b + 1 for b in bits)
-    assert set(bits) <= set(MAGNITUDES)
+    assert set(bits) <= set(CODES)
     assert list(bits) == sorted(bits, reverse=True)
 
 
@@ -68,16 +68,23 @@ def test_bad_head_dim_is_refused(fmt, head_dim):
 def test_a_micro_block_is_sixteen_slots(fmt, head_dim):
     layout = page_layout(fmt, head_dim)
     assert layout.micro_block_bytes == MICRO_BLOCK * fmt.slot_bytes(head_dim)
-    ends = (layout.key_codes, layout.value_codes, layout.key_scales, layout.value_scales, layout.micro_block_bytes)
-    sizes = [high - low for low, high in itertools.pairwise(ends)]
-    assert sizes == [layout.vector.code_bytes] * 2 + [layout.vector.scale_bytes] * 2
-    assert all(start % 16 == 0 for start in ends)
+    ends = [plane.offset for plane in layout.planes] + [layout.micro_block_bytes]
+    assert [high - low for low, high in itertools.pairwise(ends)] == [plane.bytes for plane in layout.planes]
+    assert all(plane.offset % 16 == 0 for plane in layout.planes)
 
 
-@pytest.mark.parametrize("bits", MAGNITUDES)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_one_vector_may_be_all_of_a_page(fmt):
+    """One that serves as K and as V has the planes of a pair's first vector, one behind the other."""
+    pair, single = page_layout(fmt, 96), page_layout(fmt, 96, ("key",))
+    assert [plane[:-1] for plane in single.planes] == [plane[:-1] for plane in pair.planes if plane.vector == 0]
+    assert single.micro_block_bytes == MICRO_BLOCK * fmt.vector_bytes(96)
+
+
+@pytest.mark.parametrize("bits", CODES)
 def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
     torch = pytest.importorskip("torch")
-    levels = torch.tensor(MAGNITUDES[bits])
+    levels = torch.tensor(CODES[bits].magnitudes)
     assert len(levels) == 2 ** (bits - 1)
     assert (levels.diff() > 0).all()
     assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
@@ -85,7 +92,7 @@ def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
 
 def test_magnitudes_turn_into_fp16_as_the_document_says():
     torch = pytest.importorskip("torch")
-    four, three, two = (torch.tensor(MAGNITUDES[bits]) for bits in (4, 3, 2))
+    four, three, two = (torch.tensor(CODES[bits].magnitudes) for bits in (4, 3, 2))
     assert torch.equal((128 * four).to(torch.uint8).float(), 128 * four)
     assert torch.equal(three.to(torch.float8_e5m2).float(), three)
     bits = two.half().view(torch.int16)
@@ -95,7 +102,7 @@ def test_magnitudes_turn_into_fp16_as_the_document_says():
 def test_up_to_the_largest_scale_byte_every_value_is_finite_in_fp16():
     torch = pytest.importorskip("torch")
     scales = (torch.arange(MAX_SCALE_BYTE + 2, dtype=torch.int16) << 7).view(torch.float16)
-    largest = scales * max(max(levels) for levels in MAGNITUDES.values())
+    largest = scales * max(code.magnitudes[-1] for code in CODES.values())
     assert largest[:-1].isfinite().all()
     assert largest[-1].isinf()
 

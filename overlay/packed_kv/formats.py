@@ -12,29 +12,101 @@ then cut into groups of `GROUP_SIZE` channels. A group is `bits` bits a channel 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 FORMAT_VERSION = 2
-"""Count it up when a stored byte of any dtype comes to mean something else: pages of two versions are never shared."""
+"""Increment when the meaning of stored bytes changes: pages of two versions are never shared."""
 
 GROUP_SIZE = 32
 """Channels that share one scale byte."""
 HEAD_DIM_STEP = 16
 """What a head_dim must be a multiple of."""
 
-MAGNITUDES: dict[int, tuple[float, ...]] = {
-    4: (9 / 128, 13 / 64, 11 / 32, 1 / 2, 11 / 16, 7 / 8, 9 / 8, 3 / 2),
-    3: (5 / 32, 1 / 2, 7 / 8, 3 / 2),
-    2: (1 / 4, 1.0),
-}
-"""bits -> magnitudes that a code selects, ascending. The code's top bit is the sign. All are exact in fp8 e4m3, so
-that with its scale a value has 8 bits, exact in fp16; and each turns into fp16 in few instructions
-(`kernels/units.py`)."""
+CODES_PER_LANE = 16
+"""Codes of one group that one of a warp's 32 lanes holds (layout.py draws how)."""
 
-VALUE_GAIN: dict[int, float] = {4: 1.005, 3: 1.02, 2: 1.06}
-"""bits -> what V is multiplied by, in fp32, behind the rotation and before it is coded. A code of least squared error
-gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.7 %).
-Attention averages V over tokens: noise averages out, a common factor does not, so half of it or more is put back here.
-A reader does not know of it. docs/tried.md has the measurements."""
+
+class Code(NamedTuple):
+    """What a width is: the values of its codes, and where the 16 codes of a lane and group lie in 32-bit words.
+
+    The top bit of a code is its sign, the rest the index of a magnitude. Bit positions are by code e of the lane and
+    linear in the bits of e; code e lies in code word e * code_words // 16.
+    """
+
+    bits: int
+    magnitudes: tuple[float, ...]
+    """Ascending, at most 3/2. Exact in fp8 e4m3, so that with its scale a value has 8 bits, exact in fp16. None: a code
+    is an fp16 number (`NULL_CODE`), and its scale 1."""
+    search: tuple[int, int]
+    """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error
+    (`experiments/format_error.py` measures it). `above` also makes a second round trip exact: if scale byte b is kept for a
+    group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
+    value_gain: float
+    """What V is pre-multiplied by, behind the rotation, to offset the quantizer's shrinkage: a code of least squared
+    error gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and
+    10.7 %). Attention averages V over tokens: noise averages out, a common factor does not."""
+    unit: float
+    """What a value of 1 is, before its scale, as the kernels decode it (kernels/units.py)."""
+    code_words: int
+    """Words of a lane and group, without sign words: a power of 2."""
+    magnitude_shift: tuple[int, ...]
+    """Bit position of a code's magnitude in its code word."""
+    sign_shift: tuple[int, ...]
+    """Bit position of a code's sign in its code word. Empty: signs lie in sign words (`layout.SIGN_WORD_SHIFT`)."""
+
+    @property
+    def has_sign_words(self) -> bool:
+        return not self.sign_shift
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Between neighbouring magnitudes."""
+        return tuple((low + high) / 2 for low, high in pairwise(self.magnitudes))
+
+
+_E = range(CODES_PER_LANE)
+NIBBLES = tuple(e & 4 | (e & 1) << 1 | e >> 1 & 1 for e in _E)
+"""m of code e in the drawing of layout.py: its nibble in a word of 3-bit codes and in sign words."""
+_SIGNS_OF_2 = tuple(16 * (e & 1) + 15 - (e >> 1 & 3) - 8 * (e >> 3) for e in _E)
+
+CODES: dict[int, Code] = {
+    code.bits: code
+    for code in (
+        Code(
+            bits=4,
+            magnitudes=(9 / 128, 13 / 64, 11 / 32, 1 / 2, 11 / 16, 7 / 8, 9 / 8, 3 / 2),
+            search=(4, 2),
+            value_gain=1.005,
+            unit=2.0**-17,
+            code_words=2,
+            magnitude_shift=tuple(4 * (e & 7) for e in _E),
+            sign_shift=tuple(8 * (e & 3) + (7 if e & 7 < 4 else 3) for e in _E),
+        ),
+        Code(
+            bits=3,
+            magnitudes=(5 / 32, 1 / 2, 7 / 8, 3 / 2),
+            search=(2, 4),
+            value_gain=1.02,
+            unit=2.0**-11,
+            code_words=1,
+            magnitude_shift=tuple(4 * NIBBLES[e] + 2 * (e >> 3) for e in _E),
+            sign_shift=(),
+        ),
+        Code(
+            bits=2,
+            magnitudes=(1 / 4, 1.0),
+            search=(0, 10),
+            value_gain=1.06,
+            unit=2.0**-12,
+            code_words=1,
+            magnitude_shift=tuple(shift - 4 for shift in _SIGNS_OF_2),
+            sign_shift=_SIGNS_OF_2,
+        ),
+    )
+}
+"""bits -> what that width is. The only place that says so; `kernels/triton/fragments.py` and `kernels/cuda/codes.cuh`
+have a decoder for each, and docs/formats.md has the numbers."""
 
 MAX_SCALE_BYTE = 0xF2
 """The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every

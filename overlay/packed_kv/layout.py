@@ -51,57 +51,49 @@ order in which it feeds them to the tensor core, number  d2 d1 d4 d3 d0  for K a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .formats import GROUP_SIZE, Format, stored_dim
+from .formats import CODES, CODES_PER_LANE, GROUP_SIZE, NIBBLES, Format, stored_dim
 
 MICRO_BLOCK = 16
 """Tokens of one micro-block."""
 LANES = 32
-CODES_PER_LANE = MICRO_BLOCK * GROUP_SIZE // LANES
-"""Codes of one group that one lane holds."""
+PAIR = ("key", "value")
+"""Orders of the vectors of a page: K, then V."""
 
-CODE_WORDS = {4: 2, 3: 1, 2: 1}
-"""bits -> 32-bit words of a lane and group, without the sign words of 3-bit groups."""
-
-_E = range(CODES_PER_LANE)
-_NIBBLE = tuple(e & 4 | (e & 1) << 1 | e >> 1 & 1 for e in _E)
-SIGN_SHIFT = {
-    4: tuple(8 * (e & 3) + (7 if e & 7 < 4 else 3) for e in _E),
-    2: tuple(16 * (e & 1) + 15 - (e >> 1 & 3) - 8 * (e >> 3) for e in _E),
-}
-"""bits -> bit position of code e's sign in its code word (3-bit groups have sign words)."""
-MAGNITUDE_SHIFT = {
-    4: tuple(4 * (e & 7) for e in _E),
-    3: tuple(4 * _NIBBLE[e] + 2 * (e >> 3) for e in _E),
-    2: tuple(shift - 4 for shift in SIGN_SHIFT[2]),
-}
-"""bits -> bit position of code e's magnitude in its word."""
-SIGN_WORD_SHIFT = tuple(tuple(4 * _NIBBLE[e] + 3 - 2 * parity - (e >> 3) for e in _E) for parity in (0, 1))
-"""group parity -> bit position of code e's sign in the sign word that two 3-bit groups share."""
-SIGN_HALF_SHIFT = tuple(4 * (_NIBBLE[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) for e in _E)
-"""Bit position of code e's sign in the half word of an odd last 3-bit group."""
+SIGN_WORD_SHIFT = tuple(4 * NIBBLES[e] + 3 - (e >> 3) for e in range(CODES_PER_LANE))
+"""Bit position of code e's sign in a sign word, for the first of the two groups that share it."""
+SIGN_PARITY_SHIFT = -2
+"""What the second group's positions are beyond those."""
+SIGN_HALF_SHIFT = tuple(4 * (NIBBLES[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) for e in range(CODES_PER_LANE))
+"""Bit position of code e's sign in the half word of an odd last group with sign words."""
 
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """Words of one role (K or V) in a micro-block, from the bits of each of its groups."""
+    """Words of a lane for one vector of 16 tokens, from the bits of each of the vector's groups."""
 
     group_bits: tuple[int, ...]
 
     @property
     def code_words(self) -> int:
         """Code words of a lane."""
-        return sum(CODE_WORDS[bits] for bits in self.group_bits)
+        return sum(CODES[bits].code_words for bits in self.group_bits)
+
+    @property
+    def signed_groups(self) -> int:
+        """Groups whose signs lie in sign words."""
+        return sum(CODES[bits].has_sign_words for bits in self.group_bits)
 
     @property
     def sign_words(self) -> int:
         """Sign words of a lane."""
-        return self.group_bits.count(3) // 2
+        return self.signed_groups // 2
 
     @property
     def half_words(self) -> int:
         """16-bit sign words of a lane: 0 or 1."""
-        return self.group_bits.count(3) % 2
+        return self.signed_groups % 2
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -109,51 +101,89 @@ class VectorLayout:
         words = self.code_words + self.sign_words
         return (4,) * (words // 4) + (2,) * (words % 4 // 2) + (1,) * (words % 2)
 
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes of 16 tokens."""
-        return LANES * (4 * (self.code_words + self.sign_words) + 2 * self.half_words)
+
+class Plane(NamedTuple):
+    """A run of bytes of a micro-block that holds one kind of content of one of its vectors.
+
+    `content`: "words" (code words, then sign words), "half words" or "scales"; `vector`: index of the page's vector;
+    `order`: in which order of the drawing, "key" or "value"; `width`: bits of an element; `count`: elements of a lane
+    (of words and half words) or of a token (of scales); `offset`: in bytes from the start of the micro-block.
+    """
+
+    content: str
+    vector: int
+    order: str
+    width: int
+    count: int
+    offset: int
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales of 16 tokens."""
-        return MICRO_BLOCK * len(self.group_bits)
+    def bytes(self) -> int:
+        return (MICRO_BLOCK if self.content == "scales" else LANES) * self.count * self.width // 8
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Byte offsets in a micro-block of a format at a head_dim."""
+    """The planes of a micro-block. A pair of K and V has two vectors, each packed as `vector` says."""
 
     vector: VectorLayout
-    micro_block_bytes: int
-    key_codes: int
-    value_codes: int
-    key_scales: int
-    value_scales: int
+    planes: tuple[Plane, ...]
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """Of the page's vectors."""
+        return tuple(plane.order for plane in self.planes if plane.content == "words")
+
+    @property
+    def micro_block_bytes(self) -> int:
+        return sum(plane.bytes for plane in self.planes)
+
+    def plane(self, vector: int, content: str) -> Plane:
+        """One of the planes; see `Plane`."""
+        return next(plane for plane in self.planes if (plane.vector, plane.content) == (vector, content))
 
 
-def page_layout(fmt: Format, head_dim: int) -> PageLayout:
-    """Layout of `fmt` at `head_dim`. Raises ValueError if head_dim is not a multiple of 16."""
+def page_layout(fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR) -> PageLayout:
+    """Layout of the pages of `fmt` at `head_dim`, which have one vector of each order, "key" or "value", of a token.
+
+    Raises ValueError if head_dim is not a multiple of 16.
+    """
     vector = VectorLayout(fmt.group_bits(head_dim))
-    key_scales = 2 * vector.code_bytes
-    return PageLayout(
-        vector=vector,
-        micro_block_bytes=key_scales + 2 * vector.scale_bytes,
-        key_codes=0,
-        value_codes=vector.code_bytes,
-        key_scales=key_scales,
-        value_scales=key_scales + vector.scale_bytes,
-    )
+    words = ("words", 32, vector.code_words + vector.sign_words), ("half words", 16, vector.half_words)
+    scales = ("scales", 8, len(vector.group_bits))
+    planes: list[Plane] = []
+    for part in (words, (scales,)):
+        for i, order in enumerate(orders):
+            for content, width, count in part:
+                end = planes[-1].offset + planes[-1].bytes if planes else 0
+                planes.append(Plane(content, i, order, width, count, end))
+    return PageLayout(vector, tuple(planes))
+
+
+class RingLayout(NamedTuple):
+    """Byte offsets in a ring slot: of each vector's codes and scales; and the slot's bytes."""
+
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    slot_bytes: int
+
+
+def ring_layout(head_dim: int, vectors: int = len(PAIR)) -> RingLayout:
+    """Layout of the slot of one token and head, for heads of `head_dim` channels."""
+    channels = stored_dim(head_dim)
+    groups = channels // GROUP_SIZE
+    codes = tuple(i * channels for i in range(vectors))
+    scales = tuple(vectors * channels + i * groups for i in range(vectors))
+    return RingLayout(codes, scales, -(-vectors * (channels + groups) // 8) * 8)
 
 
 def ring_slot_bytes(head_dim: int) -> int:
     """Bytes of K and V of one token and head in the ring."""
-    channels = stored_dim(head_dim)
-    return -(-2 * (channels + channels // GROUP_SIZE) // 8) * 8
+    return ring_layout(head_dim).slot_bytes
 
 
 RECENT_TOKENS = 64
-"""Of the recent window, unless another number is asked for; docs/quality.md has the figures by window."""
+"""Tokens of the recent window by default; docs/quality.md has the figures by window."""
 RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
 SHORT = 4
 """Ring blocks shorter than this make long tables."""

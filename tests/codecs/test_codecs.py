@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import scalar
 from packed_kv.codecs.rotations import ROTATIONS
-from packed_kv.formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
+from packed_kv.formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MSE_BOUNDS = {
@@ -333,7 +333,7 @@ def test_decode_refuses_vectors_of_another_size_of_format(name, other):
 # --- the scale search ---
 
 group_values = st.lists(st.floats(-1e6, 1e6, width=32), min_size=GROUP_SIZE, max_size=GROUP_SIZE)
-widths = st.sampled_from(sorted(MAGNITUDES))
+widths = st.sampled_from(sorted(CODES))
 
 
 @settings(max_examples=200, deadline=None)
@@ -351,7 +351,7 @@ def test_every_code_is_the_nearest(bits, values):
     x = torch.tensor(values)
     codes, scale = scalar.quantize(x, bits)
     step = scalar.decode_scale(scale).double()
-    levels = torch.tensor(MAGNITUDES[bits], dtype=torch.float64)
+    levels = torch.tensor(CODES[bits].magnitudes, dtype=torch.float64)
     nearest = (x.double().abs().unsqueeze(-1) - step * levels).abs()
     chosen = (x.double().abs() - step * levels[codes.long() % len(levels)]).abs()
     assert torch.equal(chosen, nearest.amin(-1))
@@ -361,10 +361,10 @@ def test_every_code_is_the_nearest(bits, values):
 
 
 def test_the_search_is_that_of_the_document():
-    assert scalar.SEARCH == {4: (4, 2), 3: (2, 4), 2: (0, 10)}
+    assert {bits: code.search for bits, code in CODES.items()} == {4: (4, 2), 3: (2, 4), 2: (0, 10)}
 
 
-@pytest.mark.parametrize("bits", MAGNITUDES)
+@pytest.mark.parametrize("bits", CODES)
 def test_values_beyond_the_largest_scale_start_the_search_at_it(bits):
     assert scalar.absmax_scale(torch.full((GROUP_SIZE,), 1e9), bits) == MAX_SCALE_BYTE
 
@@ -373,12 +373,12 @@ def test_of_two_scales_of_equal_error_the_larger_is_kept():
     """9/8 is magnitude 9/8 of scale 1 and magnitude 3/2 of scale 3/4."""
     codes, scale = scalar.quantize(torch.full((GROUP_SIZE,), 9 / 8), 4)
     assert scalar.decode_scale(scale) == 1
-    assert (codes == MAGNITUDES[4].index(9 / 8)).all()
+    assert (codes == CODES[4].magnitudes.index(9 / 8)).all()
 
 
-@pytest.mark.parametrize("bits", MAGNITUDES)
+@pytest.mark.parametrize("bits", CODES)
 def test_a_value_between_two_magnitudes_takes_the_lower(bits):
-    levels = torch.tensor(MAGNITUDES[bits])
+    levels = torch.tensor(CODES[bits].magnitudes)
     for lower in range(len(levels) - 1):
         x = levels.repeat(GROUP_SIZE // len(levels))
         x[0] = (levels[lower] + levels[lower + 1]) / 2
@@ -395,10 +395,10 @@ def test_with_scale_zero_values_take_the_largest_magnitude():
     assert codes[:3].tolist() == [3, 7, 0]
 
 
-@pytest.mark.parametrize("bits", MAGNITUDES)
+@pytest.mark.parametrize("bits", CODES)
 def test_the_search_visits_exactly_the_candidates_of_the_document(bits):
     """All 243 scales by brute force, restricted to b0 - below .. b0 + above; the highest of equal error wins."""
-    above, below = scalar.SEARCH[bits]
+    above, below = CODES[bits].search
     x = gaussian(400, GROUP_SIZE) * torch.logspace(-7, 5, 400).unsqueeze(-1)
     errors = torch.stack([scalar.group_error(x, torch.tensor([s], dtype=torch.uint8), bits) for s in range(243)], -1)
     start = scalar.absmax_scale(x, bits).long().unsqueeze(-1)
@@ -429,7 +429,7 @@ def test_coding_a_decoded_group_again_is_exact(bits, seed, log_scale, tail):
     assert torch.equal(scalar.dequantize(*scalar.quantize(once, bits), bits), once)
 
 
-@pytest.mark.parametrize("bits", MAGNITUDES)
+@pytest.mark.parametrize("bits", CODES)
 @pytest.mark.parametrize("largest", [12, 20, 24])
 def test_what_is_not_exact_when_coded_again(bits, largest):
     """Whole numbers, which fall on thresholds. The document's case alone, of 4 bits: the scale is 12 or 24, and b0 of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_kv import FORMATS, get_codec
 from packed_kv.codecs import scalar
-from packed_kv.formats import GROUP_SIZE, VALUE_GAIN
+from packed_kv.formats import CODES, GROUP_SIZE
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -20,7 +20,7 @@ def test_values_are_coded_times_their_gain(name):
     lengths = [rotated.mul(codec.dequantize(*codec.quantize(x))).unflatten(-1, (4, -1)) for codec in (key, value)]
     for group, bits in enumerate(value.group_bits):
         channels = slice(group * GROUP_SIZE, (group + 1) * GROUP_SIZE)
-        expected = scalar.quantize(rotated[:, channels] * VALUE_GAIN[bits], bits)
+        expected = scalar.quantize(rotated[:, channels] * CODES[bits].value_gain, bits)
         assert torch.equal(codes[:, channels], expected[0]) and torch.equal(scales[:, group], expected[1])
         ratio = lengths[1][:, group].sum() / lengths[0][:, group].sum()
-        assert float(ratio) == pytest.approx(VALUE_GAIN[bits], abs=2e-3)
+        assert float(ratio) == pytest.approx(CODES[bits].value_gain, abs=2e-3)

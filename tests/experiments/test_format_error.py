@@ -71,4 +71,4 @@ def test_it_prints(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["format_error.py", "--vectors", "100", *arguments])
     format_error.main()
     output = capsys.readouterr().out
-    assert all(name in output for name in (*FORMATS, *format_error.CODES))
+    assert all(name in output for name in (*FORMATS, *format_error.COMPARED))

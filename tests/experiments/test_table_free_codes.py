@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv.codecs import scalar
-from packed_kv.formats import MAGNITUDES
+from packed_kv.formats import CODES
 from packed_kv.kernels.units import MAGNITUDE_BIT_2, two_bit_base
 from table_free_codes import best, codes, gaussian_groups, of_a_mask, relative_mse
 
@@ -13,7 +13,7 @@ from table_free_codes import best, codes, gaussian_groups, of_a_mask, relative_m
 def test_version_2_is_the_best_with_the_code_bit_it_has() -> None:
     place = MAGNITUDE_BIT_2.bit_length() - 1
     found = best((code for code in of_a_mask(1) if code.places == (place,)), gaussian_groups(500, 0))
-    assert (found.levels, found.base) == (MAGNITUDES[2], two_bit_base())
+    assert (found.levels, found.base) == (CODES[2].magnitudes, two_bit_base())
 
 
 @pytest.mark.parametrize("bits", [3, 2])
@@ -21,7 +21,7 @@ def test_the_best_of_all_scales_is_a_little_better_than_the_format(bits: int) ->
     x = gaussian_groups(1000, 0)
     decoded = scalar.dequantize(*scalar.quantize(x, bits), bits)
     error = float((decoded - x).square().sum() / x.square().sum())
-    assert 0.98 * error < relative_mse(x, MAGNITUDES[bits]) <= error * (1 + 1e-6)
+    assert 0.98 * error < relative_mse(x, CODES[bits].magnitudes) <= error * (1 + 1e-6)
 
 
 def test_magnitudes_of_a_product() -> None:

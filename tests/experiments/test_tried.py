@@ -16,7 +16,7 @@ import tried
 from checkout import DEMO_MODEL, REPO
 from packed_kv import get_codec
 from packed_kv.codecs import scalar
-from packed_kv.formats import MAX_SCALE_BYTE, VALUE_GAIN
+from packed_kv.formats import CODES, MAX_SCALE_BYTE
 from tq_calibrate.errors import UserError
 from tried_codes import Dtype, Float8, Grouped, Int8, Qjl, Raw, Site, Spectral, Widths, e5m3_ceiling, hadamard, turn
 from tried_model import NOISE, Facts, Method, Observer, Run, allocate, attend, load, nearest
@@ -205,7 +205,7 @@ def test_v_is_longer_only_where_it_is_asked_for() -> None:
     x, value = gaussian(1, 2000, 2, 64), Site(0, "value")
     plain, longer = (code.read_back(x, value) for code in (Dtype("tq3"), Dtype("tq3", longer=True)))
     assert torch.equal(plain, Dtype("tq3", longer=True).read_back(x, SITE))
-    assert float((longer * x).sum() / (plain * x).sum()) == pytest.approx(VALUE_GAIN[3], abs=2e-3)
+    assert float((longer * x).sum() / (plain * x).sum()) == pytest.approx(CODES[3].value_gain, abs=2e-3)
 
 
 @pytest.mark.parametrize("name", ["tq3", "turboquant25"])

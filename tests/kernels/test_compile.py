@@ -11,9 +11,9 @@ from packed_kv import FORMATS
 from packed_kv.formats import Format
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
-from packed_kv.kernels.triton import decode, merge, pages, ring, rotate, store
-from packed_kv.kernels.units import score_unit
-from packed_kv.layout import page_layout
+from packed_kv.kernels.kernel_layout import kernel_layout
+from packed_kv.kernels.triton import decode, merge, ring, rotate, store
+from packed_kv.layout import page_layout, ring_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
@@ -47,7 +47,8 @@ def store_case(
             QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim), HAS_BIAS=calibrated,
             VALUE_DIM=value_dim or head_dim,
             HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
-            HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), **store.store_constants(fmt, head_dim),
+            HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), HEAD_DIM=head_dim,
+            ROTATION=fmt.rotation, LAYOUT=kernel_layout(page_layout(fmt, head_dim)),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "ring_tokens", "slots_ptr", "ring_slots_ptr", "query_rows"),
@@ -124,10 +125,8 @@ def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False,
             ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, WINDOW=0, HAS_SOFT_CAP=False, HAS_BIAS=bias,
-            MICRO_BLOCKS_A_BLOCK=1, **pages.kernel_layout(page_layout(fmt, head_dim)),
-            OVER_SCORE_UNIT=1 / score_unit(fmt.group_bits(head_dim)),
-            RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
+            KV_HEADS=8, QUERY_GROUP=4, WINDOW=0, HAS_SOFT_CAP=False, HAS_BIAS=bias, MICRO_BLOCKS_A_BLOCK=1,
+            LAYOUT=kernel_layout(page_layout(fmt, head_dim)), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
         ),
         options=dict(
             num_warps=1, num_stages=1, enable_fp_fusion=True,
@@ -317,7 +316,7 @@ def gather_ring_case() -> Case:
             table="*i32", first="*i32", spans="*i32", key="*fp16", value="*fp16", table_stride="i32", ring="*u8",
             block_stride="i32", head_stride="i32",
         ),
-        constants=dict(KV_HEADS=8, GROUPS=4, BLOCK=8),
+        constants=dict(KV_HEADS=8, GROUPS=4, BLOCK=8, RING=ring_layout(128)),
         options=dict(num_warps=4),
         unaligned=("table", "first", "spans", "table_stride"),
     )  # fmt: skip

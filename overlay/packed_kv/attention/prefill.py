@@ -313,9 +313,9 @@ class FlashPrefill:
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
         stored_dim = self.codec.key.stored_dim
-        self.bound.get(
-            "gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads, stored_dim)
-        )(*read.gather)
+        self.bound.get("gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads))(
+            *read.gather
+        )
         if ring is not None and read.ring is not None:
             self.bound.get("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
         has_first = read.part.first_tokens is not None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..formats import GROUP_SIZE, VALUE_GAIN, Format, runs, stored_dim
+from ..formats import CODES, GROUP_SIZE, Format, runs, stored_dim
 from . import bitpack, scalar
 from .rotations import ROTATIONS
 from .transform import ChannelTransform, Numbers
@@ -31,7 +31,7 @@ class Codec:
     Args:
         fmt: the format.
         head_dim: channels of a head, a multiple of 16.
-        role: "key" or "value": the order of codes in a page, and V is coded times `VALUE_GAIN`.
+        role: "key" or "value": the order of codes in a page, and V is coded times `Code.value_gain`.
         outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
             inputs [..., heads, head_dim], with n = `fmt.outlier_channels(layout_dim)`. None: the first n channels.
             Must be None for a format without an outlier group.
@@ -71,7 +71,7 @@ class Codec:
         self.group_bits = fmt.group_bits(layout_dim)
         self.gains = None
         if role == "value":
-            self.gains = torch.tensor([VALUE_GAIN[bits] for bits in self.group_bits], device=device).unsqueeze(-1)
+            self.gains = torch.tensor([CODES[bits].value_gain for bits in self.group_bits], device=device).unsqueeze(-1)
         self.vector_bytes = fmt.vector_bytes(layout_dim)
         self.outlier_count = fmt.outlier_channels(layout_dim)
         self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
@@ -128,7 +128,7 @@ class Codec:
         return self.rotate(x)
 
     def gained(self, groups: torch.Tensor) -> torch.Tensor:
-        """What `prepare` gave, fp32 [..., stored_dim / 32, 32], as it is coded: V times `VALUE_GAIN`."""
+        """What `prepare` gave, fp32 [..., stored_dim / 32, 32], as it is coded: V times `Code.value_gain`."""
         return groups if self.gains is None else groups * self.gains
 
     def restore(self, rotated: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:

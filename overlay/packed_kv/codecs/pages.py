@@ -9,9 +9,8 @@ import functools
 
 import torch
 
-from .. import layout
-from ..formats import GROUP_SIZE, Format, runs
-from ..layout import CODES_PER_LANE, LANES, MICRO_BLOCK, VectorLayout, page_layout
+from ..formats import CODES, CODES_PER_LANE, GROUP_SIZE, Format, runs
+from ..layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT, VectorLayout, page_layout
 from .codec import Channels, Codec, split_runs
 from .transform import Numbers
 
@@ -60,10 +59,10 @@ class PagedCodec:
         self.value = Codec(
             fmt, value_dim, "value", value_outliers, device, value_order, scale=value_scale, layout_dim=head_dim
         )
+        self.codecs = (self.key, self.value)
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.
-        parts = (self.key, self.value)
-        changes = any(part.transform.changes for part in parts)
-        self.transform_tables = [part.transform.table(part.channels) for part in parts] if changes else None
+        changes = any(codec.transform.changes for codec in self.codecs)
+        self.transform_tables = [codec.transform.table(codec.channels) for codec in self.codecs] if changes else None
         self.layout = page_layout(fmt, head_dim)
         self.slot_bytes = fmt.slot_bytes(head_dim)
 
@@ -98,14 +97,13 @@ class PagedCodec:
         block, inner = self._locate(cache, touched)
         pages = _micro_blocks(cache)
         old = pages[block, :, inner]
-        planes = []
-        for codec, vectors, first in zip((self.key, self.value), (key, value), firsts, strict=True):
-            codes, scales = self._unpack(codec, old)
-            new_codes, new_scales = codec.quantize(vectors, first)
-            codes[where, :, token], scales[where, :, token] = new_codes, new_scales
-            planes.append((_pack_codes(codes, self.layout.vector, codec.role), _pack_scales(scales, codec.role)))
-        (key_codes, key_scales), (value_codes, value_scales) = planes
-        pages[block, :, inner] = torch.cat((key_codes, value_codes, key_scales, value_scales), dim=-1)
+        codes, scales = [], []
+        for i, (codec, vectors, first) in enumerate(zip(self.codecs, (key, value), firsts, strict=True)):
+            own_codes, own_scales = self._unpack(i, old)
+            own_codes[where, :, token], own_scales[where, :, token] = codec.quantize(vectors, first)
+            codes.append(_pack_codes(own_codes, self.layout.vector, codec.role))
+            scales.append(_pack_scales(own_scales, codec.role))
+        pages[block, :, inner] = torch.cat((*codes, *scales), dim=-1)
 
     def prepare(
         self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None
@@ -123,8 +121,8 @@ class PagedCodec:
         block, inner = self._locate(cache, micro_blocks)
         packed = _micro_blocks(cache)[block, :, inner]
         key, value = (
-            codec.dequantize(*self._unpack(codec, packed)).transpose(0, 1).flatten(1, 2)
-            for codec in (self.key, self.value)
+            codec.dequantize(*self._unpack(i, packed)).transpose(0, 1).flatten(1, 2)
+            for i, codec in enumerate(self.codecs)
         )
         return key, value
 
@@ -172,15 +170,16 @@ class PagedCodec:
         a_block = cache.shape[2] // MICRO_BLOCK
         return micro_blocks // a_block, micro_blocks % a_block
 
-    def _unpack(self, codec: Codec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-blocks uint8 [n, heads, bytes] -> codes [n, heads, 16, head_dim], scales [n, heads, 16, groups]."""
-        page = self.layout
-        codes_at, scales_at = (
-            (page.key_codes, page.key_scales) if codec.role == "key" else (page.value_codes, page.value_scales)
+    def _unpack(self, vector: int, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Micro-blocks uint8 [n, heads, bytes] -> codes [n, heads, 16, head_dim], scales [n, heads, 16, groups] of one
+        of the page's vectors."""
+        words, halves, scales = (self.layout.plane(vector, part) for part in ("words", "half words", "scales"))
+        codes = packed[..., words.offset : halves.offset + halves.bytes]
+        order = words.order
+        return (
+            _unpack_codes(codes, self.layout.vector, order),
+            _unpack_scales(packed[..., scales.offset : scales.offset + scales.bytes], order),
         )
-        codes = packed[..., codes_at : codes_at + page.vector.code_bytes]
-        scales = packed[..., scales_at : scales_at + page.vector.scale_bytes]
-        return _unpack_codes(codes, page.vector, codec.role), _unpack_scales(scales, codec.role)
 
 
 def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
@@ -195,20 +194,23 @@ def _pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.T
     lead, groups = codes.shape[:-2], len(vector.group_bits)
     axes = codes.reshape(-1, MICRO_BLOCK, groups, GROUP_SIZE).transpose(1, 2).reshape(-1, groups, *_AXES[role])
     lanes = axes.permute(0, 1, *(2 + axis for axis in _TO_LANES[role])).reshape(-1, groups, LANES, CODES_PER_LANE)
-    words, sign_words, halves = [], [], []
+    words, signs = [], []
     for bits, code in split_runs(vector.group_bits, lanes.to(torch.int32), dim=1):
+        width = CODES[bits]
         sign, magnitude = code >> (bits - 1), code & (1 << (bits - 1)) - 1
-        word = magnitude << _shifts(layout.MAGNITUDE_SHIFT[bits], code.device)
-        if bits == 3:
-            paired = sign[:, : 2 * vector.sign_words].unflatten(1, (-1, 2))
-            shifts = _shifts(layout.SIGN_WORD_SHIFT, code.device)[:, None]
-            sign_words.append((paired << shifts).sum((2, 4), dtype=torch.int32))
-            halves.append((sign[:, 2 * vector.sign_words :] << _shifts(layout.SIGN_HALF_SHIFT, code.device)).sum(-1))
+        word = magnitude << _shifts(width.magnitude_shift, code.device)
+        if width.has_sign_words:
+            signs.append(sign)
         else:
-            word = word | sign << _shifts(layout.SIGN_SHIFT[bits], code.device)
-        word = word.unflatten(-1, (layout.CODE_WORDS[bits], -1)).sum(-1, dtype=torch.int32)
+            word = word | sign << _shifts(width.sign_shift, code.device)
+        word = word.unflatten(-1, (width.code_words, -1)).sum(-1, dtype=torch.int32)
         words.append(word.transpose(1, 2).flatten(2))
-    words += [word.transpose(1, 2) for word in sign_words]
+    halves = []
+    if signs:
+        paired, single = torch.cat(signs, dim=1).split([2 * vector.sign_words, vector.half_words], dim=1)
+        shared = paired.unflatten(1, (-1, 2)) << _sign_shifts(code.device)
+        words.append(shared.sum((2, 4), dtype=torch.int32).transpose(1, 2))
+        halves.append((single << _shifts(SIGN_HALF_SHIFT, code.device)).sum(-1))
     chunks = torch.cat(words, dim=-1).split(vector.chunks, dim=-1)
     parts = [chunk.flatten(1).contiguous().view(torch.uint8) for chunk in chunks]
     parts += [half.to(torch.int16).flatten(1).view(torch.uint8) for half in halves]
@@ -224,20 +226,21 @@ def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torc
     words = torch.cat([chunk.unflatten(-1, (LANES, -1)) for chunk in chunks], dim=-1)
     code_words, sign_words = words.split([vector.code_words, vector.sign_words], dim=-1)
     half = packed[:, word_bytes:].contiguous().view(torch.int16).to(torch.int32).unflatten(-1, (-1, LANES))
+    paired = sign_words.transpose(1, 2)[:, :, None, :, None] >> _sign_shifts(packed.device) & 1
+    single = half.unsqueeze(-1) >> _shifts(SIGN_HALF_SHIFT, packed.device) & 1
+    signs = torch.cat((paired.flatten(1, 2), single), dim=1)  # of the groups that have sign words
     codes, at = [], 0
     for bits, count in runs(vector.group_bits):
-        width = layout.CODE_WORDS[bits]
-        word = code_words[..., at : at + width * count].unflatten(-1, (count, width)).transpose(1, 2)
-        at += width * count
-        word = word.repeat_interleave(CODES_PER_LANE // width, dim=-1)  # [n, count, lanes, codes]
-        if bits == 3:
-            shifts = _shifts(layout.SIGN_WORD_SHIFT, word.device)[:, None]
-            paired = sign_words.transpose(1, 2)[:, :, None, :, None] >> shifts & 1
-            single = half.unsqueeze(-1) >> _shifts(layout.SIGN_HALF_SHIFT, word.device) & 1
-            sign = torch.cat((paired.flatten(1, 2), single), dim=1)
+        width = CODES[bits]
+        word = code_words[..., at : at + width.code_words * count]
+        word = word.unflatten(-1, (count, width.code_words)).transpose(1, 2)
+        at += width.code_words * count
+        word = word.repeat_interleave(CODES_PER_LANE // width.code_words, dim=-1)  # [n, count, lanes, codes]
+        if width.has_sign_words:
+            sign, signs = signs[:, :count], signs[:, count:]
         else:
-            sign = word >> _shifts(layout.SIGN_SHIFT[bits], word.device) & 1
-        magnitude = word >> _shifts(layout.MAGNITUDE_SHIFT[bits], word.device) & (1 << (bits - 1)) - 1
+            sign = word >> _shifts(width.sign_shift, word.device) & 1
+        magnitude = word >> _shifts(width.magnitude_shift, word.device) & (1 << (bits - 1)) - 1
         codes.append((sign << (bits - 1) | magnitude).to(torch.uint8))
     axes = torch.cat(codes, dim=1).reshape(-1, groups, *(_AXES[role][axis] for axis in _TO_LANES[role]))
     tokens = axes.permute(0, 1, *(2 + axis for axis in _FROM_LANES[role])).reshape(-1, groups, MICRO_BLOCK, GROUP_SIZE)
@@ -258,6 +261,11 @@ def _unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
     return packed.unflatten(-1, (4, -1, 2, 2)).movedim((-4, -3), (-3, -1)).flatten(-4, -2).contiguous()
 
 
+def _sign_shifts(device: torch.device) -> torch.Tensor:
+    """Of the two groups of a sign word, int32 [2, 1, 16]."""
+    return torch.stack([_shifts(SIGN_WORD_SHIFT, device) + parity * SIGN_PARITY_SHIFT for parity in (0, 1)])[:, None]
+
+
 @functools.cache
-def _shifts(shifts: tuple, device: torch.device) -> torch.Tensor:
+def _shifts(shifts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(shifts, dtype=torch.int32, device=device)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import GROUP_SIZE, MAX_SCALE_BYTE
+from ..layout import PAIR, ring_layout
 from .scalar import decode_scale
 
 LARGEST_CODE = 127
@@ -84,14 +85,13 @@ def read(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.
     slots = slots.long()
     groups = cache.shape[-1] // (2 * (GROUP_SIZE + 1))
     head_dim = groups * GROUP_SIZE
+    layout = ring_layout(head_dim)
     packed = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
-    key, value, key_scales, value_scales, _ = packed.split(
-        [head_dim, head_dim, groups, groups, cache.shape[-1] - 2 * (head_dim + groups)], dim=-1
+    key, value = (
+        dequantize(_from_bytes(packed[..., at : at + head_dim], order), packed[..., scales_at : scales_at + groups])
+        for order, at, scales_at in zip(PAIR, layout.codes, layout.scales, strict=True)
     )
-    return (
-        dequantize(_from_bytes(key, "key"), key_scales),
-        dequantize(_from_bytes(value, "value"), value_scales),
-    )
+    return key, value
 
 
 # Axes of a group's channels [d4 d3, d2 d1, d0] in the order of their bytes (layout.py).

@@ -3,8 +3,8 @@
 A value is `sign * magnitude * scale`. The scale byte is an unsigned e5m3 number: its fp16 bits are `byte << 7`.
 
 Which scale: with `b0` the byte of absmax * fp32(1 / largest magnitude) (rounded to fp32, then to fp16, then cut to
-3 mantissa bits), the bytes `b0 + above` down to `b0 - below` of `SEARCH`, kept in [0, 0xF2], are tried in that order,
-and the first of least squared error is kept. The error of a candidate is the sum over the group of
+3 mantissa bits), the bytes `b0 + above` down to `b0 - below` of `Code.search`, kept in [0, 0xF2], are tried in that
+order, and the first of least squared error is kept. The error of a candidate is the sum over the group of
 `min_m (|x| - s m)^2`, each operation rounded to fp32, the 32 terms added as a tree (0+16, 1+17, ...; then 8, 4, 2, 1).
 Which code: the number of thresholds `s * (m_j + m_{j+1}) / 2` below |x|; a tie takes the lower magnitude. Thresholds
 are exact in fp32, so no rounding decides a code. The sign bit is set for x < 0.
@@ -12,16 +12,9 @@ are exact in fp32, so no rounding decides a code. The sign bit is set for x < 0.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
-from ..formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE
-
-SEARCH = {4: (4, 2), 3: (2, 4), 2: (0, 10)}
-"""bits -> (above, below). Wider ranges gain less than 0.2 % of the error (`experiments/format_error.py` measures it).
-`above` also makes a second round trip exact: if scale byte b is kept for a group, the search on the decoded group
-starts at b - above or later and finds b again (proof and the tie that escapes it: `docs/formats.md`)."""
+from ..formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE
 
 
 def decode_scale(scale: torch.Tensor) -> torch.Tensor:
@@ -31,15 +24,15 @@ def decode_scale(scale: torch.Tensor) -> torch.Tensor:
 
 def absmax_scale(x: torch.Tensor, bits: int) -> torch.Tensor:
     """`b0` of the search: the scale byte of absmax / largest magnitude. `x` fp32 [..., 32] -> uint8 [...]."""
-    ratio = x.abs().amax(-1) * (1 / MAGNITUDES[bits][-1])
+    ratio = x.abs().amax(-1) * (1 / CODES[bits].magnitudes[-1])
     return (ratio.to(torch.float16).view(torch.int16) >> 7).clamp(max=MAX_SCALE_BYTE).to(torch.uint8)
 
 
 def group_error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """Squared error of coding `x` fp32 [..., 32] with `scale` uint8 [...] -> fp32 [...]."""
     magnitude, step = x.abs(), decode_scale(scale).unsqueeze(-1)
-    nearest = (magnitude - step * MAGNITUDES[bits][0]).abs_()
-    for level in MAGNITUDES[bits][1:]:
+    nearest = (magnitude - step * CODES[bits].magnitudes[0]).abs_()
+    for level in CODES[bits].magnitudes[1:]:
         nearest = torch.minimum(nearest, (magnitude - step * level).abs_())
     terms = nearest.mul_(nearest)
     while terms.shape[-1] > 1:  # a fixed tree: torch.sum's order differs between devices
@@ -51,7 +44,7 @@ def group_error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor
 def search_scale(x: torch.Tensor, bits: int) -> torch.Tensor:
     """The scale byte of least error among the candidates. `x` fp32 [..., 32] -> uint8 [...]."""
     start = absmax_scale(x, bits).to(torch.int16)
-    above, below = SEARCH[bits]
+    above, below = CODES[bits].search
     best = (start + above).clamp(max=MAX_SCALE_BYTE).to(torch.uint8)
     least = group_error(x, best, bits)
     for offset in range(above - 1, -below - 1, -1):
@@ -74,16 +67,15 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     scale = search_scale(x, bits)
     magnitude, step = x.abs(), decode_scale(scale).unsqueeze(-1)
-    levels = MAGNITUDES[bits]
     code = (x < 0).to(torch.uint8) << (bits - 1)
-    for low, high in pairwise(levels):
-        code += magnitude > step * ((low + high) / 2)
+    for threshold in CODES[bits].thresholds:
+        code += magnitude > step * threshold
     return code, scale
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """Inverse of `quantize`: codes uint8 [..., 32], scale uint8 [...] -> fp32 [..., 32]."""
     assert codes.shape[-1] == GROUP_SIZE
-    levels = torch.tensor(MAGNITUDES[bits], dtype=torch.float32, device=codes.device)
+    levels = torch.tensor(CODES[bits].magnitudes, dtype=torch.float32, device=codes.device)
     table = torch.cat((levels, -levels))
     return table[codes.int()] * decode_scale(scale).unsqueeze(-1)

@@ -7,7 +7,8 @@
     2 bits   the larger magnitude is 4 times the smaller, both powers of 2: times 2^-12, one bit of the exponent tells
              them apart
 
-A *unit* is what a value of 1 is: divide by it to get the value. Sums over V of a group are in the group's unit, which
+A *unit* (`Code.unit`) is what a value of 1 is, the smallest power of 2 with which all magnitudes are as said: divide by
+it to get the value. Sums over V of a group are in the group's unit, which
 is divided out at the end. Scores are sums over all groups of K, so their groups need one unit: queries make up for it.
 """
 
@@ -16,22 +17,22 @@ from __future__ import annotations
 import math
 import struct
 
-from ..formats import MAGNITUDES
+from ..formats import CODES
 
-VALUE_UNITS = {4: 2.0**-17, 3: 2.0**-11, 2: 2.0**-12}
-"""bits -> unit of decoded codes: the smallest power of 2 with which all magnitudes are as said above."""
+LOG2_E = math.log2(math.e)
+"""Exponentials are powers of 2 on a GPU."""
 
 
 def score_unit(group_bits: tuple[int, ...]) -> float:
     """Of scores over groups of these bits: the unit of all, or one between. A group's queries are multiplied by it over
     the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled queries up to 8188 stay finite."""
-    exponents = [math.frexp(VALUE_UNITS[bits])[1] - 1 for bits in group_bits]
+    exponents = [math.frexp(CODES[bits].unit)[1] - 1 for bits in group_bits]
     return 2.0 ** ((min(exponents) + max(exponents)) // 2)
 
 
 def four_bit_bytes() -> list[int]:
     """Magnitudes times 128."""
-    values = [128 * level for level in MAGNITUDES[4]]
+    values = [128 * level for level in CODES[4].magnitudes]
     assert all(value == int(value) < 256 for value in values), values
     return [int(value) for value in values]
 
@@ -42,7 +43,7 @@ ZERO_BYTES_3 = 0x0808
 
 def three_bit_bytes() -> list[int]:
     """Upper bytes of fp16, by code: the four magnitudes, and the same with the sign."""
-    bits = [_fp16_bits(sign * level * VALUE_UNITS[3]) for sign in (1, -1) for level in MAGNITUDES[3]]
+    bits = [_fp16_bits(sign * level * CODES[3].unit) for sign in (1, -1) for level in CODES[3].magnitudes]
     assert all(value & 0xFF == 0 for value in bits) and bits[0] >> 15 == 0, bits
     return [value >> 8 for value in bits]
 
@@ -55,7 +56,7 @@ MASK_2 = 0x8000 | MAGNITUDE_BIT_2
 
 def two_bit_base() -> int:
     """Bits of the smaller magnitude as fp16."""
-    low, high = (_fp16_bits(level * VALUE_UNITS[2]) for level in MAGNITUDES[2])
+    low, high = (_fp16_bits(level * CODES[2].unit) for level in CODES[2].magnitudes)
     assert high == low | MAGNITUDE_BIT_2 != low, (low, high)
     return low
 

@@ -9,17 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from packed_kv import layout
-from packed_kv.formats import MAGNITUDES
+from packed_kv.formats import CODES
 from packed_kv.kernels import units
 from packed_kv.kernels.triton import fragments
 
-ASSEMBLIES = {
-    (4, 0): fragments.ASSEMBLY_4.value,
-    (3, 0): fragments.ASSEMBLY_3_0.value,
-    (3, 1): fragments.ASSEMBLY_3_1.value,
-    (2, 0): fragments.ASSEMBLY_2.value,
-}
-"""(bits, parity of the group in its sign word) -> assembly."""
+ASSEMBLIES = [(bits, parity) for bits in CODES for parity in ((0, 1) if CODES[bits].has_sign_words else (0,))]
+"""(bits, parity of the group in its sign word)."""
 MASK = 0xFFFFFFFF
 
 
@@ -78,17 +73,21 @@ def test_words_become_the_values_of_the_layout(bits: int, parity: int) -> None:
     draw = random.Random(bits + parity)
     for _ in range(50):
         words = [draw.getrandbits(32), draw.getrandbits(32)]
-        constants = fragments.CONSTANTS.value[bits]
-        registers = {f"${8 + i}": value for i, value in enumerate((*words, *constants))}
-        registers = execute(ASSEMBLIES[bits, parity], registers)
+        decoder = fragments.DECODERS.value[bits]
+        registers = {f"${8 + i}": value for i, value in enumerate((*decoder.constants, *words))}
+        registers = execute(decoder.assembly[parity], registers)
         pairs = np.array([registers[f"${i}"] for i in range(8)], np.uint32)
-        values = pairs.view(np.float16) / units.VALUE_UNITS[bits]
+        values = pairs.view(np.float16) / CODES[bits].unit
         assert values.tolist() == [value_of(words, bits, parity, e) for e in range(16)]
 
 
 def value_of(words: list[int], bits: int, parity: int, e: int) -> float:
     """Code e of a lane and group, as `layout.py` draws it."""
-    word = words[e >> 3] if bits == 4 else words[0]
-    magnitude = word >> layout.MAGNITUDE_SHIFT[bits][e] & (1 << bits - 1) - 1
-    sign = words[1] >> layout.SIGN_WORD_SHIFT[parity][e] if bits == 3 else word >> layout.SIGN_SHIFT[bits][e]
-    return MAGNITUDES[bits][magnitude] * (-1.0 if sign & 1 else 1.0)
+    code = CODES[bits]
+    word = words[e * code.code_words // 16]
+    magnitude = word >> code.magnitude_shift[e] & (1 << bits - 1) - 1
+    if code.has_sign_words:
+        sign = words[code.code_words] >> layout.SIGN_WORD_SHIFT[e] + parity * layout.SIGN_PARITY_SHIFT
+    else:
+        sign = word >> code.sign_shift[e]
+    return code.magnitudes[magnitude] * (-1.0 if sign & 1 else 1.0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...codecs.ring import Ring
+from ...formats import CODES
 from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
 from .. import units
 from ..triton.launch import head_stride
@@ -110,7 +111,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
         "BASE_2": f"{units.twice(units.two_bit_base())}u",
         "MASK_2": f"{units.twice(units.MASK_2)}u",
-        **{f"UNIT_{width}": f"{unit}f" for width, unit in units.VALUE_UNITS.items()},
+        **{f"UNIT_{width}": f"{code.unit}f" for width, code in CODES.items()},
         "SCORE_UNIT": f"{units.score_unit(bits)}f",
         "KV_HEADS": kv_heads,
         "QUERY_GROUP": group,

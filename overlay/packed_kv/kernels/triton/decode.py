@@ -15,14 +15,15 @@ import triton.language as tl
 
 from ...codecs.ring import Ring
 from ...layout import PageLayout
-from ..units import score_unit
-from .fragments import again
+from ..kernel_layout import kernel_layout
+from ..units import LOG2_E
+from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch
-from .pages import decode_group, kernel_layout, load_key, load_value
+from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import headroom, key_scales, scale_weights, transpose_weights
 
-LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
 """On an H200, isoquant4, version 5 of this kernel took 88.7 us for 32 x 8192 at 128 registers, 93.5 at 112 (fewer loads
 under way), 96.3 at 144 and 97.1 at 168 (fewer programs on a multiprocessor). 128 leave no spills at head_dim 128."""
@@ -41,17 +42,16 @@ def _decode_kernel(
     query, query_bias, block_table, query_start, seq_lens, partial_output, partial_stats, ring_table, ring_first,
     table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
     soft_cap,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
-    GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr, PARITY: tl.constexpr,
-    OVER_UNITS: tl.constexpr, OVER_SCORE_UNIT: tl.constexpr,
-    CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr, HAS_HALF: tl.constexpr,
-    VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
-    RING_BLOCK: tl.constexpr, RECENT: tl.constexpr,
+    MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads times tiles of columns, requests). RING_BLOCK: tokens of a ring's block; 0: no ring."""
-    GROUPS: tl.constexpr = HEAD_DIM // 32
+    HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    GROUPS: tl.constexpr = len(LAYOUT.groups)
+    SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
+    OVER_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
+    MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     splits = tl.num_programs(0)
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
@@ -90,17 +90,16 @@ def _decode_kernel(
     if low < high:
         base0, base1 = _tile_bases(cache_head, table, low, last_micro_block, block_stride,
                                    MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-        key_words, key_scale_words = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
-        value_words, value_scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
-                                                VALUE_CODES, VALUE_SCALES)  # fmt: skip
+        key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
+        value_words, value_scales = load_value(base0, base1, lanes, LAYOUT)
         queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
-        queries = _in_score_unit(queries, OVER_UNITS, OVER_SCORE_UNIT, GROUPS)
+        queries = _in_score_unit(queries, LAYOUT)
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
             scores = tl.zeros([32, 8], tl.float32)
             for g in tl.static_range(GROUPS):
-                key = decode_group(key_words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+                key = decode_key(key_words, zero, g, LAYOUT)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
             if HAS_SOFT_CAP and HAS_BIAS:
                 bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
@@ -111,15 +110,12 @@ def _decode_kernel(
                                              KV_HEADS, QUERY_GROUP)  # fmt: skip
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
-            key_words, key_scale_words = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
-                                                   KEY_SCALES)  # fmt: skip
+            key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
             # Scores are in units of their own up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
             unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_SCORE_UNIT
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
-                scores = soft_cap * (
-                    1 - 2 / (tl.exp2(scores * (OVER_SCORE_UNIT * 2 * 1.4426950408889634 / soft_cap)) + 1)
-                )
+                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_SCORE_UNIT * 2 * _LOG2_E / soft_cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
@@ -133,13 +129,13 @@ def _decode_kernel(
                 if HAS_BIAS and not HAS_SOFT_CAP:
                     scores = _add_first_bias(scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT,
                                              KV_HEADS, QUERY_GROUP)  # fmt: skip
-                column = again(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
+                column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
                 if WINDOW > 0:
                     visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
-                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + again(lanes) % 4 * 2
+                lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + hide_from_optimizer(lanes) % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
                 for byte in tl.static_range(4):
                     token = lane_tokens + (byte // 2 * 8 + byte % 2)
@@ -159,21 +155,20 @@ def _decode_kernel(
 
             new_outputs = ()
             for g in tl.static_range(GROUPS):
-                value = decode_group(value_words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
+                value = decode_value(value_words, zero, g, LAYOUT)
                 scaled = scale_weights(pair0, pair1, value_scales[g])
                 new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
             outputs = new_outputs
-            value_words, value_scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS,
-                                                    VALUE_CODES, VALUE_SCALES)  # fmt: skip
+            value_words, value_scales = load_value(base0, base1, lanes, LAYOUT)
 
-    columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = _columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
     output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
-    outputs = _in_unit(outputs, OVER_UNITS, output_unit, GROUPS)
+    outputs = _in_unit(outputs, output_unit, LAYOUT)
     if RING_BLOCK > 0:
         # Worked out again: as few registers as can be are taken while the loop runs.
         ring_low, ring_high, page_tiles = _share(
-            again(tl.program_id(0)), splits, seq_len, recent, first_visible // 32, RING_BLOCK, RECENT
+            hide_from_optimizer(tl.program_id(0)), splits, seq_len, recent, first_visible // 32, RING_BLOCK, RECENT
         )
         ring_low = recent + 32 * tl.maximum(ring_low - page_tiles, 0)
         ring_high = tl.minimum(recent + 32 * (ring_high - page_tiles), seq_len)
@@ -188,7 +183,7 @@ def _decode_kernel(
                 ring + head.to(tl.int64) * ring_head_stride,
                 ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
-                bias, first_bias, GROUPS, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS,
+                bias, first_bias, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS, LAYOUT,
             )  # fmt: skip
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
@@ -207,20 +202,21 @@ def _share(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr,
 
 
 @triton.jit
-def _in_unit(outputs, OVER_UNITS: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr):
+def _in_unit(outputs, UNIT: tl.constexpr, LAYOUT: tl.constexpr):
     """Outputs of pages in one unit for all groups."""
     result = ()
-    for g in tl.static_range(GROUPS):
-        result = result + (outputs[g] * (OVER_UNITS[g] / UNIT),)
+    for g in tl.static_range(len(LAYOUT.groups)):
+        result = result + (outputs[g] * (LAYOUT.groups[g].over_value_unit / UNIT),)
     return result
 
 
 @triton.jit
-def _in_score_unit(queries, OVER_UNITS: tl.constexpr, OVER_SCORE_UNIT: tl.constexpr, GROUPS: tl.constexpr):
+def _in_score_unit(queries, LAYOUT: tl.constexpr):
     """Queries whose scores over all groups have one unit: times powers of 2, 1 where all groups have the same bits."""
     result = ()
-    for g in tl.static_range(GROUPS):
-        result = result + ((queries[g] * (OVER_UNITS[g] / OVER_SCORE_UNIT)).to(tl.float16),)
+    SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
+    for g in tl.static_range(len(LAYOUT.groups)):
+        result = result + ((queries[g] * (LAYOUT.groups[g].over_unit * SCORE_UNIT)).to(tl.float16),)
     return result
 
 
@@ -268,7 +264,7 @@ def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
 @triton.jit
 def _bias_of_columns(query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
     """A bias of each column's query, fp32 [8]. Read where it is needed: registers are scarce."""
-    columns, rows = _columns_and_rows(again(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = _columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     pointers = query_bias + (first_row.to(tl.int64) + rows) * 2
     return tl.load(pointers, mask=columns < count * QUERY_GROUP, other=0.0)
 
@@ -347,11 +343,10 @@ def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring:
             soft_cap * LOG2_E,
         ),
         dict(
-            KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, HEAD_DIM=shape.head_dim,
-            WINDOW=shape.sliding_window or 0, HAS_SOFT_CAP=bool(soft_cap), HAS_BIAS=shape.has_bias,
-            MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, **kernel_layout(page),
-            OVER_SCORE_UNIT=1 / score_unit(page.vector.group_bits),
-            RING_BLOCK=ring.cache.shape[2] if ring else 0, RECENT=ring.window if ring else 0,
+            KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
+            HAS_SOFT_CAP=bool(soft_cap), HAS_BIAS=shape.has_bias,
+            MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
+            RECENT=ring.window if ring else 0, LAYOUT=kernel_layout(page),
         ),
         num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": shape.max_registers} if limited else {}),
     )  # fmt: skip

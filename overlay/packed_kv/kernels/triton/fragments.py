@@ -17,23 +17,26 @@ are fewer.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from ... import layout
-from ...formats import MAGNITUDES
+from ...formats import CODES
+from ...layout import SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
 from .. import units
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""
+_SIGN_WORD_SHIFT, _SIGN_PARITY_SHIFT = tl.constexpr(SIGN_WORD_SHIFT), tl.constexpr(SIGN_PARITY_SHIFT)
 
 
 def _hex(bytes_: list[int]) -> str:
     return f"0x{units.word(bytes_):08x}"
 
 
-# Assembly for the 16 codes of a lane and group. $0 .. $7: the fp16 pairs. $8: the code word; $9: the second code word
-# or the sign word; $10, $11: constants in registers.
+# Assembly for the 16 codes of a lane and group. $0 .. $7: the fp16 pairs. $8, $9: constants in registers. From $10 on:
+# the code words, and behind these the sign word of a width that has one.
 # An ALU instruction takes 1.91 cycles of a scheduler on Hopper, an fp16 addition, which another pipe does, 1.04: so the
 # upper half of t moves down as -0 is added to it (it is no NaN: its top bits are a 0 and a magnitude below 8, or a code
 # below 8 and a 1 with a 0 behind it).
@@ -43,9 +46,9 @@ _PAIRS = "prmt.b32 ${0}, m, s, 0x5140; prmt.b32 ${1}, m, s, 0x7362;"
 
 
 def _four_bits() -> str:
-    look_up = f"prmt.b32 m, $10, {_hex(units.four_bit_bytes()[4:])}, t;"
+    look_up = f"prmt.b32 m, $8, {_hex(units.four_bit_bytes()[4:])}, t;"
     halves = ""
-    for half, word in enumerate(("$8", "$9")):
+    for half, word in enumerate(("$10", "$11")):
         halves += f"and.b32 t, {word}, 0x77777777; {look_up} and.b32 s, {word}, 0x80808080;"
         halves += _PAIRS.format(4 * half, 4 * half + 1)
         halves += f"{_UPPER_HALF} {look_up} shl.b32 s, {word}, 4; and.b32 s, s, 0x80808080;"
@@ -55,54 +58,71 @@ def _four_bits() -> str:
 
 def _three_bits(parity: int) -> str:
     """t: 8 codes as nibbles, with another code's bit on top. Nibbles 1, 3, 5 and 7 are looked up as two pairs, once as
-    they are and once moved up from 0, 2, 4 and 6; the nibbles between, $11, ask for a zero byte: the sign of $10's
+    they are and once moved up from 0, 2, 4 and 6; the nibbles between, $9, ask for a zero byte: the sign of $8's
     first one."""
-    look_up = f"prmt.b32 ${{}}, $10, {_hex(units.three_bit_bytes()[4:])}, t;"
+    look_up = f"prmt.b32 ${{}}, $8, {_hex(units.three_bit_bytes()[4:])}, t;"
     halves = ""
     for half in range(2):
         left = 2 * parity + half - 1
-        halves += f"shr.u32 m, $8, {2 * half}; {'shr.u32' if left < 0 else 'shl.b32'} s, $9, {abs(left)};"
+        halves += f"shr.u32 m, $10, {2 * half}; {'shr.u32' if left < 0 else 'shl.b32'} s, $11, {abs(left)};"
         halves += "lop3.b32 m, m, s, 0x33333333, 0xe4; shl.b32 s, m, 4;"
         for first, codes in ((4 * half, "s"), (4 * half + 1, "m")):
-            halves += f"lop3.b32 t, {codes}, 0x70707070, $11, 0xea; {look_up.format(first)}"
+            halves += f"lop3.b32 t, {codes}, 0x70707070, $9, 0xea; {look_up.format(first)}"
             halves += f"{_UPPER_HALF} {look_up.format(first + 2)}"
     return halves
 
 
 def _two_bits() -> str:
-    """A shift to the left and a mask leave sign and magnitude bit of a pair, $10 has the bits that all have."""
+    """A shift to the left and a mask leave sign and magnitude bit of a pair, $8 has the bits that all have."""
     mask = f"0x{units.twice(units.MASK_2):08x}"
-    shifts = [15 - shift for shift in layout.SIGN_SHIFT[2][::2]]
-    pairs = (f"shl.b32 t, $8, {shift}; lop3.b32 ${i}, t, {mask}, $10, 0xea;" for i, shift in enumerate(shifts))
+    signs = CODES[2].sign_shift
+    pairs = (f"shl.b32 t, $10, {15 - s}; lop3.b32 ${i}, t, {mask}, $8, 0xea;" for i, s in enumerate(signs[::2]))
     return "".join(pairs)
 
 
-def _assembly(body: str) -> tl.constexpr:
-    return tl.constexpr("{ .reg .b32 t, z, m, s; .reg .b16 l, u; mov.b32 z, 0x80008000; " + body + " }")
+class Decoder(NamedTuple):
+    """What a GPU does with the words of a width: `assembly` for groups of either parity in their sign words, and its
+    `constants` $8 and $9, below 2^31."""
+
+    assembly: tuple[str, str]
+    constants: tuple[int, int]
 
 
-ASSEMBLY_2, ASSEMBLY_3_0, ASSEMBLY_3_1, ASSEMBLY_4 = map(
-    _assembly, (_two_bits(), _three_bits(0), _three_bits(1), _four_bits())
-)
-CONSTANTS = tl.constexpr(
+def make_decoder(bodies: tuple[str, str], constants: tuple[int, int] = (0, 0)) -> Decoder:
+    """A decoder of these instructions; they may use registers t, z (two fp16 of -0), m, s, and l, u of 16 bits."""
+    assert max(constants) < 1 << 31, constants
+    head = "{ .reg .b32 t, z, m, s; .reg .b16 l, u; mov.b32 z, 0x80008000; "
+    even, odd = (f"{head}{body} }}" for body in bodies)
+    return Decoder((even, odd), constants)
+
+
+DECODERS = tl.constexpr(
     {
-        4: (units.word(units.four_bit_bytes()[:4]), 0),
-        3: (units.word(units.three_bit_bytes()[:4]), units.twice(units.ZERO_BYTES_3)),
-        2: (units.twice(units.two_bit_base()), 0),
+        4: make_decoder((_four_bits(),) * 2, (units.word(units.four_bit_bytes()[:4]), 0)),
+        3: make_decoder(
+            (_three_bits(0), _three_bits(1)),
+            (units.word(units.three_bit_bytes()[:4]), units.twice(units.ZERO_BYTES_3)),
+        ),
+        2: make_decoder((_two_bits(),) * 2, (units.twice(units.two_bit_base()), 0)),
     }
 )
-"""bits -> $10 and $11 of the assembly, below 2^31: int32."""
-assert all(constant < 1 << 31 for pair in CONSTANTS.value.values() for constant in pair)
+"""bits -> decoder of that width."""
+
+
+@triton.constexpr_function
+def _assembly(bits, parity):
+    return DECODERS.value[bits].assembly[parity]
+
+
+@triton.constexpr_function
+def _constraints(words):
+    """Of the assembly: 8 results, 2 constants and so many words."""
+    return ",".join(["=r"] * 8 + ["r"] * (2 + words))
 
 
 @triton.constexpr_function
 def _constant(bits, number):
-    return CONSTANTS.value[bits][number]
-
-
-LEVELS_2, LEVELS_3, LEVELS_4 = (
-    tl.constexpr(tuple(level * units.VALUE_UNITS[bits] for level in MAGNITUDES[bits])) for bits in (2, 3, 4)
-)
+    return DECODERS.value[bits].constants[number]
 
 
 @triton.jit
@@ -127,26 +147,14 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 
 @triton.jit
-def decode_key(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
-    """Like `_decode`, fp16 [32 tokens, 32 channels]."""
-    return opaque(as_key(_decode(first, second, constants, bits, parity)))
-
-
-@triton.jit
-def decode_value(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
-    """Like `_decode`, fp16 [32 channels, 32 tokens]."""
-    return opaque(as_value(_decode(first, second, constants, bits, parity)))
-
-
-@triton.jit
 def as_key(codes):
-    """What lies as `_decode` returns it, as [32 tokens, 32 channels]."""
+    """What lies as `decode_codes` returns it, as [32 tokens, 32 channels]."""
     return tl.reshape(tl.permute(codes, (2, 3, 0, 4, 5, 1, 6)), [32, 32])
 
 
 @triton.jit
 def as_value(codes):
-    """What lies as `_decode` returns it, as [32 channels, 32 tokens]."""
+    """What lies as `decode_codes` returns it, as [32 channels, 32 tokens]."""
     return tl.reshape(tl.permute(codes, (3, 4, 0, 2, 5, 1, 6)), [32, 32])
 
 
@@ -163,33 +171,32 @@ def opaque(x):
 
 
 @triton.jit
-def _decode(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
-    """Decode the 16 codes of a lane and group, times `VALUE_UNITS[bits]`.
+def decode_codes(words, zero, GROUP: tl.constexpr):
+    """Decode the 16 codes of a lane and group, times the unit of their width.
 
     Args:
-        first: int32 [32, 2], the (first) code word.
-        second: int32 [32, 2], the second code word (4 bits), the sign word (3 bits), or any tensor.
-        constants: of `in_registers`.
-        bits: 2, 3 or 4.
-        parity: which of the two groups of the sign word.
+        words: of the lane, a tuple of int32 [32, 2].
+        zero: see `_in_registers`.
+        GROUP: `kernel_layout.Group`.
 
     Returns:
         fp16 [g = 8, t = 4, micro-block, bit 3, bit 2, bit 1, bit 0 of the code].
     """
+    CODE: tl.constexpr = GROUP.code
+    WORD: tl.constexpr = GROUP.word
+    own = ()
+    for i in tl.static_range(CODE.code_words):
+        own = own + (words[WORD + i],)
+    if len(CODE.sign_shift) == 0:
+        own = own + (words[GROUP.sign_word],)
     if IS_INTERPRETED:
-        values = _decode_portable(first, second, bits, parity)
+        values = _decode_portable(own, CODE, GROUP.parity)
     else:
-        if bits == 4:
-            assembly: tl.constexpr = ASSEMBLY_4
-        elif bits == 3:
-            assembly: tl.constexpr = ASSEMBLY_3_1 if parity else ASSEMBLY_3_0
-        else:
-            assembly: tl.constexpr = ASSEMBLY_2
         # Pairs of codes leave the assembly as 32-bit registers, and LLVM finds that taking them apart and putting them
         # together is nothing; of 16-bit ones, ptxas moves half once more (77 instructions a tile). All 16 codes as one
         # result (pack=16) would be as short, but wrong where Triton lays the result out otherwise: at head_dim 96.
         pairs = tl.inline_asm_elementwise(
-            assembly, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [first, second, constants[0], constants[1]],
+            _assembly(CODE.bits, GROUP.parity), _constraints(len(own)), _in_registers(zero, CODE.bits) + own,
             dtype=(tl.int32,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
         values = _join_pairs(pairs)
@@ -198,7 +205,7 @@ def _decode(first, second, constants, bits: tl.constexpr, parity: tl.constexpr):
 
 @triton.jit
 def from_pairs(pairs):
-    """The 16 codes of a lane and group as 8 int32 [32, 2] of two fp16 each, as `_decode` returns them."""
+    """The 16 codes of a lane and group as 8 int32 [32, 2] of two fp16 each, as `decode_codes` returns them."""
     return tl.reshape(_join_pairs(pairs), [8, 4, 2, 2, 2, 2, 2])
 
 
@@ -217,32 +224,35 @@ def halves(pairs):
 
 
 @triton.jit
-def _decode_portable(first, second, bits: tl.constexpr, parity: tl.constexpr):
+def _decode_portable(words, CODE: tl.constexpr, parity: tl.constexpr):
+    """Words of `decode_codes` -> fp16 [32, 2, 16]."""
     codes = tl.arange(0, 16)[None, None, :]
-    first, second, k, half = first[:, :, None], second[:, :, None], codes % 8, codes // 8
-    if bits == 4:
-        word = tl.where(codes < 8, first, second)
-        magnitude = word >> (4 * k) & 7
-        sign = word >> (8 * (k % 4) + tl.where(k < 4, 7, 3)) & 1
-        levels: tl.constexpr = LEVELS_4
-    elif bits == 3:
-        nibble = k & 4 | (k & 1) << 1 | k >> 1 & 1
-        magnitude = first >> (4 * nibble + 2 * half) & 3
-        sign = second >> (4 * nibble + 3 - 2 * parity - half) & 1
-        levels: tl.constexpr = LEVELS_3
+    word = words[0][:, :, None]
+    for i in tl.static_range(1, CODE.code_words):
+        word = tl.where(codes * CODE.code_words // 16 >= i, words[i][:, :, None], word)
+    magnitude = word >> _positions(codes, CODE.magnitude_shift) & ((1 << (CODE.bits - 1)) - 1)
+    if len(CODE.sign_shift) == 0:
+        sign_shift = _positions(codes, _SIGN_WORD_SHIFT) + parity * _SIGN_PARITY_SHIFT
+        sign = words[CODE.code_words][:, :, None] >> sign_shift & 1
     else:
-        sign_shift = 16 * (k & 1) + 15 - k // 2 - 8 * half
-        magnitude = first >> (sign_shift - 4) & 1
-        sign = first >> sign_shift & 1
-        levels: tl.constexpr = LEVELS_2
+        sign = word >> _positions(codes, CODE.sign_shift) & 1
     value = tl.zeros(magnitude.shape, tl.float32)
-    for m in tl.static_range(2 ** (bits - 1)):
-        value = tl.where(magnitude == m, levels[m], value)
+    for m in tl.static_range(len(CODE.magnitudes)):
+        value = tl.where(magnitude == m, CODE.magnitudes[m] * CODE.unit, value)
     return tl.where(sign == 1, -value, value).to(tl.float16)
 
 
 @triton.jit
-def in_registers(zero, bits: tl.constexpr):
+def _positions(codes, POSITIONS: tl.constexpr):
+    """Bit positions of codes, by their indices: linear in the bits of an index."""
+    positions = tl.full(codes.shape, POSITIONS[0], tl.int32)
+    for bit in tl.static_range(4):
+        positions += (codes >> bit & 1) * (POSITIONS[1 << bit] - POSITIONS[0])
+    return positions
+
+
+@triton.jit
+def _in_registers(zero, bits: tl.constexpr):
     """Constants of the assembly, plus a `zero` that the compiler does not know to be one.
 
     So they stay in registers. Else ptxas moves them there anew for every `prmt` and `lop3`, which take one constant.
@@ -251,7 +261,7 @@ def in_registers(zero, bits: tl.constexpr):
 
 
 @triton.jit
-def again(x):
+def hide_from_optimizer(x):
     """An int32 `x`, unknown to be that: what comes of it is computed where it is needed, not early and kept."""
     if not IS_INTERPRETED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)

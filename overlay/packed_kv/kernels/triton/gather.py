@@ -13,9 +13,10 @@ import triton.language as tl
 
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
+from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
 from .launch import Arguments, Launch, head_stride
-from .pages import decode_group, kernel_layout, load_key, load_value
+from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
 
 ROWS_A_PROGRAM = 64
@@ -25,13 +26,12 @@ ROWS_A_PROGRAM = 64
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["micro_blocks", "rows"])
 def _gather_kernel(
     micro_blocks, rows, count, key, value, cache, block_stride, head_stride,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
-    MICRO_BLOCK_WORDS: tl.constexpr, GROUP_BITS: tl.constexpr, FIRST_WORD: tl.constexpr, SIGN_WORD: tl.constexpr,
-    PARITY: tl.constexpr, OVER_UNITS: tl.constexpr, CHUNKS: tl.constexpr, HALF_OFFSET: tl.constexpr,
-    HAS_HALF: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    KV_HEADS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens."""
-    GROUPS: tl.constexpr = HEAD_DIM // 32
+    HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    GROUPS: tl.constexpr = len(LAYOUT.groups)
+    MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     first, head = tl.program_id(0) * 2, tl.program_id(1)
     second = tl.minimum(first + 1, count - 1)
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
@@ -49,15 +49,13 @@ def _gather_kernel(
     channel = tl.arange(0, 32)
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.zeros([32, 2], tl.int32)
-    words, scales = load_key(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, KEY_SCALES)
+    words, scales = load_key(base0, base1, lanes, LAYOUT)
     for g in tl.static_range(GROUPS):
-        x = decode_group(words, zero, g, True, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
-        x = _scaled(x, _key_scales(scales, g, GROUPS), OVER_UNITS[g])
+        x = _scaled(decode_key(words, zero, g, LAYOUT), _key_scales(scales, g, GROUPS), LAYOUT.groups[g].over_unit)
         tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
-    words, scales = load_value(base0, base1, lanes, CHUNKS, HALF_OFFSET, HAS_HALF, GROUPS, VALUE_CODES, VALUE_SCALES)
+    words, scales = load_value(base0, base1, lanes, LAYOUT)
     for g in tl.static_range(GROUPS):
-        x = decode_group(words, zero, g, False, GROUP_BITS, FIRST_WORD, SIGN_WORD, PARITY)
-        x = _scaled(x, _value_scales(scales[g]), OVER_UNITS[g])
+        x = _scaled(decode_value(words, zero, g, LAYOUT), _value_scales(scales[g]), LAYOUT.groups[g].over_value_unit)
         tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
 
 
@@ -85,7 +83,7 @@ def _value_scales(word):
     return as_value(tl.broadcast_to(scales, [8, 4, 2, 2, 2, 2, 2]))
 
 
-def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int, head_dim: int) -> Launch:
+def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int) -> Launch:
     """The kernel for one layer's cache; see `gather`."""
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
@@ -93,8 +91,7 @@ def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int, head_dim: 
         _gather_kernel,
         Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),
         dict(
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK,
-            **kernel_layout(page),
+            KV_HEADS=kv_heads, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK, LAYOUT=kernel_layout(page)
         ),
         num_warps=1, num_stages=1,
     )  # fmt: skip
@@ -129,8 +126,8 @@ def gather(
         rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
         key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
     """
-    _, kv_heads, head_dim = key.shape
-    launch = bind_gather(page, cache, kv_heads, head_dim)
+    kv_heads = key.shape[1]
+    launch = bind_gather(page, cache, kv_heads)
     launch(gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, rows, key, value))
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...formats import stored_dim
 from .. import power_of_2
-from .decode import LOG2_E
+from ..units import LOG2_E
 from .launch import Arguments, Launch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)

@@ -6,32 +6,28 @@ Values are tuples of 8 fp32 tensors [lanes]; see `store.py` for which channel li
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import triton
 import triton.language as tl
 
 from ...codecs.codec import INPUT_LIMIT
-from ...codecs.scalar import SEARCH
-from ...formats import GROUP_SIZE, MAGNITUDES, MAX_SCALE_BYTE, VALUE_GAIN
+from ...formats import GROUP_SIZE, MAX_SCALE_BYTE
 from .fragments import IS_INTERPRETED
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
-_LEVELS = tl.constexpr(MAGNITUDES)
-_INVERSE_TOP_LEVELS = tl.constexpr({bits: 1 / levels[-1] for bits, levels in MAGNITUDES.items()})
-_THRESHOLDS = tl.constexpr(
-    {bits: tuple((low + high) / 2 for low, high in pairwise(levels)) for bits, levels in MAGNITUDES.items()}
-)
-_SEARCH = tl.constexpr(SEARCH)
-_VALUE_GAIN = tl.constexpr(VALUE_GAIN)
 
 
 @triton.constexpr_function
 def of(table, key):
     return table[key]
+
+
+@triton.constexpr_function
+def _threshold(levels, number):
+    return (levels[number] + levels[number + 1]) / 2
 
 
 @triton.constexpr_function
@@ -141,9 +137,9 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
 
 
 @triton.jit
-def gained(x, is_key, BITS: tl.constexpr):
-    """Rotated values as they are coded: those of V times `VALUE_GAIN`."""
-    gain = tl.where(is_key, 1.0, of(_VALUE_GAIN, BITS)).to(tl.float32)
+def gained(x, is_key, CODE: tl.constexpr):
+    """Rotated values as they are coded: those of V times `Code.value_gain`."""
+    gain = tl.where(is_key, 1.0, CODE.value_gain).to(tl.float32)
     y = ()
     for k in tl.static_range(8):
         y += (_product(x[k], gain),)
@@ -151,22 +147,23 @@ def gained(x, is_key, BITS: tl.constexpr):
 
 
 @triton.jit
-def search_scale(x, index, BITS: tl.constexpr):
+def search_scale(x, index, CODE: tl.constexpr):
     """The scale byte of each row, int32 [lanes], the same in all of a row; see `scalar.search_scale`."""
-    ABOVE: tl.constexpr = of(_SEARCH, BITS)[0]
-    BELOW: tl.constexpr = of(_SEARCH, BITS)[1]
+    ABOVE: tl.constexpr = CODE.search[0]
+    BELOW: tl.constexpr = CODE.search[1]
+    LARGEST: tl.constexpr = CODE.magnitudes[-1]
     top = tl.abs(x[0])
     for k in tl.static_range(1, 8):
         top = tl.maximum(top, tl.abs(x[k]))
     top = tl.maximum(top, tl.gather(top, index ^ 1, 0))
     top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
-    ratio = (top * of(_INVERSE_TOP_LEVELS, BITS)).to(tl.float16)
+    ratio = (top * (1 / LARGEST)).to(tl.float16)
     start = tl.minimum(ratio.to(tl.int16, bitcast=True).to(tl.int32) >> 7, _MAX_SCALE_BYTE)
     best = start
     least = tl.full(top.shape, float("inf"), tl.float32)
     for i in range(ABOVE + BELOW + 1):
         candidate = tl.minimum(tl.maximum(start + (ABOVE - i), 0), _MAX_SCALE_BYTE)
-        error = _group_error(x, _decode_scale(candidate), index, BITS)
+        error = _group_error(x, _decode_scale(candidate), index, CODE)
         better = error < least
         best = tl.where(better, candidate, best)
         least = tl.where(better, error, least)
@@ -179,9 +176,9 @@ def _decode_scale(scale):
 
 
 @triton.jit
-def _group_error(x, step, index, BITS: tl.constexpr):
+def _group_error(x, step, index, CODE: tl.constexpr):
     """Squared error of coding each row with a step; the tree of `scalar.group_error`."""
-    LEVELS: tl.constexpr = of(_LEVELS, BITS)
+    LEVELS: tl.constexpr = CODE.magnitudes
     terms = ()
     for k in tl.static_range(8):
         nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
@@ -198,15 +195,15 @@ def _group_error(x, step, index, BITS: tl.constexpr):
 
 
 @triton.jit
-def quantize(x, scale, BITS: tl.constexpr):
+def quantize(x, scale, CODE: tl.constexpr):
     """Magnitude indices and signs, two tuples of 8 uint32 [lanes]."""
-    THRESHOLDS: tl.constexpr = of(_THRESHOLDS, BITS)
+    LEVELS: tl.constexpr = CODE.magnitudes
     step = _decode_scale(scale)
     magnitudes, signs = (), ()
     for k in tl.static_range(8):
-        index = (tl.abs(x[k]) > step * THRESHOLDS[0]).to(tl.uint32)
-        for i in tl.static_range(1, len(THRESHOLDS)):
-            index += (tl.abs(x[k]) > step * THRESHOLDS[i]).to(tl.uint32)
+        index = tl.zeros(scale.shape, tl.uint32)
+        for i in tl.static_range(len(LEVELS) - 1):
+            index += (tl.abs(x[k]) > step * _threshold(LEVELS, i)).to(tl.uint32)
         magnitudes += (index,)
         signs += ((x[k] < 0).to(tl.uint32),)
     return magnitudes, signs

@@ -13,10 +13,12 @@ import triton.language as tl
 
 from ...codecs.ring import LARGEST_CODE, OVER_LARGEST, UNIT, Ring
 from ...formats import GROUP_SIZE, MAX_SCALE_BYTE
-from ...layout import ring_slot_bytes
+from ...layout import ring_layout, ring_slot_bytes
 from .. import power_of_2
+from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch
+from .pages import KEY, VALUE
 from .quantize import _product, of
 from .scales import headroom, over_scores, scale_byte, scale_weights, transpose_weights
 
@@ -28,9 +30,7 @@ _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _ROUND = tl.constexpr(1.5 * 2**23)
 """Added to an fp32 below 2^22 and taken off again, it leaves the nearest integer, a tie the even one."""
 _LARGEST_HALF = tl.constexpr(65504.0)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-RING_SLOTS = tl.constexpr((0, *(ring_slot_bytes(groups * GROUP_SIZE) for groups in range(1, 17))))
-"""By groups of a head: a kernel's constant cannot call what calls another function."""
+_LOG2_E = tl.constexpr(LOG2_E)
 TOKENS_A_PROGRAM = 1024
 """Of `plan_ring`, at a time."""
 
@@ -53,11 +53,13 @@ def _inverse(step):
 
 
 @triton.jit
-def store_ring(vector, scale_at, x, group, index, stored, IS_KEY: tl.constexpr):
-    """Write one group of each row: 32 codes behind `vector`, its scale at `scale_at`, pointers to bytes [lanes].
+def store_ring(slot, x, group, index, stored, VECTOR: tl.constexpr, RING: tl.constexpr):
+    """Write one group of each row: its 32 codes and its scale, to slots of the ring.
 
-    x: 8 fp32 tensors [lanes], as in quantize.py; lane t of a row (t = index % 4) has channels d43 * 8 + 2 * t + d0.
+    slot: pointers to bytes [lanes]; x: 8 fp32 tensors [lanes], as in quantize.py; lane t of a row (t = index % 4) has
+    channels d43 * 8 + 2 * t + d0; group, index: int32 [lanes]; stored: bool [lanes]; VECTOR: KEY or VALUE.
     """
+    IS_KEY: tl.constexpr = VECTOR == KEY
     lane = index % 4
     top = tl.abs(x[0])
     for k in tl.static_range(1, 8):
@@ -68,7 +70,7 @@ def store_ring(vector, scale_at, x, group, index, stored, IS_KEY: tl.constexpr):
     scale = tl.minimum((largest.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, _MAX_SCALE_BYTE)
     inverse = _inverse(_step(scale))
     # The lane's 8 bytes: registers k = d4 d3 d0 in order for K, d0 d4 d3 for V.
-    pointer = (vector + group * 32 + 8 * lane).to(tl.pointer_type(tl.int32))
+    pointer = (slot + group * 32 + 8 * lane + RING.codes[VECTOR]).to(tl.pointer_type(tl.int32))
     for half in tl.static_range(2):
         word = tl.zeros(index.shape, tl.int32)
         for byte in tl.static_range(4):
@@ -76,7 +78,7 @@ def store_ring(vector, scale_at, x, group, index, stored, IS_KEY: tl.constexpr):
             code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
             word |= (code.to(tl.int32) + 128) << (8 * byte)
         tl.store(pointer + half, word, mask=stored)
-    tl.store(scale_at + group, scale.to(tl.uint8), mask=stored & (lane == 0))
+    tl.store(slot + group + RING.scales[VECTOR], scale.to(tl.uint8), mask=stored & (lane == 0))
 
 
 # Bytes u = code + 128 of a word as fp16 pairs: under 0x64, a byte is 1024 + u, and 1152 off it leaves the code.
@@ -141,8 +143,8 @@ def _byte(word, index: tl.constexpr):
 @triton.jit
 def attend_ring(
     queries, outputs, maximum, total, ring_head, table, block_stride, first, end, seq_len, limit, soft_cap,
-    bias, first_bias, GROUPS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    bias, first_bias, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Attention of 8 columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
 
@@ -151,8 +153,11 @@ def attend_ring(
     codes times scales; times `RING_UNIT` they are the values. As with pages, a lane loads what it feeds to the tensor
     core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
     """
-    SLOT: tl.constexpr = of(RING_SLOTS, GROUPS)
-    SCALES: tl.constexpr = 64 * GROUPS
+    GROUPS: tl.constexpr = len(LAYOUT.groups)
+    SLOT: tl.constexpr = LAYOUT.ring.slot_bytes
+    KEYS: tl.constexpr = LAYOUT.ring.codes[KEY]
+    VALUES: tl.constexpr = LAYOUT.ring.codes[VALUE]
+    SCALES: tl.constexpr = LAYOUT.ring.scales[KEY]
     A_TOKEN: tl.constexpr = (2 * GROUPS + 3) // 4 - GROUPS // 4  # words with scales of V
     lane = tl.arange(0, 32)[:, None]
     row, column = lane // 4, lane % 4
@@ -176,7 +181,7 @@ def attend_ring(
             low_scales += _load(low_slots, SCALES + 4 * i, 1)
             high_scales += _load(high_slots, SCALES + 4 * i, 1)
         for g in tl.static_range(GROUPS):
-            words = _load(low_slots, g * 32 + column * 8, 2) + _load(high_slots, g * 32 + column * 8, 2)
+            words = _load(low_slots, KEYS + g * 32 + column * 8, 2) + _load(high_slots, KEYS + g * 32 + column * 8, 2)
             pairs = _key_pairs(words[0]) + _key_pairs(words[1]) + _key_pairs(words[2]) + _key_pairs(words[3])
             low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
@@ -212,7 +217,7 @@ def attend_ring(
         for g in tl.static_range(GROUPS):
             words = ()
             for n in tl.static_range(4):
-                words += _load(slots[n], (GROUPS + g) * 32 + row * 4, 1)
+                words += _load(slots[n], VALUES + g * 32 + row * 4, 1)
             even, odd = _value_pairs(words[0], words[1]), _value_pairs(words[2], words[3])
             pairs = (even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3])
             value = opaque(as_value(from_pairs(pairs)))
@@ -281,10 +286,11 @@ def plan_ring(
 )
 def _gather_ring_kernel(
     table, first, spans, key, value, table_stride, ring, block_stride, head_stride,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Grid: (spans, KV heads)."""
     HEAD_DIM: tl.constexpr = 32 * GROUPS
+    SLOT: tl.constexpr = RING.slot_bytes
     span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
     request, row, low, end = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     table += request.to(tl.int64) * table_stride
@@ -295,17 +301,20 @@ def _gather_ring_kernel(
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
         there = token < end
-        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, of(RING_SLOTS, GROUPS))
+        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, SLOT)
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
-        for g in tl.static_range(2 * GROUPS):
-            codes = tl.load(slot[:, None] + g * 32 + position[None, :], mask=there[:, None], other=0)
-            step = _step(tl.load(slot + 2 * HEAD_DIM + g, mask=there, other=0))
-            x = ((codes.to(tl.float32) - 128) * step[:, None]).to(tl.float16)
-            if g < GROUPS:
-                out = key + target[:, None] + g * 32 + key_channel[None, :]
-            else:
-                out = value + target[:, None] + (g - GROUPS) * 32 + value_channel[None, :]
-            tl.store(out, x, mask=there[:, None])
+        for vector in tl.static_range(2):
+            for g in tl.static_range(GROUPS):
+                codes = tl.load(
+                    slot[:, None] + RING.codes[vector] + g * 32 + position[None, :], mask=there[:, None], other=0
+                )
+                step = _step(tl.load(slot + RING.scales[vector] + g, mask=there, other=0))
+                x = ((codes.to(tl.float32) - 128) * step[:, None]).to(tl.float16)
+                if vector == KEY:
+                    out = key + target[:, None] + g * 32 + key_channel[None, :]
+                else:
+                    out = value + target[:, None] + g * 32 + value_channel[None, :]
+                tl.store(out, x, mask=there[:, None])
 
 
 def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
@@ -315,7 +324,7 @@ def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
     return Launch(
         _gather_ring_kernel,
         Arguments(cache, cache.stride(0), cache.stride(1)),
-        dict(KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2]),
+        dict(KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)),
         num_warps=4,
     )
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ...codecs.codec import Codec
 from .. import power_of_2
-from .decode import LOG2_E
+from ..units import LOG2_E
 from .launch import Arguments, Launch, head_stride
 
 QUERY_ROWS = 16

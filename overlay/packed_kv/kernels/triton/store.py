@@ -19,21 +19,18 @@ and rotations exchange lanes only for strides 2, 4, 32, 64, ... (lane ^ 1, 2, 4,
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ... import layout
 from ...codecs.pages import PagedCodec
-from ...formats import GROUP_SIZE, Format
-from ...layout import MICRO_BLOCK, page_layout, ring_slot_bytes
+from ...layout import MICRO_BLOCK, ring_slot_bytes
 from .. import power_of_2
+from ..kernel_layout import KernelLayout, kernel_layout
 from .launch import Arguments, Launch, head_stride
-from .quantize import gained, hadamard, load_rotated, of, quantize, search_scale
-from .ring import RING_SLOTS, store_ring
+from .pages import KEY, VALUE
+from .quantize import gained, hadamard, load_rotated, quantize, search_scale
+from .ring import store_ring
 from .rotate import QUERY_ROWS, QueryRotation, bias_of_rows, rotate_rows
 from .words import store_codes
 
@@ -77,6 +74,7 @@ def bind_store(
     unread = codec.key.rotation_constants
     of_query = (unread, 0, 0, 0, 0.0, unread, 0) if queries is None else queries[1].fixed(queries[0])
     padded_dim = power_of_2(codec.key.stored_dim)
+    layout = kernel_layout(codec.layout)
     return Launch(
         store_kernel,
         Arguments(
@@ -91,13 +89,13 @@ def bind_store(
         dict(
             TRANSFORMED=codec.transform_tables is not None,
             FIRST=codec.transform_tables is not None and codec.key.transform.first_mean is not None,
-            HEADS=heads, BLOCK_SIZE=block_size, ROWS=_rows(codec.key.fmt, codec.key.head_dim),
+            HEADS=heads, BLOCK_SIZE=block_size, ROWS=_rows(layout), ROTATION=codec.key.fmt.rotation,
             ORDERED=codec.key.order is not None or codec.value.order is not None,
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
             QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
             QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
-            HAS_BIAS=queries is not None and queries[1].bias_rows is not None, VALUE_DIM=codec.value.head_dim,
-            **store_constants(codec.key.fmt, codec.key.head_dim),
+            HAS_BIAS=queries is not None and queries[1].bias_rows is not None, HEAD_DIM=codec.key.head_dim,
+            VALUE_DIM=codec.value.head_dim, LAYOUT=layout,
         ),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -128,9 +126,9 @@ def store_arguments(
 
 def store_grid(codec: PagedCodec, tokens: int, heads: int, query_rows: int = 0) -> tuple[int, int, int]:
     """For so many tokens and, of the launch with queries, rows a KV head of these."""
-    fmt, head_dim = codec.key.fmt, codec.key.head_dim
-    groups = [power_of_2(groups) for _, groups, *_ in store_constants(fmt, head_dim)["SECTIONS"]]
-    programs = sum(-(-tokens * heads // (_rows(fmt, head_dim) // count)) for count in groups)
+    layout = kernel_layout(codec.layout)
+    groups = [power_of_2(section.groups) for section in layout.sections]
+    programs = sum(-(-tokens * heads // (_rows(layout) // count)) for count in groups)
     parts = power_of_2(codec.key.stored_dim) // QUERY_CHANNELS + (codec.key.transform.mean is not None)
     of_queries = -(-query_rows // QUERY_ROWS) * heads * parts
     return programs + -(-of_queries // 2), 2, 1
@@ -172,39 +170,9 @@ def store_tokens(
         launch(grid, (key, value, key), store_arguments(codec, slots, positions, ring_slots))
 
 
-def _rows(fmt: Format, head_dim: int) -> int:
+def _rows(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
-    return max(ROWS, *(power_of_2(groups) for _, groups, *_ in store_constants(fmt, head_dim)["SECTIONS"]))
-
-
-@functools.cache
-def store_constants(fmt: Format, head_dim: int) -> dict[str, Any]:
-    """The kernel's constexpr arguments that a format decides: bits and offsets.
-
-    SECTIONS has (first group, groups, bits, first code word, 3-bit groups before) of each section.
-    """
-    page = page_layout(fmt, head_dim)
-    group_bits = page.vector.group_bits
-    outlier_groups = fmt.outlier_channels(head_dim) // GROUP_SIZE
-    sections = []
-    for first, end in ((0, outlier_groups), (outlier_groups, len(group_bits))):
-        if end > first:
-            words = sum(layout.CODE_WORDS[bits] for bits in group_bits[:first])
-            sections.append((first, end - first, group_bits[first], words, group_bits[:first].count(3)))
-    return dict(
-        ROTATION=fmt.rotation,
-        HEAD_DIM=head_dim,
-        HEAD_GROUPS=len(group_bits),
-        SECTIONS=tuple(sections),
-        CODE_WORDS=page.vector.code_words,
-        SIGN_WORDS=page.vector.sign_words,
-        HALF_WORDS=page.vector.half_words,
-        MICRO_BLOCK_BYTES=page.micro_block_bytes,
-        KEY_CODES=page.key_codes,
-        VALUE_CODES=page.value_codes,
-        KEY_SCALES=page.key_scales,
-        VALUE_SCALES=page.value_scales,
-    )
+    return max(ROWS, *(power_of_2(section.groups) for section in layout.sections))
 
 
 padded_groups = triton.constexpr_function(power_of_2)
@@ -267,22 +235,14 @@ def store_kernel(
     QUERY_CHANNELS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ROTATION: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_GROUPS: tl.constexpr,
-    SECTIONS: tl.constexpr,
-    CODE_WORDS: tl.constexpr,
-    SIGN_WORDS: tl.constexpr,
-    HALF_WORDS: tl.constexpr,
-    MICRO_BLOCK_BYTES: tl.constexpr,
-    KEY_CODES: tl.constexpr,
-    VALUE_CODES: tl.constexpr,
-    KEY_SCALES: tl.constexpr,
-    VALUE_SCALES: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Grid: (programs of each section in turn, K and V); behind these, those of the queries, in pairs. Arguments: see
-    `store_tokens`, `store_constants` and `rotate_query`."""
+    `store_tokens`, `kernel_layout` and `rotate_query`."""
+    STORED_DIM: tl.constexpr = LAYOUT.head_dim
     is_key = tl.program_id(1) == 0
     x_ptr = key_ptr if is_key else value_ptr
     token_stride = key_token_stride if is_key else value_token_stride
@@ -292,17 +252,16 @@ def store_kernel(
     table_ptr = key_table_ptr if is_key else value_table_ptr
     table_stride = key_table_stride if is_key else value_table_stride
     program = tl.program_id(0)
-    for s in tl.static_range(len(SECTIONS)):
-        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(SECTIONS[s][1]))
+    for s in tl.static_range(len(LAYOUT.sections)):
+        programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.sections[s].groups))
         if (program >= 0) & (program < programs):
             _store_section(
                 cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
                 x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
                 ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
                 positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
-                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM, HEAD_GROUPS,
-                SECTIONS[s][0], SECTIONS[s][1], SECTIONS[s][2], SECTIONS[s][3], SECTIONS[s][4],
-                CODE_WORDS, SIGN_WORDS, HALF_WORDS, MICRO_BLOCK_BYTES, KEY_CODES, VALUE_CODES, KEY_SCALES, VALUE_SCALES,
+                HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM,
+                LAYOUT.sections[s], LAYOUT,
             )  # fmt: skip
         program -= programs
     if QUERY_GROUP > 0:
@@ -314,13 +273,13 @@ def store_kernel(
                 bias_of_rows(
                     query_ptr, query_bias_ptr, query_rows, block, head, query_token_stride, query_head_stride,
                     query_scale, bias_rows_ptr, bias_rows_head_stride,
-                    HEADS, QUERY_GROUP, QUERY_DIM, HEAD_GROUPS * 32, QUERY_ROWS,
+                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_ROWS,
                 )  # fmt: skip
             else:
                 rotate_rows(
                     query_ptr, rotated_ptr, query_rows, block, head, part * QUERY_CHANNELS, matrix_ptr,
                     query_token_stride, query_head_stride, matrix_head_stride, query_scale,
-                    HEADS, QUERY_GROUP, QUERY_DIM, HEAD_GROUPS * 32, QUERY_CHANNELS, QUERY_ROWS,
+                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_CHANNELS, QUERY_ROWS,
                 )  # fmt: skip
 
 
@@ -332,12 +291,13 @@ def _store_section(
     positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    HEAD_GROUPS: tl.constexpr, FIRST_GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
-    FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr, CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr,
-    HALF_WORDS: tl.constexpr, MICRO_BLOCK_BYTES: tl.constexpr,
-    KEY_CODES: tl.constexpr, VALUE_CODES: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    SECTION: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Store GROUPS groups, from FIRST_GROUP on, of ROWS / padded_groups(GROUPS) vectors (token, head)."""
+    """Store the groups of a SECTION of ROWS / A_VECTOR vectors (token, head)."""
+    CODE: tl.constexpr = SECTION.code
+    GROUPS: tl.constexpr = SECTION.groups
+    FIRST_GROUP: tl.constexpr = SECTION.first_group
+    HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
     A_VECTOR: tl.constexpr = padded_groups(GROUPS)
     index = tl.arange(0, 4 * ROWS)
     row, lane = index // 4, index % 4
@@ -349,7 +309,7 @@ def _store_section(
     slot = tl.where(stored, slot, 0)
     inside = slot % BLOCK_SIZE
     micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + head * cache_head_stride
-    micro_block += inside // 16 * MICRO_BLOCK_BYTES
+    micro_block += inside // 16 * LAYOUT.micro_block_bytes
     n = (inside % 16).to(tl.int32)
 
     x_row = x_ptr + token * token_stride + head * head_stride
@@ -372,26 +332,22 @@ def _store_section(
         in_ring = place >= 0
         place = tl.where(in_ring, place, 0)
         entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * of(RING_SLOTS, HEAD_GROUPS)
-        scales = entry + 64 * HEAD_GROUPS
+        entry += place % RING_BLOCK * LAYOUT.ring.slot_bytes
         if is_key:
-            store_ring(entry, scales, x, FIRST_GROUP + group, index, in_ring, True)
+            store_ring(entry, x, FIRST_GROUP + group, index, in_ring, KEY, LAYOUT.ring)
         else:
-            store_ring(entry + 32 * HEAD_GROUPS, scales + HEAD_GROUPS, x, FIRST_GROUP + group, index, in_ring, False)
+            store_ring(entry, x, FIRST_GROUP + group, index, in_ring, VALUE, LAYOUT.ring)
     if HAS_PAGES:
-        x = gained(x, is_key, BITS)
-        scale = search_scale(x, index, BITS)
-        magnitudes, signs = quantize(x, scale, BITS)
+        x = gained(x, is_key, CODE)
+        scale = search_scale(x, index, CODE)
+        magnitudes, signs = quantize(x, scale, CODE)
         if is_key:
-            store_codes(
-                micro_block + KEY_CODES, n, group, lane, stored, magnitudes, signs,
-                True, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-            )  # fmt: skip
-            scale_at = KEY_SCALES + n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8
+            words_at = micro_block + LAYOUT.words_at[KEY]
+            store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, LAYOUT)
+            scale_at = n % 8 * (2 * HEAD_GROUPS) + 2 * (FIRST_GROUP + group) + n // 8 + LAYOUT.scales_at[KEY]
         else:
-            store_codes(
-                micro_block + VALUE_CODES, n, group, lane, stored, magnitudes, signs,
-                False, BITS, FIRST_WORD, FIRST_SIGN, CODE_WORDS, SIGN_WORDS, HALF_WORDS,
-            )  # fmt: skip
-            scale_at = VALUE_SCALES + n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
+            words_at = micro_block + LAYOUT.words_at[VALUE]
+            store_codes(words_at, n, group, lane, stored, magnitudes, signs, False, SECTION, LAYOUT)
+            scale_at = n % 8 // 2 * (4 * HEAD_GROUPS) + 4 * (FIRST_GROUP + group) + n // 8 * 2 + n % 2
+            scale_at += LAYOUT.scales_at[VALUE]
         tl.store(micro_block + scale_at, scale.to(tl.uint8), mask=stored & (lane == 0))

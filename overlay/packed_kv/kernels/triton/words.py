@@ -9,84 +9,86 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ... import layout
-from .quantize import of
+from ...layout import SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
 
-# Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
-_GROUP_WORDS = tl.constexpr(layout.CODE_WORDS)
-_MAGNITUDE_SHIFT = tl.constexpr(layout.MAGNITUDE_SHIFT)
-_SIGN_SHIFT = tl.constexpr(layout.SIGN_SHIFT)
-_SIGN_WORD_SHIFT = tl.constexpr(layout.SIGN_WORD_SHIFT[0])
-_SIGN_HALF_SHIFT = tl.constexpr(layout.SIGN_HALF_SHIFT)
-_BETWEEN_PARITIES = tl.constexpr(layout.SIGN_WORD_SHIFT[0][0] - layout.SIGN_WORD_SHIFT[1][0])
+# Tables of another module. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
+_SIGN_WORD_SHIFT = tl.constexpr(SIGN_WORD_SHIFT)
+_SIGN_HALF_SHIFT = tl.constexpr(SIGN_HALF_SHIFT)
+_SIGN_PARITY_SHIFT = tl.constexpr(SIGN_PARITY_SHIFT)
 
 
-@triton.constexpr_function
-def _positions(bits, what):
-    """Bit position, by index of a code in its lane, of what is stored of it in a code word, sign word or half word."""
-    if what == "sign word":
-        return _SIGN_WORD_SHIFT.value
-    if what == "half word":
-        return _SIGN_HALF_SHIFT.value
-    return _MAGNITUDE_SHIFT.value[bits] if what == "magnitude" else _SIGN_SHIFT.value[bits]
+# A register k = d4 d3 d0 holds, for token 0 of a micro-block, code e = k of K or e = d4 d3 00 of V; n3 adds 8 or 2.
 
 
 @triton.constexpr_function
-def _registers(is_key, words, d0, part):
-    """Registers k = d4 d3 d0 whose codes share a word: all for K; for V those of a d0 and, where a lane has 2 words of
-    a group, of a d4."""
-    return tuple(k for k in range(8) if is_key or (k & 1 == d0 and (words == 1 or k >> 2 == part)))
+def _codes(is_key):
+    """Index in its lane of each register's code, for token 0 of a micro-block."""
+    return tuple(k if is_key else k >> 1 << 2 for k in range(8))
 
 
 @triton.constexpr_function
-def _position(positions, is_key, k):
-    """Bit position of register k's code, for token 0 of a micro-block."""
-    return positions[k if is_key else k >> 1 << 2]
+def _words(codes, words):
+    """Words of a group's `words` that have codes of token 0."""
+    return tuple(sorted({e * words // 16 for e in codes}))
 
 
 @triton.constexpr_function
-def _own_bits(positions, is_key, registers, field):
+def _registers(is_key, codes, words, d0, word):
+    """Registers whose codes share a word of a group's `words`; of V, those of one d0."""
+    return tuple(k for k in range(8) if (is_key or k & 1 == d0) and codes[k] * words // 16 == word)
+
+
+@triton.constexpr_function
+def _own_bits(positions, codes, registers, field):
     """Bits of the registers' codes, for token 0 of a micro-block; `field` are the bits of one code."""
-    return sum(field << positions[k if is_key else k >> 1 << 2] for k in registers)
+    return sum(field << positions[codes[k]] for k in registers)
 
 
 @triton.jit
 def store_codes(
-    codes, n, group, lane, stored, magnitudes, signs,
-    IS_KEY: tl.constexpr, BITS: tl.constexpr, FIRST_WORD: tl.constexpr, FIRST_SIGN: tl.constexpr,
-    CODE_WORDS: tl.constexpr, SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Write the codes of token n of each row's micro-block, whose K or V codes begin at `codes`."""
-    GROUP_WORDS: tl.constexpr = of(_GROUP_WORDS, BITS)
+    codes, n, group, lane, stored, magnitudes, signs, IS_KEY: tl.constexpr, SECTION: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """Write the codes of token n of each row's micro-block, whose words begin at `codes`.
+
+    codes: pointers to bytes [lanes]; n, group (of the section), lane (d2 d1): int32 [lanes]; stored: bool [lanes];
+    magnitudes, signs: tuples of 8 uint32 [lanes], by register; SECTION, LAYOUT: of `kernel_layout`.
+    """
+    CODE: tl.constexpr = SECTION.code
+    WORDS: tl.constexpr = CODE.code_words
+    CODES: tl.constexpr = _codes(IS_KEY)
+    PARTS: tl.constexpr = _words(CODES, WORDS)
+    WORDS_OF_N3: tl.constexpr = (8 if IS_KEY else 2) * WORDS // 16
     for d0 in tl.static_range(1 if IS_KEY else 2):
         if IS_KEY:
             word_lane = n % 8 * 4 + lane
         else:
             word_lane = (2 * lane + d0) * 4 + n % 8 // 2
-        for part in tl.static_range(1 if IS_KEY else GROUP_WORDS):
-            word = FIRST_WORD + group * GROUP_WORDS + part
+        for part in tl.static_range(len(PARTS)):
+            word = SECTION.word + group * WORDS + PARTS[part]
+            if WORDS_OF_N3 > 0:
+                word += n // 8 * WORDS_OF_N3
             _store_word(
                 codes, n, word, word_lane, stored, magnitudes, signs,
-                IS_KEY, BITS, GROUP_WORDS, _registers(IS_KEY, GROUP_WORDS, d0, part), CODE_WORDS + SIGN_WORDS,
+                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, PARTS[part]), LAYOUT.words,
             )  # fmt: skip
-        if BITS == 3:
+        if len(CODE.sign_shift) == 0:
             _store_sign_word(
-                codes, n, FIRST_SIGN + group, word_lane, stored, signs,
-                IS_KEY, BITS, _registers(IS_KEY, GROUP_WORDS, d0, 0), CODE_WORDS, SIGN_WORDS, HALF_WORDS,
+                codes, n, SECTION.signed_groups + group, word_lane, stored, signs,
+                IS_KEY, _registers(IS_KEY, CODES, 1, d0, 0), LAYOUT,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_word(
     codes, n, word, word_lane, stored, magnitudes, signs,
-    IS_KEY: tl.constexpr, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr, REGISTERS: tl.constexpr, WORDS: tl.constexpr,
+    IS_KEY: tl.constexpr, CODE: tl.constexpr, REGISTERS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    new, own = _collect(magnitudes, n, BITS, "magnitude", IS_KEY, REGISTERS, (1 << (BITS - 1)) - 1)
-    if BITS != 3:
-        new_signs, own_signs = _collect(signs, n, BITS, "sign", IS_KEY, REGISTERS, 1)
+    new, own = _collect(magnitudes, n, CODE.magnitude_shift, IS_KEY, REGISTERS, (1 << (CODE.bits - 1)) - 1)
+    if len(CODE.sign_shift) > 0:
+        new_signs, own_signs = _collect(signs, n, CODE.sign_shift, IS_KEY, REGISTERS, 1)
         new, own = new | new_signs, own | own_signs
-    if IS_KEY and GROUP_WORDS == 2:  # n3 selects the word, and all of it is this token's
-        pointer = codes + 4 * _word_index(word + n // 8, word_lane, WORDS)
+    if IS_KEY and CODE.code_words > 1:  # n3 selects the word, and all of it is this token's
+        pointer = codes + 4 * _word_index(word, word_lane, WORDS)
         tl.store(pointer.to(tl.pointer_type(tl.uint32)), new, mask=stored)
     else:
         _flip(codes, _word_index(word, word_lane, WORDS), new, own, stored)
@@ -94,19 +96,19 @@ def _store_word(
 
 @triton.jit
 def _store_sign_word(
-    codes, n, number, word_lane, stored, signs,
-    IS_KEY: tl.constexpr, BITS: tl.constexpr, REGISTERS: tl.constexpr, CODE_WORDS: tl.constexpr,
-    SIGN_WORDS: tl.constexpr, HALF_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Signs of 3-bit group `number`; groups 2i and 2i + 1 share a word, an odd last one has a half word."""
-    WORDS: tl.constexpr = CODE_WORDS + SIGN_WORDS
-    new, own = _collect(signs, n, BITS, "sign word", IS_KEY, REGISTERS, 1)
-    shift = (number % 2 * _BETWEEN_PARITIES).to(tl.uint32)
+    codes, n, number, word_lane, stored, signs, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """Signs of group `number` of those with sign words; groups 2i and 2i + 1 share a word, an odd last one has a half
+    word."""
+    WORDS: tl.constexpr = LAYOUT.words
+    SIGN_WORDS: tl.constexpr = LAYOUT.sign_words
+    new, own = _collect(signs, n, _SIGN_WORD_SHIFT, IS_KEY, REGISTERS, 1)
+    shift = (number % 2 * -_SIGN_PARITY_SHIFT).to(tl.uint32)
     new, own = new >> shift, own >> shift
-    index = _word_index(CODE_WORDS + number // 2, word_lane, WORDS)
-    if HALF_WORDS:
+    index = _word_index(WORDS - SIGN_WORDS + number // 2, word_lane, WORDS)
+    if LAYOUT.has_half:
         last = number == 2 * SIGN_WORDS
-        half, own_half = _collect(signs, n, BITS, "half word", IS_KEY, REGISTERS, 1)
+        half, own_half = _collect(signs, n, _SIGN_HALF_SHIFT, IS_KEY, REGISTERS, 1)
         shift = (word_lane % 2 * 16).to(tl.uint32)
         new, own = tl.where(last, half << shift, new), tl.where(last, own_half << shift, own)
         index = tl.where(last, WORDS * 32 + word_lane // 2, index)
@@ -114,16 +116,13 @@ def _store_sign_word(
 
 
 @triton.jit
-def _collect(
-    values, n, BITS: tl.constexpr, WHAT: tl.constexpr, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr,
-    FIELD: tl.constexpr,
-):  # fmt: skip
+def _collect(values, n, POSITIONS: tl.constexpr, IS_KEY: tl.constexpr, REGISTERS: tl.constexpr, FIELD: tl.constexpr):
     """The registers' values and the bits that they own in their word, uint32, for token n of the micro-block."""
-    POSITIONS: tl.constexpr = _positions(BITS, WHAT)
-    new = values[REGISTERS[0]] << _position(POSITIONS, IS_KEY, REGISTERS[0])
+    CODES: tl.constexpr = _codes(IS_KEY)
+    new = values[REGISTERS[0]] << POSITIONS[CODES[REGISTERS[0]]]
     for i in tl.static_range(1, len(REGISTERS)):
-        new |= values[REGISTERS[i]] << _position(POSITIONS, IS_KEY, REGISTERS[i])
-    own = tl.full(n.shape, _own_bits(POSITIONS, IS_KEY, REGISTERS, FIELD), tl.uint32)
+        new |= values[REGISTERS[i]] << POSITIONS[CODES[REGISTERS[i]]]
+    own = tl.full(n.shape, _own_bits(POSITIONS, CODES, REGISTERS, FIELD), tl.uint32)
     # Positions are linear in the bits of a code's index, to which the token gives n3 (K) or n3 n0 (V).
     n3, n0 = (n // 8).to(tl.uint32), (n % 2).to(tl.uint32)
     if IS_KEY:

@@ -1,0 +1,107 @@
+"""The constants that kernels of both languages take from a page's layout, derived once.
+
+Triton's kernels get a `KernelLayout` as one constexpr argument, those in CUDA C++ as generated defines. In Triton, a
+constexpr NamedTuple has its fields and no properties, and in 3.6 a field is a plain number: before calculating with two
+of them, name one as a `tl.constexpr`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..formats import CODES, GROUP_SIZE, Code
+from ..layout import PageLayout, RingLayout, ring_layout
+from .units import score_unit
+
+
+class Group(NamedTuple):
+    """Where a lane finds the codes of one 32-channel group, and what they are worth.
+
+    `word`: number of the first code word among the lane's words; `sign_word`: of the word with its signs, which is the
+    number of words for the half word (read as a sign word of parity 0), and 0 without sign words; `parity`: which of
+    the two groups of its sign word; `over_unit`: decoded codes times this and their scale are the values of K,
+    `over_value_unit`: those of V.
+    """
+
+    code: Code
+    word: int
+    sign_word: int
+    parity: int
+    over_unit: float
+    over_value_unit: float
+
+
+class Section(NamedTuple):
+    """A run of groups that are rotated together: the first one, how many, their code, the first one's code word, and
+    the groups with sign words before it."""
+
+    first_group: int
+    groups: int
+    code: Code
+    word: int
+    signed_groups: int
+
+
+class KernelLayout(NamedTuple):
+    """Everything about the bytes of a page and of a ring slot that a kernel may ask.
+
+    Fields by vector are tuples, one number for each vector of the page: (K's, V's) of a pair.
+
+    `head_dim`: channels that are stored, 32 a group; `groups`, `sections`: see there; `words`: 32-bit words of a lane
+    and vector, code words first, then `sign_words`; `chunks`: widths of the chunks that they lie in; `has_half`: a half
+    word of signs follows; `micro_block_bytes`: of 16 tokens of one head; by vector, in bytes from the start of a
+    micro-block: `words_at`, `half_words_at`, `scales_at`; `score_unit`: that of sums over all groups of K; `ring`: the
+    slot of a ring buffer, in bytes.
+    """
+
+    head_dim: int
+    groups: tuple[Group, ...]
+    sections: tuple[Section, ...]
+    words: int
+    sign_words: int
+    chunks: tuple[int, ...]
+    has_half: bool
+    micro_block_bytes: int
+    words_at: tuple[int, ...]
+    half_words_at: tuple[int, ...]
+    scales_at: tuple[int, ...]
+    score_unit: float
+    ring: RingLayout
+
+
+@functools.cache
+def kernel_layout(page: PageLayout) -> KernelLayout:
+    """The constants of kernels for pages of this layout."""
+    vector, orders = page.vector, page.orders
+    groups: list[Group] = []
+    sections: list[Section] = []
+    word = signed = 0
+    for number, bits in enumerate(vector.group_bits):
+        code = CODES[bits]
+        if not sections or sections[-1].code != code:
+            sections.append(Section(number, vector.group_bits.count(bits), code, word, signed))
+        sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0
+        parity = signed % 2 if code.has_sign_words else 0
+        groups.append(Group(code, word, sign_word, parity, 1 / code.unit, 1 / code.unit))
+        word += code.code_words
+        signed += code.has_sign_words
+    words_at, half_words_at, scales_at = (
+        tuple(page.plane(i, content).offset for i in range(len(orders)))
+        for content in ("words", "half words", "scales")
+    )
+    return KernelLayout(
+        head_dim=GROUP_SIZE * len(groups),
+        groups=tuple(groups),
+        sections=tuple(sections),
+        words=vector.code_words + vector.sign_words,
+        sign_words=vector.sign_words,
+        chunks=vector.chunks,
+        has_half=bool(vector.half_words),
+        micro_block_bytes=page.micro_block_bytes,
+        words_at=words_at,
+        half_words_at=half_words_at,
+        scales_at=scales_at,
+        score_unit=score_unit(vector.group_bits),
+        ring=ring_layout(GROUP_SIZE * len(groups), len(orders)),
+    )
