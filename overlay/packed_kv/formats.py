@@ -39,9 +39,9 @@ class Code(NamedTuple):
     """Ascending, at most 3/2. Exact in fp8 e4m3, so that with its scale a value has 8 bits, exact in fp16. None: a code
     is an fp16 number (`NULL_CODE`), and its scale 1."""
     search: tuple[int, int]
-    """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error
-    (`experiments/format_error.py` measures it). `above` also makes a second round trip exact: if scale byte b is kept for a
-    group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
+    """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error,
+    as `experiments/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
+    a group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
     value_gain: float
     """What V is pre-multiplied by, behind the rotation, to offset the quantizer's shrinkage: a code of least squared
     error gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and
