@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packed_kv.commands.arguments import Parser
+
 from . import pins, tree, wheels
 from .pins import PatchError
 from .tree import EXIT_CHANGED, State
@@ -131,9 +133,7 @@ def _reinstall(installed: tree.Installed) -> str:
 
 def parser(prog: str = "packed-kv-patch") -> argparse.ArgumentParser:
     """The arguments of the command."""
-    made = argparse.ArgumentParser(
-        prog, description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser(prog, description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = made.add_subparsers(required=True, metavar="status|apply|revert|verify")
     for run, text in (
         (status, "say whether vLLM is patched"),

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
+from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
+from packed_kv.json_file import printable
 
 from .errors import UserError
 from .text import LEAST_CONTEXT, LEAST_TOKENS
 
 ENGINES = ("transformers", "vllm")
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 """Of Linux's <sys/prctl.h>."""
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> 
     try:
         options.run(options)
     except (UserError, CalibrationError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(printable(f"{prog}: {error}", LONGEST_LINE), file=sys.stderr)
         return EXIT_BAD_INPUT
     except ModuleNotFoundError as error:
         print(f"{prog}: {error.name} is missing; pip install torch transformers tqdm", file=sys.stderr)
@@ -51,7 +52,7 @@ def parse(arguments: Sequence[str] | None, prog: str = "tq-calibrate") -> argpar
 
 def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     """The arguments of the command."""
-    made = argparse.ArgumentParser(prog=prog, description=__doc__)
+    made = Parser(prog=prog, description=__doc__)
     commands = made.add_subparsers(required=True, metavar="COMMAND")
 
     model = commands.add_parser("model", help="run a model over text and write its calibration file")

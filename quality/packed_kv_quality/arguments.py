@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packed_kv import FORMATS
+from packed_kv import FORMATS, model_shape
+from packed_kv.planning import config_file
 
 from .engines import CHECKOUT, DEMO_MODEL, memory
 from .measurement import BASELINE, BATCHED_TOKENS, STORAGE, Settings
@@ -116,9 +117,9 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     """Check all that can be checked without an engine: the settings, and the identity of their baseline."""
     has_text, has_recall = CONTENTS[options.command]
     check_plots(options)
-    check_dtypes(options.dtypes)
     check_numbers(options)
     check_files(options, has_text)
+    check_dtypes(options.dtypes)
     model = options.model or str(DEMO_MODEL)
     config, tokenizer = load_config(model)
     longest = getattr(config.get_text_config(), "max_position_embeddings", MAX_CONTEXT)
@@ -255,7 +256,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def check_files(options: argparse.Namespace, has_text: bool) -> None:
-    """Raises BadInput for files that are not there, and for defaults that only a checkout has."""
+    """Raises BadInput for files or a model that are not there, and for defaults that only a checkout has."""
     emit, baseline, texts = (getattr(options, name, None) for name in ("emit", "baseline", "text"))
     if emit and baseline:
         raise BadInput("--emit and --baseline exclude each other")
@@ -267,6 +268,11 @@ def check_files(options: argparse.Namespace, has_text: bool) -> None:
                    if not given]  # fmt: skip
         if missing:
             raise BadInput(f"give {' and '.join(missing)}; the defaults are in a checkout of packed-kv only")
+    if options.model:
+        try:
+            config_file.load(options.model)
+        except model_shape.BadInput as error:
+            raise BadInput(f"--model: {error}") from error
 
 
 def load_config(model: str) -> tuple[Any, Any]:

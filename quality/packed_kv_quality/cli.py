@@ -14,12 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
+from packed_kv.json_file import printable
+
 from .arguments import BadInput, add_run_arguments
 from .baseline import BaselineError
 from .engines import prepare_environment
 from .generation_command import add_generation_arguments
 
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = {
     "run": "everything: teacher-forced text, recall of planted facts, verdicts, plots",
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-quality"
     try:
         return options.run(options)
     except (BadInput, BaselineError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(printable(f"{prog}: {error}", LONGEST_LINE), file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(f"{prog}: interrupted, nothing was written", file=sys.stderr)
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-quality"
 def parser(prog: str = "packed-kv-quality") -> argparse.ArgumentParser:
     """The arguments of the command."""
     formatter = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=formatter)
+    made = Parser(prog=prog, description=__doc__, formatter_class=formatter)
     commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
         usage = f"{prog} {name} [options]   (docs/quality.md says what they are for)"

@@ -88,9 +88,9 @@ def run_generation(options: argparse.Namespace) -> int:
 def prepare(options: argparse.Namespace) -> tuple[GenerationSettings, dict[str, Any]]:
     """Check all that can be checked without an engine: the settings, and what the baseline is made from."""
     check_plots(options)
-    check_dtypes(options.dtypes)
     check_numbers(options)
     check_files(options, has_text=True)
+    check_dtypes(options.dtypes)
     model = options.model or str(DEMO_MODEL)
     config, tokenizer = load_config(model)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or max(LENGTHS) + TOKENS + 2

@@ -63,6 +63,32 @@ def test_bad_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.startswith("packed-kv: argument COMMAND: invalid choice: 'pla'") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("patch", "aply"),
+        ("patch", "verify", "--whels"),
+        ("calibrate", "model"),
+        ("calibrate", "model", "m", "--tokens", "two\nlines"),
+        ("calibrate", "model", "m", "--engine", "vllm", "--weights-only"),
+        ("quality", "rum"),
+        ("quality", "run", "--context", "x"),
+        ("quality", "generate", "--kinds", "none"),
+        ("plan",),
+        ("doctor", "--no-such-option"),
+        ("completion", "csh"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(f"packed-kv {words[0]}") and error.endswith(" --help lists the options\n")
+    assert error.count("\n") == 1
+
+
 def test_arguments_and_exit_codes_pass_through(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "show", "/no/such/file"]) == 2
     assert capsys.readouterr().err.startswith("packed-kv calibrate: /no/such/file")

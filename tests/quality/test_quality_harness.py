@@ -245,7 +245,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--dtypes", "isoquant5", "fp8"], "unknown dtype isoquant5; vLLM knows auto, "),
         (["--dtypes", "auto"], "auto is measured in any case; leave it out"),
         (["--dtypes", "fp8-storage"], "fp8-storage is measured in any case; leave it out"),
-        (["--model", "nobody/nothing-here"], "model nobody/nothing-here cannot be loaded"),
+        (["--model", "nobody/nothing-here"], "nobody/nothing-here is no folder and no file"),
         (["--text", "{short}"], "tokens, but 1 x 1,920 are to be scored"),
         (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--baseline", "{no}"], "cannot be read"),
@@ -276,6 +276,21 @@ def test_bad_input(
     assert main(["run", *given]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("packed-kv-quality:")]
     assert message in line
+
+
+def test_a_model_that_is_not_there_is_refused_before_vllm_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def imports_vllm(_dtypes: list[str]) -> None:
+        raise AssertionError("too late")
+
+    for module in ("arguments", "generation_command"):
+        monkeypatch.setattr(f"packed_kv_quality.{module}.check_dtypes", imports_vllm)
+    for command in ("run", "teacher-forced", "recall", "sweep", "generate"):
+        assert main([command, "--model", f"{tmp_path}/none"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"packed-kv-quality: --model: {tmp_path}/none is no folder and no file; give ")
+        assert error.count("\n") == 1
 
 
 def test_plots_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
