@@ -122,21 +122,23 @@ class FusedDecode:
         self.programs = kv_heads * -(-self.shape.group // COLUMNS)
         """Of a query token and split."""
         self.bound = Launches()
-        refused = "who asks for Triton by name" if kernel == "triton" else refusal(
+        refused = refusal(
             (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
             options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
-            value_dim=codec.value.head_dim,
+            value_dim=codec.value.head_dim, group_bits=codec.layout.vector.group_bits,
         )  # fmt: skip
+        serves = refused is None and kernel != "triton"
+        reason = "is disabled by decode_kernel=triton" if kernel == "triton" else f"does not serve {refused}"
         logger.info_once(
             "KV cache: decodes are served by the %s",
-            "CUDA kernel" if refused is None else f"Triton kernel (the CUDA kernel does not serve {refused})",
+            "CUDA kernel" if serves else f"Triton kernel (the CUDA kernel {reason})",
             scope="local",
         )
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
         self.schedulers: dict[int, Scheduler] = {}
         """Of the CUDA kernel, by the warps of a block."""
-        if refused is None:
+        if serves:
             device, card = self.from_rotated.device, (kv_heads, self.sm_count)
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
             self.schedulers = cuda.make_schedulers(max_requests, *card, device)

@@ -129,6 +129,7 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "window" in str(refusal((9, 0), 128, 4, 1, sliding_window=64))
     assert "cap" in str(refusal((9, 0), 64, 4, 2, logits_soft_cap=30.0))
     assert "sinks" in str(refusal((9, 0), 64, 4, 2, has_sinks=True))
+    assert "5 bits" in str(refusal((9, 0), 64, 4, 2, group_bits=(4, 5)))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])

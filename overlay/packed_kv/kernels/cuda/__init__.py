@@ -1,6 +1,6 @@
 """The second implementation of decode attention: CUDA C++ for Hopper, compiled at run time.
 
-`kernels/triton/decode.py` is the portable one; read it first. This one takes what `refusal` does not name.
+`kernels/triton/decode.py` is the portable one; read it first. `refusal` says which layers this one does not serve.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import functools
 import importlib.util
 
 HEAD_DIMS = (64, 128)
+BITS = (4, 3, 2)
+"""Widths that `codes.cuh` decodes."""
 COLUMNS = 8
-"""Query heads of a KV head times query tokens of a request."""
+"""Query heads per KV head times query tokens of a request."""
 CAPABILITY = (9, 0)
 
 
@@ -24,26 +26,37 @@ def refusal(
     *,
     has_sinks: bool = False,
     value_dim: int | None = None,
+    group_bits: tuple[int, ...] = BITS,
 ) -> str | None:
-    """Why this kernel does not serve a layer, in words for the log; None: it does.
+    """Return what of a layer this kernel does not serve, for the log, or None if it serves the layer.
 
-    capability: of the GPU. group: query heads a KV head. query_len: tokens of the longest decode, drafts included.
-    value_dim: channels of V, None: `head_dim`.
+    Args:
+        capability: compute capability of the GPU.
+        head_dim: channels of K.
+        group: query heads per KV head.
+        query_len: most query tokens of a request, drafts included.
+        sliding_window: tokens; None or 0: there is none.
+        logits_soft_cap: None or 0: there is none.
+        has_sinks: whether the layer has attention sinks.
+        value_dim: channels of V; None: `head_dim`.
+        group_bits: bits of the format's groups.
     """
     if capability != CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} (it is written for 9.0)"
+        return f"compute capability {capability[0]}.{capability[1]} (only 9.0)"
     if head_dim not in HEAD_DIMS:
-        return f"head size {head_dim} (it takes 64 and 128)"
+        return f"head size {head_dim} (only 64 and 128)"
     if value_dim not in (None, head_dim):
-        return f"V of {value_dim} channels beside K of {head_dim}"
+        return f"value heads of {value_dim} channels beside key heads of {head_dim}"
     if group * query_len > COLUMNS:
-        return f"{group} query heads a KV head times {query_len} query tokens (it takes up to {COLUMNS})"
+        return f"{group} query heads per KV head times {query_len} query tokens (at most {COLUMNS})"
     if sliding_window:
         return "a sliding window"
     if logits_soft_cap:
         return "a soft cap"
     if has_sinks:
         return "attention sinks"
+    if unknown := set(group_bits) - set(BITS):
+        return f"codes of {max(unknown)} bits"
     return _missing()
 
 
@@ -55,6 +68,6 @@ def _missing() -> str | None:
 
     try:
         compiler_version()
-    except RuntimeError as error:  # the binding's word for a library that it cannot load
+    except RuntimeError as error:  # what the binding raises if it cannot load the library
         return f"a machine without NVRTC ({str(error).splitlines()[0]})"
     return None

@@ -48,7 +48,7 @@ struct Queries {
     INLINE void to_page_unit() {
         for_each<GROUPS * 4>([&](auto i) {
             constexpr int group = i.value / 4;
-            constexpr float factor = SCORE_UNIT / unit_of(group_bits(group));
+            constexpr float factor = SCORE_UNIT * group_layout(group).over_unit;
             u32& pair = pairs[group][i.value % 4];
             if constexpr (factor != 1) pair = multiply_halves(pair, to_halves(factor, factor));
         });

@@ -11,7 +11,8 @@ constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
 INLINE void finish(State& state) {
     for_each<GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8;
-        state.output[group][i.value / 4 % 2][i.value % 4] *= 1 / unit_of(group_bits(group));
+        constexpr float factor = group_layout(group).over_value_unit;
+        state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
     });
     for_each<2>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });

@@ -9,8 +9,9 @@
 //
 // `launch.py` defines:
 //
-//   HEAD_DIM, GROUP_BITS                the format
-//   TABLE_*, *_3, *_2, *UNIT*           values of `units.py`
+//   HEAD_DIM, GROUP_TABLE, WORDS, CHUNKS, HAS_HALF, MICRO_BLOCK_BYTES, *_AT, RING_SLOT_BYTES, SCORE_UNIT
+//                                       the fields of `KernelLayout`; *_AT are offsets in a micro-block or ring slot
+//   TABLE_*, *_3, *_2                   values of `units.py`
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head
 //   COLUMNS                             at least QUERY_GROUP times the query tokens of a request: 4 or 8
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile
@@ -117,10 +118,10 @@ struct TileRange {
 };
 
 INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2], u32 (&value)[SETS]) {
-    const u32 keys = micro_block + KEY_SCALES + lane.row * (2 * GROUPS);
+    const u32 keys = micro_block + KEY_SCALES_AT + lane.row * (2 * GROUPS);
     if constexpr (GROUPS == 4) load_shared_2(keys, key);
     else key[0] = load_shared(keys);
-    const u32 values = micro_block + VALUE_SCALES + lane.column * (4 * GROUPS);
+    const u32 values = micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS);
     if constexpr (TWICE) {
         for_each<SETS>([&](auto set) { value[set.value] = load_shared(values + lane.row / 4 * 4 + 8 * set.value); });
     } else if constexpr (GROUPS == 4) {
@@ -158,7 +159,7 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
         Words words;
-        load_words(words, micro_block, lane.index);
+        load_words(words, micro_block + KEY_WORDS_AT, micro_block + KEY_HALF_WORDS_AT, lane.index);
         u32 key_scales[GROUPS / 2];
         load_scales(micro_block, lane, key_scales, scales[b.value]);
         score(
@@ -185,8 +186,9 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
 INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
                      const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][2]) {
     for_each<TILE_BLOCKS>([&](auto b) {
+        const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
         Words words;
-        load_words(words, tile + b.value * MICRO_BLOCK_BYTES + VALUE_CODES, lane.index);
+        load_words(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
         add_values(
             state, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
             scales[b.value], operands[b.value]);

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...codecs.ring import Ring
-from ...formats import CODES
-from ...layout import MICRO_BLOCK, PageLayout, ring_slot_bytes
+from ...layout import MICRO_BLOCK, PageLayout
 from .. import units
+from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS
@@ -95,24 +95,12 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         group: query heads per KV head.
         variant: what else the kernel depends on.
     """
-    warps, columns = variant.warps, variant.columns
-    bits = page.vector.group_bits
-    head_dim = 32 * len(bits)
-    ring_tile = MICRO_BLOCK * ring_slot_bytes(head_dim) if variant.ring_block else 0
-    stage = max(TILE_BLOCKS * page.micro_block_bytes, ring_tile)
-    combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
+    layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
+    stage = max(TILE_BLOCKS * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
+    combine = 4 * (warps * columns * (layout.head_dim + 6) + columns * (layout.head_dim + 4) + 4) if warps > 1 else 0
     values: dict[str, object] = {
-        "HEAD_DIM": head_dim,
-        "GROUP_BITS": ",".join(map(str, bits)),
-        "TABLE_4_LOW": f"{units.word(units.four_bit_bytes()[:4])}u",
-        "TABLE_4_HIGH": f"{units.word(units.four_bit_bytes()[4:])}u",
-        "TABLE_3_POSITIVE": f"{units.word(units.three_bit_bytes()[:4])}u",
-        "TABLE_3_NEGATIVE": f"{units.word(units.three_bit_bytes()[4:])}u",
-        "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
-        "BASE_2": f"{units.twice(units.two_bit_base())}u",
-        "MASK_2": f"{units.twice(units.MASK_2)}u",
-        **{f"UNIT_{width}": f"{code.unit}f" for width, code in CODES.items()},
-        "SCORE_UNIT": f"{units.score_unit(bits)}f",
+        **_layout_constants(layout),
+        **_decoder_constants(),
         "KV_HEADS": kv_heads,
         "QUERY_GROUP": group,
         "COLUMNS": columns,
@@ -134,6 +122,47 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "SHARED_BYTES": max(warps * (STAGES * (stage + 8) + 16), combine),
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def _layout_constants(layout: KernelLayout) -> dict[str, object]:
+    """Return the fields of `layout` as C++ constants; lists are without their outer braces."""
+    groups = (
+        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.over_unit}f,{group.over_value_unit}f}}"
+        for group in layout.groups
+    )
+    ring = layout.ring
+    offsets = {
+        "{}_WORDS_AT": layout.words_at, "{}_HALF_WORDS_AT": layout.half_words_at, "{}_SCALES_AT": layout.scales_at,
+        "RING_{}S_AT": ring.codes, "RING_{}_SCALES_AT": ring.scales,
+    }  # fmt: skip
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "GROUP_TABLE": ",".join(groups),
+        "WORDS": layout.words,
+        "CHUNKS": ",".join(map(str, layout.chunks)),
+        "HAS_HALF": int(layout.has_half),
+        "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
+        "RING_SLOT_BYTES": ring.slot_bytes,
+        "SCORE_UNIT": f"{layout.score_unit}f",
+        **{
+            name.format(vector): offset
+            for name, of_vectors in offsets.items()
+            for vector, offset in zip(("KEY", "VALUE"), of_vectors, strict=True)
+        },
+    }
+
+
+def _decoder_constants() -> dict[str, object]:
+    """Return the constants of the decoders of `codes.cuh`."""
+    return {
+        "TABLE_4_LOW": f"{units.word(units.four_bit_bytes()[:4])}u",
+        "TABLE_4_HIGH": f"{units.word(units.four_bit_bytes()[4:])}u",
+        "TABLE_3_POSITIVE": f"{units.word(units.three_bit_bytes()[:4])}u",
+        "TABLE_3_NEGATIVE": f"{units.word(units.three_bit_bytes()[4:])}u",
+        "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
+        "BASE_2": f"{units.twice(units.two_bit_base())}u",
+        "MASK_2": f"{units.twice(units.MASK_2)}u",
+    }
 
 
 def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:

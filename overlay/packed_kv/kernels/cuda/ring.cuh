@@ -3,7 +3,6 @@
 #pragma once
 #include "attend.cuh"
 
-constexpr int RING_SLOT = (2 * HEAD_DIM + 2 * GROUPS + 7) / 8 * 8;
 constexpr float RING_UNIT = 1.f / 128;  // the value of a code of 1
 
 // Two bytes of `word`, each a code + 128, as fp16: 0x6400 | byte is 1024 + byte, and less 1152 it is the code.
@@ -12,7 +11,9 @@ INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
-constexpr int RING_TILE_BYTES = 16 * RING_SLOT;
+constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
+constexpr int RING_VALUE_SCALE = RING_VALUE_SCALES_AT % 4;  // byte of V's first scale in its word
+static_assert(RING_KEY_SCALES_AT % 4 == 0 && RING_VALUE_SCALE + GROUPS <= 4, "the scales of a vector are in one word");
 
 // The ring of one (request, KV head) pair. In shared memory, the slots of a tile's tokens are contiguous.
 struct Ring {
@@ -27,7 +28,7 @@ struct Ring {
     // Each of the first lanes copies a piece. A piece without tokens of the ring is replaced by one with, because its
     // block does not exist.
     INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
-        constexpr int piece_bytes = RING_PIECE * RING_SLOT;
+        constexpr int piece_bytes = RING_PIECE * RING_SLOT_BYTES;
         if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
         sync_warp();
         if (lane.index >= 16 / RING_PIECE) return;
@@ -35,7 +36,7 @@ struct Ring {
         token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
         const u32 block = table[token / RING_DIVISOR];
         copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
-                               cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT);
+                               cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT_BYTES);
     }
 };
 
@@ -43,11 +44,12 @@ struct Ring {
 INLINE int group_of(int set, int upper_columns) { return set * GROUPS_PER_SET + (TWICE ? upper_columns : 0); }
 
 INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[4]) {
-    const u32 keys = tile + lane.row * RING_SLOT;  // and 8 tokens on
+    const u32 slot = tile + lane.row * RING_SLOT_BYTES;  // and that of 8 tokens further
+    const u32 keys = slot + RING_KEYS_AT + lane.column * 8;
     auto decode = [&](auto group, u32* pairs) {
         for_each<2>([&](auto n3) {
             u32 words[2];
-            load_shared_2(keys + n3.value * 8 * RING_SLOT + group.value * 32 + lane.column * 8, words);
+            load_shared_2(keys + n3.value * 8 * RING_SLOT_BYTES + group.value * 32, words);
             for_each<2>([&](auto d4) {
                 pairs[4 * n3.value + 2 * d4.value] = ring_pair(words[d4.value], 0x4140);
                 pairs[4 * n3.value + 2 * d4.value + 1] = ring_pair(words[d4.value], 0x4342);
@@ -56,8 +58,8 @@ INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, floa
     };
     auto scale = [&](auto set, float& low, float& high) {
         const u32 selector = 0x4440 + group_of(set.value, lane.column / 2);
-        low = low_float(scale_pair(load_shared(keys + 2 * HEAD_DIM), selector));
-        high = low_float(scale_pair(load_shared(keys + 8 * RING_SLOT + 2 * HEAD_DIM), selector));
+        low = low_float(scale_pair(load_shared(slot + RING_KEY_SCALES_AT), selector));
+        high = low_float(scale_pair(load_shared(slot + 8 * RING_SLOT_BYTES + RING_KEY_SCALES_AT), selector));
     };
     score(queries, decode, scale, scores);
 }
@@ -69,9 +71,9 @@ INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], c
                             const Lane& lane) {
     auto decode = [&](auto group, u32* pairs) {
         for_each<2>([&](auto n3) {
-            const u32 values = tile + HEAD_DIM + group.value * 32 + lane.row * 4;
-            const u32 first = load_shared(values + value_token(lane, 2 * n3.value) * RING_SLOT);
-            const u32 second = load_shared(values + value_token(lane, 2 * n3.value + 1) * RING_SLOT);
+            const u32 values = tile + RING_VALUES_AT + group.value * 32 + lane.row * 4;
+            const u32 first = load_shared(values + value_token(lane, 2 * n3.value) * RING_SLOT_BYTES);
+            const u32 second = load_shared(values + value_token(lane, 2 * n3.value + 1) * RING_SLOT_BYTES);
             const u32 low = prmt(first, second, 0x5140), high = prmt(first, second, 0x7362);
             pairs[n3.value] = ring_pair(low, 0x4140), pairs[2 + n3.value] = ring_pair(low, 0x4342);
             pairs[4 + n3.value] = ring_pair(high, 0x4140), pairs[6 + n3.value] = ring_pair(high, 0x4342);
@@ -83,14 +85,15 @@ INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], c
 // Loads V's scales as pages have them, one byte per token; 0 for tokens that are not in the ring, whose bytes may be
 // anything.
 INLINE void ring_value_scales(const Request& request, u32 tile, int first, const Lane& lane, u32 (&scales)[SETS]) {
+    const u32 word = tile + RING_VALUE_SCALES_AT - RING_VALUE_SCALE;
     u32 words[4];
     for_each<4>([&](auto i) {
         const int token = value_token(lane, i.value);
         const bool stored = first + token >= request.recent && first + token < request.seq_len;
-        words[i.value] = stored ? load_shared(tile + token * RING_SLOT + 2 * HEAD_DIM + (GROUPS == 4 ? 4 : 0)) : 0;
+        words[i.value] = stored ? load_shared(word + token * RING_SLOT_BYTES) : 0;
     });
     for_each<SETS>([&](auto set) {
-        const u32 byte = group_of(set.value, lane.row / 4) + (GROUPS == 4 ? 0 : GROUPS);
+        const u32 byte = group_of(set.value, lane.row / 4) + RING_VALUE_SCALE;
         const u32 selector = byte | (byte + 4) << 4;
         scales[set.value] = prmt(prmt(words[0], words[1], selector), prmt(words[2], words[3], selector), 0x5410);
     });
@@ -113,9 +116,11 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
     add_ring_values(state, tile, scales[0], operands[0], lane);
 }
 
+// Converts outputs of the ring to the units of those of pages.
 INLINE void to_page_unit(State& state) {
     for_each<GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8;
-        state.output[group][i.value / 4 % 2][i.value % 4] *= unit_of(group_bits(group)) * RING_UNIT;
+        constexpr float factor = RING_UNIT / group_layout(group).over_value_unit;
+        state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
     });
 }
