@@ -21,7 +21,7 @@ from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
-from .scales import headroom, key_scales, scale_weights, transpose_weights
+from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
 
 _LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
@@ -146,11 +146,7 @@ def _decode_kernel(
                     known_scales = known_scales + (value_scales[g] & stored,)
                 value_scales = known_scales
 
-            new_maximum = tl.maximum(maximum, tl.max(scores * unit - headroom(value_scales), 0))
-            weights = tl.exp2(scores * unit - new_maximum[None, :])
-            shrink = tl.exp2(maximum - new_maximum)
-            total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
-            maximum = new_maximum
+            weights, shrink, maximum, total = online_softmax_update(scores, unit, maximum, total, value_scales)
             pair0, pair1 = transpose_weights(weights)
 
             new_outputs = ()

@@ -171,21 +171,24 @@ def opaque(x):
 
 
 @triton.jit
-def decode_codes(words, zero, GROUP: tl.constexpr):
+def decode_codes(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     """Decode the 16 codes of a lane and group, times the unit of their width.
 
     Args:
         words: of the lane, a tuple of int32 [32, 2].
         zero: see `_in_registers`.
-        GROUP: `kernel_layout.Group`.
+        group: number of the group.
+        LAYOUT: `KernelLayout`.
 
     Returns:
         fp16 [g = 8, t = 4, micro-block, bit 3, bit 2, bit 1, bit 0 of the code].
     """
+    GROUP: tl.constexpr = LAYOUT.groups[group]
     CODE: tl.constexpr = GROUP.code
     WORD: tl.constexpr = GROUP.word
+    CODE_WORDS: tl.constexpr = CODE.code_words
     own = ()
-    for i in tl.static_range(CODE.code_words):
+    for i in tl.static_range(CODE_WORDS):
         own = own + (words[WORD + i],)
     if len(CODE.sign_shift) == 0:
         own = own + (words[GROUP.sign_word],)

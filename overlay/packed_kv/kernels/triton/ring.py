@@ -20,7 +20,7 @@ from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words,
 from .launch import Arguments, Launch
 from .pages import KEY, VALUE
 from .quantize import _product, of
-from .scales import headroom, over_scores, scale_byte, scale_weights, transpose_weights
+from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
 
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
 _OVER_LARGEST = tl.constexpr(OVER_LARGEST)
@@ -207,11 +207,7 @@ def attend_ring(
                 of_token: tl.tensor = scale_words[n * A_TOKEN + (GROUPS + g) // 4 - GROUPS // 4]
                 word |= _byte(of_token, (GROUPS + g) % 4) << (8 * n)
             value_scales += (word,)
-        new_maximum = tl.maximum(maximum, tl.max(scores - headroom(value_scales), 0))
-        weights = tl.exp2(scores - new_maximum[None, :])
-        shrink = tl.exp2(maximum - new_maximum)
-        total = total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
-        maximum = new_maximum
+        weights, shrink, maximum, total = online_softmax_update(scores, 1.0, maximum, total, value_scales)
         pair0, pair1 = transpose_weights(weights)
         new_outputs = ()
         for g in tl.static_range(GROUPS):

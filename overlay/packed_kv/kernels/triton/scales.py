@@ -78,6 +78,25 @@ def headroom(scale_words):
 
 
 @triton.jit
+def online_softmax_update(scores, unit, maximum, total, value_scales):
+    """Take a tile of scores into an online softmax.
+
+    Args:
+        scores: fp32 [32 tokens, 8 columns]; times `unit` they are exponents of 2.
+        maximum, total: fp32 [8] and [8, 8], as they were: what is taken off the exponents, and each lane's sums of
+            weights of its own tokens, so that no tile needs a sum over lanes.
+        value_scales: words with the scales of V, a tuple of int32 [32, 2]; see `headroom`.
+
+    Returns:
+        weights fp32 [32, 8]; what earlier results are to be multiplied by, fp32 [8]; the new maximum and total.
+    """
+    new_maximum = tl.maximum(maximum, tl.max(scores * unit - headroom(value_scales), 0))
+    weights = tl.exp2(scores * unit - new_maximum[None, :])
+    shrink = tl.exp2(maximum - new_maximum)
+    return weights, shrink, new_maximum, total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
+
+
+@triton.jit
 def transpose_weights(weights):
     """fp32 [32 tokens, 8 columns] -> for n3 = 0 and 1: int32 [32 lanes, 2 micro-blocks], two fp16 of n0 = 0 and 1.
 

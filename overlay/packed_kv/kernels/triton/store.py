@@ -261,7 +261,7 @@ def store_kernel(
                 ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
                 positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
                 HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM,
-                LAYOUT.sections[s], LAYOUT,
+                s, LAYOUT,
             )  # fmt: skip
         program -= programs
     if QUERY_GROUP > 0:
@@ -291,9 +291,10 @@ def _store_section(
     positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    SECTION: tl.constexpr, LAYOUT: tl.constexpr,
+    NUMBER: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Store the groups of a SECTION of ROWS / A_VECTOR vectors (token, head)."""
+    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head)."""
+    SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
@@ -327,16 +328,17 @@ def _store_section(
     )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
+    RING: tl.constexpr = LAYOUT.ring
     if RING_BLOCK > 0:
         place = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
         in_ring = place >= 0
         place = tl.where(in_ring, place, 0)
         entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * LAYOUT.ring.slot_bytes
+        entry += place % RING_BLOCK * RING.slot_bytes
         if is_key:
-            store_ring(entry, x, FIRST_GROUP + group, index, in_ring, KEY, LAYOUT.ring)
+            store_ring(entry, x, FIRST_GROUP + group, index, in_ring, KEY, RING)
         else:
-            store_ring(entry, x, FIRST_GROUP + group, index, in_ring, VALUE, LAYOUT.ring)
+            store_ring(entry, x, FIRST_GROUP + group, index, in_ring, VALUE, RING)
     if HAS_PAGES:
         x = gained(x, is_key, CODE)
         scale = search_scale(x, index, CODE)

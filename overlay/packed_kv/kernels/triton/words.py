@@ -83,9 +83,11 @@ def _store_word(
     codes, n, word, word_lane, stored, magnitudes, signs,
     IS_KEY: tl.constexpr, CODE: tl.constexpr, REGISTERS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    new, own = _collect(magnitudes, n, CODE.magnitude_shift, IS_KEY, REGISTERS, (1 << (CODE.bits - 1)) - 1)
-    if len(CODE.sign_shift) > 0:
-        new_signs, own_signs = _collect(signs, n, CODE.sign_shift, IS_KEY, REGISTERS, 1)
+    MAGNITUDE_SHIFT: tl.constexpr = CODE.magnitude_shift
+    SIGN_SHIFT: tl.constexpr = CODE.sign_shift
+    new, own = _collect(magnitudes, n, MAGNITUDE_SHIFT, IS_KEY, REGISTERS, (1 << (CODE.bits - 1)) - 1)
+    if len(SIGN_SHIFT) > 0:
+        new_signs, own_signs = _collect(signs, n, SIGN_SHIFT, IS_KEY, REGISTERS, 1)
         new, own = new | new_signs, own | own_signs
     if IS_KEY and CODE.code_words > 1:  # n3 selects the word, and all of it is this token's
         pointer = codes + 4 * _word_index(word, word_lane, WORDS)
