@@ -1,9 +1,10 @@
-"""The CUDA kernel on a CPU: compiled by g++ with an emulation of the instructions (emulator/ptx.cuh)."""
+"""Run the CUDA kernel on a CPU: g++ compiles it with an emulation of its instructions (emulator/ptx.cuh)."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import subprocess
 import tempfile
 from functools import cache
@@ -18,25 +19,37 @@ FOLDER = Path(__file__).parent / "emulator"
 
 @cache
 def build(constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    folder = Path(tempfile.gettempdir()) / "packed_kv_emulator"
+    """Return the emulated kernel with these definitions; builds are kept for later runs."""
     sources = read_sources() | {path.name: path.read_text() for path in FOLDER.iterdir()}  # with another ptx.cuh
-    folder /= hashlib.sha256(repr((constants, sorted(sources.items()))).encode()).hexdigest()[:16]
-    library = folder / "decode.so"
+    key = hashlib.sha256(repr((constants, sorted(sources.items()))).encode()).hexdigest()[:16]
+    kept = Path(tempfile.gettempdir()) / f"packed_kv_emulator_{os.getuid()}"
+    library = kept / f"{key}.so"
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in sources.items():
-            (folder / name).write_text(text)
-        subprocess.run(
-            ["g++", "-O1", "-std=c++20", "-mf16c", "-shared", "-fPIC", "-w",
-             *(f"-D{name}={value}" for name, value in constants), "-o", library, folder / "launch.cpp"],
-            check=True,
-        )  # fmt: skip
+        kept.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept) as made:  # other processes may build the same
+            folder = Path(made)
+            for name, text in sources.items():
+                (folder / name).write_text(text)
+            subprocess.run(
+                ["g++", "-O1", "-std=c++20", "-mf16c", "-shared", "-fPIC", "-w",
+                 *(f"-D{name}={value}" for name, value in constants), "-o", "decode.so", "launch.cpp"],
+                cwd=folder, check=True,
+            )  # fmt: skip
+            os.replace(folder / "decode.so", library)
     return ctypes.CDLL(str(library))
 
 
 def run(
     constants: dict[str, str], blocks: tuple[int, int, int], output: torch.Tensor, step: bytes, layer: bytes
 ) -> None:
-    """Run a variant; `step` and `layer`: arguments on the CPU."""
+    """Run a variant on tensors on the CPU.
+
+    Args:
+        constants: of `launch.constants`.
+        blocks: the grid.
+        output: see `CudaDecode`.
+        step: of `step_arguments`.
+        layer: of `layer_arguments`.
+    """
     arguments = launch.CALL_ARGUMENTS.pack(output.data_ptr()) + step + layer
     build(tuple(constants.items())).launch(arguments, *blocks)

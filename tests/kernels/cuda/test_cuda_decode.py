@@ -27,7 +27,7 @@ else:
     unfit = torch.cuda.get_device_capability() != CAPABILITY
     runs = pytest.mark.skipif(unfit, reason="needs a GPU of compute capability 9.0")
 on_gpu = pytest.mark.skipif(
-    DEVICE == "cpu", reason="g++ takes seconds for each; those that run cover the kernel's code"
+    DEVICE == "cpu", reason="the emulator takes seconds for each, and the other cases cover the kernel's code"
 )
 
 
@@ -43,9 +43,9 @@ def gpu_only(**options: Any) -> Any:
         {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 2, "query_lens": (4, 0, 3),
          "seq_lens": (9, 5, 70), "block_size": 32, "splits": Grid(1, 5, False)},
         {"name": "isoquant3", "head_dim": 64, "kv_heads": 1, "group": 7, "seq_lens": (70,), "block_size": 48},
-        # Several blocks for a pair: two of them, three, and of a short one the first alone.
+        # Requests in two parts, in three, and whole.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
-        # More blocks than a thread asks for at once.
+        # More parts than a thread loads at once (AT_ONCE).
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (9300, 5000), "splits": Grid(2, 18, True)},
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
         gpu_only(name="turboquant35", seq_lens=(33, 16), block_size=32, dtype=torch.float32),
@@ -87,7 +87,7 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
         {"name": "isoquant3", "kv_heads": 1, "requests": ((90, 0), (20, 0), (50, 44)), "query_lens": (1, 0, 1)},
         {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "requests": ((90, 0), (60, 50), (20, 20)),
          "query_lens": (3, 2, 1), "recent": 16, "group": 2, "block_size": 4},
-        # In parts, by equal cuts and by shares: the last part has the ring, and may have no pages.
+        # In equal parts, and in stream-K parts: the last part has the ring, and may have no pages.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 2, "query_lens": (3, 1, 2), "recent": 300,
          "requests": ((1100, 0), (1700, 900), (600, 560)), "splits": Grid(2, 6, True)},
         {"name": "tq3", "head_dim": 64, "kv_heads": 1, "group": 2, "requests": ((3000, 0), (2400, 2100), (300, 0)),
@@ -135,7 +135,7 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("requests", [1, 3, 4, 24, 32, 66, 67, 128, 256, 529])
 def test_grid(requests: int, kv_heads: int) -> None:
-    """Blocks that write the output where there are enough pairs for 132 x 16 warps, else splits of a warp."""
+    """Blocks write the output if there are enough pairs for 132 x 16 warps; otherwise there are splits of one warp."""
     shape = grid(requests, kv_heads, 132)
     assert shape.is_final == (shape.warps > 1) == (requests * kv_heads > 29)
     if shape.is_final:

@@ -177,8 +177,8 @@ def _schedule_kernel(
     middle_position = tl.sum(tl.where(middle_bucket[:, None] == bucket, before, 0), 1)
     middle_position += tl.where(middle_bucket == head_bucket, heads, 0)
     tail_position = tl.sum(tl.where(tail_bucket[:, None] == bucket, before, 0), 1)
-    tail_position += tl.where(tail_bucket == head_bucket, heads, 0)
-    tail_position += tl.where(tail_bucket == middle_bucket, middles, 0)
+    before_tail = tl.where(tail_bucket == head_bucket, heads, 0) + tl.where(tail_bucket == middle_bucket, middles, 0)
+    tail_position += before_tail
     first_slot = tl.cumsum(parts, 0) - parts
     for part in range(tl.max(parts)):
         position = tl.where(part == parts - 1, tail_position, middle_position + part - 1)
