@@ -1,12 +1,11 @@
-"""Which keys attention reads from afar: what an error of a key costs, and so the weights of K's means and variances.
+"""Attention weights of distant keys: how much an error of each key costs, which weighs K's means and variances.
 
 An error e of key j moves a score of query i by q_i . e, and the attention's output o_i by about p_ij (q_i . e) (v_j -
-o_i), where p_ij is the attention that the query pays to the key. The squares of p_ij, added up, are the weight of a
-key: v_j - o_i adds nothing that can be measured (docs/tried.md). In most layers a few keys (of delimiters, say) have
-most of the weight, and they are unlike the mean of all keys.
+o_i), where p_ij is the attention weight of the pair. The weight of a key is the sum of p_ij^2 over queries; v_j - o_i
+makes no measurable difference (docs/tried.md). In most layers a few keys (of delimiters, say) have most of the weight,
+and they differ from the mean of all keys.
 
-Keys nearer than `NEAR` are left out: a cache with a recent window reads these raw, and without one, they would outweigh
-all others.
+Keys nearer than `NEAR` are left out: the recent window holds them raw, and they would outweigh all others.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from itertools import pairwise
 import torch
 
 NEAR = 64
-"""Tokens: a query's weights are for keys at least so far behind it."""
+"""A query gives weight to keys at least this many tokens before it."""
 STRIDE = 8
-"""Every so manieth query is asked."""
+"""Every eighth query is sampled."""
 TILE = 1024
-"""Queries that are asked at once, those of all query heads of a KV head."""
+"""Queries per product with the keys, over all query heads of a KV head."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Scores:
 def attention_from_afar(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """What each key gets of the queries that are far behind it: the sum of the squares of their attention.
+    """Sum of squared attention weights that each key gets from queries at least `NEAR` tokens later.
 
     Args:
         query: float [tokens, heads, head_dim] of whole sequences, one behind the other.
@@ -69,7 +68,7 @@ def _sequences(positions: torch.Tensor) -> Iterator[slice]:
 
 
 def _of_a_sequence(query: torch.Tensor, key: torch.Tensor, scores: Scores, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weights of one head's keys [tokens, head_dim], from `query` [tokens, heads, head_dim] -> fp32 [tokens]."""
+    """Weights fp32 [tokens] of one head's keys [tokens, head_dim], from `query` [tokens, heads, head_dim]."""
     asked, at = torch.arange(NEAR, len(key), STRIDE, device=key.device), torch.arange(len(key), device=key.device)
     weights, keys = torch.zeros(len(key), dtype=torch.float32, device=key.device), key.float().T
     for rows in asked.split(max(1, TILE // query.shape[1])):

@@ -1,4 +1,4 @@
-"""Which channels share a section: the choice that minimises the error of scores and outputs.
+"""Choose which channels share a section so that the error of scores and outputs is least.
 
 A section (the outlier channels, the others; or 32 channels with one scale) spreads its error evenly: each channel gets
 `noise * mean energy of the section`, whichever channels carried the energy. A score q.k is off by the sum of
@@ -7,11 +7,11 @@ and energy in a section of n channels, the error to minimise is
 
     J = sum over sections of  noise / n * W * E
 
-Large channels therefore want company that hardly matters (low weight), not the next largest. Exchanging two channels
-changes J in closed form; the best exchange is made until none helps, from several first guesses.
+Large channels are therefore best grouped with channels of low weight, not with the next largest. Exchanging two
+channels changes J in closed form; starting from several guesses, the best exchange is made until none lowers J.
 
-What is stored is chosen for: K less its mean and scaled (`scales`), so with energies and weights that the scales have
-all but made equal; V scaled for dtypes with outlier channels, and as it is for the others.
+The choice is made for what is stored: K minus its mean and scaled (`scales`), whose energies and weights are nearly
+equal; V scaled for dtypes with outlier channels, and unscaled for the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .scales import channel_scale
 from .statistics import LayerStatistics
 
 NOISE_OF_A_BIT = 1 / 4
-"""Squared error with one bit more, over that without (docs/formats.md: 0.24, from 2 to 3 and from 3 to 4 bits)."""
+"""Ratio of squared errors with and without one more bit (docs/formats.md: 0.24, from 2 to 3 and from 3 to 4 bits)."""
 LEAST_GAIN = 1e-9
-"""Exchanges that lower J by less than this part are rounding."""
+"""Exchanges that lower J by a smaller fraction are rounding."""
 FLOOR = 1e-9
-"""Of the mean: energy and weight of channels that are all but dead, so that guesses may divide by them."""
+"""Least energy and weight of a channel, relative to the mean, so that guesses may divide by them."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class LayerChoice:
 
 
 def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
-    """Scales, and the outlier channels and channel orders of least error behind them."""
+    """Scales of a layer, and the outlier channels and channel orders of least error for scaled vectors."""
     count = FORMATS[recipe].outlier_channels(layer.key_energy.shape[-1])
     key_scale = channel_scale(layer.key_variance, layer.key_weight)
     value_scale = channel_scale(layer.value_energy, layer.value_weight)
@@ -68,7 +68,7 @@ def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
 
 
 def outlier_channels(energy: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` channels that get a bit more: [heads, head_size] twice -> [heads, count], ascending."""
+    """The `count` channels that get one more bit: [heads, head_size] twice -> [heads, count], ascending."""
     sizes = (count, energy.shape[-1] - count)
     section = partition(energy, weight, sizes, noise=(NOISE_OF_A_BIT, 1.0))
     return (section == 0).nonzero()[:, 1].view(-1, count)

@@ -21,11 +21,11 @@ from .text import LEAST_CONTEXT, LEAST_TOKENS
 ENGINES = ("transformers", "vllm")
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
-"""Of Linux's <sys/prctl.h>."""
+"""From Linux's <sys/prctl.h>."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:
-    """The command. Returns its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command. Returns its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     options = parse(arguments, prog)
     try:
         options.run(options)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> 
 
 
 def parse(arguments: Sequence[str] | None, prog: str = "tq-calibrate") -> argparse.Namespace:
-    """The arguments, checked; exits with code 2 for those that cannot be."""
+    """Parse and check the arguments. Exits with code 2 if they are invalid."""
     made = parser(prog)
     options = made.parse_args(arguments)
     if options.run is _model:
@@ -74,11 +74,11 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
                        help="dtype to run in (default: float32 on a CPU, else that of the checkpoint)")  # fmt: skip
     model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],
                        help=f"dtype that the file names (default {RECIPES[-1]}; it serves all)")  # fmt: skip
-    model.add_argument("--seed", type=int, default=0, metavar="N", help="which places of the text (default 0)")
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="which parts of the text (default 0)")
     model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
     model.add_argument("--weights-only", action="store_true",
                        help="estimate from the projection weights; for models too large to run")  # fmt: skip
-    model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # for programs: end with this process
+    model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # end with this process
     model.set_defaults(run=_model)
 
     check = commands.add_parser("check", help="say whether a calibration file is sound")

@@ -1,7 +1,7 @@
 """Streams text through a model of transformers and gathers the statistics of its queries, keys and values.
 
 transformers calls one function for the attention of every layer, whatever the architecture, with what the KV cache
-would hold: K after norm and RoPE, and V. Ours adds them to `Sums` and hands on to the usual attention.
+would hold: K after norm and RoPE, and V. Our function adds them to `Sums` and calls the usual attention.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Collector:
         """The means so far. Raises UserError if there are none that a file can hold."""
         if not self.sums.layers:
             raise UserError(
-                "no layer of this model called transformers' attention interface, so its K and V cannot be seen; "
+                "no layer of this model called transformers' attention interface, so its K and V cannot be observed; "
                 "update transformers, or use --weights-only"
             )
         return self.sums.statistics()
@@ -93,7 +93,7 @@ class Collector:
 
 
 def _scores(query: torch.Tensor, options: dict[str, Any]) -> Scores:
-    """How the layer attends, from what transformers tells its attention function."""
+    """Scale, window, soft cap and sinks of the layer, from the arguments of transformers' attention function."""
     scale = options.get("scaling")
     return Scores(
         query.shape[-1] ** -0.5 if scale is None else scale,
@@ -112,7 +112,7 @@ def _refuse_latent(module: torch.nn.Module, layer: int) -> None:
 def output_weight(module: torch.nn.Module, channels: int) -> torch.Tensor:
     """Squared norms of the columns of a layer's output projection, float64 [channels]. Raises UserError if it has none.
 
-    A projection with packed weights (AWQ, GPTQ, FP8) is asked for its columns by multiplying unit vectors.
+    Columns of packed weights (AWQ, GPTQ, FP8) are found by multiplying unit vectors.
     """
     device = next(module.parameters()).device
     projection = next((child for name, child in module.named_children() if name in OUTPUT_PROJECTIONS), None)

@@ -1,4 +1,4 @@
-"""The error of everything that a user can mend."""
+"""Errors that a user can fix."""
 
 from __future__ import annotations
 

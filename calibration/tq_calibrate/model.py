@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
-"""What transformers raises about a folder that is no model, a damaged file, or a missing quantization library."""
+"""Errors that transformers raises for a folder without a model, a damaged file, or a missing quantization library."""
 
 CONFIGS = ("config.json", "params.json")
-"""Of a model's folder: one of them tells what it is, in Hugging Face's or in Mistral's way."""
+"""Configuration files of a model's folder, of Hugging Face or Mistral."""
 
 SEQUENCE_LENGTH = 2048
-"""Tokens of a sequence, if the model reads that many."""
+"""Tokens of a sequence, unless the model's context is shorter."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a configuration says: all layers, KV heads and channels of a head.
+    """Layers, KV heads and channels of a head, from the configuration.
 
     `every_layer`: whether each layer has a KV cache of its own.
     """
@@ -68,7 +68,7 @@ def load_config(model: str) -> PretrainedConfig:
 
 
 def model_folder(model: str) -> Path:
-    """Where the files of a model lie: its folder, that of a GGUF file, or a snapshot of the Hub. Raises UserError."""
+    """The folder of a model's files: its own, that of a GGUF file, or a snapshot of the Hub. Raises UserError."""
     from transformers.utils import cached_file
 
     if Path(model).exists():
@@ -82,7 +82,7 @@ def model_folder(model: str) -> Path:
 
 
 def shape_of(config: PretrainedConfig) -> Shape:
-    """The shape of a model's KV cache, as its configuration tells it."""
+    """The shape of a model's KV cache, from its configuration."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -98,7 +98,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
 
 
 def context_length(config: PretrainedConfig, limit: int) -> int:
-    """Tokens of a sequence: what the model was made for, at most `limit`."""
+    """Tokens of a sequence: the model's context, at most `limit`."""
     return min(getattr(config.get_text_config(), "max_position_embeddings", None) or limit, limit)
 
 

@@ -1,4 +1,4 @@
-"""Sums of tensor-parallel ranks -> those of the whole model."""
+"""Join the sums of tensor-parallel ranks into those of the whole model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OF_ATTENTION = ("attention", "attended_key", "attended_squares")
 
 
 def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
-    """The sums of all heads, from (tensor-parallel rank, its sums) of every process.
+    """Join the sums of all heads from (tensor-parallel rank, its sums) of every process.
 
     `kv_heads`: of the model, as its configuration says; some layers may have another number. Raises UserError if no
     layer comes to that many: which ranks share a head is told by their sums.
 
-    Processes of a pipeline have layers of their own. vLLM deals KV heads out as `calibration_file.heads_of_rank` says:
-    a run each, one that several ranks in a row share, or all of a layer that is not split.
+    Pipeline stages have different layers. vLLM splits KV heads as `calibration_file.heads_of_rank` does: consecutive
+    heads per rank, one head shared by several consecutive ranks, or all heads of a layer that is not split.
     """
     by_layer: dict[int, dict[int, LayerSums]] = {}
     for rank, seen in sums:
@@ -43,7 +43,7 @@ def _join_heads(ranks: list[LayerSums]) -> LayerSums:
         return first
     copies = sum(torch.allclose(rank.key_squares, first.key_squares) for rank in ranks)  # layers may differ in heads
     sharing = [ranks[at : at + copies] for at in range(0, len(ranks), copies)]  # ranks with the same KV heads
-    # Queries and the columns that they fill are dealt out among these ranks: means and sums over query heads.
+    # Query heads are split among these ranks: take means and sums over them.
     columns = torch.cat([_stack(same, "value_weight").sum(0) for same in sharing])
     whole = LayerSums(len(columns), (first.key.shape[1], first.value_weight.shape[1]), columns)
     whole.query_squares = torch.cat([_stack(same, "query_squares").mean(0) for same in sharing])

@@ -1,4 +1,4 @@
-"""`tq-calibrate report`: heat maps of a file's channel energies, a PNG a layer, and a page that shows them."""
+"""`tq-calibrate report`: heat maps of a file's channel energies, one PNG per layer, and an HTML page with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ which get a bit more. docs/calibration.md of packed-kv says how they are chosen.
 
 
 def report(path: str, folder: Path) -> Path:
-    """Write the report of a calibration file into a folder, made if need be; returns the page.
+    """Write the report of a calibration file into a folder, which is created if missing. Returns the path of the page.
 
     Raises CalibrationError for an unsound file, UserError for one without energies or if matplotlib is missing.
     """

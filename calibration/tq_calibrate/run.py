@@ -1,4 +1,4 @@
-"""`tq-calibrate model`: from a model and text to the file."""
+"""`tq-calibrate model`: runs a model over text and writes the file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def calibrate(options: argparse.Namespace) -> None:
 
 
 def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics]:
-    """Where the file goes, and statistics by the engine asked for; by vLLM if transformers cannot load the model."""
+    """The output path, and statistics from the chosen engine, or from vLLM if transformers cannot load the model."""
     if options.engine != "vllm":
         try:
             return _observe(
@@ -62,7 +62,7 @@ def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics
 
 
 def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) -> tuple[Path, Statistics]:
-    """Where the file goes, and statistics of the model over the text."""
+    """The output path, and the model's statistics over the text."""
     out = _out(options)
     context = _context(options, model.longest)
     text = read_text(options.text)
@@ -81,14 +81,14 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
 
 
 def _out(options: argparse.Namespace) -> Path:
-    """Where the file goes. Raises UserError if it cannot be written there."""
+    """The output path. Raises UserError if it is not writable."""
     out = options.out.expanduser().resolve() if options.out else model_folder(options.model) / FILE_NAME
     check_writable(out)
     return out
 
 
 def _context(options: argparse.Namespace, longest: int | None) -> int:
-    """Tokens of a sequence: what `--context` says, or 2,048 or what the model reads if that is less."""
+    """Tokens of a sequence: `--context`, or 2,048, at most the model's context. Raises UserError."""
     context = options.context or min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
     if longest is not None and context > longest:
         raise UserError(f"--context {context:,} is more than the {longest:,} tokens that {options.model} reads")

@@ -1,4 +1,4 @@
-"""What channels of K and V are multiplied by before they are stored: the scales of least error of scores and outputs.
+"""Per-channel scales, by which K and V are multiplied before they are stored: those of least error.
 
 A rotation over n channels spreads its error evenly: with channels of energy E_c s_c^2, each gets noise / n * sum of
 E_c s_c^2, and divided by s_c again it meets a query of mean square W_c. So the error of scores is
@@ -15,9 +15,9 @@ import math
 import torch
 
 BOUND = 64.0
-"""Scales are from 1 / BOUND to BOUND."""
+"""Scales lie in [1 / BOUND, BOUND]."""
 FLOOR = 1e-9
-"""Of the mean: energy and weight of channels that are all but dead."""
+"""Least energy and weight of a channel, relative to the mean."""
 
 
 def channel_scale(energy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`tq-calibrate show`: a calibration file in one screen."""
+"""`tq-calibrate show`: a calibration file on one screen."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Rows = list[list[float]]
 
 
 def read(path: str) -> tuple[Calibration, dict[str, Any]]:
-    """A file, checked, and all of its content. Raises CalibrationError."""
+    """Check a file. Returns its calibration and its whole content. Raises CalibrationError."""
     return load(path), json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def summary(path: str) -> str:
-    """What a file holds, and how its layers' channels differ in size. Raises CalibrationError."""
+    """Text that says what a file holds and how channels differ in each layer. Raises CalibrationError."""
     calibration, content = read(path)
     layers = list(calibration.layers.values())
     orders = any(layer.key_order or layer.value_order for layer in layers)
@@ -28,7 +28,7 @@ def summary(path: str) -> str:
     )
     lines = [
         f"{path}: {content.get('model_name') or 'unnamed model'}, made for {calibration.recipe}",
-        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outliers[0])} of them outliers",
+        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outliers[0])} outlier channels each",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),
@@ -37,7 +37,7 @@ def summary(path: str) -> str:
     if all(f"{role}_channel_rms" in entry for entry in entries for role in ROLES):
         lines.append(
             "\n                 as turboquant stores them:\n"
-            "        energy   largest / median rms   energy in the outliers\n"
+            "        energy   largest / median rms   energy in outlier channels\n"
             "layer  in mean         K       V              K       V"
         )
         lines += [_row(*at, entry) for at, entry in zip(calibration.layers.items(), entries, strict=True)]
@@ -61,8 +61,10 @@ def _with(there: bool) -> str:
 
 
 def _row(number: int, layer: LayerCalibration, entry: dict[str, Any]) -> str:
-    """A layer, as means over its heads: the part of K's energy that is its mean's, the spread of channels, and the part
-    of energy that is in the outliers."""
+    """A row of the table, in means over the layer's heads.
+
+    The share of K's energy that its mean has, the spread of channels, and the share of energy in outlier channels.
+    """
     spread, part = [], []
     for role in ROLES:
         heads = stored_rms(role, layer, entry)

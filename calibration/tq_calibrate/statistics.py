@@ -1,4 +1,4 @@
-"""What is known about a model's keys, values and queries: the input of `transforms` and `choose`."""
+"""Statistics of a model's keys, values and queries: the input of `scales` and `choose`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .errors import UserError
 class LayerStatistics:
     """One layer, by KV head and channel; all float64 [KV heads, head_size], those of V [KV heads, its own].
 
-    `key_energy`, `value_energy`: mean square of K (after norm and RoPE) and V. `key_mean`, `key_variance`: mean of K,
-    and mean square of K less that, half of all keys alike and half of keys weighed by the attention that they get
-    (`sums`). `key_weight`: mean square of the queries that meet this channel of K. `value_weight`: squared norm of the
-    column of the output projection that reads this channel of V. `key_max`, `value_max`: largest magnitudes. All of K
-    and of the queries are without the tokens of position 0; `key_first_mean`: mean of K at position 0.
+    key_energy, value_energy: mean square of K (after norm and RoPE) and V.
+    key_mean, key_variance: mean of K and mean square of K minus it, half over all keys equally, half by attention.
+    key_weight: mean square of the queries in this channel.
+    value_weight: squared norm of the column of the output projection that reads this channel of V.
+    key_max, value_max: largest magnitudes.
+    key_first_mean: mean of K at position 0, which all other statistics of K and of queries leave out.
 
-    Where only weights were seen the largest magnitudes are zeros and the means None, and `key_variance` is the energy.
+    From weights alone, the largest magnitudes are 0, the means None, and `key_variance` is the energy.
     """
 
     key_energy: torch.Tensor
@@ -37,17 +38,19 @@ class LayerStatistics:
 
 @dataclass
 class Statistics:
-    """A model's layers that have a KV cache of their own, by number; their heads have one size in K and one in V.
-    `tokens` is 0 for weights."""
+    """Statistics of the layers that have a KV cache of their own, by number.
+
+    All layers have one head size for K and one for V. `tokens` is 0 if only weights were seen.
+    """
 
     layers: dict[int, LayerStatistics]
     tokens: int = 0
     source: dict[str, str | int] = field(default_factory=dict)
-    """Fields of `calibration` in the file: where the statistics come from."""
+    """Fields of `calibration` in the file: the origin of the statistics."""
 
     @property
     def kv_heads(self) -> list[int]:
-        """How many layers have, ascending."""
+        """The different numbers of KV heads of layers, ascending."""
         return sorted({len(layer.key_energy) for layer in self.layers.values()})
 
     @property
@@ -58,7 +61,7 @@ class Statistics:
 
 
 def check_head_size(head_size: int) -> None:
-    """Raise UserError for a head that no format stores, or in which there is nothing to choose."""
+    """Raise UserError for a head size that no format stores or that has only one group."""
     if head_size % GROUP_SIZE or head_size <= GROUP_SIZE:
         dtype = "auto" if head_size % HEAD_DIM_STEP else "tq4"
         raise UserError(
@@ -68,8 +71,8 @@ def check_head_size(head_size: int) -> None:
 
 
 def check_head_sizes(layers: dict[int, LayerStatistics]) -> None:
-    """Raise UserError if layers' heads differ in size, of which the file holds one for K and one for V, or if there is
-    nothing to choose."""
+    """Raise UserError if head sizes differ between layers (the file holds one for K and one for V) or cannot be
+    calibrated."""
     shapes = {layer: (*seen.key_energy.shape, seen.value_energy.shape[1]) for layer, seen in layers.items()}
     first_layer, (heads, size, value_size) = next(iter(shapes.items()))
     check_head_size(size)
@@ -77,8 +80,8 @@ def check_head_sizes(layers: dict[int, LayerStatistics]) -> None:
         check_head_size(value_size)
     if value_size > size or value_size <= FORMATS[RECIPES[0]].outlier_channels(size):
         raise UserError(
-            f"heads of {size} channels of K and {value_size} of V cannot be calibrated: V must have at most K's, and "
-            "more than are outliers; use tq4, which needs no file"
+            f"heads of {size} channels of K and {value_size} of V cannot be calibrated: V must have at most as many "
+            "channels as K, and more than its outlier channels; use tq4, which needs no file"
         )
     for layer, (more_heads, *sizes) in shapes.items():
         if sizes != [size, value_size]:

@@ -1,7 +1,7 @@
-"""Adds up queries, keys and values of a model's layers, whoever runs the model: the input of `statistics`.
+"""Sums over the queries, keys and values of a model's layers, whichever engine runs it: the input of `statistics`.
 
-Nothing but sums is kept, so memory does not grow with tokens. They are of float64, so that a variance is exact to
-about 1e-16 of the mean's square: a mean of 10^4 standard deviations would still leave eight digits.
+Only sums are kept, so memory does not grow with tokens. They are float64: a variance is exact to about 1e-16 of the
+mean's square, so a mean of 10^4 standard deviations still leaves eight digits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from .attended import Scores, attention_from_afar
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 EVEN = 0.5
-"""Of the weights of K's mean and variance, the part that all keys have alike; the rest follows attention."""
+"""Share of the weights of K's mean and variance that is equal for all keys; the rest follows attention."""
 
 
 class Sums:
-    """Sums of the layers that were seen, by number. Knows nothing of how a model is run.
-
-    With tensor parallelism each rank has the sums of its own heads.
-    """
+    """Sums per layer number. With tensor parallelism, each rank has the sums of its own heads."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSums] = {}
@@ -40,21 +37,21 @@ class Sums:
 
         Args:
             layer: the layer's number.
-            query: float [tokens, heads, head_dim], after norm and RoPE, as it meets the cache.
+            query: float [tokens, heads, head_dim], after norm and RoPE.
             key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], as the cache holds them.
             positions: int [tokens], of each token in its own sequence, from 0. Sequences must begin as a server's do.
-            scores: how the layer attends.
-            output_columns: gives the squared norms of the output projection's columns, [heads * value_dim]; called the
-                first time that a layer is seen.
+            scores: scale, window, soft cap and sinks of the layer.
+            output_columns: returns squared norms of the output projection's columns, [heads * value_dim]; called once a
+                layer.
         """
         if layer not in self.layers:
             self.layers[layer] = LayerSums(key.shape[1], (key.shape[2], value.shape[2]), output_columns())
         self.layers[layer].add(query, key, value, positions, scores)
 
     def statistics(self, even: float = EVEN) -> Statistics:
-        """The means so far; there must be a layer. Raises UserError if there are none that a file can hold.
+        """The means so far, of at least one layer. Raises UserError if a file cannot hold them.
 
-        even: the part of the weights of K's mean and variance that all keys have alike.
+        even: share of the weights of K's mean and variance that is equal for all keys.
         """
         layers = {layer: sums.statistics(even) for layer, sums in sorted(self.layers.items())}
         check_head_sizes(layers)
@@ -66,8 +63,8 @@ class Sums:
 class LayerSums:
     """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's.
 
-    Keys of position 0 are apart: they are stored less a mean of their own, and are unlike all others (small, under
-    heavy attention). Queries there have but one key to choose from.
+    Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
+    (small, and heavily attended). Queries of position 0 are left out, as they see only one key.
     """
 
     def __init__(self, kv_heads: int, head_sizes: tuple[int, int], output_columns: torch.Tensor) -> None:
@@ -100,7 +97,7 @@ class LayerSums:
             torch.maximum(largest, seen.abs().amax(0).double(), out=largest)
 
     def statistics(self, even: float = EVEN) -> LayerStatistics:
-        """The means so far; even: see `Sums.statistics`."""
+        """The means so far. even: share of the weights that is equal for all keys."""
         later = max(1, self.tokens - self.first_tokens)
         mean, energy = self.key / later, self.key_squares / later
         mean, squares = (
@@ -120,7 +117,7 @@ class LayerSums:
         )
 
     def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:
-        """The mean of all keys alike mixed with that by attention, whose sum is `attended`, where there was any."""
+        """Mix the plain mean `alike` with the attention-weighted one (sum `attended`) where there is attention."""
         by_attention = attended / self.attention.clamp_min(torch.finfo(torch.float64).tiny)
         return torch.where(self.attention > 0, even * alike + (1 - even) * by_attention, alike)
 

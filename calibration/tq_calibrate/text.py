@@ -1,4 +1,4 @@
-"""Text -> token sequences of equal length."""
+"""Cut text into token sequences of equal length."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE = 16384
-"""Characters that are taken from one place of the text."""
+"""Characters taken from one position of the text."""
 LEAST_TOKENS = 256
-"""With fewer, the channels of a head cannot be told apart."""
+"""With fewer tokens, the statistics of channels are too noisy to choose by."""
 LEAST_CONTEXT = 32
-"""Tokens of a sequence; of shorter ones the tokens that come before a text would be too large a part."""
+"""Tokens of a sequence. In shorter ones the special tokens before the text would weigh too much."""
 
 
 def read_text(files: Sequence[str]) -> str:
-    """The text of files, or without any the help topics that ship with Python. Raises UserError."""
+    """The text of the files; without files, the help topics that ship with Python. Raises UserError."""
     if not files:
         from pydoc_data.topics import topics
 
@@ -44,7 +44,7 @@ def read_text(files: Sequence[str]) -> str:
 def token_sequences(
     text: str, tokenizer: PreTrainedTokenizerBase, tokens: int, length: int, seed: int
 ) -> list[list[int]]:
-    """`tokens` tokens of the text, in sequences of `length` (the last may be shorter), from places that `seed` draws.
+    """`tokens` tokens of the text, in sequences of `length` (the last may be shorter), from random positions.
 
     Each begins with the tokens that the tokenizer puts before a text. Raises UserError if there are fewer.
     """
@@ -80,7 +80,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def sha256(sequences: Sequence[Sequence[int]]) -> str:
-    """Hash of the sequences: of their token ids in decimal, separated by blanks, a line a sequence."""
+    """SHA-256 of the sequences: token ids in decimal, separated by blanks, one line per sequence."""
     lines = "\n".join(" ".join(map(str, sequence)) for sequence in sequences)
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -33,7 +33,7 @@ class TransformersModel:
 
     @property
     def longest(self) -> int | None:
-        """Tokens that the model reads, if it says."""
+        """Longest context in tokens, or None if the configuration does not say."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,7 +67,7 @@ def batches(sequences: list[list[int]], size: int) -> Iterator[list[list[int]]]:
 
 
 def _dtype(name: str, device: torch.device) -> str:
-    """On CPUs bf16 takes several times as long as fp32, so it is not chosen there because the checkpoint has it."""
+    """The dtype to run in. On a CPU it is fp32 even for a bf16 checkpoint: bf16 is several times slower there."""
     return "float32" if name == "auto" and device.type == "cpu" else name
 
 

@@ -1,7 +1,7 @@
 """Streams text through a model that vLLM serves, and gathers the statistics of its queries, keys and values.
 
-So whatever vLLM loads can be calibrated: packed checkpoints (AWQ, GPTQ, FP8, GGUF), tensor parallelism, hybrids.
-Imports vLLM, as only `vllm_worker` does beside it, and only where this engine was asked for.
+Everything that vLLM loads can be calibrated: packed checkpoints (AWQ, GPTQ, FP8, GGUF), tensor parallelism, hybrids.
+Only this module and `vllm_worker` import vLLM; they are imported only for `--engine vllm`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that a request must produce, which is never run
 }
 RUN_ERRORS = (*LOAD_ERRORS, AssertionError)
-"""What vLLM raises about a model or option that it cannot serve."""
+"""Errors that vLLM raises for a model or option that it cannot serve."""
 
 
 class VllmModel:
@@ -62,11 +62,11 @@ class VllmModel:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model reads."""
+        """Longest context in tokens."""
         return self.config.max_model_len
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that vLLM has for the model. Raises UserError."""
+        """The tokenizer that vLLM uses for the model. Raises UserError."""
         try:
             from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -75,7 +75,10 @@ class VllmModel:
             raise UserError(f"{self.name} has no tokenizer that can be loaded ({first_line(error)})") from error
 
     def run(self, sequences: list[list[int]], progress: Callable[[int], object]) -> Statistics:
-        """Statistics over whole sequences, one at a time; `progress` is told the tokens of each. Raises UserError."""
+        """Statistics over whole sequences, run one at a time. `progress` is called with the tokens of each.
+
+        Raises UserError.
+        """
         largest = max(map(max, sequences))
         if largest >= self.config.get_vocab_size():
             raise UserError(
@@ -117,7 +120,7 @@ class VllmModel:
         return statistics
 
     def _cache_bytes(self, tokens: int) -> int:
-        """Enough for a sequence, twice (blocks are rounded up): on a CPU vLLM would take most of the memory."""
+        """KV-cache bytes for two sequences, as blocks are rounded up. By default vLLM takes most of a CPU's memory."""
         channels = self.config.get_total_num_kv_heads() * self.config.get_head_size()
         a_token = self.config.get_total_num_hidden_layers() * 2 * channels * self.config.dtype.itemsize
         return 2 * tokens * a_token + (64 << 20)
@@ -128,7 +131,7 @@ class VllmModel:
 
 @contextlib.contextmanager
 def _engine(model: str, options: dict[str, Any]) -> Iterator[LLM]:
-    """An engine that is gone afterwards, and the environment as before."""
+    """An engine; afterwards it is shut down and the environment is restored."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     try:

@@ -1,7 +1,7 @@
 """What `tq-calibrate --engine vllm` adds to each worker of vLLM: sums of the queries, keys and values of its layers.
 
-vLLM's official way to do so is a class whose methods its workers get (`worker_extension_cls`); only the processes of
-such an engine import this module.
+vLLM adds the methods of such a class to its workers (`worker_extension_cls`). Only the processes of such an engine
+import this module.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .sums import Sums
 
 
 class CalibrationWorker:
-    """Methods of a worker. Every forward pass is to be one whole sequence, from position 0 on."""
+    """Methods added to a worker. Every forward pass must be one whole sequence, from position 0."""
 
     vllm_config: Any
     get_model: Callable[[], torch.nn.Module]
     tq_calibrate: Sums
 
     def tq_calibrate_start(self) -> None:
-        """Add up what the layers of this worker get from now on. Raises UserError for a layer without a number."""
+        """Start to sum what this worker's layers receive. Raises UserError for a layer without a number."""
         self.tq_calibrate, model = Sums(), self.get_model()
         names: dict[int, str] = {}
         for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
@@ -79,7 +79,7 @@ def _record(
 
 
 def _scores(backend: Any, window: int | None) -> Scores:
-    """How a layer attends, from its backend, which may have 0 for no soft cap, or know neither caps nor sinks."""
+    """Scale, window, soft cap and sinks of a layer, from its backend, which may lack cap and sinks."""
     soft_cap, sinks = (getattr(backend, name, None) for name in ("logits_soft_cap", "sinks"))
     return Scores(backend.scale, window, soft_cap or None, sinks)
 
@@ -87,8 +87,8 @@ def _scores(backend: Any, window: int | None) -> Scores:
 def _output_columns(model: torch.nn.Module, layer: Any, number: int, dtype: torch.dtype) -> torch.Tensor:
     """Squared norms of this rank's columns of a layer's output projection, float64 [heads * value_dim].
 
-    Its weight may be packed (AWQ, GPTQ, FP8, GGUF, or for a CPU's instructions), so it is asked for its columns by
-    multiplying unit vectors, without the sum over ranks that a forward pass would add. Raises UserError.
+    Its weight may be packed (AWQ, GPTQ, FP8, GGUF, or for a CPU's instructions), so columns are found by multiplying
+    unit vectors, without the sum over ranks of a forward pass. Raises UserError.
     """
     projection = _output_projection(model, layer, number)
     unit_vectors = torch.eye(layer.num_heads * layer.head_size_v, dtype=dtype).split(PROBE_ROWS)
@@ -98,7 +98,7 @@ def _output_columns(model: torch.nn.Module, layer: Any, number: int, dtype: torc
 
 
 def _output_projection(model: torch.nn.Module, layer: Any, number: int) -> Any:
-    """The linear layer beside an attention layer that reads its output."""
+    """The linear layer that reads an attention layer's output."""
     for parent in model.modules():
         # vLLM's models hold their attention layers; those of its Transformers backend are found by the layer's number.
         if layer not in parent.children() and getattr(parent, "layer_idx", None) != number:

@@ -1,9 +1,9 @@
-"""Statistics estimated from weights alone, for models too large to run.
+"""Estimate statistics from weights alone, for models too large to run.
 
-Hidden states are taken to be white behind the norm before the attention: then a channel of K has the mean square of its
-row of the projection, times the norm's weights. A norm of K divides by the root mean square of the head; RoPE mixes
-two channels as far as it turns them within a sequence. Real hidden states are not white; `docs/calibration.md` says how
-much worse the choice measures.
+Hidden states are assumed to be white after the norm that precedes attention. A channel of K then has the mean square of
+its projection row times the norm's weights. A norm of K divides by the RMS of the head; RoPE mixes two channels as far
+as it rotates them within a sequence. Real hidden states are not white; docs/calibration.md says how much worse the
+choice is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .statistics import LayerStatistics, Statistics, check_finite, check_head_si
 
 TENSOR = re.compile(r"(.*\blayers\.(\d+))\.self_attn\.(?:k_proj|qkv_proj)\.(weight|qweight|weight_packed)")
 OTHER_TOWERS = {"audio_tower", "encoder", "mtp", "vision_model", "vision_tower", "visual"}
-"""Parts of the names of layers that are not the language model's."""
+"""Name parts of layers outside the language model."""
 INTERLEAVED = {"cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text"}
-"""Model types whose RoPE turns channels (2i, 2i + 1); in all others, i and i + half of those that it turns."""
+"""Model types whose RoPE rotates channels (2i, 2i + 1). All others rotate (i, i + half of the rotated channels)."""
 NORMS_FROM_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5_text", "qwen3_next", "vaultgemma"}
 """Model types whose norms multiply by 1 + weight."""
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -58,7 +58,7 @@ class Weights:
 
 
 def estimate(config: Any, folder: Path, context: int = SEQUENCE_LENGTH) -> Statistics:
-    """Statistics of a checkpoint in a folder, for sequences of `context` tokens, or fewer if the model reads fewer.
+    """Estimate the statistics of a checkpoint for sequences of `context` tokens, at most the model's context.
 
     Raises UserError for an architecture that is not known here.
     """
@@ -78,7 +78,7 @@ def estimate(config: Any, folder: Path, context: int = SEQUENCE_LENGTH) -> Stati
 
 
 class _Layer:
-    """The attention of one layer of a checkpoint: `prefix` is what its tensors' names begin with."""
+    """The attention of one layer of a checkpoint; `prefix` begins the names of its tensors."""
 
     def __init__(self, weights: Weights, layer: int, prefix: str, text: Any, positions: int) -> None:
         self.weights, self.layer, self.prefix, self.text, self.positions = weights, layer, prefix, text, positions
@@ -137,7 +137,7 @@ class _Layer:
         return own
 
     def _normed(self, role: str, rows: torch.Tensor) -> torch.Tensor:
-        """Rows behind the norm of q or k, if there is one: of each head, or of all heads together."""
+        """Rows after the norm of q or k, if any: per head, or over all heads."""
         weight = self._tensor(f"self_attn.{role}_norm.weight")
         if weight is None:
             return rows
@@ -147,7 +147,7 @@ class _Layer:
         return rows * factor / mean_square.sqrt()
 
     def _after_rope(self, rows: torch.Tensor) -> torch.Tensor:
-        """Mean squares behind RoPE, [heads, head_size]: of a pair turned by angles from 0 to frequency * positions."""
+        """Mean squares after RoPE, [heads, head_size], over angles from 0 to frequency * positions for each pair."""
         energy = rows.square().sum(-1)
         theta, turned = self._rope()
         if not turned:
@@ -165,7 +165,7 @@ class _Layer:
         return torch.cat((torch.stack(pairs, dim=at).flatten(1), energy[:, turned:]), dim=-1)
 
     def _rope(self) -> tuple[float, int]:
-        """(base of the frequencies, channels that RoPE turns); (0, 0) without RoPE."""
+        """(RoPE base, rotated channels); (0, 0) without RoPE."""
         rope = getattr(self.text, "rope_parameters", None) or {}
         kinds = getattr(self.text, "layer_types", None)
         if kinds and kinds[self.layer] in rope:  # sliding and full layers with RoPEs of their own
@@ -181,7 +181,7 @@ class _Layer:
 
 
 def _layers(names: Iterable[str], count: int, folder: Path) -> dict[int, str]:
-    """Layer -> what its tensors' names begin with, for the layers of the language model that have a K projection."""
+    """Layer number -> prefix of its tensors' names, for language-model layers with a K projection."""
     prefixes: dict[int, str] = {}
     for name in names:
         match = TENSOR.fullmatch(name)
@@ -202,7 +202,7 @@ def _layers(names: Iterable[str], count: int, folder: Path) -> dict[int, str]:
 
 
 def _expanded(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Scales of a whole tensor, of rows, or of blocks, so that they multiply `weight` [rows, columns]."""
+    """Scales per tensor, row or block, expanded to multiply `weight` [rows, columns]."""
     if scale.numel() == 1 or scale.ndim < 2:
         return scale.view(-1, 1)
     for axis in (0, 1):

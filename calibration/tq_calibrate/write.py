@@ -1,4 +1,4 @@
-"""The calibration file: assembled, and written so that it is whole or not there."""
+"""Assemble the calibration file and write it atomically."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _layer(seen: LayerStatistics, choice: LayerChoice) -> dict[str, list]:
 
 
 def write_file(path: Path, content: dict[str, Any]) -> None:
-    """Write a file, replacing one that is there. Raises UserError; what was there is then untouched."""
+    """Write a file atomically over an existing one, which stays as it is if this raises UserError."""
     try:
         with _beside(path) as temporary:
             with open(temporary, "w", encoding="utf-8") as file:
@@ -87,7 +87,7 @@ def check_writable(path: Path) -> None:
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """JSON with one line a field of a layer, so that a file of 10^5 numbers can still be looked at."""
+    """JSON with one line per field of a layer, so that a file of 10^5 numbers stays readable."""
 
     def lines(value: Any, indent: str) -> str:
         if not isinstance(value, dict) or not value:
@@ -101,7 +101,7 @@ def to_json(content: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """An empty new file in the same folder, removed at the end if it is still there."""
+    """A new temporary file in the same folder; it is removed at the end if it still exists."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
@@ -111,5 +111,5 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _rounded(numbers: torch.Tensor, digits: int) -> list[list[float]]:
-    """Numbers with so many significant digits."""
+    """Numbers rounded to `DIGITS` significant digits."""
     return [[float(f"{number:.{digits}g}") for number in head] for head in numbers.tolist()]
