@@ -100,8 +100,8 @@ def e5m3_ceiling(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Dtype:
-    """A dtype of packed-kv, with the channels that `tq-calibrate` chooses if `calibrated`. V is coded as it is, or
-    times `Code.value_gain` (as the dtypes do) if `longer`."""
+    """A dtype of packed-kv, with the channels that `tq-calibrate` chooses if `calibrated`. V is read as it is
+    coded, or times `Code.value_gain` (as the dtypes do) if `longer`."""
 
     name: str
     calibrated: bool = False

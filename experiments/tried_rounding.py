@@ -37,8 +37,9 @@ class Joint(Dtype):
     def read_back(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         codec = self.codec(x.shape[-1], site)
         codes, scale_bytes = codec.quantize(x)
-        scales = scalar.decode_scale(scale_bytes).repeat_interleave(GROUP_SIZE, -1)
-        target = codec.gained(codec.prepare(x).unflatten(-1, (-1, GROUP_SIZE))).flatten(-2)
+        gains = torch.tensor([codec.gain(bits) for bits in codec.group_bits])
+        scales = (scalar.decode_scale(scale_bytes) * gains).repeat_interleave(GROUP_SIZE, -1)
+        target = codec.prepare(x) * gains.repeat_interleave(GROUP_SIZE)
         tensors = target, codec.dequantize(codes, scale_bytes), scales
         wanted, decoded, steps = (y[0].transpose(0, 1).contiguous() for y in tensors)  # [heads, tokens, head_dim]
         return codec.unrotate(

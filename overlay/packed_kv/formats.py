@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Increment when the meaning of stored bytes changes: pages of two versions are never shared."""
 
 GROUP_SIZE = 32
@@ -43,9 +43,10 @@ class Code(NamedTuple):
     as `experiments/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
     a group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
     value_gain: float
-    """What V is pre-multiplied by, behind the rotation, to offset the quantizer's shrinkage: a code of least squared
-    error gives back vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and
-    10.7 %). Attention averages V over tokens: noise averages out, a common factor does not."""
+    """What a reader multiplies V by to offset the quantizer's shrinkage: a code of least squared error gives back
+    vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.7 %).
+    Attention averages V over tokens: noise averages out, a common factor does not. The writer leaves V as it is, so
+    that one stored vector can serve as K and as V: that is what version 3 changed."""
     unit: float
     """What a value of 1 is, before its scale, as the kernels decode it (kernels/units.py)."""
     code_words: int

@@ -31,7 +31,7 @@ class Codec:
     Args:
         fmt: the format.
         head_dim: channels of a head, a multiple of 16.
-        role: "key" or "value": the order of codes in a page, and V is coded times `Code.value_gain`.
+        role: "key" or "value": the order of codes in a page, and V is decoded times `Code.value_gain`.
         outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
             inputs [..., heads, head_dim], with n = `fmt.outlier_channels(layout_dim)`. None: the first n channels.
             Must be None for a format without an outlier group.
@@ -69,9 +69,6 @@ class Codec:
         if stored_dim(head_dim) > self.stored_dim:
             raise ValueError(f"{fmt.name}: {role}s of {head_dim} channels do not fit vectors of {layout_dim}")
         self.group_bits = fmt.group_bits(layout_dim)
-        self.gains = None
-        if role == "value":
-            self.gains = torch.tensor([CODES[bits].value_gain for bits in self.group_bits], device=device).unsqueeze(-1)
         self.vector_bytes = fmt.vector_bytes(layout_dim)
         self.outlier_count = fmt.outlier_channels(layout_dim)
         self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
@@ -110,7 +107,7 @@ class Codec:
         first: see `encode`.
         """
         groups = self.prepare(x, first).unflatten(-1, (-1, GROUP_SIZE))
-        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, self.gained(groups), -2)]
+        parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
         codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
         return codes.flatten(-2), scales
 
@@ -127,9 +124,9 @@ class Codec:
         x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), first).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         return self.rotate(x)
 
-    def gained(self, groups: torch.Tensor) -> torch.Tensor:
-        """What `prepare` gave, fp32 [..., stored_dim / 32, 32], as it is coded: V times `Code.value_gain`."""
-        return groups if self.gains is None else groups * self.gains
+    def gain(self, bits: int) -> float:
+        """What values of a width are multiplied by when they are read."""
+        return CODES[bits].value_gain if self.role == "value" else 1.0
 
     def restore(self, rotated: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         """Undo `prepare`, but for rounding: fp32 [..., stored_dim] -> [..., head_dim]. first: see `decode`."""
@@ -145,7 +142,7 @@ class Codec:
         groups = split_runs(self.group_bits, codes.unflatten(-1, (-1, GROUP_SIZE)), -2)
         group_scales = split_runs(self.group_bits, scales.unsqueeze(-1), -2)
         parts = [
-            scalar.dequantize(code, scale.squeeze(-1), bits)
+            scalar.dequantize(code, scale.squeeze(-1), bits, self.gain(bits))
             for (bits, code), (_, scale) in zip(groups, group_scales, strict=True)
         ]
         return torch.cat(parts, dim=-2).flatten(-2)

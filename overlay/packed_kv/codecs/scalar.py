@@ -73,9 +73,9 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     return code, scale
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """Inverse of `quantize`: codes uint8 [..., 32], scale uint8 [...] -> fp32 [..., 32]."""
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int, gain: float = 1.0) -> torch.Tensor:
+    """Inverse of `quantize`, times `gain`: codes uint8 [..., 32], scale uint8 [...] -> fp32 [..., 32]."""
     assert codes.shape[-1] == GROUP_SIZE
     levels = torch.tensor(CODES[bits].magnitudes, dtype=torch.float32, device=codes.device)
     table = torch.cat((levels, -levels))
-    return table[codes.int()] * decode_scale(scale).unsqueeze(-1)
+    return table[codes.int()] * (decode_scale(scale) * gain).unsqueeze(-1)

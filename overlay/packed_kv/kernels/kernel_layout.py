@@ -21,7 +21,7 @@ class Group(NamedTuple):
     `word`: number of the first code word among the lane's words; `sign_word`: of the word with its signs, which is the
     number of words for the half word (read as a sign word of parity 0), and 0 without sign words; `parity`: which of
     the two groups of its sign word; `over_unit`: decoded codes times this and their scale are the values of K,
-    `over_value_unit`: those of V.
+    `over_value_unit`: those of V, with `Code.value_gain`.
     """
 
     code: Code
@@ -83,7 +83,7 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
             sections.append(Section(number, vector.group_bits.count(bits), code, word, signed))
         sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0
         parity = signed % 2 if code.has_sign_words else 0
-        groups.append(Group(code, word, sign_word, parity, 1 / code.unit, 1 / code.unit))
+        groups.append(Group(code, word, sign_word, parity, 1 / code.unit, code.value_gain / code.unit))
         word += code.code_words
         signed += code.has_sign_words
     words_at, half_words_at, scales_at = (

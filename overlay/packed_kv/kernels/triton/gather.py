@@ -61,7 +61,7 @@ def _gather_kernel(
 
 @triton.jit
 def _scaled(values, scales, over_unit: tl.constexpr):
-    """Exact: a decoded value has 8 bits (docs/formats.md)."""
+    """Exact for K, as a decoded value has 8 bits (docs/formats.md); of V, `over_unit` has the gain."""
     return (values.to(tl.float32) * (scales.to(tl.float32) * over_unit)).to(tl.float16)
 
 
@@ -117,7 +117,7 @@ def gather(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """Dequantise micro-blocks, still rotated: the values of `PagedCodec.read`, which fp16 holds exactly.
+    """Dequantise micro-blocks, still rotated: the values of `PagedCodec.read` as fp16, which holds those of K exactly.
 
     Args:
         page: layout of the cache.

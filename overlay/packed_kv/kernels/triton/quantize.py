@@ -137,16 +137,6 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
 
 
 @triton.jit
-def gained(x, is_key, CODE: tl.constexpr):
-    """Rotated values as they are coded: those of V times `Code.value_gain`."""
-    gain = tl.where(is_key, 1.0, CODE.value_gain).to(tl.float32)
-    y = ()
-    for k in tl.static_range(8):
-        y += (_product(x[k], gain),)
-    return y
-
-
-@triton.jit
 def search_scale(x, index, CODE: tl.constexpr):
     """The scale byte of each row, int32 [lanes], the same in all of a row; see `scalar.search_scale`."""
     ABOVE: tl.constexpr = CODE.search[0]
