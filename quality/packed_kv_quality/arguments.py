@@ -1,4 +1,4 @@
-"""The command line of the quality harness, and all of it that can be checked without an engine."""
+"""The command line of the quality harness, and its checks that need no engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True
 
 
 class BadInput(ValueError):
-    """Arguments that cannot be run with; the message is one line."""
+    """Invalid arguments; the message is one line."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -54,7 +54,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that runs engines, and of what it writes."""
+    """The options of every command that runs engines: model, dtypes, engine, output."""
     add = parser.add_argument
     add("--model", help="folder or Hugging Face name (default: the demo model)")
     add("--dtypes", nargs="*", metavar="DTYPE", default=list(FORMATS),
@@ -114,7 +114,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
-    """Check all that can be checked without an engine: the settings, and the identity of their baseline."""
+    """Check the options without an engine. Returns the settings and the identity of their baseline. Raises BadInput."""
     has_text, has_recall = CONTENTS[options.command]
     check_plots(options)
     check_numbers(options)
@@ -164,7 +164,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
 
 
 def read_windows(options: argparse.Namespace, tokenizer: Any, context: int) -> tuple[list[str], list[list[int]]]:
-    """The name of the text of each window, and its token ids. Raises BadInput."""
+    """The text's name and the token ids of each window. Raises BadInput."""
     names: list[str] = []
     windows: list[list[int]] = []
     texts: list[Sequence[Path]] = [[path] for path in options.text or []] or [TEXTS]
@@ -182,7 +182,7 @@ def read_windows(options: argparse.Namespace, tokenizer: Any, context: int) -> t
 
 
 def recall_settings(options: argparse.Namespace, tokenizer: Any, lengths: Sequence[int]) -> RecallSettings:
-    """What recall is to be measured by; no lengths: none. Raises BadInput."""
+    """The settings of recall; without lengths, none is measured. Raises BadInput."""
     if not lengths:
         return RecallSettings([], [], 0, False, 1, 0)
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -204,8 +204,10 @@ def recall_settings(options: argparse.Namespace, tokenizer: Any, lengths: Sequen
 
 
 def additional_config(options: argparse.Namespace) -> dict[str, Any]:
-    """For the engines of packed-kv's dtypes: what the user gave, and no recent window in a sweep, as raw tokens would
-    hide what the packed ones have lost. Raises BadInput."""
+    """`additional_config` for the engines of packed-kv's dtypes. Raises BadInput.
+
+    A sweep turns the recent window off: its raw tokens would hide the loss of the packed ones.
+    """
     ours = dict(options.additional_config.get("packed_kv", {}))
     if options.calibration:
         if "calibration" in ours:
@@ -217,13 +219,13 @@ def additional_config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_plots(options: argparse.Namespace) -> None:
-    """Raises BadInput if plots are asked for and cannot be drawn."""
+    """Raise BadInput if plots are wanted and matplotlib is missing."""
     if not options.no_plots and importlib.util.find_spec("matplotlib") is None:
         raise BadInput("matplotlib is missing; pip install 'packed-kv[plots]', or pass --no-plots")
 
 
 def check_dtypes(dtypes: list[str]) -> None:
-    """Raises BadInput for a dtype that this vLLM does not know."""
+    """Raise BadInput for a dtype that this vLLM does not know."""
     import vllm.config.cache as cache_config
     from vllm.plugins import load_general_plugins
 
@@ -240,7 +242,7 @@ def check_dtypes(dtypes: list[str]) -> None:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raises BadInput for numbers out of range."""
+    """Raise BadInput for numbers out of range."""
     positive = ("context", "windows", "top_k", "facts", "kv_cache_memory", "parallel")
     values = {name: getattr(options, name, None) for name in positive}
     values["lengths"] = min(getattr(options, "lengths", None) or [1])
@@ -256,7 +258,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def check_files(options: argparse.Namespace, has_text: bool) -> None:
-    """Raises BadInput for files or a model that are not there, and for defaults that only a checkout has."""
+    """Raise BadInput for a missing file or model, and for defaults that only a checkout has."""
     emit, baseline, texts = (getattr(options, name, None) for name in ("emit", "baseline", "text"))
     if emit and baseline:
         raise BadInput("--emit and --baseline exclude each other")
@@ -286,7 +288,7 @@ def load_config(model: str) -> tuple[Any, Any]:
 
 
 def model_digest(model: str, config: Any) -> str:
-    """Short digest of what a model is: its commit on the hub, or sizes and last bytes of the files of a folder."""
+    """Short digest of a model's identity: its commit on the Hub, or sizes and last bytes of its files."""
     parts = [getattr(config, "_commit_hash", None) or ""]
     for path in sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("*.bin")):
         with path.open("rb") as file:

@@ -1,16 +1,16 @@
-"""The predictions of the baseline, kept in a safetensors file, and the comparison of others with them.
+"""Predictions of the baseline, stored in a safetensors file, and the comparison of other dtypes with them.
 
-A tensor holds `ROWS` positions, so that a reader has to hold no more than that:
+A tensor holds `ROWS` positions, so a reader needs memory for no more:
 
-    log_probs.00000   fp16 [rows, vocabulary]    all of them; or, with `top_k`,
+    log_probs.00000   fp16 [rows, vocabulary]    all log-probabilities; or, with `top_k`,
     ids.00000         int32 [rows, top_k]        the likeliest tokens,
     log_probs.00000   fp16 [rows, top_k]         their log-probabilities, and
     remainder.00000   fp32 [rows]                the log-probability of all other tokens together
     top5.00000        int32 [rows, 5]            the five likeliest tokens, likeliest first
     losses            fp32 [positions]           minus the log-probability of the true next token
 
-Half precision moves a mean KL divergence by about 1e-6. With `top_k`, all other tokens count as one: that can only
-make the divergence smaller. The metadata holds what the file was made from, as JSON.
+Half precision changes a mean KL divergence by about 1e-6. With `top_k`, all other tokens count as one, which can only
+lower the divergence. The metadata says in JSON what the file was made from.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ TOP = 5
 
 
 class BaselineError(ValueError):
-    """A file that is no baseline, or one of something else."""
+    """A file that is no baseline, or the baseline of another run."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well the true tokens were predicted, and how like the baseline: KL divergence from it in nats, shares of
+    """How well the true tokens were predicted, and how close to the baseline: KL divergence from it in nats, shares of
     positions with the same likeliest token, and of the five likeliest tokens that are the same. `kl_error` is the
-    standard error of `kl_mean` (uncertainty.py); None if there is too little text to tell."""
+    standard error of `kl_mean` (uncertainty.py); None if there is too little text."""
 
     positions: int
     perplexity: float
@@ -53,7 +53,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Positions:
-    """Of every scored position, fp32 [positions]: loss, KL divergence from the baseline, 1 where the likeliest token is
+    """Per scored position, fp32 [positions]: loss, KL divergence from the baseline, 1 where the likeliest token is
     the same, share of the five likeliest that are the same."""
 
     losses: torch.Tensor
@@ -63,7 +63,7 @@ class Positions:
 
     @classmethod
     def joined(cls, parts: Sequence[Positions]) -> Positions:
-        """Of consecutive slices."""
+        """Join the scores of consecutive slices."""
         names = ("losses", "kl", "top1", "top5")
         return cls(*(torch.cat([getattr(part, name) for part in parts]).cpu() for name in names))
 
@@ -107,7 +107,7 @@ class BaselineWriter:
         self._keep(f"log_probs.{index}", log_probs.half())
 
     def context_information(self) -> float:
-        """Nats that the context tells about the next token, on average: the mean KL divergence of the model's mean
+        """Information about the next token in the context, in nats: the mean KL divergence of the model's mean
         prediction from its predictions. A model that cannot read its context is at least that far from them."""
         assert self.probabilities is not None, "nothing was appended"
         positions = sum(map(len, self.losses))
@@ -115,12 +115,12 @@ class BaselineWriter:
         return torch.special.entr(mean).sum().item() - self.entropy / positions
 
     def positions(self) -> Positions:
-        """Of the baseline, which is like itself."""
+        """Scores of the baseline against itself."""
         loss = torch.cat(self.losses)
         return Positions(loss, torch.zeros_like(loss), torch.ones_like(loss), torch.ones_like(loss))
 
     def save(self, path: Path, identity: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write the file: `identity` must be the same in a run that is compared, `facts` need not."""
+        """Write the file. A run that is compared must have the same `identity`; `facts` may differ."""
         self._keep("losses", torch.cat(self.losses))
         contents = {"identity": identity, "facts": facts, "top_k": self.top_k}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class Baseline:
         self.identity, self.facts, self.top_k = contents["identity"], contents["facts"], contents["top_k"]
 
     def check(self, identity: dict[str, Any]) -> None:
-        """Raises BaselineError if the file was made from another model, text or cut of the text."""
+        """Raise BaselineError if the file was made from another model, text or windows."""
         for name, expected in identity.items():
             if self.identity.get(name) != expected:
                 raise BaselineError(
@@ -155,7 +155,7 @@ class Baseline:
                 )
 
     def losses(self) -> torch.Tensor:
-        """fp32 [positions], see above."""
+        """Minus the log-probability of the true next token, fp32 [positions]."""
         return self.file.get_tensor("losses")
 
     def compare(self, index: int, log_probs: torch.Tensor, targets: torch.Tensor) -> Positions:
@@ -196,7 +196,7 @@ class Comparison:
 
 
 def compare_exactly(expected: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) -> Positions:
-    """Log-probabilities against those expected, fp32 [rows, vocabulary] both, with true next tokens int64 [rows]."""
+    """Compare log-probabilities with the baseline's, fp32 [rows, vocabulary] both with next tokens int64 [rows]."""
     top = expected.topk(min(TOP, expected.shape[-1])).indices
     return agreement(token_kl(expected, log_probs), top, log_probs, targets)
 
@@ -215,6 +215,6 @@ def losses(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def split_off(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [rows, vocabulary] -> those of `ids` [rows, k], and of all other tokens together [rows]."""
+    """From [rows, vocabulary], the log-probabilities of `ids` [rows, k] and of all other tokens together [rows]."""
     rest = log_probs.scatter(-1, ids, -torch.inf)
     return log_probs.gather(-1, ids), rest.logsumexp(-1)

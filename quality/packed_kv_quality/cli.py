@@ -1,4 +1,4 @@
-"""Measure what KV-cache dtypes cost in quality, through the real vLLM engine. docs/quality.md says how to read it all.
+"""Measure what KV-cache dtypes cost in quality, through the real vLLM engine. docs/quality.md explains the results.
 
 Each dtype gets an engine of its own, in a process of its own, with the same KV memory.
 
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-quality") -> int:
-    """The command. Returns its exit code."""
+    """Run the command. Returns its exit code."""
     options = parser(prog).parse_args(arguments)
     try:
         return options.run(options)

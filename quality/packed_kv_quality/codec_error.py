@@ -1,4 +1,4 @@
-"""Vectors that codecs are measured on, and the error that they are measured by."""
+"""Test vectors for codecs, and their relative error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 HEAD_DIM = 128
 LARGE_CHANNELS, LARGE = 5, 12.0
-"""4 % of 128 channels, and how much larger they are."""
+"""Outlier channels of 128 (4 %), and their magnitude relative to the others."""
 
 
 def vectors(count: int, large_channels: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The real vLLM engine in this process, with its scheduler and model within reach of a measurement or a test."""
+"""vLLM's engine in this process, with access to its scheduler and model for measurements and tests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""Of the repository, if this file lies in one; the wheel has no models."""
+"""The repository's root, if this file lies in a checkout; the wheel has no models."""
 DEMO_MODEL = CHECKOUT / "models" / "demo-7m"
 KV_CACHE_BYTES = 64 << 20
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def prepare_environment(small_model: bool) -> None:
-    """Settings of an in-process, quiet vLLM, to be made before it is imported; those already made stay.
+    """Set environment variables for a quiet vLLM in this process, before it is imported. Variables already set stay.
 
-    With `small_model`, one CPU thread and no network: the demo model gains nothing from a second thread, and loses
-    much if another program runs.
+    With `small_model`, one CPU thread and no network: the demo model gains nothing from a second thread and loses much
+    beside another program.
     """
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,7 +43,7 @@ def prepare_environment(small_model: bool) -> None:
 
 
 def apart(function: Callable[..., Result], *arguments: object) -> Result:
-    """Call `function` in a process of its own, which takes an engine's memory with it; its errors are raised here."""
+    """Call `function` in a new process, whose end frees an engine's memory. Raises what it raises."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -57,7 +57,7 @@ def engine(model: str, kv_cache_dtype: str, **options: Any) -> Iterator[LLM]:
     defaults: dict[str, Any] = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        "gpu_memory_utilization": 0.3,  # only asked of the device: the cache's size is given, and engines may share it
+        "gpu_memory_utilization": 0.3,  # a mere check of the device: the cache's size is given, and engines may share it
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
         "seed": 0,
@@ -95,28 +95,28 @@ def attention_layers(llm: LLM) -> list[Any]:
 
 
 def kv_tokens(llm: LLM) -> int:
-    """KV tokens that the engine says it holds."""
+    """KV tokens that the cache holds, by the engine's count."""
     return llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
 
 
 def bytes_per_token(llm: LLM) -> float:
-    """KV bytes of a token in all layers, from the page sizes that the engine allocates by. Without rings."""
-    return sum(spec.page_size_bytes / spec.block_size for spec in _layer_specs(llm, rings=False))
+    """KV bytes of a token in all layers, by the engine's page sizes, without the recent window."""
+    return sum(spec.page_size_bytes / spec.block_size for spec in _layer_specs(llm, window=False))
 
 
 def bytes_per_request(llm: LLM) -> int:
-    """KV bytes that a request takes in all layers however long it is: the rings of a recent window."""
+    """KV bytes of the recent window of a request in all layers; they do not grow with its length."""
     config = llm.llm_engine.vllm_config
-    return sum(spec.max_memory_usage_bytes(config) for spec in _layer_specs(llm, rings=True))
+    return sum(spec.max_memory_usage_bytes(config) for spec in _layer_specs(llm, window=True))
 
 
-def _layer_specs(llm: LLM, rings: bool) -> Iterator[Any]:
+def _layer_specs(llm: LLM, window: bool) -> Iterator[Any]:
     """The KV-cache spec of each layer, of those that grow with a request or of rings, which take no part in the prefix
     cache. The runner's: the scheduler's has the first layer's for a whole group, also
     where dtypes skip layers. It names layers, too, that read another's cache and have none."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     for group in model_runner(llm).kv_cache_config.kv_cache_groups:
-        if getattr(group.kv_cache_spec, "prefix_cacheable", True) != rings:
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True) != window:
             one = dict.fromkeys(group.layer_names, group.kv_cache_spec)
             for name, spec in getattr(group.kv_cache_spec, "kv_cache_specs", one).items():
                 if getattr(layers.get(name), "kv_sharing_target_layer_name", None) is None:

@@ -23,7 +23,7 @@ Prompt = Sequence[int]
 
 
 def ignore(_tokens: int) -> None:
-    """Of the progress, where nobody waits."""
+    """Default of `done`: reports no progress."""
 
 
 def run(
@@ -31,8 +31,8 @@ def run(
 ) -> list[torch.Tensor]:
     """Run prompts of token ids, step k taking `widths[k]` tokens of each, and return the model's last hidden states.
 
-    `done` is told the number of tokens of each step after it has run. The engine must be one of this process, and hold
-    all prompts at once, without a prefix cache if they begin alike. Returns [tokens, hidden] for each prompt.
+    After each step, `done` is called with its number of tokens. The engine must be in this process and hold all prompts
+    at once, without a prefix cache if they begin alike. Returns [tokens, hidden] for each prompt.
 
     Raises RuntimeError if the engine ran other steps: another request is in it, or its KV memory is too small.
     """

@@ -1,4 +1,4 @@
-"""What the quality harness measures of one KV-cache dtype, in an engine of its own."""
+"""Measure one KV-cache dtype in an engine of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 BASELINE = "auto"
-"""The dtype of the model's activations: bf16, as a rule."""
+"""The cache in the dtype of the model's activations, bf16 as a rule."""
 STORAGE = "fp8-storage"
 """The baseline with every key and value rounded to e4m3 and back: what fp8 costs where nothing else is rounded."""
 BATCHED_TOKENS = 2048
@@ -34,8 +34,8 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class EngineSettings(Protocol):
-    """What an engine is started with. `dtype` is that of weights and activations, `additional_config` is for the dtypes
-    of packed-kv, and `parallel` engines are on the device at a time."""
+    """How an engine is started. `dtype` is that of weights and activations, `additional_config` is for packed-kv's
+    dtypes, and `parallel` engines run on the device at a time."""
 
     @property
     def model(self) -> str: ...
@@ -56,20 +56,20 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What all dtypes share."""
+    """Settings that all dtypes share."""
 
     model: str
     windows: list[list[int]]
     """Token ids of the texts to score."""
     texts: list[str]
-    """Name of the text of each window."""
+    """The text's name for each window."""
     chunk: int
     recall: RecallSettings
     kv_cache_memory: int
     additional_config: dict[str, Any]
-    """Of the engines of packed-kv's dtypes."""
+    """vLLM's `additional_config` for packed-kv's dtypes."""
     dtype: str = "auto"
-    """Of the weights and activations."""
+    """Dtype of weights and activations."""
     graphs: bool = False
     parallel: int = 1
     """Engines on the device at a time."""
@@ -83,7 +83,7 @@ class Settings:
         return at_once(llm, max(map(len, self.windows)) + 1, self.chunk, min(len(self.windows), LARGEST_BATCH))
 
     def by_text(self, positions: Positions) -> dict[str, Text]:
-        """Figures of each text of its own, from those of all positions."""
+        """Figures per text, from those of all positions."""
         sizes = [len(window) - 1 - self.chunk for window in self.windows]
         losses, kl = (tensor.split(sizes) for tensor in (positions.losses, positions.kl))
         found = {}
@@ -98,7 +98,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Text:
-    """Of one text: mean loss in nats, mean KL divergence with its standard error, and block means of it."""
+    """Figures of one text: mean loss in nats, mean KL divergence with its standard error, and block means of it."""
 
     loss: float
     kl_mean: float
@@ -185,7 +185,7 @@ def measure(dtype: str, settings: Settings, path: Path) -> Measurement:
 
 @dataclass(frozen=True)
 class Recall:
-    """What one dtype recalled, with KV bytes of a token as the engine counts them."""
+    """Recall of one dtype, with the KV bytes per token by the engine's count."""
 
     dtype: str
     bytes_per_token: float
@@ -193,7 +193,7 @@ class Recall:
 
 
 def measure_recall(dtype: str, settings: Settings) -> list[Recall]:
-    """Recall alone, of one dtype; of the baseline's engine that of `STORAGE`, too. Raises Refused."""
+    """Measure recall alone, of one dtype; in the baseline's engine also that of `STORAGE`. Raises Refused."""
     with _engine(dtype, settings) as llm:
         size = bytes_per_token(llm)
         found = [Recall(dtype, size, _recall(dtype, llm, settings))]
@@ -243,7 +243,7 @@ def start_engine(dtype: str, settings: EngineSettings, **more: Any) -> Iterator[
         "enable_prefix_caching": False,  # prompts with a common beginning would not run in lockstep
         "use_tqdm_on_load": False,
     }
-    if settings.parallel > 1:  # vLLM does not start on a device without that much free, whatever it then takes
+    if settings.parallel > 1:  # vLLM does not start on a device with less memory free, however little it takes
         options["gpu_memory_utilization"] = 0.9 / settings.parallel
     if settings.additional_config and dtype in FORMATS:
         options["additional_config"] = settings.additional_config
@@ -251,7 +251,7 @@ def start_engine(dtype: str, settings: EngineSettings, **more: Any) -> Iterator[
     with contextlib.ExitStack() as stack:
         try:
             llm = stack.enter_context(engine(settings.model, dtype, **options))
-        except Exception as error:  # vLLM refuses by many types of error
+        except Exception as error:  # vLLM refuses with many types of errors
             raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
         yield llm
 

@@ -35,17 +35,16 @@ DEMO_PLACEBO = 0.2
 """A dtype that costs less than this times `DEMO_KL` does not quantize as its format says."""
 
 ROUNDING_MARGIN = 3.0
-"""Up to this times the KL divergence of rounding, a dtype is the baseline by another name. A codec that returns its
-input in bf16 was measured at 1.1 to 1.2 times (tests/quality/test_quality.py)."""
+"""A dtype is a placebo up to this multiple of rounding's KL divergence. A codec that returns its input in bf16 measures
+1.1 to 1.2 times (tests/quality/test_quality.py)."""
 WINDOW_MARGIN = 1.5
-"""The same for our dtypes with a recent window, which leaves so little that 3 times rounding would call it nothing."""
+"""The same for our dtypes with a recent window, whose loss is so small that 3 times rounding would be too much."""
 EQUAL_SHARE = 0.7
-"""Two dtypes are one if their losses differ by less than this times what the nearer one differs from the baseline.
+"""Two dtypes are equal if their losses differ by less than this times the nearer one's difference to the baseline.
 On the demo model, one dtype in chunks of 64 and of 256 is at 0.3 to 0.5 (rounding flips codes), different dtypes are
 at 1.4 and above."""
 LOST_CONTEXT = 0.25
-"""Bound of any dtype, times the nats that the context tells about the next token. A codec of noise was measured at 2
-times."""
+"""Bound of any dtype, as a multiple of the context's information about the next token. A codec of noise measures 2."""
 OUT_OF_LINE = 4.0
 """Bound of our dtypes, times their relative MSE, times the median of KL by MSE of those that ran. Rotations spread KL
 by MSE by a factor of 1.6 on the demo model."""
@@ -55,7 +54,7 @@ OK = "ok"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run allows: `rounding` and `context_information` as `measure_baseline` finds them; `max_kl`, if the user
+    """Limits of a run: `rounding` and `context_information` as `measure_baseline` finds them; `max_kl`, if the user
     gave one; `demo`: whether it is the run that `DEMO_KL` was measured by, or of fewer tokens;
     `window`: whether our dtypes had a recent window."""
 

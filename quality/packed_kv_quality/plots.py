@@ -1,6 +1,4 @@
-"""The plots of the quality harness, from its quality.json or recall.json.
-
-Imports matplotlib, which only they need.
+"""Draw the quality harness's plots from its JSON files. Imports matplotlib, which nothing else here needs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .recall_map import Cell
 
 OURS, OTHERS, GREY = "#1f5fa8", "#c25b12", "#666666"
 MARKER = 5
-"""Pixels from a point's middle that no name may touch."""
+"""Pixels around a point's centre that no label may touch."""
 LABEL_PLACES = ((6, -3, "left"), (-6, -3, "right"), (6, 5, "left"), (6, -11, "left"), (-6, 5, "right"), (6, 14, "left"))
 """Points right of and above a point, in order of preference, and the side that is aligned there."""
 
@@ -130,8 +128,8 @@ def _better(one: Measurement, other: Measurement) -> bool:
 
 
 def _label(axes: Axes, rows: Sequence[Measurement]) -> None:
-    """Names beside the points, where they write over neither a point nor another name if there is such a place."""
-    axes.figure.canvas.draw()  # until then the axes have no place
+    """Label the points so that labels overlap neither points nor each other, where possible."""
+    axes.figure.canvas.draw()  # until then the axes have no position
     points = [axes.transData.transform((row.bytes_per_token, row.scores.kl_mean)) for row in rows]
     taken = [Bbox.from_bounds(x - MARKER, y - MARKER, 2 * MARKER, 2 * MARKER) for x, y in points]
     for row in sorted(rows, key=lambda row: row.scores.kl_mean):
@@ -146,7 +144,7 @@ def _label(axes: Axes, rows: Sequence[Measurement]) -> None:
 
 
 def recall_maps(recall: Mapping[str, Sequence[Cell]], title: str, path: Path) -> None:
-    """A heat map of recall a dtype: depth of the fact downwards, length of the prompt to the right."""
+    """One heat map of recall per dtype: depth of the fact downwards, length of the prompt to the right."""
     columns = min(4, len(recall))
     lines = -(-len(recall) // columns)
     figure, grid = plt.subplots(

@@ -2,7 +2,7 @@
 
 A prompt holds one fact; the demo model does not tell several apart. The prompts of a set differ in the fact and in
 its depth only, so two of them share the prose before the shallower fact, and a prefix cache reuses it. All of a set are
-equally long, to the token, so that they can run in lockstep; the last sentence of the prose is cut for that.
+equally long in tokens, so that they can run in lockstep; the last sentence of the prose is cut to fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FACT = "Remember this: the secret number of {name} is {number}."
 QUESTION = "Question: what is the secret number of {name}? Answer: the secret number of {name} is"
 CHAT_QUESTION = "What is the secret number of {name}?"
 CHAT_ANSWER = "The secret number of {name} is"
-"""With it the answer of a chat model begins, so that the number is what comes next."""
+"""Start of a chat model's answer, so that the number comes next."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def recall_prompts(
 
 
 def _chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the chat template puts before and behind a user's message, up to the beginning of the answer."""
+    """The chat template's text before and after a user's message, up to the beginning of the answer."""
     mark = "MESSAGE"
     messages = [{"role": "user", "content": mark}]
     rendered = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

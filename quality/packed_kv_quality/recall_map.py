@@ -64,7 +64,7 @@ class RecallSettings:
 
 
 def recall_map(llm: LLM, settings: RecallSettings, done: Callable[[int], object] = ignore) -> list[Cell]:
-    """Ask for all facts; `done` is told the tokens of each step."""
+    """Ask for all facts. `done` is called with the tokens of each step."""
     tokenizer = llm.get_tokenizer()
     cells = []
     for length in settings.lengths:

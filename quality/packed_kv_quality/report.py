@@ -19,7 +19,7 @@ Line = Sequence[str]
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that one run found. `rows` begins with the baseline and fp8's storage; no `verdicts` were asked for if
+    """All results of a run. `rows` begins with the baseline and fp8's storage; no `verdicts` were asked for if
     they are None; `refused` and `failed` say why."""
 
     rows: Sequence[Measurement]
@@ -32,7 +32,7 @@ class Report:
 
 @dataclass(frozen=True)
 class RecallReport:
-    """What `recall` found, the same."""
+    """All results of `recall`."""
 
     rows: Sequence[Recall]
     refused: Mapping[str, str]
@@ -41,7 +41,7 @@ class RecallReport:
 
 
 def markdown(report: Report) -> str:
-    """The tables for people, with a line for each dtype that did not run."""
+    """The tables in Markdown, with a line for each dtype that did not run."""
     baseline, storage, *_ = report.rows
     head = ["dtype", "KV bytes/token", "+ KiB/request", "KV tokens", "perplexity", "KL mean", f"of {storage.dtype}",
             "KL p99", "KL max", "top-1", "top-5"]  # fmt: skip
@@ -93,7 +93,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 class Ran(Protocol):
-    """What the reports of all commands have."""
+    """Fields that the reports of all commands have."""
 
     @property
     def refused(self) -> Mapping[str, str]: ...
@@ -140,7 +140,7 @@ def _verdict(verdict: Verdict) -> list[str]:
 
 
 def write(report: Report, folder: Path) -> None:
-    """quality.json with everything but the losses, and quality.csv with a row a dtype."""
+    """Write quality.json (all but the losses) and quality.csv (one row per dtype)."""
     rows = [{key: value for key, value in asdict(row).items() if key != "losses"} for row in report.rows]
     verdicts = {dtype: asdict(verdict) for dtype, verdict in (report.verdicts or {}).items()}
     contents = {"limits": asdict(report.limits), "rows": rows, "verdicts": verdicts}
@@ -149,7 +149,7 @@ def write(report: Report, folder: Path) -> None:
 
 
 def write_recall(report: RecallReport, folder: Path) -> None:
-    """recall.json with everything, and recall.csv with a row a dtype."""
+    """Write recall.json and recall.csv (one row per dtype)."""
     write_json(report, {"rows": [asdict(row) for row in report.rows]}, folder / "recall.json")
     lines = [
         {"dtype": row.dtype, "kv_bytes_per_token": f"{row.bytes_per_token:g}",

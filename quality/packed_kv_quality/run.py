@@ -38,7 +38,8 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Outcome(Generic[Row]):
-    """What dtypes gave, why some were refused, and what broke off after its engine had started."""
+    """Rows of the dtypes that ran, reasons of those refused, and errors of those that failed after their engine had
+    started."""
 
     rows: list[Row]
     refused: dict[str, str]
@@ -46,7 +47,7 @@ class Outcome(Generic[Row]):
 
 
 def run_text(options: argparse.Namespace) -> int:
-    """`run`, `sweep` and `teacher-forced`: text, recall unless it is left out, and verdicts but in the last."""
+    """Run `run`, `sweep` or `teacher-forced`. Returns the exit code."""
     settings, identity = prepare(options)
     report = measure_text(options, settings, identity)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
@@ -57,7 +58,7 @@ def run_text(options: argparse.Namespace) -> int:
 
 
 def measure_text(options: argparse.Namespace, settings: Settings, identity: dict[str, Any]) -> Report:
-    """Measure the baseline, unless there is one, and every dtype."""
+    """Measure the baseline, unless one is given, and every dtype."""
     with tempfile.TemporaryDirectory() as folder:
         path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
         if not options.baseline:
@@ -81,7 +82,7 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
 
 
 def run_recall(options: argparse.Namespace) -> int:
-    """`recall`: no text, no baseline file."""
+    """Run `recall`, without text and baseline file. Returns the exit code."""
     settings, identity = prepare(options)
     baseline: list[Recall] = run_baseline(measure_recall, BASELINE, settings)
     found = measure_all(options, lambda dtype: apart(measure_recall, dtype, settings), describe_recall)
@@ -110,7 +111,7 @@ def run_baseline(function: Callable[..., Any], *arguments: Any) -> Any:
 def measure_all(
     options: argparse.Namespace, function: Callable[[str], Row], describe_one: Callable[[Row], str]
 ) -> Outcome[Row]:
-    """Every dtype, `--parallel` of them at a time."""
+    """Call `function` for every dtype, `--parallel` of them at a time."""
     outcome: Outcome[Row] = Outcome([], {}, {})
 
     def one(dtype: str) -> Row | None:
@@ -121,7 +122,7 @@ def measure_all(
         except Refused as error:
             outcome.refused[dtype] = str(error)
             say(f"{dtype} is refused: {error}")
-        except Exception as error:  # the other dtypes are still worth measuring; it is reported, and exits with 1
+        except Exception as error:  # the other dtypes are still measured; the error is reported, and the exit code is 1
             outcome.failed[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             say(f"{dtype} FAILED: {outcome.failed[dtype]}")
         else:
@@ -149,7 +150,7 @@ def describe_recall(rows: list[Recall]) -> str:
 
 
 def same_recall_only(found: Measurement, settings: Settings) -> Measurement:
-    """A measurement without its recall, if that was made by other prompts than this run's."""
+    """The measurement, without its recall if that is of other prompts than this run's."""
     facts = settings.recall.facts
     here = {(length, depth, facts) for length in settings.recall.lengths for depth in settings.recall.depths}
     same = {(cell.length, cell.depth, cell.facts) for cell in found.recall} == here
@@ -159,7 +160,7 @@ def same_recall_only(found: Measurement, settings: Settings) -> Measurement:
 def describe(
     options: argparse.Namespace, settings: Settings, identity: Mapping[str, Any], baseline: Baseline | None
 ) -> dict[str, Any]:
-    """What the run was, for whoever reads its results."""
+    """The description of the run that goes into its results."""
     here, recall = made_with(), settings.recall
     words = []
     if settings.windows:
@@ -189,7 +190,7 @@ def describe(
 
 
 def commit() -> str:
-    """Of the checkout that this file lies in; empty elsewhere."""
+    """The commit of the checkout that this file lies in; empty elsewhere."""
     if not (CHECKOUT / ".git").exists():
         return ""
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -197,7 +198,7 @@ def commit() -> str:
 
 
 def finish(options: argparse.Namespace) -> None:
-    """Draw, unless told not to, and say where all is."""
+    """Draw the plots unless --no-plots is given, and print where the results are."""
     if not options.no_plots:
         from .plots import draw  # needs matplotlib
 
@@ -206,5 +207,5 @@ def finish(options: argparse.Namespace) -> None:
 
 
 def say(text: str) -> None:
-    """A line for the person who waits."""
+    """Print a line of progress."""
     print(f"packed-kv-quality: {text}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-"""The `vllm` command, also where it has no script."""
+"""The `vllm` command, also where its script is not installed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(model: str, dtype: str, name: str, options: list[str], log: Path) -> Iterator[Server]:
-    """Start a server that calls its model `name`; the caller waits until it answers. Ends it and whatever it
+    """Start a server whose model is called `name`; the caller waits until it answers. Afterwards end it and all that it
     started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

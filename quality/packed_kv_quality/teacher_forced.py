@@ -57,7 +57,7 @@ def hidden_states(llm: LLM, token_ids: Sequence[int], chunk: int) -> torch.Tenso
 def rounded_attention(llm: LLM) -> Iterator[None]:
     """Round every attention output once more, by noise of half a unit in its last place.
 
-    What that costs is the least by which another implementation of the same attention can be told from this one.
+    Its KL divergence is the least that tells another implementation of the same attention from this one.
     """
 
     def add_noise(_module: torch.nn.Module, _arguments: object, output: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def rounded_attention(llm: LLM) -> Iterator[None]:
 def fp8_storage(llm: LLM) -> Iterator[None]:
     """Round every key and value to e4m3 (scale 1) and back before attention and cache see it; all else is unchanged.
 
-    What that costs is the storage of fp8 alone. An engine's own fp8 may round queries and softmax weights, too.
+    Its KL divergence is the cost of storing fp8 alone. An engine's own fp8 may also round queries and softmax weights.
     """
 
     def round_stored(_module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict]:

@@ -1,4 +1,4 @@
-"""Error bars: how far a mean over positions would move on other text of the same kinds.
+"""Standard errors: how far a mean over positions would move on other text of the same kinds.
 
 Positions that follow each other share their context, so they do not count as independent. Means of blocks of up to
 `BLOCK` consecutive positions of one window do; kinds of text are strata of fixed weight, so that the difference between
@@ -16,7 +16,7 @@ import torch
 
 BLOCK = 256
 LEAST_BLOCKS = 4
-"""Of a kind of text. The spread of fewer tells next to nothing."""
+"""Least blocks of a kind of text. The spread of fewer says little."""
 
 Strata = Sequence[Sequence[float]]
 """Block means of each kind of text."""
