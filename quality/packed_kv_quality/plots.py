@@ -1,5 +1,4 @@
-"""Draw the quality harness's plots from its JSON files. Imports matplotlib, which nothing else here needs.
-"""
+"""Draw the quality harness's plots from its JSON files. Imports matplotlib, which nothing else here needs."""
 
 from __future__ import annotations
 
