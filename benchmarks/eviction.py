@@ -14,7 +14,7 @@ Sizes: 8 GB on the GPU and 24 GB in host memory; `--token-bytes` a token, by def
 (36 layers, 8 KV heads of 128 channels; bf16: 147456); chunks of 64 tokens. Traces:
 
 - agents: N at once; contexts of 8k tokens, of which 1k are in common, grow by 100 to 400 a turn up to 12k, then the
-  agent starts anew; think time exponential, mean 1 s; a turn takes 0.5 s;
+  agent starts again; think time exponential, mean 1 s; a turn takes 0.5 s;
 - chat: conversations arrive as a Poisson process, 500 tokens in common, 100 to 2,000 to begin with and 150 to 600 more
   a turn, 5 turns on average, 20 s between them in the median (log-normal, sigma 1);
 - documents: the chat, and for every second conversation a document of 8k to 30k tokens that is asked about once.

@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
     parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda"))
-    parser.add_argument("--recent", type=int, default=0, help="tokens read from the ring (default: 0, no ring)")
+    parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
     if options.spread and options.recent:
-        parser.error("--spread with --recent: rings here are of requests of one length; leave one out")
+        parser.error("--spread with --recent: the recent windows here are of requests of one length; leave one out")
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")

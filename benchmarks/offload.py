@@ -5,11 +5,11 @@
     python benchmarks/offload.py files --folder DIR [--csv FILE]     # no GPU: the tier's files, and reading them alone
 
 Pages are those of an 8B-shaped model: 36 layers, 8 KV heads of 128 channels. A block, of `--blocks` tokens, is one
-piece a layer. `copies` moves the blocks of 10,240 tokens from and to random places with
+piece a layer. `copies` moves the blocks of 10,240 tokens from and to random blocks with
 
 - vLLM: what its offloading does with these pieces, descriptors made in Python included;
 - DMA: the same descriptors for the copy engines (cudaMemcpyBatchAsync), without the Python;
-- kernel: the same pieces copied by vLLM's Triton kernel, on 12 multiprocessors, from the store side too;
+- kernel: the same pieces copied by vLLM's Triton kernel, on 12 SMs, from the store side too;
 - whole: all bytes in one copy, the limit of the bus.
 
 `contexts` asks `--prompts` prompts of 10,240 tokens and one more, one at a time, for one token: when nothing is known
@@ -228,7 +228,7 @@ def drop_from_memory(folder: Path) -> None:
 
 
 def measure_contexts(llm: LLM, options: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """A row for each place where the prompts' pages are found."""
+    """A row for each tier in which the prompts' pages are found."""
     random = torch.Generator().manual_seed(0)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 

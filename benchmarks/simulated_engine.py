@@ -1,4 +1,4 @@
-"""What arithmetic says of an engine: vLLM's scheduler and its prefix cache as a model, with measured seconds a step.
+"""An engine by arithmetic: vLLM's scheduler and its prefix cache as a model, with measured seconds a step.
 
 Blocks are those of vLLM's pool: the cache is looked up by chained hashes of whole blocks; a block that no request uses
 any more keeps its content until it is the least recently freed one, of a request its last block first. The scheduler is
@@ -26,10 +26,10 @@ from packed_kv.model_shape import parse
 from packed_kv.planning import cache
 
 CHUNK = 8192
-"""Tokens of a step."""
+"""Most tokens of a step."""
 FILES = "decode.csv", "prefill.csv"
 CONTEXT_BLOCKS = 128
-"""Of a request whose ring is counted: longer than any recent window."""
+"""Tokens of a request, longer than any recent window, by which the window's blocks are counted."""
 
 
 @dataclass(frozen=True)

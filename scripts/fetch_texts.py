@@ -6,7 +6,7 @@
 
 Both are public domain and part of the Canterbury corpus, which the sources of the package `brotli` test with. Lines
 are joined to paragraphs; headings, tables and other paragraphs below 12 words are left out, and so is Project
-Gutenberg's preamble. Calibration reads Python's help topics. Files that are there are left as they are.
+Gutenberg's preamble. Calibration reads Python's help topics. Existing files are kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TEXTS = {
     "fiction.txt": ("alice29.txt", "Alice was beginning"),
     "technical.txt": ("lcet10.txt", "The Workshop on Electronic Texts (1)"),
 }
-"""File to make -> the package's file, and how the text begins in it."""
+"""Output file -> the package's file, and the words with which the text begins in it."""
 
 
 def paragraphs(text: str, beginning: str) -> str:
-    """The text from `beginning` on, a paragraph a line, an empty line between them. Raises FetchError."""
+    """The text from `beginning` on, one line per paragraph, with empty lines between. Raises FetchError."""
     at = text.find(beginning)
     if at < 0:
         raise FetchError(f"{PACKAGE} {VERSION} has another text: no {beginning!r} in it")

@@ -23,8 +23,8 @@ memcheck_cases=(
     "tests/kernels/triton/test_gather.py::test_combine[inf]"
     "tests/kernels/triton/test_gather.py::test_chunks_and_prefixes[False-{'sliding_window': 24, 'sinks': True}]"
     "tests/kernels/triton/test_ring.py::test_stored_bytes_equal_the_reference[isoquant4-64]"
-    "tests/kernels/triton/test_ring.py::test_decode[{}]" # plans the ring, too
-    # The CUDA kernel: a warp's splits, blocks that combine their warps and each other, the ring, sums of weights.
+    "tests/kernels/triton/test_ring.py::test_decode[{}]" # schedules the recent window, too
+    # The CUDA kernel: a warp's splits, blocks that combine their warps and each other, the recent window, lse.
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'seq_lens': (1, 37, 300)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 64, 'kv_heads': 1, 'group': 2, 'query_lens': (4, 0, 3), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'requests': ((90, 0), (60, 50), (20, 20)), 'query_lens': (3, 2, 1), 'recent': 16, 'group': 2, 'block_size': 4}]"

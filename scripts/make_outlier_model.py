@@ -2,9 +2,9 @@
 """Make a model with a few large channels in its keys and values out of one without: the same function, harder to store.
 
 In every layer and KV head some pairs of key channels that RoPE rotates together become `--scale` times larger, and the
-same channels of the queries that meet them as much smaller; some value channels become `--value-scale` times larger,
-and the columns of the output projection that read them as much smaller. RoPE turns a pair as a whole, so scores and
-outputs stay what they were: in fp32 the logits are equal up to rounding. What was changed is written in fp32.
+same channels of the queries as much smaller; some value channels become `--value-scale` times larger,
+and the columns of the output projection that read them as much smaller. RoPE rotates a pair as a whole, so scores and
+outputs stay the same: in fp32 the logits are equal up to rounding. Changed tensors are written in fp32.
 
 `--offset` also adds a constant to keys, as the biases of real models do. That changes the function, and has to: for a
 query q at position m, a constant b before RoPE adds to the score of the key at position n
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """All rotate channels i and i + head_dim / 2 together and name their tensors alike."""
 NORMS_KEYS = {"qwen3"}
-"""Norms after the projections undo a scale there; so theirs are scaled, which all heads of a layer share."""
+"""Norms after the projections undo a scale of the projection, so the norms are scaled, for all heads of a layer alike."""
 TAKES_OFFSET = {"llama", "qwen2"}
 """The projection has a bias, or can be given one."""
 
@@ -42,12 +42,12 @@ INDEX = "model.safetensors.index.json"
 
 
 class ModelError(ValueError):
-    """A model that this cannot be done to; the message is one line."""
+    """A model that cannot be changed like this; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """Which channels become large, and by how much."""
+    """Which channels are scaled, and by how much."""
 
     fraction: float = 0.04
     scale: float = 12.0
@@ -58,7 +58,7 @@ class Outliers:
 
 @dataclass(frozen=True)
 class Attention:
-    """What config.json says of the attention."""
+    """The attention's shape, from config.json."""
 
     model_type: str
     query_heads: int
@@ -121,7 +121,7 @@ class Attention:
         return (1 / factors).repeat_interleave(self.query_heads // self.kv_heads, dim=0).flatten()
 
     def changed(self, name: str, tensor: torch.Tensor, outliers: Outliers) -> dict[str, torch.Tensor]:
-        """What the output has for a tensor of the model: itself, or it in fp32, scaled, with biases that it lacked."""
+        """The output's tensors for one of the model: the same, or scaled in fp32, with biases if they were missing."""
         match = TENSOR.fullmatch(name)
         if match is None:
             return {name: tensor}

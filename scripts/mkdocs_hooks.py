@@ -1,4 +1,4 @@
-"""Makes the repository's relative links work in the docs site, too.
+"""Makes the repository's relative links work in the docs site.
 
 A page of docs/ links to a file outside as on any host of repositories: `../benchmarks/results/routes.csv`. The site
 has a copy of each such file in `repository/`, and the link leads there. Pages in Markdown become pages, whose own links
@@ -28,7 +28,7 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is linked outside of docs/, and what that links to."""
+    """Add files outside docs/ that are linked, and the files that they link to."""
     from mkdocs.structure.files import File
 
     waiting = [f"{DOCS}/{file.src_uri}" for file in files.documentation_pages()]
@@ -83,7 +83,7 @@ def resolve(page: str, link: str) -> str | None:
 
 
 def content(page: str) -> str:
-    """Of a page in Markdown, in the repository or made for a folder."""
+    """The content of a Markdown page of the repository, or of a folder's list of files."""
     path = REPO / page
     if path.exists() or path.name != INDEX:
         return path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What scripts take from packages of the package index, and where in the user's cache they keep it."""
+"""Download packages from the package index; find packed-kv's folder in the user's cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class FetchError(RuntimeError):
-    """Why something cannot be had; the message is one line."""
+    """A download or conversion failed; the message is one line."""
 
 
 def cache_folder() -> Path:

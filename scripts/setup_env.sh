@@ -76,7 +76,7 @@ install_packed_kv() {
     fi
 }
 
-# A vLLM that carries an earlier state of the patches is not the pinned one: it is installed anew.
+# A vLLM with an older series of patches is not the pinned one: it is reinstalled.
 apply_patches() {
     local status=0
     "$VENV/bin/packed-kv-patch" apply >&2 || status=$?

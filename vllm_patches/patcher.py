@@ -94,13 +94,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    """Print a line of the result, to stderr if stdout cannot be written: what was done stays done."""
+    """Print a line of the result, to stderr if stdout cannot be written."""
     try:
         print(line, flush=True)
     except OSError as error:
         with contextlib.suppress(OSError):  # not even a redirected stdout has a file descriptor everywhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # who reads our output has seen enough, as `head`
+        if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
             _warn(f"{line} (standard output cannot be written: {error.strerror})")
 
 
@@ -109,7 +109,7 @@ def _warn(line: str) -> None:
 
 
 def _state(options: argparse.Namespace) -> str:
-    """What to add to a failure: the state in which it left vLLM."""
+    """The state of vLLM after a failure, for its message; empty if it cannot be read."""
     try:
         installed = tree.locate(options.target, pins.load())
         return f"; {_name(installed)} is {tree.inspect(installed).state.value}"

@@ -1,4 +1,4 @@
-"""An installed vLLM: what it is, in which state its touched files are, and how they are replaced.
+"""An installed vLLM: its version, the state of its touched files, and their replacement.
 
 The record lies beside the package, not inside, so that nothing of it keeps a folder ``vllm`` alive after
 ``pip uninstall``. It is written before the files: a tree left half-way by a crash holds only files that are
@@ -92,7 +92,7 @@ def _site_packages() -> Path:
 
 @contextlib.contextmanager
 def locked(tree: Installed, warn: Callable[[str], None], shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a tree: its folder's own, so no file is left. Waits for another command, and says so."""
+    """Lock a tree, by its folder so that no lock file remains. Waits for another command and warns that it does."""
     folder = os.open(tree.root, os.O_RDONLY)
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -222,7 +222,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _read_record(tree: Installed) -> dict[str, Any] | None:
-    """The record of this version; one that another, since replaced, version left behind says nothing."""
+    """The record of this version. A record left by another version that has been replaced is ignored."""
     text = _read(tree.record_path)
     if text is None:
         return None

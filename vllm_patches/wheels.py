@@ -16,7 +16,7 @@ PYTHON = "3.12"
 
 
 def check(pin: Pin, wheel: Wheel, wheels: Path | None) -> list[str]:
-    """Every fault of the series on this wheel, which is looked for below ``wheels`` or downloaded."""
+    """Every fault of the series on this wheel, which is found below ``wheels`` or downloaded."""
     if wheels is not None:
         found = sorted(wheels.rglob(wheel.file))
         return _check_file(pin, wheel, found[0]) if found else [f"{wheel.file}: not found below {wheels}"]
