@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """All rotate channels i and i + head_dim / 2 together and name their tensors alike."""
 NORMS_KEYS = {"qwen3"}
-"""Norms after the projections undo a scale of the projection, so the norms are scaled, for all heads of a layer alike."""
+"""Norms after the projections undo a scale of the projection, so the norms are scaled, alike for all heads."""
 TAKES_OFFSET = {"llama", "qwen2"}
 """The projection has a bias, or can be given one."""
 
