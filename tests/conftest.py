@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkout import DEMO_MODEL
+from quick import LIST, Quick
 
 if TYPE_CHECKING:
     from harness import Start
@@ -29,6 +30,21 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help=f"without the tests of tests/{LIST.name}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k leaves tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    quick = Quick(LIST.read_text())
+    if not any("::" in argument for argument in config.args) and (stale := quick.stale(i.nodeid for i in items)):
+        raise pytest.UsageError(f"tests/{LIST.name} has what is no test:\n" + "\n".join(stale))
+    if config.option.quick:
+        left_out = [item for item in items if not quick.runs(item.nodeid)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if quick.runs(item.nodeid)]
 
 
 @pytest.fixture(scope="session")
