@@ -1,16 +1,48 @@
 #!/usr/bin/env bash
-# Lint, types, tests and the docs site; arguments go to pytest (scripts/test.sh tests/codecs/test_codecs.py -k 3bit).
-# --verify-patches as the first argument also checks the patches against the pinned wheels (a download of 1 GB).
+# Lint, types, tests, patch lint.
+#
+#   test.sh             what to run at each change: without the tests of tests/only_in_all.txt
+#   test.sh --all       what CI runs: every test, the docs site, the patches against the pinned wheels (1 GB to download)
+#   test.sh ARGUMENT... lint, types, and pytest with these arguments (test.sh tests/codecs/test_codecs.py -k 3bit)
 set -euo pipefail
 # shellcheck source=scripts/setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$REPO"
-verify=(--lint)
-if [[ ${1:-} == --verify-patches ]]; then
-    verify=()
+which=--quick
+if [[ ${1:-} == --all ]]; then
+    which=
     shift
 fi
 bin=$VENV/bin
+
+run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
+
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Each of two
+# processes uses one core; folders stand with the kernels where that makes both take as long.
+beside_kernels=(tests/sharing tests/settings tests/window tests/quality tests/planning tests/benchmarks tests/codecs)
+kernels_and_more() {
+    local failed=0
+    trap 'kill $(jobs -p); exit 143' TERM
+    run_pytest tests/kernels &
+    wait $! || failed=1
+    run_pytest "${beside_kernels[@]}" &
+    wait $! || failed=1
+    return "$failed"
+}
+all_tests() {
+    local log failed=0
+    log=$(mktemp)
+    # shellcheck disable=SC2064
+    trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
+    trap 'exit 130' INT
+    kernels_and_more >"$log" 2>&1 &
+    run_pytest tests --ignore=tests/kernels "${beside_kernels[@]/#/--ignore=}" || failed=1
+    wait $! || failed=1
+    cat "$log"
+    : >"$log"
+    return "$failed"
+}
+
 say "ruff"
 "$bin/ruff" check .
 say "mypy"
@@ -19,23 +51,12 @@ say "pytest"
 if (($#)); then
     "$bin/python" -m pytest "$@"
 else
-    # Kernels in a process of their own, beside the others, as each uses one core: Triton's interpreter is for the
-    # kernels under test, not for vLLM's.
-    kernel_log=$(mktemp)
-    trap 'kill $(jobs -p) 2>/dev/null || true; wait; cat "$kernel_log"; rm -f "$kernel_log"' EXIT
-    trap 'exit 130' INT
-    "$bin/python" -m pytest tests/kernels >"$kernel_log" 2>&1 &
-    failed=0
-    "$bin/python" -m pytest tests --ignore=tests/kernels --durations=15 || failed=1
-    wait $! || failed=1
-    cat "$kernel_log"
-    : >"$kernel_log"
-    ((!failed))
+    all_tests
 fi
-if ((!$#)); then
+if [[ -z $which ]]; then
     say "docs"
     PACKED_KV_PYTHON=$bin/python scripts/docs.sh
 fi
 say "packed-kv-patch verify"
-"$bin/packed-kv-patch" verify "${verify[@]}"
+"$bin/packed-kv-patch" verify ${which:+--lint}
 say "all passed"

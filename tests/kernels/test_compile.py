@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -55,22 +56,22 @@ def store_case(
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def store_resources() -> dict[tuple[str, int | str], Resources]:
-    keys: list[tuple[str, int | str]] = [(name, arch) for name in STORED for arch in ARCHITECTURES]
-    cases = [store_case(FORMATS[name], arch, STORED[name]) for name in STORED for arch in ARCHITECTURES]
-    keys.append(("tq4", "head_dim 80"))
-    cases.append(store_case(FORMATS["tq4"], 90, False, head_dim=80))
-    for name in TWO_SIZES:
-        keys += [(name, f"V of 128, sm_{arch}") for arch in ARCHITECTURES]
-        cases += [store_case(FORMATS[name], arch, STORED[name], 192, value_dim=128) for arch in ARCHITECTURES]
-    return dict(zip(keys, compile_kernels(cases), strict=True))
+@cache
+def store_resources(arch: int) -> dict[str, Resources]:
+    """In one process, as its start takes as long as compiling a case."""
+    cases = {name: store_case(FORMATS[name], arch, STORED[name]) for name in STORED}
+    cases |= {
+        f"{name}, V of 128": store_case(FORMATS[name], arch, STORED[name], 192, value_dim=128) for name in TWO_SIZES
+    }
+    if arch == 90:
+        cases["tq4, head_dim 80"] = store_case(FORMATS["tq4"], arch, False, head_dim=80)
+    return dict(zip(cases, compile_kernels(list(cases.values())), strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
 @pytest.mark.parametrize("name", STORED)
-def test_store_stays_in_registers(store_resources, name, arch):
-    resources = store_resources[name, arch]
+def test_store_stays_in_registers(name, arch):
+    resources = store_resources(arch)[name]
     assert not resources.spills
     assert resources.shared_bytes == 0
     # 32 warps of an SM fill 64 Ki registers at 64 each. With a ring, ptxas takes more on sm_120, as yet not timed.
@@ -78,16 +79,17 @@ def test_store_stays_in_registers(store_resources, name, arch):
     assert resources.count("RED") > 0 and resources.count("ATOM") == 0  # nothing waits for an atomic
 
 
-def test_store_of_padded_heads_stays_in_registers(store_resources):
-    assert not store_resources["tq4", "head_dim 80"].spills
-    assert store_resources["tq4", "head_dim 80"].registers <= 64
+def test_store_of_padded_heads_stays_in_registers():
+    resources = store_resources(90)["tq4, head_dim 80"]
+    assert not resources.spills
+    assert resources.registers <= 64
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
 @pytest.mark.parametrize("name", TWO_SIZES)
-def test_store_of_values_of_fewer_channels_stays_in_registers(store_resources, name, arch):
+def test_store_of_values_of_fewer_channels_stays_in_registers(name, arch):
     """K of 192 channels."""
-    resources = store_resources[name, f"V of 128, sm_{arch}"]
+    resources = store_resources(arch)[f"{name}, V of 128"]
     assert not resources.spills
     assert resources.registers <= 80  # of two sections, with a ring
 
@@ -102,9 +104,10 @@ def test_store_that_rotates_queries_stays_in_registers(arch):
         assert resources.count("FFMA") == 0, name
 
 
-def test_store_rounds_each_operation(store_resources):
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+def test_store_rounds_each_operation(arch):
     """No fused multiply-add and no flushing of denormals, which would change bytes."""
-    for resources in store_resources.values():
+    for resources in store_resources(arch).values():
         assert "fma" not in resources.ptx
         assert ".ftz" not in resources.ptx
         assert resources.count("FFMA") == 0
@@ -139,16 +142,15 @@ def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def decode_resources() -> dict[tuple[str, int], Resources]:
-    keys = [(name, arch) for name in DECODED for arch in ARCHITECTURES]
-    return dict(zip(keys, compile_kernels([decode_case(FORMATS[name], arch) for name, arch in keys]), strict=True))
+@cache
+def decode_resources(arch: int) -> dict[str, Resources]:
+    return dict(zip(DECODED, compile_kernels([decode_case(FORMATS[name], arch) for name in DECODED]), strict=True))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
 @pytest.mark.parametrize("name", DECODED)
-def test_decode_stays_in_registers(decode_resources, name, arch):
-    resources = decode_resources[name, arch]
+def test_decode_stays_in_registers(name, arch):
+    resources = decode_resources(arch)[name]
     assert not resources.spills
     assert arch != 90 or resources.registers <= decode.MAX_REGISTERS
     assert resources.count("LDG.E.128") >= 8  # two micro-blocks, K and V, before the loop and in it
@@ -189,9 +191,9 @@ def test_a_bias_stays_in_registers():
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_decoded_fragments_need_no_shared_memory(decode_resources, name):
+def test_decoded_fragments_need_no_shared_memory(name):
     """Queries come from shared memory once a tile and results go through it at the end; K and V never do."""
-    resources = decode_resources[name, 90]
+    resources = decode_resources(90)[name]
     assert resources.count("LDSM") <= 4
     assert resources.shared_bytes <= 4096
 
@@ -202,8 +204,8 @@ LANE_BY_LANE = re.compile(
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_weights_are_transposed_lane_by_lane(decode_resources, name):
-    check_transposing_layout(decode_resources[name, 90])
+def test_weights_are_transposed_lane_by_lane(name):
+    check_transposing_layout(decode_resources(90)[name])
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 160])
