@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.model_shape import parse
 from packed_kv.refusals import (
@@ -26,7 +26,6 @@ from packed_kv.refusals import (
     refuse,
 )
 
-ROOT = Path(__file__).parents[1]
 SHAPE = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
 
 
@@ -159,7 +158,7 @@ def test_what_has_no_recent_window() -> None:
 
 def started() -> dict[str, str]:
     """Architecture -> how an engine with tq4 started, on an H200 (scripts/model_coverage.py)."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text())["rows"]
+    rows = json.loads((REPO / "benchmarks" / "results" / "models.json").read_text())["rows"]
     return {row["architecture"]: row["result"] for row in rows if row["architecture"] in MODELS}
 
 
@@ -199,9 +198,9 @@ def test_what_a_config_tells(config: dict, subject: str) -> None:
 
 def test_the_docs_have_the_table() -> None:
     """`python -m packed_kv.refusals` prints it, without vLLM."""
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (REPO / "docs" / "models.md").read_text()
     begin, end = "<!-- tables of packed_kv.refusals -->\n", "\n<!-- end of the tables -->"
     assert page[page.index(begin) + len(begin) : page.index(end)] == markdown()
     command = [sys.executable, "-S", "-m", "packed_kv.refusals"]
-    run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "overlay")}, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(REPO / "overlay")}, check=True)
     assert run.stdout.strip() == markdown()

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import DEMO_MODEL
 from coverage_models import MODELS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packed_kv import json_file
 from packed_kv.commands import doctor, plan
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "models" / "demo-7m"
+DEMO = DEMO_MODEL
 LLAMA = MODELS["LlamaForCausalLM"]
 VALUES = [
     None, True, False, 0, 1, -1, 7, 10**12, 10**30, 1.5, float("nan"), float("inf"), "", "128", "auto", "text\nOK    x",

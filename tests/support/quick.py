@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
-LIST = Path(__file__).parents[1] / "only_in_all.txt"
+from checkout import REPO
+
+LIST = REPO / "tests" / "only_in_all.txt"
 
 
 class Quick:
