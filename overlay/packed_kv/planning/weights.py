@@ -50,7 +50,7 @@ class Weights:
 def weights(model: Model, form: str | float | None, folder: Path | None) -> Weights:
     """Of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
     linear, experts, vocabulary = parameters(model)
-    share = _experts_per_token(model.config) / max(1, _experts(model.config))
+    share = min(1.0, _experts_per_token(model.config) / max(1, _experts(model.config)))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
     tables = 1 if model.config.get("tie_word_embeddings", True) else 2
     dense = linear * bits / 8 + vocabulary * model.dtype_bytes  # of an input embedding a step reads a few rows
