@@ -50,6 +50,7 @@ order in which it feeds them to the tensor core, number  d2 d1 d4 d3 d0  for K a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -213,4 +214,5 @@ def choose_ring_block(
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, max(1, min(number, limit)) + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return max(n for n in (1, *small, *(number // n for n in small)) if n <= max(1, limit))

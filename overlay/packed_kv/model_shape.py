@@ -207,6 +207,8 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                 if state is None:
                     what = f"{name} has state layers of {printable(word(text, 'model_type'), 60)}"
                     raise BadInput(f"{what}, whose size is not known here; start the engine and read its line")
+                if state.size > LARGEST_WHOLE:
+                    raise BadInput(f"{name} has states of {state.size:.3g} bytes by its config; give one that agrees")
                 yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
             heads, size, value_size = _heads(text, kind)
