@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure what calibration is worth: `tq-calibrate`'s and simpler ones, on text that none of them saw.
+"""Measure the gain of calibration, by `tq-calibrate` and by simpler ways, on text that none of them saw.
 
-Three errors of each dtype, on K and V that go through the public codec: of scores (behind the softmax's shift: each
-query's mean error is subtracted), of the attention's output behind the output projection, both as relative squared
+Three errors of each dtype, on K and V that go through the public codec: of scores (each query's mean error is
+subtracted, as softmax ignores it) and of the attention's output after the output projection, both as relative squared
 error averaged over layers; and the KL divergence of the next token to the model without quantization, in nats. All by
 transformers in fp32. `--markdown` prints the tables of docs/calibration.md.
 """
@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "models" / "demo-7m"
 SCORED = slice(2000, 14000)
-"""Characters of the text that are scored; the rest is calibrated on."""
+"""Characters of the text that are scored; calibration reads the rest."""
 SCORED_TOKENS, LENGTH = 1800, 2048
 RECIPE = "turboquant35"
 

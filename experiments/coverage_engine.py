@@ -36,7 +36,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 
 @dataclass(frozen=True)
 class Outputs:
-    """What an engine said: log-probabilities of the last `CHUNK` tokens of each prompt, and its greedy tokens."""
+    """Outputs of an engine: log-probabilities of the last `CHUNK` tokens of each prompt, and its greedy tokens."""
 
     scored: list[list[float]]
     tokens: list[list[int]]
@@ -129,7 +129,7 @@ def keep_one_configuration() -> None:
 def set_weights(_loader: Any, model: torch.nn.Module, config: Any) -> None:
     """Fill the weights of a model, the same in every engine.
 
-    vLLM's own dummies are all but 0, and with them every token is as likely as any other. Matrices [..., out, in] get a
+    vLLM's dummy weights are almost 0, which makes all tokens equally likely. Matrices [..., out, in] get a
     standard deviation of 1 / sqrt(in), which keeps the size of activations, norms and biases what is usual.
     """
     for name, weight in model.state_dict().items():
@@ -172,7 +172,7 @@ def outputs(llm: LLM, token_ids: list[list[int]], new_tokens: int) -> Outputs:
 
 
 def scales(llm: LLM, found: Outputs, new_tokens: int) -> dict[str, float]:
-    """What a difference is measured by, in the engine itself: the prompts in other batches, and behind others."""
+    """References for a difference, in the same engine: the prompts in other batches, and after another prefix."""
     half = PROMPTS // 2
     one, two = (outputs(llm, some, new_tokens) for some in (prompts()[:half], prompts()[half:]))
     again = Outputs(one.scored + two.scored, one.tokens + two.tokens)
@@ -186,7 +186,7 @@ def compare(found: Outputs, baseline: Outputs) -> dict[str, float]:
 
 
 def facts(llm: LLM) -> dict[str, Any]:
-    """Layers, cache and graphs of an engine."""
+    """Description of an engine's layers, cache and graphs."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 

@@ -1,4 +1,4 @@
-"""A tiny configuration of each architecture that model_coverage.py tries: what its config.json says.
+"""Tiny config.json contents for each architecture that model_coverage.py tries.
 
 Sizes are small, but every family keeps what it does differently with its KV cache: windows shorter than the prompts,
 layers of several kinds, heads of uncommon sizes, shared caches, sinks, latent attention, state layers.

@@ -2,7 +2,7 @@
 """Measure the error of the codes and dtypes, beside other codes of equal or larger size.
 
 Relative MSE |x - x'|^2 / |x|^2 at head_dim 128. `--markdown` prints the tables of docs/formats.md. Codebooks of the
-other codes are fitted to the very vectors that are measured, so none of them can do better with another training set.
+other codes are fitted to the measured vectors themselves, so no other training set can improve them.
 """
 
 from __future__ import annotations

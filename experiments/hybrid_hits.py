@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Prefix-cache hits of conversations with a hybrid model: how much of a prompt is found, by dtype and match unit.
+"""Prefix-cache hits in conversations with a hybrid model: the share of prompt tokens found, by dtype and match unit.
 
-A random model of 3 gated delta nets a layer of attention, its state and its tokens in the proportion of
-Qwen3.6-35B-A3B (2 MiB and 48 KiB of state; 2,048 bytes a token and layer of attention in bf16): an eighth of each. The
-length of a block, and so what is found, is that of the large model; what the model says does not matter.
+A random model with 3 gated delta nets per attention layer. State and token bytes are an eighth of those of
+Qwen3.6-35B-A3B (2 MiB and 48 KiB of state; 2,048 bytes per token and attention layer in bf16), so blocks are as long as
+the large model's, and so are the hits. The tokens that the model generates do not matter.
 
     python experiments/hybrid_hits.py
 
-Conversations have a prompt in common and run together. Each turn adds a question and the answer to what is asked again.
-A row: dtype, match unit (`--prefix-match-unit`), tokens of a block, KV tokens of the cache by vLLM's count, tokens of
+Conversations share a first prompt and run together. Each turn adds a question and an answer to the next prompt.
+Columns: dtype, match unit (`--prefix-match-unit`), tokens of a block, KV tokens of the cache by vLLM's count, tokens of
 prompts, share of them that was found.
 """
 

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
 """Which architectures of vLLM a packed dtype serves: the table of docs/models.md.
 
-Each is started as a tiny random model in a process of its own, in bf16 (`auto`) and then with the packed dtype, and
-runs 4 prompts of 200 random tokens in chunks of 64 and 24 greedy tokens behind each; on a GPU with CUDA graphs of
-decodes. A process that crashes or takes too long is a row, too.
+Each architecture runs as a tiny random model in a process of its own, in bf16 (`auto`) and then with the packed dtype:
+4 prompts of 200 random tokens in chunks of 64, then 24 greedy tokens each; on a GPU with CUDA graphs for decodes. A
+process that crashes or takes too long gives a row as well.
 
     python experiments/model_coverage.py --parallel 12 --out models.json       # as many engines side by side
     python experiments/model_coverage.py --out models.json --markdown PAGE     # runs nothing: the table, into a page
 
-Columns, of which the first of two numbers is the packed dtype's and the second, in brackets, that of `auto`:
+Columns; of two numbers, the first is the packed dtype's and the second, in brackets, that of `auto`:
 
-KV tokens: what the cache holds, over what it holds in bf16, both by vLLM's own count, at a context of 4,096.
-difference: of the log-probabilities of the last 64 tokens of each prompt from bf16's, mean and absolute, in percent of
-    what another random prefix before the same 64 tokens makes (100 %: as good as no cache). In brackets the same model
-    in bf16, whose prompts run two at a time and not four: what rounding makes.
-tokens: share of the greedy tokens before the first that differs from bf16's. Of random models the best two tokens are
-    often all but equally likely; in brackets what rounding makes.
+KV tokens: the cache's capacity over that in bf16, both by vLLM's own count, at a context of 4,096.
+difference: mean absolute difference of log-probabilities from bf16's over the last 64 tokens of each prompt, in percent
+    of the difference that another random prefix makes (100 %: as bad as no cache). In brackets: bf16 with two prompts
+    at a time instead of four, which shows the effect of rounding.
+tokens: share of the greedy tokens before the first that differs from bf16's. In random models the best two tokens are
+    often almost equally likely; in brackets, the effect of rounding.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def row_of(
 ) -> dict[str, Any]:
     """A row of the results.
 
-    `result` is "works"; "refused", with our line; "fails with auto", which is vLLM's affair; "fails", "crash" or
+    `result` is "works"; "refused", with our line; "fails with auto", an error of vLLM's; "fails", "crash" or
     "timeout", with what is known.
     """
     auto, packed = found.get("auto", {}), found.get(dtype, {})

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What several ranks do to an engine with packed pages: decode context, pipeline and data parallelism of 2.
+"""Compare engines with two ranks (decode context, pipeline or data parallelism) to one without, with packed pages.
 
     python experiments/parallel.py {dcp,pp,dp} [--dtype NAME] [--activations float16]  # 2 GPUs, or a CPU for pp and dp
 
-Each beside an engine without, at once, in processes of their own, on the demo model; for decode context parallelism,
-which needs more ranks than KV heads, with its first KV head alone. docs/parallel.md has the figures.
+Both engines run at once, in processes of their own, on the demo model; for decode context parallelism, which needs more
+ranks than KV heads, with its first KV head alone. docs/parallel.md has the figures.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def log_probabilities(flat: Any, first: int) -> torch.Tensor:
 
 
 def over_ranks(model: str, dtype: str, activations: str, ranks: int, kernel: str) -> dict[str, Any]:
-    """Of TP 2, its tokens dealt out to so many ranks: KV tokens, log-probabilities by chunk, and what it generates."""
+    """Of TP 2, its tokens split over that many ranks: KV tokens, log-probabilities by chunk, and what it generates."""
     parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": ranks}
     given = options({"recent_tokens": 0, "decode_kernel": kernel}, distributed_executor_backend="mp", **parallel)
     given |= {"async_scheduling": False, "dtype": activations}  # so that each step takes what it is told to
@@ -200,7 +200,7 @@ def same(one: list[int], other: list[int]) -> int:
 
 def compare_ranks(dtype: str, activations: str, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Any]]:
     """Figures of decode context parallelism, each with its name, as they come; and what is not due to it: how far two
-    kernels are apart that round otherwise."""
+    kernels with different rounding are apart."""
     with tempfile.TemporaryDirectory() as folder:
         given = (one_kv_head(Path(folder)), dtype, activations)
         engines = ((1, "auto"), (2, "auto"), (1, "triton"))

@@ -5,9 +5,9 @@
     python experiments/plan_tokens.py --start    # engines that start, in processes of their own, two ranks among them
 
 A model of each architecture, tiny and random, gets 64 MB of KV cache and requests of 4,096 tokens. vLLM builds its
-layers on PyTorch's meta device, asks them what they keep, groups that and counts: the same functions in the same order
-as in a start, which only adds weights, memory and a profile run. For tensor parallelism without a start the process's
-only rank believes that it has another beside it.
+layers on PyTorch's meta device, groups their KV-cache specs and counts, by the functions of a real start, which only
+adds weights, memory and a profile run. For tensor parallelism without a start, the only rank is told that there are
+two.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Soak a server: many clients at once for a long time, and see that nothing breaks, leaks or says something else.
+"""Soak a server with many clients for a long time: check that nothing breaks or leaks, and that tokens stay the same.
 
     python experiments/soak.py MODEL [--dtype isoquant4] [--clients 100] [--tokens 10000] [--server-options ...]
 
-A sample of prompts is served alone first, and again behind the load: the same tokens, or the soak has failed. Between
+A sample of prompts is served alone before and after the load; different tokens fail the soak. Between
 them `--clients` clients ask for `--tokens` tokens each (or for --seconds): shared prefixes, lengths up to --prompt and
 --answer, a tenth cancelled, some from the sample, whose tokens are compared. Give the server too small a KV cache,
 so that requests are preempted. Memory is read every second, of all the server's processes (without shared pages) and of
-the GPU; growth is the median of its last tenth over that of its second. --kill ends the engine with -9 at the end,
-while clients stream, and says what the server did. The report goes to --out and the terminal.
+the GPU; growth is the median of its last tenth over that of its second. --kill sends SIGKILL to the engine at the
+end, while clients stream, and reports what the server did. The report goes to --out and the terminal.
 
-Under load, batches are cut and rounded otherwise than alone. With --exact all of the sample must be the same under load
-too; docs/reliability.md says what that takes. The exit code is 1 if anything failed.
+Under load, batches are composed and rounded differently. With --exact the sample must also be the same under load;
+docs/reliability.md says what that needs. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def kill(server: Server, options: argparse.Namespace) -> dict[str, object]:
 
 
 def failures(report: dict[str, object], options: argparse.Namespace) -> list[str]:
-    """What is wrong with a report, in words."""
+    """The failures in a report, in words."""
     found = []
     if report["errors"]:
         found.append(f"{report['errors']} errors, the first: {report['first_errors']}")

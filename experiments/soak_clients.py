@@ -1,8 +1,8 @@
-"""Clients that a server is soaked with: streams of random lengths, shared prefixes, cancelled requests, and a sample.
+"""Clients of a soak: streams of random lengths, shared prefixes, cancelled requests, and a sample.
 
 Prompts are token ids. A client's requests begin with one of a few shared prefixes, so that the prefix cache has
-something to find; now and then it asks one of the sample's prompts instead, whose tokens are known from a server that
-had nothing else to do.
+something to find; now and then it asks one of the sample's prompts instead, whose tokens are known from an idle
+server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Load:
 
 @dataclass
 class Result:
-    """What the clients saw; `parted` has, for each sample that differed, how many tokens were the same."""
+    """Results of the clients; `parted` has, for each sample that differed, how many tokens were the same."""
 
     tokens: int = 0
     requests: int = 0

@@ -1,4 +1,4 @@
-"""A `vllm serve` to be soaked: its processes, the memory that they hold, its counters, and how it ends."""
+"""The `vllm serve` of a soak: its processes, their memory, its counters and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from packed_kv_quality import servers
 NAME, ENGINE = "soaked", "EngineCore"
 MIB = 1 << 20
 LINGER_SECONDS = 15
-"""That a process may outlive its server."""
+"""How long a process may outlive its server."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Server(servers.Server):
-    """A server that is looked at."""
+    """A server under observation."""
 
     def processes(self) -> list[psutil.Process]:
         """All that live of the server and what it started."""

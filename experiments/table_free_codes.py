@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Search for magnitudes that a kernel makes of code bits without a table, and measure what error they have.
+"""Search for magnitudes that a kernel can compute from code bits without a table, and measure their error.
 
     python experiments/table_free_codes.py [--groups N] [--seed N]          half a minute on a CPU
 
-A mask takes sign and code bits out of a word, and one bit pattern (`base`) is added: the result is an fp16. Places are
-those of the code bits in it, 15 is the sign's. All are tried of
+A mask takes sign and code bits out of a word, and one bit pattern (`base`) is added: the result is an fp16. Positions
+are those of the code bits in it; 15 is the sign's. The search tries all of
 
-    mask        base below 2.0 in steps of 2^7, code bits at any places from 7 to 13
+    mask        base below 2.0 in steps of 2^7, code bits at any positions from 7 to 13
     x|x| - x    the same for x, and one fused multiply-add of fp16 behind it, which keeps x's sign; base from 1.0 to 8.0
-                in steps of 2^4, code bits at two given places
+                in steps of 2^4, code bits at two given positions
 
 The error is the relative MSE of groups of 32 Gaussian values, each group with the best of all scales (e5m3), over that
 of format version 1's magnitudes with the same bits on the same groups. Groups have a standard deviation of 2^u, u

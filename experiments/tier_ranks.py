@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Files of KV pages that one number of ranks writes and another reads: tokens found, tokens that follow.
+"""Share KV pages on disk between engines with different numbers of ranks: tokens found, tokens generated.
 
     python experiments/tier_ranks.py [--ranks 1 2 1] [--model models/demo-7m]
 
 Engines with `"canonical_layout": true` and one folder run one after the other, each with the next number of
-tensor-parallel ranks; each is asked twice, so that the second answer is that of its own prefix cache. A CPU will do.
-Ranks split sums, so that log-probabilities agree as far as rounding of --activations lets them.
+tensor-parallel ranks; each is asked twice, so that the second answer comes from its own prefix cache. Needs no GPU.
+Ranks split sums, so log-probabilities agree only up to the rounding of --activations.
 """
 
 from __future__ import annotations

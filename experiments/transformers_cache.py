@@ -1,4 +1,4 @@
-"""What `packed_kv.transformers.PackedCache` costs on a model: KL divergence, agreement, memory and time by dtype.
+"""Cost of `packed_kv.transformers.PackedCache` on a model: KL divergence, agreement, memory and time by dtype.
 
     python experiments/transformers_cache.py MODEL --text FILE... --dtypes tq4 --calibration turboquant_kv.json
 

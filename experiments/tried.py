@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Measure ideas for storing keys and values that are not dtypes, beside the dtypes: the figures of docs/tried.md.
+"""Measure ways to store keys and values that did not become dtypes, beside the dtypes: the figures of docs/tried.md.
 
 A real model in fp32 by transformers, teacher-forced; every key and value that a query reads went through the code of
 the row, its own token's included, unless a row says otherwise. The figure is the mean KL divergence of the next token
-to the model as it is, in nats, with its standard error over blocks of 128 positions. What a row knows about the model
+to the unquantized model, in nats, with its standard error over blocks of 128 positions. What a row knows of the model
 (means, scales, channels, centroids, widths) comes from other text, Python's help topics.
 
 In the names of rows, W64 says that a query reads the last 64 tokens, its own included, as fp16 (or rotated int8 or
-fp8), and "centred" that keys are stored less their mean (the first token: less its own) and scaled by channel.
+fp8), and "centred" that keys are stored minus their mean (the first token: minus its own) and scaled by channel.
 
 The rows of TriAttention need the package aither-kvcache, outside of the environment (it brings a vLLM plugin):
 
     pip install --no-deps --target DIR aither-kvcache==2.4.1 && PYTHONPATH=DIR python experiments/tried.py ...
 
-Results are kept in --output after each row, and a run goes on where one was left.
+Results are saved to --output after each row, and a later run continues from there.
 """
 
 from __future__ import annotations

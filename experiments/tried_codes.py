@@ -1,7 +1,7 @@
-"""Ways to store a vector that `tried.py` compares: today's dtypes, and what others and we have tried beside them.
+"""Ways to store a vector that `tried.py` compares: the dtypes, and alternatives of others and our own.
 
 A code turns K or V of one layer into what a reader gets back, fp32 [batch, tokens, KV heads, head_dim] in and out, and
-says how many bytes a vector takes. Nothing is packed: only what is lost counts here.
+gives the bytes of a vector. Nothing is packed: only the error matters here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def hadamard(size: int) -> Hadamard:
 
 @dataclass(frozen=True)
 class Raw:
-    """16 bits. fp16, rotated as a ring of recent tokens holds it."""
+    """16 bits. fp16, rotated as the recent window holds it."""
 
     def vector_bytes(self, head_dim: int) -> float:
         return FP16_BYTES * head_dim

@@ -1,5 +1,5 @@
-"""A model whose attention reads K and V back through codes, all by transformers in fp32, and what calibration text
-tells about its keys and values. `tried.py` says what is compared."""
+"""A model whose attention reads K and V back through codes, all by transformers in fp32, and statistics
+of its keys and values on calibration text. `tried.py` says what is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of several channels that are chosen together, for `tried.py`: by what errors cost, and on a trellis.
+"""Codes of several channels chosen together, for `tried.py`: by the cost of errors, and on a trellis.
 
 `python experiments/tried_rounding.py` prints what a trellis makes of Gaussian groups, beside the dtypes' code.
 """

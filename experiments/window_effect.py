@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the recent window brings beside layers of other kinds: figures of docs/attention.md, on a GPU or a CPU.
+"""Effect of the recent window beside layers of other kinds: figures of docs/attention.md, on a GPU or a CPU.
 
     python experiments/window_effect.py skipped    # a skipped layer: KL to bf16 pages, without the window and with it
     python experiments/window_effect.py states     # layers that keep a state (random models): the same

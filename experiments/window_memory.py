@@ -1,10 +1,10 @@
-"""What the recent window costs in KV tokens, by vLLM's own plan of its cache, at the sizes of real models.
+"""Cost of the recent window in KV tokens, by vLLM's own cache planner, at the sizes of real models.
 
     python experiments/window_memory.py [--dtypes NAME ...] [--window TOKENS]
 
-Without an engine: the specs of a model's layers are made here and given to vLLM's planner, which groups them and says
-how many bytes a block of its pool has. A request then takes blocks of the pages by its context, a block of every group
-of states, and its share of the blocks that rings lie in. Blocks are those of CUDA: pages of 16 tokens, larger beside
+No engine runs: the specs of a model's layers are made here and given to vLLM's planner, which groups them and computes
+the bytes of a block of its pool. A request takes blocks of pages for its context, one block of each group of states,
+and its share of the blocks that hold ring buffers. Blocks are those of CUDA: pages of 16 tokens, larger beside
 states (vLLM enlarges a page until it holds a state) or skipped layers.
 """
 
@@ -99,8 +99,8 @@ def specs(model: Model, fmt: Format, window: int) -> dict[str, KVCacheSpec]:
 def bytes_of_request(
     found: dict[str, KVCacheSpec], layout: KVCacheLayout, contexts: tuple[int, ...], *, counts_whole: bool = False
 ) -> list[float]:
-    """Bytes of the pool that a request takes at each context. `counts_whole`: a ring as whole blocks, as vLLM's own
-    count of KV tokens does."""
+    """Bytes of the pool that a request takes at each context. `counts_whole`: a ring buffer as whole blocks, as vLLM's
+    own count of KV tokens does."""
     planner: Any = kv_cache_utils
     if not hasattr(planner, "get_kv_cache_groups"):  # 0.33 and later
         planner = importlib.import_module("vllm.v1.core.kv_cache_planning")
