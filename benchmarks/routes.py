@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -38,16 +39,18 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     table = torch.randperm(blocks, device=device).to(torch.int32).view(requests, -1)
     tokens = requests * query_tokens
     starts = list(range(0, tokens + 1, query_tokens))
+    made: dict[tuple, Any] = {}
     metadata = SimpleNamespace(
-        query_starts=starts, num_actual_tokens=tokens, context=[context] * requests, block_table=table, plans={}
-    )
+        query_starts=starts, num_actual_tokens=tokens, context=[context] * requests, block_table=table,
+        once=lambda name, make: made[name] if name in made else made.setdefault(name, make()),
+    )  # fmt: skip
     query = torch.randn(tokens, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     output = torch.empty_like(query)
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     seq_lens = torch.full((requests,), context, dtype=torch.int32, device=device)
     decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens, requests)
-    plan = decode.plan_decodes(tokens, table, query_start, seq_lens, query_tokens)
+    step = decode.decode_step(tokens, table, query_start, seq_lens, query_tokens)
     flash_attention = find_flash_attention(HEAD_DIM, HEAD_DIM, query.dtype, None)
     prefill = FlashPrefill(codec, QUERY_HEADS, KV_HEADS, options, tokens, requests, flash_attention)
 
@@ -55,8 +58,8 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
         return 1e3 * triton.testing.do_bench(attend, warmup=20, rep=100, return_mode="median")
 
     def attend_by_decode_kernel() -> None:
-        decode.rotate(query, plan)
-        decode.attend(cache, plan, output)
+        decode.rotate(query, step)
+        decode.attend(cache, step, output)
 
     return (
         microseconds(attend_by_decode_kernel),

@@ -133,7 +133,7 @@ def alone(dtype: str, activations: str) -> dict[str, Any]:
 
             def profile() -> None:
                 for layer in attention_layers(llm):
-                    layer.impl._profile(layer.layer_name, query, key, key)
+                    layer.impl.attention.profile(query, key, key, 16, None)
 
             found["its profiling attention, ms"] = milliseconds(profile)
     return found

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention import metadata
-from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.attention.layer_attention import LayerAttention
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -102,7 +102,7 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
 @pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
-    layer = object.__new__(PackedAttentionImpl)
+    layer = object.__new__(LayerAttention)
     layer.group, layer.fused = 12, object()
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
-    assert layer._decodes_by_kernel(batch, torch.bfloat16) == decodes
+    assert layer.fused_decodes(batch, torch.bfloat16) == decodes

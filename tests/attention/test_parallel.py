@@ -10,8 +10,8 @@ import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl
 from packed_kv.attention import context_parallel as ranks
-from packed_kv.attention.context_shard import Share
-from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.attention.context_shard import ContextShard
+from packed_kv.attention.plain import PlainAttention
 from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
@@ -66,13 +66,16 @@ def test_pipeline_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]
     assert not torch.equal(logprobs, alone[0]), "no window"
 
 
-@pytest.mark.parametrize("share", [Share(), Share(2, 0, 1), Share(2, 1, 1), Share(3, 1, 4), Share(4, 3, 16)])
-def test_a_share_is_what_vllm_places_on_a_rank(share: Share) -> None:
+@pytest.mark.parametrize(
+    "shard",
+    [ContextShard(), ContextShard(2, 0, 1), ContextShard(2, 1, 1), ContextShard(3, 1, 4), ContextShard(4, 3, 16)],
+)
+def test_a_shard_is_what_vllm_places_on_a_rank(shard: ContextShard) -> None:
     for tokens in range(150):
-        of_vllm = get_dcp_local_seq_lens(torch.tensor([tokens]), share.ranks, share.rank, share.run)
-        assert share.count(tokens) == int(of_vllm) == int(share.count(torch.tensor([tokens])))
-        places = share.place(torch.arange(share.count(tokens))).tolist()
-        assert places == [i for i in range(tokens) if i // share.run % share.ranks == share.rank]
+        of_vllm = get_dcp_local_seq_lens(torch.tensor([tokens]), shard.ranks, shard.rank, shard.run)
+        assert shard.count(tokens) == int(of_vllm) == int(shard.count(torch.tensor([tokens])))
+        positions = shard.position(torch.arange(shard.count(tokens))).tolist()
+        assert positions == [i for i in range(tokens) if i // shard.run % shard.ranks == shard.rank]
 
 
 def config(**changes: Any) -> Any:
@@ -108,16 +111,16 @@ def test_what_cannot_be_dealt_out(changes: dict[str, Any], words: str, monkeypat
     ("layer", "words"), [((64, False, False), "window"), ((None, True, False), "sinks"), ((None, False, True), "cache")]
 )
 def test_layers_that_cannot_be_dealt_out(layer: tuple[int | None, bool, bool], words: str) -> None:
-    ranks.refuse_layer(Share(), "tq4", *layer)
-    ranks.refuse_layer(Share(2), "tq4", None, False, False)
+    ranks.refuse_layer(ContextShard(), "tq4", *layer)
+    ranks.refuse_layer(ContextShard(2), "tq4", None, False, False)
     with pytest.raises(ValueError, match=words):
-        ranks.refuse_layer(Share(2), "tq4", *layer)
+        ranks.refuse_layer(ContextShard(2), "tq4", *layer)
 
 
 def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data-parallel rank without requests takes such steps with the others. The profiling run takes one, too."""
     profiled: list[object] = []
-    monkeypatch.setattr(PackedAttentionImpl, "_profile", lambda *arguments: profiled.append(arguments))
+    monkeypatch.setattr(PlainAttention, "profile", lambda *arguments: profiled.append(arguments))
     with engine(model, "turboquant25", skip_tokenizer_init=True, max_model_len=256) as llm:
         executor = llm.llm_engine.model_executor
         runner = executor.driver_worker.worker.model_runner

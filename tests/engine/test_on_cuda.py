@@ -221,9 +221,9 @@ def test_many_query_heads_decode_in_graphs(heads: int, tmp_path: Path) -> None:
 
 
 def implementations(llm: LLM) -> Iterator:
-    """The attention implementation of each layer."""
+    """The attention of each layer."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return (layer.impl for layer in layers if hasattr(layer, "impl"))
+    return (layer.impl.attention for layer in layers if hasattr(layer, "impl"))
 
 
 @pytest.mark.parametrize("drafts", [3, 12], ids="{}_drafts".format)

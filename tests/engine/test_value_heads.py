@@ -138,9 +138,13 @@ def test_a_layer_whose_implementation_is_not_told_is_refused() -> None:
     """As on a vLLM without the patch, if a model left the choice of a backend to vLLM."""
     registration.register_formats()
     handler = registration.cache_config.get_kv_cache_dtype_handler("tq4")
-    layer = SimpleNamespace(head_size_v=VALUE_SIZE, impl=SimpleNamespace(head_size_v=VALUE_SIZE))
+    built: list[str] = []
+    layer = SimpleNamespace(
+        head_size_v=VALUE_SIZE, impl=SimpleNamespace(head_size_v=VALUE_SIZE, build=lambda name: built.append(name))
+    )
     layer.get_attn_backend = lambda: backend_of("tq4")
     handler.check_layer("layers.0.attn", layer)
+    assert built == ["layers.0.attn"]
     layer.impl.head_size_v = HEAD_SIZE
     with pytest.raises(ValueError, match=r"cannot serve layer layers\.0\.attn .* tells no backend of V's head size"):
         handler.check_layer("layers.0.attn", layer)

@@ -12,9 +12,9 @@ import torch
 from packed_kv.attention import context_parallel as ranks
 from packed_kv.attention import decode as fused
 from packed_kv.attention.active_blocks import AttentionOptions
-from packed_kv.attention.context_shard import WHOLE, Share
-from packed_kv.attention.impl import PackedAttentionImpl
+from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.attention.metadata import PackedMetadata
+from packed_kv.attention.plain import PlainAttention
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
@@ -107,39 +107,34 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
 
 
-def layer(codec: PagedCodec, share: Share, group: Group | None, options: AttentionOptions) -> PackedAttentionImpl:
-    impl = object.__new__(PackedAttentionImpl)
+def layer(
+    codec: PagedCodec, shard: ContextShard, group: Group | None, options: AttentionOptions, *, in_pytorch: bool
+) -> PlainAttention | ranks.ContextParallelAttention:
     shape = (codec, HEADS, 1, options)
-    impl.__dict__ |= {
-        "num_heads": HEADS // share.ranks, "num_kv_heads": 1, "head_size": HEAD_DIM,
-        "head_size_v": codec.value.head_dim,
-        "group": HEADS, "share": share,
-        "codec": codec, "options": options, "device": torch.device("cpu"), "layers": {}, "calibration": None,
-        "kv_cache_dtype": "turboquant35", "kv_sharing_target_layer_name": None, "ranks": None,
-        "fused": fused.FusedDecode(*shape, 1, 8, share=share),
-        "prefill": FlashPrefill(*shape, 64, 8, FlashAttention(flash_attention, HEAD_DIM), share),
-    }  # fmt: skip
-    if group is not None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "get_dcp_group", lambda: group)
-            impl.ranks = ranks.Ranks(share)
-    return impl
+    flash = FlashAttention(flash_attention, HEAD_DIM)
+    prefill = None if in_pytorch else FlashPrefill(*shape, 64, 8, flash, shard)
+    routes = fused.FusedDecode(*shape, 1, 8, shard=shard), prefill
+    if group is None:
+        return PlainAttention(*shape, *routes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "get_dcp_group", lambda: group)
+        return ranks.ContextParallelAttention(codec, HEADS // shard.ranks, 1, options, *routes, shard)
 
 
-def batch(share: Share, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata, list[torch.Tensor]]:
+def batch(shard: ContextShard, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata, list[torch.Tensor]]:
     """Metadata of requests with (tokens, new tokens), and where vLLM would put all tokens of each."""
     starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0)
     seq_lens = torch.tensor([tokens for tokens, _ in lengths], dtype=torch.int32, device=DEVICE)
-    wide = -(-max(tokens for tokens, _ in lengths) // (BLOCK * share.ranks))
+    wide = -(-max(tokens for tokens, _ in lengths) // (BLOCK * shard.ranks))
     order = torch.randperm(len(lengths) * wide, generator=torch.Generator().manual_seed(0))
     table = order.view(len(lengths), wide).to(torch.int32)
     slots = []
     for request, (tokens, _) in enumerate(lengths):
         places = torch.arange(tokens)
-        within = places % (BLOCK * share.ranks)
-        inside = within // (share.ranks * share.run) * share.run + within % share.run
-        slot = table[request, places // (BLOCK * share.ranks)].long() * BLOCK + inside
-        slots.append(torch.where(within // share.run % share.ranks == share.rank, slot, -1).to(DEVICE))
+        within = places % (BLOCK * shard.ranks)
+        inside = within // (shard.ranks * shard.run) * shard.run + within % shard.run
+        slot = table[request, places // (BLOCK * shard.ranks)].long() * BLOCK + inside
+        slots.append(torch.where(within // shard.run % shard.ranks == shard.rank, slot, -1).to(DEVICE))
     new_slots = torch.cat([slot[-new:] for slot, (_, new) in zip(slots, lengths, strict=True)])
     positions = torch.cat([torch.arange(tokens - new, tokens) for tokens, new in lengths]).to(DEVICE)
     decodes = next((i for i, (_, new) in enumerate(lengths) if new > 1), len(lengths))
@@ -147,8 +142,8 @@ def batch(share: Share, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata,
         num_actual_tokens=int(starts[-1]), block_table=table.to(DEVICE), slot_mapping=new_slots, positions=positions,
         query_start_loc=starts.to(DEVICE, torch.int32), seq_lens=seq_lens, query_starts=starts.tolist(),
         context=seq_lens.tolist(), decodes=decodes, decode_tokens=int(starts[decodes]), decode_query_len=1,
-        stored_lens=share.count(seq_lens), share=share,
-        sums=torch.full((int(starts[-1]) * HEADS,), float("nan"), device=DEVICE),
+        stored_lens=shard.count(seq_lens), shard=shard,
+        lse=torch.full((int(starts[-1]) * HEADS,), float("nan"), device=DEVICE),
     )  # fmt: skip
     return metadata, slots
 
@@ -183,28 +178,25 @@ def test_two_ranks_are_as_one(
     value = value[..., :value_dim]
     query = torch.randn(len(key), HEADS, HEAD_DIM, generator=generator).to(DEVICE).half()
 
-    def forward(share: Share, group: Group | None) -> torch.Tensor:
-        metadata, slots = batch(share, lengths)
-        impl = layer(codec, share, group, attention)
-        if options.get("in_pytorch"):
-            impl.prefill = None
+    def forward(shard: ContextShard, group: Group | None) -> torch.Tensor:
+        metadata, slots = batch(shard, lengths)
+        served = layer(codec, shard, group, attention, in_pytorch=options.get("in_pytorch", False))
         shape = (metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes)
         cache = torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)
         for (tokens, count), (k, v), slot in zip(lengths, vectors, slots, strict=True):
             old = slice(0, tokens - count)
             codec.write(cache, slot[old], k[old], v[old][..., :value_dim], torch.arange(tokens, device=DEVICE)[old])
-        heads = slice(share.rank * impl.num_heads, (share.rank + 1) * impl.num_heads)
+        heads = slice(shard.rank * served.query_heads, (shard.rank + 1) * served.query_heads)
         output = torch.full_like(query[:, heads, :value_dim], float("nan"))
-        return impl.forward(
-            SimpleNamespace(layer_name="x"), query[:, heads], key, value, cache, metadata, output
-        )  # fmt: skip
+        served.forward(query[:, heads], key, value, cache, metadata, output)
+        return output
 
     together = Together()
     of_ranks = together.run(
         lambda rank: forward(
-            Share(RANKS, rank, options.get("run", 1)), Group(together, rank, options.get("has_nccl", True))
+            ContextShard(RANKS, rank, options.get("run", 1)), Group(together, rank, options.get("has_nccl", True))
         )
     )
-    expected = forward(WHOLE, None)
+    expected = forward(UNSHARDED, None)
     assert not expected.isnan().any()
     assert relative_rms(torch.cat(of_ranks, 1).double(), expected.double()) < 2e-3

@@ -14,7 +14,7 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..layout import MICRO_BLOCK
-from .context_shard import WHOLE, Share
+from .context_shard import UNSHARDED, ContextShard
 
 if TYPE_CHECKING:
     from ..window.metadata import RecentTokens
@@ -48,25 +48,25 @@ def attend(
     query: torch.Tensor,
     options: AttentionOptions,
     recent: RecentTokens | None = None,
-    share: Share = WHOLE,
+    shard: ContextShard = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of one request's newest tokens over those of its cached tokens, the newest included, that are in
-    this rank's share.
+    this rank's shard.
 
     Args:
         codec: of this layer.
         cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-        block_table: int [at least ceil(share.count(seq_len) / block_size)], the request's blocks.
+        block_table: int [at least ceil(shard.count(seq_len) / block_size)], the request's blocks.
         seq_len: tokens of the request, on whatever rank.
         query: float [tokens, query heads, head_dim], at positions seq_len - tokens .. seq_len - 1.
         options: see `AttentionOptions`.
         recent: read instead of the pages by the queries near enough; None: nothing is.
-        share: what is in this rank's pages.
+        shard: what is in this rank's pages.
 
     Returns:
-        float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the share; the logarithms of the
-        sums of weights, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the
-        scores of centred keys lack.
+        float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the shard; the lse of the
+        scores, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the scores of
+        centred keys lack.
     """
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
@@ -79,7 +79,7 @@ def attend(
     state = _OnlineSoftmax(rows)
     positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
     window = options.sliding_window or seq_len
-    stored, first_visible = share.count(seq_len), share.count(max(0, seq_len - tokens - window + 1))
+    stored, first_visible = shard.count(seq_len), shard.count(max(0, seq_len - tokens - window + 1))
     rows_at_once = max(1, MAX_SCORES // (query_heads * KV_TILE))
 
     for tile in range(first_visible // KV_TILE * KV_TILE, stored, KV_TILE):
@@ -87,17 +87,17 @@ def attend(
         token_ids = torch.arange(start, end, MICRO_BLOCK, device=query.device)
         micro_blocks = (block_table[token_ids // block_size] * block_size + token_ids % block_size) // MICRO_BLOCK
         key, value = (x[:, : end - start] for x in codec.read(cache, micro_blocks))
-        kv_positions = share.place(torch.arange(start, end, device=query.device))
+        kv_positions = shard.position(torch.arange(start, end, device=query.device))
         # The rows that see this tile: not before its start, not a window past its end.
-        first = max(0, share.place(start) - (seq_len - tokens))
-        last = min(tokens, share.place(end - 1) + window - (seq_len - tokens))
+        first = max(0, shard.position(start) - (seq_len - tokens))
+        last = min(tokens, shard.position(end - 1) + window - (seq_len - tokens))
         for row in range(first, last, rows_at_once):
             part = slice(row, min(row + rows_at_once, last))
             distance = positions[part, None] - kv_positions
             hidden = (distance < 0) | (distance >= window)
             if recent is not None:
                 hidden |= (distance < recent.window) & (kv_positions >= recent.first)
-            has_first = start == 0 and share.has_first
+            has_first = start == 0 and shard.has_first
             state.update(part, _scores(rows[:, part], key, hidden, options, bias, part, has_first), value)
     if recent is not None and recent.key.shape[1]:
         key, value = recent.key.to(rows.dtype), recent.value.to(rows.dtype)
@@ -111,7 +111,7 @@ def attend(
         sinks = options.sinks.to(rows.dtype).view(kv_heads, 1, group)
         state.add_sinks(sinks if bias is None or options.logits_soft_cap else sinks - bias[..., 0])
     output = codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, -1)
-    return output, state.sums().permute(1, 0, 2).reshape(tokens, query_heads)
+    return output, state.lse().permute(1, 0, 2).reshape(tokens, query_heads)
 
 
 def _scores(
@@ -165,5 +165,5 @@ class _OnlineSoftmax:
     def result(self) -> torch.Tensor:
         return self.output / self.total.masked_fill(self.total == 0, 1).unsqueeze(-1)
 
-    def sums(self) -> torch.Tensor:
+    def lse(self) -> torch.Tensor:
         return self.maximum + self.total.log()

@@ -1,7 +1,7 @@
-"""Decode context parallelism: the ranks that replicate a KV head share its tokens (`--decode-context-parallel-size`).
+"""Decode context parallelism: the ranks that replicate a KV head split its tokens (`--decode-context-parallel-size`).
 
-Each attends for the query heads of all of them over the tokens that it has, and gets its own heads' results of the
-others, weighed by their log-sum-exps, as vLLM's FlashAttention backend does.
+Each rank attends for the query heads of all of them over its own tokens, and gets its heads' results from the others,
+weighted by their log-sum-exp (lse), as in vLLM's FlashAttention backend.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.platforms import current_platform
 
-from .context_shard import WHOLE, Share
+from ..codecs.pages import PagedCodec
+from .active_blocks import AttentionOptions
+from .context_shard import ContextShard
+from .layer_attention import LayerAttention
+from .metadata import PackedMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from ..kernels.triton.launch import Launch
-
-
-def share_of(config: VllmConfig) -> Share:
-    """That of this process."""
-    parallel = config.parallel_config
-    if parallel.decode_context_parallel_size == 1:
-        return WHOLE
-    group = get_dcp_group()
-    return Share(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
+    from .decode import FusedDecode
+    from .prefill import FlashPrefill
 
 
 def refuse(config: VllmConfig, kv_cache_dtype: str) -> None:
@@ -57,23 +54,23 @@ def _reason(config: VllmConfig) -> str | None:
 
 
 def refuse_layer(
-    share: Share, kv_cache_dtype: str, sliding_window: int | None, has_sinks: bool, shares_cache: bool
+    shard: ContextShard, kv_cache_dtype: str, sliding_window: int | None, has_sinks: bool, shares_cache: bool
 ) -> None:
     """Raise ValueError for a layer whose tokens cannot be dealt out to ranks."""
     kinds = {"a sliding window": sliding_window, "attention sinks": has_sinks, "another layer's KV cache": shares_cache}
     found = [kind for kind, has in kinds.items() if has]
-    if share.ranks > 1 and found:
+    if shard.ranks > 1 and found:
         raise ValueError(
-            f"--kv-cache-dtype {kv_cache_dtype} cannot serve --decode-context-parallel-size {share.ranks} with layers "
+            f"--kv-cache-dtype {kv_cache_dtype} cannot serve --decode-context-parallel-size {shard.ranks} with layers "
             f"that have {', '.join(found)}; use --decode-context-parallel-size 1"
         )
 
 
 class Ranks:
-    """The ranks that share a layer's tokens."""
+    """The ranks that split a layer's tokens."""
 
-    def __init__(self, share: Share) -> None:
-        self.share, self.group = share, get_dcp_group()
+    def __init__(self, shard: ContextShard) -> None:
+        self.shard, self.group = shard, get_dcp_group()
         self.launch: Launch | None = None
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
@@ -87,41 +84,105 @@ class Ranks:
         output = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         self.combine(output, output[..., 0].contiguous())
 
-    def combine(self, output: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over all ranks' tokens from that over this one's.
 
         Args:
             output: fp32 [tokens, query heads of all ranks, value_dim], contiguous; overwritten. In fp32, so that the
                 result is rounded once, like the output of one rank.
-            sums: fp32 [tokens, query heads of all ranks], contiguous: natural logarithms of the sums of weights, -inf
-                or below -1e29 where this rank has no token for a row.
+            lse: fp32 [tokens, query heads of all ranks], contiguous: natural log-sum-exp of the scores, -inf or below
+                -1e29 where this rank has no token for a row.
 
         Returns:
-            Of this rank's query heads, fp32 [tokens, query heads, value_dim] and [tokens, query heads].
+            Of this rank's query heads, fp32 [tokens, query heads, value_dim] and lse [tokens, query heads].
         """
-        of_ranks = self.group.all_gather(sums, dim=0).view(self.share.ranks, *sums.shape)
-        all_sums = self._weigh(output, of_ranks)
-        heads = output.shape[1] // self.share.ranks
-        own = slice(self.share.rank * heads, (self.share.rank + 1) * heads)
-        return self._reduce_scatter(output), all_sums[:, own]
+        rank_lse = self.group.all_gather(lse, dim=0).view(self.shard.ranks, *lse.shape)
+        total_lse = self._weigh(output, rank_lse)
+        heads = output.shape[1] // self.shard.ranks
+        own = slice(self.shard.rank * heads, (self.shard.rank + 1) * heads)
+        return self._reduce_scatter(output), total_lse[:, own]
 
     def _reduce_scatter(self, output: torch.Tensor) -> torch.Tensor:
-        """Of the ranks' sum, this one's query heads."""
+        """This rank's query heads of the sum over the ranks."""
         communicator = self.group.device_communicator
         if getattr(getattr(communicator, "pynccl_comm", None), "disabled", False):
-            # Where vLLM finds no NCCL library of its own, its `reduce_scatter` returns memory that nobody wrote (its
-            # `all_gather` looks): so that of its base class, by PyTorch.
+            # Without an NCCL library of its own, vLLM's `reduce_scatter` returns uninitialized memory (its `all_gather`
+            # checks): use that of its base class, by PyTorch.
             return DeviceCommunicatorBase.reduce_scatter(communicator, output, dim=1)
         return self.group.reduce_scatter(output, dim=1)
 
-    def _weigh(self, output: torch.Tensor, of_ranks: torch.Tensor) -> torch.Tensor:
+    def _weigh(self, output: torch.Tensor, rank_lse: torch.Tensor) -> torch.Tensor:
+        """Multiply `output` by this rank's weight in each row; returns the lse over all ranks' tokens."""
         if output.device.type == "cpu":
-            all_sums = of_ranks.logsumexp(0)
-            weights = (of_ranks[self.share.rank] - all_sums).exp().nan_to_num(0.0)
+            total_lse = rank_lse.logsumexp(0)
+            weights = (rank_lse[self.shard.rank] - total_lse).exp().nan_to_num(0.0)
             output.mul_(weights.unsqueeze(-1))
-            return all_sums
+            return total_lse
         from ..kernels.triton.combine import bind_weigh_share, weigh_share
 
         if self.launch is None:
-            self.launch = bind_weigh_share(output, self.share.ranks, self.share.rank)
-        return weigh_share(output, of_ranks, self.share.rank, self.launch)
+            self.launch = bind_weigh_share(output, self.shard.ranks, self.shard.rank)
+        return weigh_share(output, rank_lse, self.shard.rank, self.launch)
+
+
+class ContextParallelAttention(LayerAttention):
+    """Attention of a layer whose tokens several ranks split. See `LayerAttention`."""
+
+    def __init__(
+        self,
+        codec: PagedCodec,
+        query_heads: int,
+        kv_heads: int,
+        options: AttentionOptions,
+        fused: FusedDecode | None,
+        prefill: FlashPrefill | None,
+        shard: ContextShard,
+    ) -> None:
+        super().__init__(codec, query_heads, kv_heads, options, fused, prefill, shard)
+        self.ranks = Ranks(shard)
+
+    def reserve(self, query: torch.Tensor) -> None:
+        super().reserve(query)
+        self.ranks.reserve(query, self.codec.value.head_dim)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Store a batch and attend. See `PackedAttentionImpl.forward`.
+
+        First all ranks serve the rows that read pages, then each adds what a prefill reads raw. What decides whether
+        they communicate is the same on all.
+        """
+        tokens, decodes = metadata.num_actual_tokens, self.fused_decodes(metadata, query.dtype)
+        decode_rows = tokens if decodes == len(metadata.context) else metadata.query_starts[decodes]
+        has_prefixes = self.prefill is None or not metadata.has_new_prompts(decodes)
+        page_rows = tokens if has_prefixes else decode_rows
+        if not page_rows:
+            assert self.prefill is not None
+            self.store(query, key, value, kv_cache, metadata, None, 0, None)
+            self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
+            return
+        queries = self.ranks.gather(query[:page_rows])
+        over_shard = queries.new_empty((*queries.shape[:2], self.codec.value.head_dim), dtype=torch.float32)
+        assert metadata.lse is not None
+        lse = metadata.lse[: page_rows * queries.shape[1]].view(page_rows, -1)
+        decode_step = self.decode_step(metadata, None, lse[:decode_rows]) if decodes else None
+        self.store(queries, key, value, kv_cache, metadata, None, decodes, decode_step)
+        if decode_step is not None:
+            assert self.fused is not None
+            self.fused.attend(kv_cache, decode_step, over_shard)
+        if self.prefill is None:
+            self.attend_in_pytorch(queries, key, value, kv_cache, metadata, None, decodes, over_shard, lse)
+        elif page_rows > decode_rows:
+            self.prefill.attend_shard(queries, kv_cache, metadata, decodes, over_shard, lse)
+        over_ranks = self.ranks.combine(over_shard, lse)
+        done = decode_rows if self.prefill is not None else tokens
+        output[:done] = over_ranks[0][:done]
+        if done == tokens:
+            return
+        assert self.prefill is not None
+        if has_prefixes:
+            self.prefill.attend_rest(query, key, value, kv_cache, metadata, decodes, output, over_ranks)
+        else:
+            self.prefill.attend(query, key, value, kv_cache, metadata, decodes, output)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Index = TypeVar("Index", int, torch.Tensor)
 
 
-class Share(NamedTuple):
-    """Of every `ranks` * `run` tokens of a request, those of one rank: `run` in a row, from `rank` * `run` on (vLLM's
+class ContextShard(NamedTuple):
+    """One rank's tokens: `run` in a row of every `ranks` * `run` of a request, from `rank` * `run` on (`run` is vLLM's
     `cp_kv_cache_interleave_size`). They lie in the rank's pages one behind the other."""
 
     ranks: int = 1
@@ -29,10 +32,21 @@ class Share(NamedTuple):
         rest = rest.clamp(0, self.run) if isinstance(rest, torch.Tensor) else max(0, min(rest, self.run))
         return rounds * self.run + rest
 
-    def place(self, index: Index) -> Index:
-        """The place in the request of the share's token `index`."""
+    def position(self, index: Index) -> Index:
+        """The position in the request of the shard's token `index`."""
         return index // self.run * (self.run * self.ranks) + self.rank * self.run + index % self.run
 
 
-WHOLE = Share()
-"""Of the only rank."""
+UNSHARDED = ContextShard()
+"""All tokens, on the only rank."""
+
+
+def shard_of(config: VllmConfig) -> ContextShard:
+    """That of this process."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size == 1:
+        return UNSHARDED
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    group = get_dcp_group()
+    return ContextShard(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)

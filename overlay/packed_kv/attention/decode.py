@@ -3,7 +3,7 @@
 The decode kernel has two implementations: `kernels/cuda` where it serves a layer, else the portable one,
 `kernels/triton/decode.py`.
 No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
-its first layer (`plan_decodes`, `plan_store`); a layer then only launches.
+its first layer (`decode_step`, `store_step`); the others only launch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..kernels.triton.rotate import (
 )
 from ..kernels.triton.store import bind_store, store_arguments, store_grid
 from .active_blocks import AttentionOptions
-from .context_shard import WHOLE, Share
+from .context_shard import UNSHARDED, ContextShard
 from .routes import longest_fused
 
 logger = init_logger("vllm.packed_kv")
@@ -49,7 +49,7 @@ Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class CudaPlan:
+class CudaDecodeStep:
     """Of the CUDA kernel's launch; `tensors` are those whose addresses the arguments are."""
 
     grid: cuda.Grid
@@ -60,19 +60,19 @@ class CudaPlan:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodeStep:
     """Grids and arguments of a step's launches, query rows a KV head, and the splits' tile of the merge, if one
     follows."""
 
     rotate: tuple[Grid, Arguments]
-    decode: tuple[Grid, Arguments] | CudaPlan
+    decode: tuple[Grid, Arguments] | CudaDecodeStep
     merge: tuple[Grid, Arguments] | None
     rows: int
     tile: tuple[int, int]
 
 
 @dataclass(frozen=True)
-class StorePlan:
+class StoreStep:
     """Grid and arguments of a step's launch, and whether it rotates queries."""
 
     grid: Grid
@@ -85,12 +85,12 @@ class FusedDecode:
 
     Args:
         codec: of the layer, on a CUDA device.
-        query_heads, kv_heads: of this rank; of all ranks that share the tokens, where there are several.
+        query_heads, kv_heads: of this rank; of all ranks that split the tokens, where there are several.
         options: see `AttentionOptions`.
         longest_decode: query tokens of a request, drafts included.
         max_requests: of a step.
         kernel: "triton", or "auto": the CUDA kernel where it serves.
-        share: what is in this rank's pages. Where there are several ranks, plans have sums to fill.
+        shard: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class FusedDecode:
         longest_decode: int,
         max_requests: int,
         kernel: str = "auto",
-        share: Share = WHOLE,
+        shard: ContextShard = UNSHARDED,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.longest_decode, self.max_requests = longest_decode, max_requests
         self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
-        if self.bias_rows is not None and not share.has_first:
+        if self.bias_rows is not None and not shard.has_first:
             self.bias_rows = self.bias_rows * self.bias_rows.new_tensor([[1.0], [0.0]])  # of token 0, which others have
-        self.has_sums = share.ranks > 1
+        self.has_lse = shard.ranks > 1
         self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
         self.rotation = QueryRotation(rotation_matrix(codec.key, kv_heads), options.scale, self.bias_rows)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
@@ -143,54 +143,54 @@ class FusedDecode:
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
             self.schedulers = cuda.make_schedulers(max_requests, *card, device)
 
-    def plan_store(
+    def store_step(
         self,
         slots: torch.Tensor,
         positions: torch.Tensor,
         ring_slots: torch.Tensor | None = None,
-        decodes: DecodePlan | None = None,
-    ) -> StorePlan | None:
+        decodes: DecodeStep | None = None,
+    ) -> StoreStep | None:
         """For a step's tokens: see `store_tokens`. `ring_slots`: of the first of them; `decodes`: whose queries to
         rotate. None: no tokens."""
         if not len(slots):
             return None
         rotate, rows = (None, 0) if decodes is None else (decodes.rotate[1], decodes.rows)
         grid = store_grid(self.codec, len(slots), self.kv_heads, rows)
-        return StorePlan(grid, store_arguments(self.codec, slots, positions, ring_slots, rotate), rotate is not None)
+        return StoreStep(grid, store_arguments(self.codec, slots, positions, ring_slots, rotate), rotate is not None)
 
     def store(
         self,
         cache: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: StorePlan | None,
+        step: StoreStep | None,
         ring: torch.Tensor | None = None,
         query: torch.Tensor | None = None,
         *,
         only_ring: bool = False,
     ) -> None:
-        """Write new tokens, into the ring too if the plan has `ring_slots`; see `store_tokens`. `query` is looked at
-        where the plan is one with decodes."""
-        if plan is None:
+        """Write new tokens, into the ring too if the step has `ring_slots`; see `store_tokens`. `query` is looked at
+        where the step has decodes."""
+        if step is None:
             return
-        queries = None if query is None or not plan.rotates else (query, self.rotation)
+        queries = None if query is None or not step.rotates else (query, self.rotation)
         read = key if queries is None else queries[0]
         ring_address = None if ring is None else ring.data_ptr()
         held_for = (cache.data_ptr(), key.stride(), value.stride(), read.stride(), key.dtype, ring_address)
         launch = self.bound.get(
-            ("store", ring is None, plan.rotates, only_ring),
+            ("store", ring is None, step.rotates, only_ring),
             held_for,
             lambda: bind_store(self.codec, cache, key, value, ring, queries, only_ring=only_ring),
         )
-        launch(plan.grid, (key, value, read), plan.arguments)
+        launch(step.grid, (key, value, read), step.arguments)
 
-    def rotate(self, query: torch.Tensor, plan: DecodePlan) -> None:
+    def rotate(self, query: torch.Tensor, step: DecodeStep) -> None:
         """Rotate a step's queries in a layer that stores no tokens."""
         held_for = (query.stride(), query.dtype)
         launch = self.bound.get("rotate", held_for, lambda: bind_rotate_query(query, self.kv_heads, self.rotation))
-        launch(plan.rotate[0], (query,), plan.rotate[1])
+        launch(step.rotate[0], (query,), step.rotate[1])
 
-    def plan_decodes(
+    def decode_step(
         self,
         tokens: int,
         block_table: torch.Tensor,
@@ -198,8 +198,8 @@ class FusedDecode:
         seq_lens: torch.Tensor,
         max_query_len: int,
         ring: Ring | None = None,
-        sums: torch.Tensor | None = None,
-    ) -> DecodePlan:
+        lse: torch.Tensor | None = None,
+    ) -> DecodeStep:
         """For the decodes of a step, and layers of the same heads.
 
         Args:
@@ -209,9 +209,9 @@ class FusedDecode:
             seq_lens: int32 [requests], tokens in this rank's pages.
             max_query_len: known on the host.
             ring: of these requests, of any of these layers; None: there is none.
-            sums: with several ranks, fp32 [tokens, query heads], contiguous: see `merge`; else None.
+            lse: with several ranks, fp32 [tokens, query heads], contiguous, filled; else None.
         """
-        assert self.has_sums == (sums is not None)
+        assert self.has_lse == (lse is not None)
         shape = self.shape
         requests, schedule = len(seq_lens), None
         if self.of_cuda is None:
@@ -225,48 +225,48 @@ class FusedDecode:
             rotated, partial, stats, *bias = self.reserve(tokens, (tokens, self.query_heads, grid.blocks))
         query_bias = bias[0] if bias else None
         batch = (rotated, block_table, query_start, seq_lens, partial, stats, query_bias, ring)
-        decode: tuple[Grid, Arguments] | CudaPlan
+        decode: tuple[Grid, Arguments] | CudaDecodeStep
         if self.of_cuda is not None:
-            tensors = (*batch, sums, schedule)
-            decode = CudaPlan(grid, max_query_len, requests, cuda.step_arguments(*tensors), tensors)
+            tensors = (*batch, lse, schedule)
+            decode = CudaDecodeStep(grid, max_query_len, requests, cuda.step_arguments(*tensors), tensors)
         else:
             decode = decode_grid(shape, grid.blocks, requests, max_query_len), decode_arguments(*batch)
         tile, merge = (0, 0), None
         if not grid.is_final:
             tile = merge_tile(grid.blocks)
-            arguments = merge_arguments(partial, stats, shape.group, query_bias, sums)
+            arguments = merge_arguments(partial, stats, shape.group, query_bias, lse)
             merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
         rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)
-        return DecodePlan(rotate, decode, merge, tokens * shape.group, tile)
+        return DecodeStep(rotate, decode, merge, tokens * shape.group, tile)
 
-    def attend(self, cache: torch.Tensor, plan: DecodePlan, output: torch.Tensor, ring: Ring | None = None) -> None:
+    def attend(self, cache: torch.Tensor, step: DecodeStep, output: torch.Tensor, ring: Ring | None = None) -> None:
         """Attention of requests with few query tokens, over all of their cached tokens. `store` or `rotate` has rotated
         their queries.
 
         Args:
             cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-            plan: of these tokens.
-            output: fp16 or bf16 [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
+            step: of these tokens.
+            output: fp16, bf16 or fp32 [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
         """
         sinks = self.options.sinks
-        places = (cache, sinks, None if ring is None else ring.cache)
-        addresses = [None if x is None else x.data_ptr() for x in places]
+        tensors = (cache, sinks, None if ring is None else ring.cache)
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
         held_for = (addresses, output.stride(), output.dtype)
         decode, merges = self.bound.get("decode", held_for, lambda: self._bind(cache, ring, output))
-        if isinstance(plan.decode, CudaPlan):
-            step = plan.decode
-            decode(step.grid, step.max_query_len, step.requests, step.arguments, output)
+        if isinstance(step.decode, CudaDecodeStep):
+            launch = step.decode
+            decode(launch.grid, launch.max_query_len, launch.requests, launch.arguments, output)
         else:
-            decode(plan.decode[0], (), plan.decode[1])
-        if plan.merge is None:
+            decode(step.decode[0], (), step.decode[1])
+        if step.merge is None:
             return
-        merge = merges.get(plan.tile)
+        merge = merges.get(step.tile)
         if merge is None:
-            apart, flags = self._heads_apart(output), {"has_bias": self.merges_bias, "has_sums": self.has_sums}
-            merge = bind_merge(apart, self.from_rotated, plan.tile, sinks, **flags)
-            merges[plan.tile] = merge
-        merge(plan.merge[0], (output,), plan.merge[1])
+            apart, flags = self._heads_apart(output), {"has_bias": self.merges_bias, "has_sums": self.has_lse}
+            merge = bind_merge(apart, self.from_rotated, step.tile, sinks, **flags)
+            merges[step.tile] = merge
+        merge(step.merge[0], (output,), step.merge[1])
 
     def _bind(
         self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor
@@ -275,7 +275,7 @@ class FusedDecode:
         if self.of_cuda is None:
             return bind_decode(self.codec.layout, self.shape, cache, ring), {}
         apart = self._heads_apart(output)
-        flags = self.shape.has_bias, self.has_sums
+        flags = self.shape.has_bias, self.has_lse
         decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, *flags)
         decode.compile_variants(self.longest_decode)
         return decode, {}
@@ -293,7 +293,7 @@ class FusedDecode:
             self.reserve(self.max_requests * query_len, (len(scheduler.items), self.kv_heads, cuda.COLUMNS))
 
     def reserve(self, tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Workspace for rotated queries, partial outputs of that shape, their maxima and sums; for queries' biases if
+        """Workspace for rotated queries, partial outputs of that shape, their softmax state; for queries' biases if
         there are."""
         head_dim = self.shape.head_dim
         bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -21,11 +22,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from .context_parallel import share_of
-from .context_shard import WHOLE, Share
+from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import MAX_COLUMNS, fused_serves
 
 logger = init_logger("vllm.packed_kv")
+
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -33,14 +35,14 @@ class PackedMetadata(AttentionMetadata):
     """What `PackedAttentionImpl` needs to know of a batch.
 
     On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `positions` int64 [tokens],
-    each token's place in its request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
+    positions in the request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
     the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
     batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
-    `plans` keeps what the first layer of a kind worked out for the others.
-    `share` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
-    many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `sums`, fp32, is memory for a number
+    `made` keeps what the first layer of a kind made for the others: see `once`.
+    `shard` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
+    many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `lse`, fp32, is memory for a number
     of each token and query head of all ranks; None where there is one rank.
     """
 
@@ -56,31 +58,35 @@ class PackedMetadata(AttentionMetadata):
     decode_tokens: int
     decode_query_len: int
     stored_lens: torch.Tensor
-    share: Share = WHOLE
-    sums: torch.Tensor | None = None
-    plans: dict[tuple, Any] = field(default_factory=dict)
+    shard: ContextShard = UNSHARDED
+    lse: torch.Tensor | None = None
+    made: dict[tuple, Any] = field(default_factory=dict)
+
+    def once(self, name: tuple, make: Callable[[], Made]) -> Made:
+        """What `make` returned when this was first asked for under `name`."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
     def has_new_prompts(self, first: int) -> bool:
         """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
-        name = ("new prompts", first)
-        if name not in self.plans:
-            self.plans[name] = self.query_starts[-1] - self.query_starts[first] == sum(self.context[first:])
-        return self.plans[name]
+        new_tokens = self.query_starts[-1] - self.query_starts[first]
+        return self.once(("new prompts", first), lambda: new_tokens == sum(self.context[first:]))
 
     @classmethod
     def of_one_request(
-        cls, tokens: int, new_tokens: int, device: torch.device, share: Share = WHOLE, heads: int = 0,
+        cls, tokens: int, new_tokens: int, device: torch.device, shard: ContextShard = UNSHARDED, heads: int = 0,
         block_size: int = MICRO_BLOCK,
     ) -> PackedMetadata:  # fmt: skip
         """A request in blocks 0, 1, ..., the last `new_tokens` of its `tokens` in the batch. `heads`: query heads of
         all ranks, where there are several. `block_size`: tokens of a block."""
-        places = torch.arange(tokens, device=device)
+        slots = torch.arange(tokens, device=device)
         seq_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
         return cls(
             num_actual_tokens=new_tokens,
-            block_table=places[: -(-tokens // block_size)].to(torch.int32).unsqueeze(0),
-            slot_mapping=places[tokens - new_tokens :],
-            positions=places[tokens - new_tokens :],
+            block_table=slots[: -(-tokens // block_size)].to(torch.int32).unsqueeze(0),
+            slot_mapping=slots[tokens - new_tokens :],
+            positions=slots[tokens - new_tokens :],
             query_start_loc=torch.tensor([0, new_tokens], dtype=torch.int32, device=device),
             seq_lens=seq_lens,
             query_starts=[0, new_tokens],
@@ -88,9 +94,9 @@ class PackedMetadata(AttentionMetadata):
             decodes=0,
             decode_tokens=0,
             decode_query_len=1,
-            stored_lens=share.count(seq_lens),
-            share=share,
-            sums=None if share == WHOLE else torch.empty(new_tokens * heads, dtype=torch.float32, device=device),
+            stored_lens=shard.count(seq_lens),
+            shard=shard,
+            lse=None if shard == UNSHARDED else torch.empty(new_tokens * heads, dtype=torch.float32, device=device),
         )
 
 
@@ -116,12 +122,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         largest = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * longest_decode(vllm_config)
         self.rows = torch.arange(largest, dtype=torch.int32, device=device)
         self.positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self.share = share_of(vllm_config)
-        self.sums: torch.Tensor | None = None
-        if self.share != WHOLE:  # not allocated in a step: a CUDA graph outlives those before its capture
+        self.shard = shard_of(vllm_config)
+        self.lse: torch.Tensor | None = None
+        if self.shard != UNSHARDED:  # not allocated in a step: a CUDA graph outlives those before its capture
             self.stored_lens = torch.zeros(largest, dtype=torch.int32, device=device)
-            heads = max(impl.num_heads * self.share.ranks for impl in _packed_layers(vllm_config))
-            self.sums = torch.empty(largest * heads, dtype=torch.float32, device=device)
+            heads = max(impl.num_heads * self.shard.ranks for impl in _packed_layers(vllm_config))
+            self.lse = torch.empty(largest * heads, dtype=torch.float32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
@@ -158,15 +164,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             decode_tokens=common.num_actual_tokens if decodes == len(lengths) else starts[decodes],
             decode_query_len=max(lengths[:decodes], default=0),
             stored_lens=self._stored_lens(common.seq_lens),
-            share=self.share,
-            sums=self.sums,
+            shard=self.shard,
+            lse=self.lse,
         )
 
     def _stored_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """Of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
-        if self.share == WHOLE:
+        if self.shard == UNSHARDED:
             return seq_lens
-        return self.stored_lens[: len(seq_lens)].copy_(self.share.count(seq_lens))
+        return self.stored_lens[: len(seq_lens)].copy_(self.shard.count(seq_lens))
 
     def _positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """int64 [tokens], in memory that outlives the step, for CUDA graphs.
@@ -198,7 +204,7 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
 
 
 def _largest_group(vllm_config: VllmConfig) -> int:
-    """Query heads a KV head, with those of the ranks that share its tokens: the most that a packed layer has (sliding
+    """Query heads a KV head, with those of the ranks that split its tokens: the most that a packed layer has (sliding
     layers of Step-3.5 have more than the model)."""
     return max(impl.group for impl in _packed_layers(vllm_config))
 

@@ -31,7 +31,7 @@ from ..kernels.triton.ring import bind_gather_ring, gather_ring_arguments
 from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
-from .context_shard import WHOLE, Share
+from .context_shard import UNSHARDED, ContextShard
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MAX_HEAD_DIM = {2: 256, 3: 256, 4: 512}
 Launched = tuple[tuple[int, int, int], tuple[torch.Tensor, ...], Arguments]
 """What a `Launch` is called with."""
 NOTHING = -1.0e30
-"""A logarithm of a sum of weights that counts for nothing beside any other, and is a number."""
+"""A finite lse that counts for nothing beside any other."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class FlashPrefill:
         options: see `AttentionOptions`.
         max_tokens, max_requests: of a batch.
         flash_attention: see `find_flash_attention`.
-        share: what is in this rank's pages of a prefix; then `query_heads` are those of all ranks that share it.
+        shard: what is in this rank's pages of a prefix; then `query_heads` are those of all ranks that split it.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class FlashPrefill:
         max_tokens: int,
         max_requests: int,
         flash_attention: FlashAttention,
-        share: Share = WHOLE,
+        shard: ContextShard = UNSHARDED,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.flash_attention, self.share = flash_attention, share
+        self.flash_attention, self.shard = flash_attention, shard
         self.pads = flash_attention.value_dim != codec.value.head_dim
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
@@ -164,42 +164,41 @@ class FlashPrefill:
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         query, output = query[rows], output[rows]
-        step = self._plan(metadata, first, cache.shape[2], key is None, query.dtype, ring)
+        step = self._step(metadata, first, cache.shape[2], key is None, query.dtype, ring)
         if key is not None and value is not None:
             key, value = key[rows], value[rows]
         else:
             assert step.own_read is not None
             key, value = self._read(cache, step.own_read)
-        sums = self._attend_chunks(query, key, value, step, output)
-        self._attend_prefixes(query, cache, step, output, sums, ring)
+        lse = self._attend_chunks(query, key, value, step, output)
+        self._attend_prefixes(query, cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
             launch = self.bound.get("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
-            apply_sinks(output, sums, launch)
+            apply_sinks(output, lse, launch)
 
-    def attend_share(
+    def attend_shard(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
         metadata: PackedMetadata,
         first: int,
         output: torch.Tensor,
-        sums: torch.Tensor,
+        lse: torch.Tensor,
     ) -> None:
         """Attention of the requests from `first` on over what this rank has of their prefixes.
 
         Args:
             query: [tokens, query heads of all ranks, head_dim] of the batch.
-            output, sums: fp32 [tokens, query heads of all ranks, value_dim] and [tokens, query heads of all ranks], the
-                logarithms of the sums of weights; the rows of these requests are filled, with 0 and `NOTHING` where the
-                rank has no token of a prefix.
+            output, lse: fp32 [tokens, query heads of all ranks, value_dim] and [tokens, query heads of all ranks]; the
+                rows of these requests are filled, with 0 and `NOTHING` where the rank has no token of a prefix.
             cache, metadata, first: see `attend`.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
         query, output = query[rows], output[rows]
-        step = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)
-        over_prefixes = sums.new_full((sums.shape[1], len(query)), NOTHING)
+        step = self._step(metadata, first, cache.shape[2], False, query.dtype, None)
+        over_prefixes = lse.new_full((lse.shape[1], len(query)), NOTHING)
         self._attend_prefixes(query, cache, step, output.zero_(), over_prefixes, None)
-        sums[rows] = over_prefixes.T
+        lse[rows] = over_prefixes.T
 
     def attend_rest(
         self,
@@ -217,18 +216,18 @@ class FlashPrefill:
         Args:
             query, key, value, cache, metadata, first, output: see `attend`.
             over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch:
-                the ranks' results of `attend_share`, combined.
+                the ranks' results of `attend_shard`, combined.
         """
         rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        output, (part, part_sums) = output[rows], (x[rows] for x in over_prefixes)
-        step = self._plan(metadata, first, cache.shape[2], False, query.dtype, None)
-        sums = self._attend_chunks(query[rows], key[rows], value[rows], step, output)
-        combine(output, sums, part, part_sums.T.contiguous(), self._combine(output, part.shape[2]))
+        output, (part, part_lse) = output[rows], (x[rows] for x in over_prefixes)
+        step = self._step(metadata, first, cache.shape[2], False, query.dtype, None)
+        lse = self._attend_chunks(query[rows], key[rows], value[rows], step, output)
+        combine(output, lse, part, part_lse.T.contiguous(), self._combine(output, part.shape[2]))
 
     def _attend_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: PrefillStep, output: torch.Tensor
     ) -> torch.Tensor:
-        """Of the rows of a prefill, over their own chunks; returns their sums' logarithms, as `_flash`."""
+        """Attention of a prefill's rows over their own chunks; returns its lse, fp32 [query heads, rows]."""
         window = self.options.sliding_window
         seen = (-1 if window is None else window - 1, 0)
         if not self.pads:
@@ -239,23 +238,23 @@ class FlashPrefill:
         if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
             padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
             value = padded_value
-        sums = self._flash(query, key, value, step.own, padded_output, causal=True, window=seen)
+        lse = self._flash(query, key, value, step.own, padded_output, causal=True, window=seen)
         output.copy_(padded_output[..., :value_dim])
-        return sums
+        return lse
 
     def _attend_prefixes(
-        self, query: torch.Tensor, cache: torch.Tensor, step: PrefillStep, output: torch.Tensor, sums: torch.Tensor,
+        self, query: torch.Tensor, cache: torch.Tensor, step: PrefillStep, output: torch.Tensor, lse: torch.Tensor,
         ring: Ring | None,
     ) -> None:  # fmt: skip
-        """Add the attention over prefixes to `output` and `sums`, part by part."""
+        """Add the attention over prefixes to `output` and `lse`, part by part."""
         for read in step.parts:
             part = read.part
             seen = slice(part.first_row, part.end_row)
             key, value = self._read(cache, read, ring)
             over_part = step.over_parts[: part.end_row - part.first_row]
-            # Keys follow one another without a mask: to the right of its place a row sees all there are.
-            part_sums = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            combine(output[seen], sums[:, seen], over_part, part_sums, self._combine(output, over_part.shape[2]))
+            # Keys follow one another without a mask: to the right of its position a row sees all there are.
+            part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
+            combine(output[seen], lse[:, seen], over_part, part_lse, self._combine(output, over_part.shape[2]))
 
     def _combine(self, output: torch.Tensor, part_dim: int) -> Launch:
         held_for = (output.shape[1], output.stride(), output.dtype)
@@ -276,19 +275,20 @@ class FlashPrefill:
             *(own if self.pads else []),
         )
 
-    def _plan(
+    def _step(
         self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, dtype: torch.dtype, ring: Ring | None
     ) -> PrefillStep:
         """Made for the first layer of a kind, kept for the rest."""
         recent = ring.window if ring else 1
         heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
         table = None if ring is None else ring.block_table.data_ptr()
-        plan = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, table)
-        if plan not in metadata.plans:
+        name = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, table)
+
+        def make() -> PrefillStep:
             starts = metadata.query_starts[first:]
             query_lens = [end - start for start, end in pairwise(starts)]
             prefixes = [
-                self.share.count(n - count) for n, count in zip(metadata.context[first:], query_lens, strict=True)
+                self.shard.count(n - count) for n, count in zip(metadata.context[first:], query_lens, strict=True)
             ]
             query_starts = [start - starts[0] for start in starts]
             blocks = metadata.block_table[first:]
@@ -296,19 +296,20 @@ class FlashPrefill:
             raw = [Span(request, count, 0, count) for request, count in enumerate(query_lens)]
             own = key_part(own_part(query_lens, prefixes) if shared else raw, query_starts, blocks, block_size)
             recent_from = [prefix - recent + 1 for prefix in prefixes]
-            has_first = self.share.has_first
+            has_first = self.shard.has_first
             parts = [
                 key_part(part, query_starts, blocks, block_size, recent_from, has_first=has_first) for part in spans
             ]
             key, value, over_parts, *padded = self.reserve(dtype)
-            metadata.plans[plan] = PrefillStep(
+            return PrefillStep(
                 own,
                 PartRead.of(own, key, value, dtype) if shared else None,
                 [PartRead.of(part, key, value, dtype, ring) for part in parts],
                 over_parts,
                 padded,
             )
-        return metadata.plans[plan]
+
+        return metadata.once(name, make)
 
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
@@ -337,18 +338,18 @@ class FlashPrefill:
         causal: bool,
         window: tuple[int, int],
     ) -> torch.Tensor:
-        """Attention over a part into `output`; returns its log-sum-exps, fp32 [query heads, rows].
+        """Attention over a part into `output`; returns its lse, fp32 [query heads, rows].
 
         Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows
         than keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
         """
-        _, sums = self.flash_attention.function(
+        _, lse = self.flash_attention.function(
             query, key, value, cu_seqlens_q=part.query_starts, cu_seqlens_k=part.key_starts,
             max_seqlen_q=part.longest_query, max_seqlen_k=max(part.longest_key, part.longest_query),
             softmax_scale=self.options.scale, causal=causal, window_size=list(window),
             softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output,
         )  # fmt: skip
-        return sums
+        return lse
 
 
 def find_flash_attention(

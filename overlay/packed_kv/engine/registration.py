@@ -122,8 +122,11 @@ class PackedDTypeHandler:
         return backend
 
     def check_layer(self, layer_name: str, layer: AttentionLayerBase) -> None:
-        """Raise ValueError, in one line, if a layer got its backend from its model and not from `attn_backend`, or if
-        its implementation was not told the size of V's heads."""
+        """Have the layer make its codec: vLLM calls this once the model is loaded, before it profiles its memory.
+
+        Raises ValueError, in one line, if a layer got its backend from its model and not from `attn_backend`, or if its
+        implementation was not told the size of V's heads; and CalibrationError.
+        """
         from .backend import backend_of
 
         backend = layer.get_attn_backend()
@@ -133,13 +136,16 @@ class PackedDTypeHandler:
                 f"chooses the attention backend {backend.get_name()}, which cannot read packed pages; "
                 "use --kv-cache-dtype auto for this model"
             )
-        of_layer, told = (getattr(part, "head_size_v", None) for part in (layer, getattr(layer, "impl", None)))
-        if of_layer != told:
+        impl = getattr(layer, "impl", None)
+        value_dim, told = (getattr(part, "head_size_v", None) for part in (layer, impl))
+        if value_dim != told:
             raise ValueError(
                 f"--kv-cache-dtype {self.name} cannot serve layer {layer_name} ({type(layer).__name__}): its V has "
-                f"{of_layer} channels, and this vLLM ({vllm.__version__}) tells no backend of V's head size; "
+                f"{value_dim} channels, and this vLLM ({vllm.__version__}) tells no backend of V's head size; "
                 "use --kv-cache-dtype auto for this model"
             )
+        if impl is not None:
+            impl.build(layer_name)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
         """Have a calibration file made if that was asked for, then see to tiers on disk. Raises CalibrationError, and

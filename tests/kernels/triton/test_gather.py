@@ -210,8 +210,9 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     )
     starts = torch.tensor([0, *QUERY_LENS]).cumsum(0).tolist()
     metadata = SimpleNamespace(
-        query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table, plans={}
-    )
+        query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table,
+        once=lambda _name, make: make(),
+    )  # fmt: skip
     query = torch.randn(starts[-1] + 3, heads * group, head_dim, generator=generator).to(DEVICE, torch.float16)
     key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, QUERY_LENS, strict=True)]).half() for i in (0, 1))
     output = torch.full_like(query[..., :value_dim], float("nan"))

@@ -1,0 +1,180 @@
+"""What attention of one layer is made of, whoever serves it: storing a batch, steps of the kernels, and PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..codecs.pages import PagedCodec
+from ..layout import MICRO_BLOCK
+from ..window.metadata import RecentTokens
+from ..window.step import WindowStep
+from .active_blocks import AttentionOptions, attend
+from .context_shard import UNSHARDED, ContextShard
+from .metadata import PackedMetadata
+from .routes import fused_serves
+
+if TYPE_CHECKING:
+    from ..window.layer import WindowLayer
+    from .decode import DecodeStep, FusedDecode, StoreStep
+    from .prefill import FlashPrefill
+
+
+class LayerAttention:
+    """Base of `PlainAttention` and `ContextParallelAttention`.
+
+    Args:
+        codec: of the layer.
+        query_heads, kv_heads: of the layer on this rank.
+        options: see `AttentionOptions`.
+        fused: the route of decodes; None: not on CUDA.
+        prefill: the route of prefills; None: not on CUDA, or no FlashAttention serves the layer.
+        shard: which tokens are in this rank's pages.
+    """
+
+    def __init__(
+        self,
+        codec: PagedCodec,
+        query_heads: int,
+        kv_heads: int,
+        options: AttentionOptions,
+        fused: FusedDecode | None,
+        prefill: FlashPrefill | None,
+        shard: ContextShard = UNSHARDED,
+    ) -> None:
+        self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
+        self.fused, self.prefill, self.shard = fused, prefill, shard
+        self.group = query_heads * shard.ranks // kv_heads
+        """Query heads a KV head that the decode kernel serves."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Store a batch and attend. See `PackedAttentionImpl.forward`."""
+        raise NotImplementedError
+
+    def reserve(self, query: torch.Tensor) -> None:
+        """Take the workspace of all routes, so that vLLM's memory profile counts it."""
+        assert self.fused is not None
+        self.fused.prepare()
+        if self.prefill is not None:
+            self.prefill.reserve(query.dtype)
+
+    def profile(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
+        window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        """Take the workspace and compile the kernels, on pages and a ring of our own: else the first request behind a
+        cached prefix would wait for them, 1.3 s on an H200. Nothing to do where there are no kernels.
+
+        Args:
+            query, key, value: of vLLM's profiling run.
+            block_size: tokens of a block of pages.
+            window_layer: of this layer, or None.
+        """
+        if self.fused is None or key is None:
+            return
+        self.reserve(query)
+        # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
+        tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
+        new_tokens = tokens if self.prefill is None else -(-tokens // 2)
+        shape = (-(-tokens // block_size), self.kv_heads, block_size, self.codec.slot_bytes)
+        pages = key.new_zeros(shape, dtype=torch.uint8)
+        heads = self.query_heads * self.shard.ranks
+        batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device, self.shard, heads, block_size)
+        positions = torch.arange(tokens, device=key.device)
+        self.fused.store(pages, key[:tokens], value[:tokens], self.fused.store_step(positions, positions))
+        output = query.new_empty((*query.shape[:2], self.codec.value.head_dim))
+        self.forward(query, key, value, pages, batch, output)
+        if window_layer is not None and self.prefill is not None and window_layer.ring_block_size:
+            ring = window_layer.ring_of_one_request(tokens, self.kv_heads, self.codec.key.head_dim, key.device)
+            for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
+                rows = positions[start:]
+                step = self.fused.store_step(rows, rows, rows.to(torch.int32))
+                self.fused.store(pages, key[rows], value[rows], step, ring.cache, only_ring=start > 0)
+            self.prefill.attend(query, key, value, pages, batch, 0, output, ring)
+        self.fused.bound.clear()  # of these pages and this ring
+        if self.prefill is not None:
+            self.prefill.bound.clear()
+
+    def fused_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
+        """How many requests, from the first on, the fused route serves."""
+        if self.fused is None or not fused_serves(self.group, metadata.decode_query_len, dtype):
+            return 0
+        return metadata.decodes
+
+    def store(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, window: WindowStep | None, decodes: int, decode_step: DecodeStep | None,
+    ) -> None:  # fmt: skip
+        """Write the batch's tokens into their pages, and rotate the decodes' queries in the same launch.
+
+        Tokens of decodes go into their rings too, as the kernel reads them there; prefills read what their rings had
+        before, so that their tokens follow later, unless all prefills are new prompts, whose rings have nothing.
+        """
+        tokens, fused = metadata.num_actual_tokens, self.fused
+        if fused is None:
+            new = (metadata.slot_mapping[:tokens], key[:tokens], value[:tokens], metadata.positions[:tokens])
+            self.codec.write(kv_cache, *new)
+            return
+        in_ring = 0
+        if window:
+            in_ring = tokens if metadata.has_new_prompts(decodes) else metadata.query_starts[decodes]
+
+        def make() -> StoreStep | None:
+            ring_slots = window.metadata.slots[:in_ring] if window and in_ring else None
+            where = (metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
+            return fused.store_step(*where, decode_step)
+
+        step = self.once_a_step(metadata, window, ("store", decodes, id(decode_step)), make)
+        ring = window.layer.kv_cache if window and in_ring else None
+        fused.store(kv_cache, key, value, step, ring, query)
+
+    def decode_step(
+        self, metadata: PackedMetadata, window: WindowStep | None, lse: torch.Tensor | None = None
+    ) -> DecodeStep:
+        """Of the batch's decodes, for the fused route. `lse`: see `FusedDecode.decode_step`."""
+        fused, requests = self.fused, metadata.decodes
+        assert fused is not None
+
+        def make() -> DecodeStep:
+            return fused.decode_step(
+                metadata.decode_tokens, metadata.block_table[:requests], metadata.query_start_loc[: requests + 1],
+                metadata.stored_lens[:requests], metadata.decode_query_len,
+                window.ring(0, requests) if window else None, lse,
+            )  # fmt: skip
+
+        # Layers with sinks may need a bias that the others do not, and these and those with a window the other kernel.
+        return self.once_a_step(
+            metadata, window, ("decode", fused.bias_rows is not None, fused.of_cuda is not None), make
+        )
+
+    def once_a_step(
+        self, metadata: PackedMetadata, window: WindowStep | None, name: tuple, make: Callable[[], Any]
+    ) -> Any:
+        """What `make` returns, for the first layer of a step with these heads and this ring; kept for the others."""
+        heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
+        return metadata.once((*name, *heads, window and id(window.metadata)), make)
+
+    def attend_in_pytorch(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: PackedMetadata, window: WindowStep | None, first: int, output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Serve the batch's requests from `first` on, one by one. `lse`: fp32 [tokens, query heads], filled."""
+        starts = metadata.query_starts
+        recent: dict[int, RecentTokens] = {}
+        if window:
+            recent = window.recent_tokens(self.codec, key, value, metadata.positions, starts, metadata.context, first)
+        for request in range(first, len(metadata.context)):
+            rows = slice(starts[request], starts[request + 1])
+            if rows.start < rows.stop:
+                table, seq_len = metadata.block_table[request], metadata.context[request]
+                batch = (table, seq_len, query[rows], self.options, recent.get(request), metadata.shard)
+                result, row_lse = attend(self.codec, kv_cache, *batch)
+                output[rows] = result.to(output.dtype)
+                if lse is not None:
+                    lse[rows] = row_lse
