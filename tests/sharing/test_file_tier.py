@@ -8,6 +8,9 @@ import logging
 import mmap
 import os
 import signal
+import socket
+import stat
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,14 +83,14 @@ class Host:
         return Path(self.tier.file_mapper.get_file_name(KEYS[number]))
 
 
-def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True) -> OffloadingConfig:
+def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True, name: str = "a/model") -> OffloadingConfig:
     made = OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
         worker_kv_bytes_per_block=CHUNK // ranks,
         enable_kv_cache_events=True,
         extra_config={},
         engine_id="engine",
-        model=OffloadingModelConfig("a/model", "isoquant4"),
+        model=OffloadingModelConfig(name, "isoquant4"),
         cache=OffloadingCacheConfig(16, 1),
         parallel=OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, agnostic),
     )
@@ -163,6 +166,156 @@ def test_a_damaged_file_is_a_miss(damage: Callable[[Path, Path], None], tmp_path
     assert [host.has(number) for number in range(CHUNKS)] == [True] * 7 + [False] * 5
     host.store()
     assert Host(tmp_path).load().success
+
+
+def test_all_damaged_files_of_a_job_are_written_again(tmp_path: Path, lines: list[str]) -> None:
+    """Also those behind the first, which the same job does not use: else each would cost a later load."""
+    host = Host(tmp_path)
+    host.store()
+    stored = host.pages.copy()
+    for number, damage in {1: flip, 3: flip, 5: truncate, 11: empty}.items():
+        damage(host.path(number), host.path(0))
+    assert list(host.load().successful_keys) == KEYS[:1]
+    assert len(lines) == 2, "one for each of two threads"
+    assert "(and 2 more)" in " ".join(lines)
+    host.store()
+    later = Host(tmp_path)
+    assert later.load().success
+    assert (later.pages == stored).all()
+
+
+def test_a_file_of_another_size_is_written_again(tmp_path: Path) -> None:
+    """Without a load that finds it."""
+    host = Host(tmp_path)
+    host.store()
+    truncate(host.path(7), host.path(3))
+    host.store()
+    assert host.load().success
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    """A terminal, from which a read would wait."""
+    path.symlink_to(os.ttyname(os.openpty()[1]))
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def link_to_pages(path: Path) -> None:
+    """Whole, of the right name, and elsewhere."""
+    path.symlink_to(path.with_name("elsewhere"))
+    path.with_name("elsewhere").write_bytes(path.with_name("kept").read_bytes())
+
+
+def bound_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path has 108 characters at most
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+    (path / "somebody's").write_text("notes")
+
+
+@pytest.mark.parametrize("put", [fifo, device, link, link_to_pages, bound_socket, folder], ids=lambda put: put.__name__)
+def test_what_is_no_file_is_a_miss_and_gives_way(put: Callable[[Path], None], tmp_path: Path, lines: list[str]) -> None:
+    """Nobody waits for it or follows it; what is in a folder stays."""
+    host = Host(tmp_path)
+    host.store()
+    stored, path = host.pages.copy(), host.path(7)
+    path.rename(path.with_name("kept"))
+    put(path)
+    for loads in (True, False):  # seen by a load first, or by the store
+        if loads:
+            assert list(run_with_deadline(host.load).successful_keys) == KEYS[:7]
+            if put is not link:  # whose target is missing
+                assert len(lines) == 1
+                assert f"{path} is truncated, corrupted or another engine's: taken for a miss, and" in lines[0]
+                assert not os.path.lexists(path)
+        else:
+            path.unlink()
+            put(path)
+        host.store()
+        assert stat.S_ISREG(path.lstat().st_mode)
+        later = Host(tmp_path)
+        assert later.load().success
+        assert (later.pages == stored).all()
+    if put is folder:
+        (moved, _again) = path.parent.glob("*.moved")
+        assert (moved / "somebody's").read_text() == "notes"
+
+
+def run_with_deadline(load: Callable[[], Any]) -> Any:
+    """What `load` returns; fails where it waits for 20 s."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(load()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results, "the load hangs"
+    return results[0]
+
+
+def test_a_file_that_may_not_be_read_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path)
+    host.store()
+    real = os.open
+
+    def refuse(path: Path, flags: int, *more: Any) -> int:
+        if str(path) == str(host.path(7)) and not flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *more)
+
+    with monkeypatch.context() as patch:  # root may read all
+        patch.setattr(os, "open", refuse)
+        assert not host.load().success
+    assert not host.path(7).exists()
+    assert host.path(8).exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readv", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        assert not host.load().success
+    assert host.path(8).exists(), "a failing disk is no reason to remove files"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_nobody_else_reads_what_is_written(umask: int, tmp_path: Path) -> None:
+    """Folders 0700 and files 0600, also those above the tier's own that it has to make."""
+    root = tmp_path / "new" / "root"
+    before = os.umask(umask)
+    try:
+        assert not tiers._unusable(str(root))
+        Host(root).store()
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").rglob("*")}
+    modes[root.parent] = stat.S_IMODE(root.parent.stat().st_mode)
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}, modes
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}, modes
+
+
+def test_a_models_path_may_be_long(tmp_path: Path) -> None:
+    """vLLM makes a folder's name of it; of ours its last part is in it, and the page format says which model it is."""
+    paths = ["/" + "folder/" * 40 + "model" * 30, "/elsewhere/" + "model" * 30]
+    hosts = [Host(tmp_path, name=path) for path in paths]
+    assert hosts[0].store().success
+    assert hosts[1].load().success
+    longest = max(len(str(path.relative_to(tmp_path))) for path in tmp_path.rglob("*.bin"))
+    assert longest + len("_4194304_01234567.moved") < tiers.LONGEST
+
+
+def test_a_root_whose_files_paths_are_too_long_is_one_line(tmp_path: Path) -> None:
+    root = tmp_path
+    while len(str(root)) < 3900:
+        root = root / ("folder" * 10)
+    assert "File name too long" in tiers._unusable(str(root))
 
 
 def test_a_file_of_vllms_own_tier_is_a_miss(tmp_path: Path, lines: list[str]) -> None:

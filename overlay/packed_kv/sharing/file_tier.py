@@ -9,10 +9,13 @@ ranks, too:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import mmap
 import os
+import re
+import stat
 import struct
 import threading
 import zlib
@@ -26,6 +29,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from .tiers import private_folder
+
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
@@ -37,38 +42,76 @@ MAGIC = b"packedkv"
 
 
 def write_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
-    """Write a file of pages (bytes) and its footer below `root`, unless it is there. Another process sees all of it or
-    nothing. Raises OSError."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}_{os.getpid()}_{os.urandom(4).hex()}.tmp")
+    """Write a file of pages (bytes) and its footer below `root`, for its owner alone (0600, in folders of 0700).
+
+    Leaves a file of the right size as it is; anything else in its place gives way. Another process sees all of the file
+    or nothing. Raises OSError.
+    """
+    if os.path.lexists(path):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_size == len(pages) + FOOTER:
+            return
+        _clear(path)
+    private_folder(path.parent)
+    temporary = path.with_name(f"{path.name}_{os.getpid()}_{os.urandom(4).hex()}.tmp")
     try:
-        file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | (O_DIRECT if direct else 0), 0o644)
+        file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | (O_DIRECT if direct else 0), 0o600)
         try:
             written = os.writev(file, [pages, _footer(path, root, pages)])
         finally:
             os.close(file)
         if written != len(pages) + FOOTER:
             raise OSError(f"{path}: {written} of {len(pages) + FOOTER} bytes written")
-        draft.replace(path)
+        temporary.replace(path)
     except OSError:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
-    """Fill `pages` (bytes) with those of a file below `root`. Raises OSError, and removes a file that is not what its
-    name says."""
-    footer = mmap.mmap(-1, FOOTER)
-    file = os.open(path, os.O_RDONLY | (O_DIRECT if direct else 0))
+    """Fill `pages` (bytes) with those of a file below `root`, and wait for no FIFO or device in its place.
+
+    Raises OSError, and makes room where something else has the file's name, so that the file can be written again.
+    """
     try:
+        is_whole = _read(path, root, pages, direct)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if stat.S_ISREG(path.lstat().st_mode) and not isinstance(error, PermissionError):
+            raise  # too many open files, a failing disk: no reason to remove it
+        is_whole = False
+    if not is_whole:
+        moved = _clear(path)
+        what = f"moved to {moved.name}" if moved else "removed"
+        raise OSError(f"{path} is truncated, corrupted or another engine's: taken for a miss, and {what}")
+
+
+def _read(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
+    """Whether `pages` are now those of a regular file. Raises OSError."""
+    footer = mmap.mmap(-1, FOOTER)
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (O_DIRECT if direct else 0))
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return False
         read = os.readv(file, [pages, footer])
     finally:
         os.close(file)
-    if read != len(pages) + FOOTER or footer[:] != _footer(path, root, pages)[:]:
-        path.unlink(missing_ok=True)
-        raise OSError(f"{path} is truncated, corrupted or another engine's: taken for a miss, and removed")
+    return read == len(pages) + FOOTER and footer[:] == _footer(path, root, pages)[:]
+
+
+def _clear(path: Path) -> Path | None:
+    """Remove what has a file's name. Folders are never ours: one is renamed, with what is in it. Returns its new path.
+
+    Raises OSError.
+    """
+    try:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            path.unlink()
+            return None
+        return path.rename(path.with_name(f"{path.name}_{os.urandom(4).hex()}.moved"))
+    except FileNotFoundError:  # another process was faster
+        return None
 
 
 def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
@@ -79,13 +122,19 @@ def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
     return footer
 
 
+def _folder_name(model: str) -> str:
+    """Of a model's path or name, what fits into a folder's name. `page_format` says which model it is."""
+    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:64]
+
+
 class PackedFileTier(FileSystemTierManager):
     """vLLM's tier `fs` with files of its own, read and written by several threads a job.
 
     Args:
         offloading_spec, primary_kv_view, tier_type: of vLLM.
         root_dir: folder, made if need be.
-        page_format: dtype and fingerprint, which goes into the folder's name in the dtype's place.
+        page_format: dtype and fingerprint; with the user's number they stand for the dtype in vLLM's folder name. The
+            model's path does not count there: engines that have one model in two places share.
         n_read_threads: and so parts of a job.
         options: further ones of vLLM's tier.
 
@@ -106,11 +155,15 @@ class PackedFileTier(FileSystemTierManager):
         portable = config.canonical_layout and config.parallel.is_parallelism_agnostic
         spec.config = replace(
             config,
-            model=replace(config.model, dtype=page_format),
+            model=replace(config.model, name=_folder_name(config.model.name), dtype=f"{page_format}-{os.getuid()}"),
             parallel=replace(config.parallel, is_parallelism_agnostic=portable),
         )
         super().__init__(spec, primary_kv_view, tier_type, root_dir=root_dir, n_read_threads=n_read_threads, **options)
         self.root, self.threads = Path(root_dir), n_read_threads
+        own = Path(self.file_mapper.base_path)
+        with contextlib.suppress(PermissionError):  # vLLM makes them by the umask
+            own.chmod(0o700)
+            (own / "config.json").chmod(0o600)
         self.failed_stores: set[int] = set()
         self.can_write = True
         self.lock = threading.Lock()
@@ -185,11 +238,18 @@ class PackedFileTier(FileSystemTierManager):
         return was != can_write
 
     def _load(self, job: int, first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
-        """In a thread. vLLM keeps a job's chunks before the first that fails, and logs the error in one line."""
+        """In a thread. vLLM keeps a job's chunks before the first that fails, and logs the error in one line.
+
+        Those behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
+        """
+        failed: list[tuple[int, OSError]] = []
         for number, (path, pages) in enumerate(chunks, start=first):
             try:
                 read_pages(path, self.root, pages, self._use_o_direct)
-            except OSError:
-                with self.lock:
-                    self._load_progress[job] = min(number, self._load_progress.get(job, number))
-                raise
+            except OSError as error:
+                failed.append((number, error))
+        if failed:
+            number, error = failed[0]
+            with self.lock:
+                self._load_progress[job] = min(number, self._load_progress.get(job, number))
+            raise OSError(f"{error} (and {len(failed) - 1} more)") if failed[1:] else error

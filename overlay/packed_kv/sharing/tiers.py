@@ -24,6 +24,8 @@ logger = init_logger("vllm.packed_kv")
 
 FILES = "packed_kv_fs"
 """The tier's name among vLLM's."""
+LONGEST = 240
+"""Characters that a file's path may have behind the tier's folder; it has up to 190."""
 
 
 def check_tiers(config: VllmConfig, fmt: Format) -> None:
@@ -63,9 +65,9 @@ def _register() -> None:
 
 def _unusable(root: str) -> str:
     """Why nothing can be written into a folder, which is made if need be, or ""."""
-    probe = Path(root, f".packed_kv_{uuid.uuid4().hex}")
+    probe = Path(root, f".packed_kv_{uuid.uuid4().hex}".ljust(LONGEST, "_"))
     try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(probe.parent)
         try:
             probe.write_bytes(bytes(4096))
         finally:
@@ -73,3 +75,16 @@ def _unusable(root: str) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are missing, for their owner alone: pages tell prompts. Raises
+    OSError."""
+    try:
+        path.mkdir(0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    except FileNotFoundError:
+        private_folder(path.parent)
+        private_folder(path)
