@@ -36,8 +36,8 @@ class Code(NamedTuple):
 
     bits: int
     magnitudes: tuple[float, ...]
-    """Ascending, at most 3/2. Exact in fp8 e4m3, so that with its scale a value has 8 bits, exact in fp16. None: a code
-    is an fp16 number (`NULL_CODE`), and its scale 1."""
+    """Ascending, at most 3/2. Exact in fp8 e4m3, so that with its scale a value has 8 bits, exact in fp16. None
+    at all: a code is an fp16 number, and its scale 1 (`NULL_CODE`)."""
     search: tuple[int, int]
     """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error,
     as `experiments/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
@@ -109,6 +109,19 @@ CODES: dict[int, Code] = {
 """bits -> what that width is. The only place that says so; `kernels/triton/fragments.py` and `kernels/cuda/codes.cuh`
 have a decoder for each, and docs/formats.md has the numbers."""
 
+NULL_CODE = Code(
+    bits=16,
+    magnitudes=(),
+    search=(0, 0),
+    value_gain=1.0,
+    unit=1.0,
+    code_words=8,
+    magnitude_shift=tuple(16 * (e & 1) for e in _E),
+    sign_shift=tuple(16 * (e & 1) + 15 for e in _E),
+)
+"""For tests (`tests/support/null_code.py`), no entry of `CODES`: fp16 numbers, which hold bf16 ones of 2^-14 to 32768
+exactly, through the same store, gather and attention. A bug of paging shows with it, an error of quantisation not."""
+
 MAX_SCALE_BYTE = 0xF2
 """The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every
 decoded value is finite in fp16; bytes above it are never written."""
@@ -174,6 +187,9 @@ class Format:
         """How many times smaller a slot is than in bf16."""
         return 2 * head_dim * 2 / self.slot_bytes(head_dim)
 
+
+NULL_FORMAT = Format("null", rotation="identity", bits=16)
+"""The format of `NULL_CODE`, no entry of `FORMATS`."""
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt

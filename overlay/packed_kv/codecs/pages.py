@@ -241,7 +241,7 @@ def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torc
         else:
             sign = word >> _shifts(width.sign_shift, word.device) & 1
         magnitude = word >> _shifts(width.magnitude_shift, word.device) & (1 << (bits - 1)) - 1
-        codes.append((sign << (bits - 1) | magnitude).to(torch.uint8))
+        codes.append((sign << (bits - 1) | magnitude).to(torch.uint8 if bits <= 8 else torch.int32))
     axes = torch.cat(codes, dim=1).reshape(-1, groups, *(_AXES[role][axis] for axis in _TO_LANES[role]))
     tokens = axes.permute(0, 1, *(2 + axis for axis in _FROM_LANES[role])).reshape(-1, groups, MICRO_BLOCK, GROUP_SIZE)
     return tokens.transpose(1, 2).reshape(*lead, MICRO_BLOCK, groups * GROUP_SIZE)

@@ -92,12 +92,26 @@ class Quaternion:
         return _hamilton_product((w, -i, -j, -k), y)
 
 
-Rotation = Hadamard | Givens | Quaternion
+class Identity:
+    """No rotation: that of `NULL_FORMAT`."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.constants = torch.ones(size, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` fp32 [..., size], as it is."""
+        return x
+
+    inverse = forward
+
+
+Rotation = Hadamard | Givens | Quaternion | Identity
 
 ROTATIONS: dict[str, Callable[[int, torch.device], Rotation]] = {
     "hadamard": Hadamard,
     "givens": Givens,
     "quaternion": Quaternion,
+    "identity": Identity,
 }
 
 

@@ -16,6 +16,9 @@ import torch
 
 from ..formats import CODES, GROUP_SIZE, MAX_SCALE_BYTE
 
+ONE = 0x78
+"""The scale byte of 1."""
+
 
 def decode_scale(scale: torch.Tensor) -> torch.Tensor:
     """e5m3 bytes, uint8 -> fp32 of the same shape."""
@@ -60,11 +63,14 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Args:
         x: finite fp32 [..., 32].
-        bits: 2, 3 or 4.
+        bits: a width of `CODES`.
 
     Returns:
-        codes uint8 [..., 32] below 2^bits, and scale bytes uint8 [...].
+        codes [..., 32] below 2^bits, uint8 or, of 16 bits, int32; and scale bytes uint8 [...].
     """
+    if not CODES[bits].magnitudes:
+        codes = x.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
+        return codes, torch.full_like(codes[..., 0], ONE, dtype=torch.uint8)
     scale = search_scale(x, bits)
     magnitude, step = x.abs(), decode_scale(scale).unsqueeze(-1)
     code = (x < 0).to(torch.uint8) << (bits - 1)
@@ -74,8 +80,10 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int, gain: float = 1.0) -> torch.Tensor:
-    """Inverse of `quantize`, times `gain`: codes uint8 [..., 32], scale uint8 [...] -> fp32 [..., 32]."""
+    """Inverse of `quantize`, times `gain`: codes [..., 32], scale uint8 [...] -> fp32 [..., 32]."""
     assert codes.shape[-1] == GROUP_SIZE
+    if not CODES[bits].magnitudes:
+        return codes.to(torch.int16).view(torch.float16).to(torch.float32)
     levels = torch.tensor(CODES[bits].magnitudes, dtype=torch.float32, device=codes.device)
     table = torch.cat((levels, -levels))
     return table[codes.int()] * (decode_scale(scale) * gain).unsqueeze(-1)

@@ -19,14 +19,14 @@ BOUND = 2e-3
 
 def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None,
         block_size=16, splits=3, window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
-        returns_sums=False, **transforms):  # fmt: skip
+        returns_sums=False, poison=0xFF, **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison; or of both the
     logarithms of the sums of weights, [tokens, query heads]."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
     codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, value_dim=value_dim, **transforms)
     blocks_each = [-(-n // block_size) for n in seq_lens]
-    cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8)
+    cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), poison, dtype=torch.uint8)
     order = torch.randperm(len(cache), generator=generator).to(torch.int32)
     table = torch.full((len(seq_lens), max(blocks_each)), -1, dtype=torch.int32)
     cache, start = cache.to(DEVICE), torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)

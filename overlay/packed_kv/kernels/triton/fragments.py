@@ -104,9 +104,10 @@ DECODERS = tl.constexpr(
             (units.word(units.three_bit_bytes()[:4]), units.twice(units.ZERO_BYTES_3)),
         ),
         2: make_decoder((_two_bits(),) * 2, (units.twice(units.two_bit_base()), 0)),
+        16: make_decoder(("".join(f"mov.b32 ${i}, ${10 + i};" for i in range(8)),) * 2),
     }
 )
-"""bits -> decoder of that width."""
+"""bits -> decoder of that width; 16: `NULL_CODE`."""
 
 
 @triton.constexpr_function
@@ -240,6 +241,8 @@ def _decode_portable(words, CODE: tl.constexpr, parity: tl.constexpr):
     else:
         sign = word >> _positions(codes, CODE.sign_shift) & 1
     value = tl.zeros(magnitude.shape, tl.float32)
+    if len(CODE.magnitudes) == 0:
+        value = magnitude.to(tl.int16).to(tl.float16, bitcast=True)
     for m in tl.static_range(len(CODE.magnitudes)):
         value = tl.where(magnitude == m, CODE.magnitudes[m] * CODE.unit, value)
     return tl.where(sign == 1, -value, value).to(tl.float16)

@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 
 from ...codecs.codec import INPUT_LIMIT
+from ...codecs.scalar import ONE
 from ...formats import GROUP_SIZE, MAX_SCALE_BYTE
 from .fragments import IS_INTERPRETED
 
 # Tables of other modules. Triton hashes constexprs into the names of compiled kernels, other globals it does not.
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
+_ONE = tl.constexpr(ONE)
 _NORMALISATIONS = tl.constexpr(tuple(1 / math.sqrt(GROUP_SIZE << i) for i in range(16)))
 
 
@@ -68,6 +70,8 @@ def load_rotated(
             x0, x1 = tl.split(value)
             cos, sin = tl.split(tl.load(constants_ptr + channel, mask=mask, other=0.0))
             x += (_product(cos, x0) - _product(sin, x1), _product(sin, x0) + _product(cos, x1))
+        elif ROTATION == "identity":
+            x += tl.split(value)
         else:
             tl.static_assert(ROTATION == "quaternion")
             # Parts w i of a quadruple are in even lanes, j k in the odd lanes beside them, where c and d change sign.
@@ -182,6 +186,17 @@ def _group_error(x, step, index, CODE: tl.constexpr):
     even += tl.gather(even, index ^ 1, 0)
     odd += tl.gather(odd, index ^ 1, 0)
     return even + odd
+
+
+@triton.jit
+def round_to_half(x):
+    """Magnitudes and signs of fp16 numbers, and their scale, as `quantize` and `search_scale` return them."""
+    magnitudes, signs = (), ()
+    for k in tl.static_range(8):
+        bits = x[k].to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        magnitudes += (bits & 0x7FFF,)
+        signs += (bits >> 15,)
+    return magnitudes, signs, tl.full(x[0].shape, _ONE, tl.int32)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout
 from .launch import Arguments, Launch, head_stride
 from .pages import KEY, VALUE
-from .quantize import hadamard, load_rotated, quantize, search_scale
+from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
 from .ring import store_ring
 from .rotate import QUERY_ROWS, QueryRotation, bias_of_rows, rotate_rows
 from .words import store_codes
@@ -340,8 +340,11 @@ def _store_section(
         else:
             store_ring(entry, x, FIRST_GROUP + group, index, in_ring, VALUE, RING)
     if HAS_PAGES:
-        scale = search_scale(x, index, CODE)
-        magnitudes, signs = quantize(x, scale, CODE)
+        if len(CODE.magnitudes) == 0:
+            magnitudes, signs, scale = round_to_half(x)
+        else:
+            scale = search_scale(x, index, CODE)
+            magnitudes, signs = quantize(x, scale, CODE)
         if is_key:
             words_at = micro_block + LAYOUT.words_at[KEY]
             store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, LAYOUT)

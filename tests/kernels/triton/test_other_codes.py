@@ -1,0 +1,154 @@
+"""Codes that no dtype has: one of 5 bits, declared here alone, and the null code, each on every route."""
+
+from __future__ import annotations
+
+import null_code
+import numpy as np
+import pytest
+import torch
+from packed_kv.attention.active_blocks import AttentionOptions, attend
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.formats import CODES, FORMATS, Code, Format
+from packed_kv.kernels.triton import fragments
+from packed_kv.kernels.triton.gather import gather
+from packed_kv.kernels.triton.store import store_tokens
+from packed_kv.layout import SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
+from test_assembly import execute, value_of
+from test_decode import BOUND, attention, relative_rms, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+FIVE_BITS = Code(
+    bits=5,
+    magnitudes=tuple((i + 1) / 16 for i in range(16)),
+    search=(1, 4),
+    value_gain=1.001,
+    unit=2.0**-20,
+    code_words=2,
+    magnitude_shift=tuple(4 * (e & 7) for e in range(16)),
+    sign_shift=(),  # in sign words, as those of 3 bits
+)
+FIVE = Format("five", rotation="givens", bits=5)
+FIVE_AND_THREE = Format("five_and_three", rotation="hadamard", bits=3, outlier_bits=5)
+"""Groups of both widths share a sign word."""
+
+
+def five_bits(parity: int) -> str:
+    """Assembly: a magnitude's index and 1 are the bits of a subnormal fp16; $12 is the sign word."""
+    body = ""
+    for pair in range(8):
+        word, at = f"${10 + pair // 4}", 8 * (pair % 4)
+        low, high = (SIGN_WORD_SHIFT[e] + parity * SIGN_PARITY_SHIFT for e in (2 * pair, 2 * pair + 1))
+        body += f"shr.u32 t, {word}, {at}; and.b32 t, t, 15; shr.u32 m, {word}, {at + 4}; and.b32 m, m, 15;"
+        body += "shl.b32 m, m, 16; lop3.b32 t, t, m, 0, 0xfe; add.rn.f16x2 t, t, $8;"
+        body += f"shr.u32 s, $12, {low}; shl.b32 s, s, 31; shr.u32 s, s, 16;"
+        body += f"shr.u32 m, $12, {high}; shl.b32 m, m, 31; lop3.b32 ${pair}, t, s, m, 0xfe;"
+    return body
+
+
+@pytest.fixture(autouse=True)
+def other_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three places that a new width takes, CUDA apart: its code, its dtypes, its decoder."""
+    monkeypatch.setitem(CODES, 5, FIVE_BITS)
+    for fmt in (FIVE, FIVE_AND_THREE):
+        monkeypatch.setitem(FORMATS, fmt.name, fmt)
+    decoder = fragments.make_decoder((five_bits(0), five_bits(1)), (0x00010001, 0))
+    monkeypatch.setitem(fragments.DECODERS.value, 5, decoder)
+    null_code.register(monkeypatch)
+
+
+CASES = pytest.mark.parametrize(
+    ("name", "head_dim"), [("five", 96), ("five", 128), ("five_and_three", 128), ("null", 64), ("null", 96)]
+)
+
+
+def stored(name: str, head_dim: int) -> tuple[PagedCodec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A codec, the slots of 41 tokens, their K and V in bf16, and pages of poison that the codec has written."""
+    generator = torch.Generator().manual_seed(head_dim)
+    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE)
+    slots = torch.randperm(96, generator=generator)[:41].to(DEVICE)
+    key, value = torch.randn(2, 41, 2, head_dim, generator=generator).to(DEVICE, torch.bfloat16)
+    cache = torch.full((3, 2, 32, codec.slot_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    codec.write(cache, slots, key, value)
+    return codec, slots, key, value, cache
+
+
+@CASES
+def test_pages_read_back(name: str, head_dim: int) -> None:
+    codec, slots, key, value, cache = stored(name, head_dim)
+    read = codec.read(cache, torch.arange(6, device=DEVICE))
+    for part, x, y in zip(codec.codecs, (key, value), read, strict=True):
+        ours = part.restore(y.transpose(0, 1)[slots])
+        if name == "null":
+            assert torch.equal(ours, x.float())
+        else:
+            assert torch.equal(ours, part.decode(part.encode(x)))
+            assert relative_rms(ours, x.float()) < (0.079 if name == "five" else 0.2)  # 4 bits: 0.079
+
+
+@CASES
+def test_the_store_kernel_writes_the_codecs_bytes(name: str, head_dim: int) -> None:
+    codec, slots, key, value, expected = stored(name, head_dim)
+    cache = torch.full_like(expected, 0xFF)
+    store_tokens(codec, cache, slots, key, value)
+    assert torch.equal(cache, expected)
+
+
+@CASES
+def test_gathered_tokens_equal_the_pages(name: str, head_dim: int) -> None:
+    codec, slots, raw_key, _, cache = stored(name, head_dim)
+    key, value = torch.full((2, 96, 2, head_dim), float("nan"), dtype=torch.float16, device=DEVICE)
+    micro_blocks = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    rows = torch.arange(0, 97, 16, dtype=torch.int32, device=DEVICE)
+    gather(codec.layout, cache, micro_blocks, rows, key, value)
+    for ours, expected in zip((key, value), codec.read(cache, micro_blocks), strict=True):
+        assert torch.equal(ours[slots], expected.transpose(0, 1)[slots].half())
+    if name == "null":
+        assert torch.equal(key[slots].float(), raw_key.float())
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("five", 96), ("five_and_three", 128)])
+def test_the_decode_kernel_reads_five_bits(name: str, head_dim: int) -> None:
+    assert relative_rms(*run(name, head_dim=head_dim, kv_heads=1, seq_lens=(1, 50))) < BOUND
+
+
+def dense(head_dim: int) -> tuple[PagedCodec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pages of null codes of a request of 41 tokens, its block table, queries of its last 3, and dense attention."""
+    generator = torch.Generator().manual_seed(1)
+    codec = PagedCodec(FORMATS["null"], head_dim, device=DEVICE)
+    query = torch.randn(3, 4, head_dim, generator=generator).to(DEVICE, torch.bfloat16)
+    key, value = torch.randn(2, 41, 2, head_dim, generator=generator).to(DEVICE, torch.bfloat16)
+    table = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+    ids = torch.arange(41, device=DEVICE)
+    cache = torch.full((3, 2, 32, codec.slot_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    codec.write(cache, table[ids // 32].long() * 32 + ids % 32, key, value)
+    expected, _ = attention(query.double(), key.double(), value.double(), head_dim**-0.5, None, None)
+    return codec, cache, table, query, expected
+
+
+def test_attention_in_pytorch_over_null_codes_is_dense() -> None:
+    codec, cache, table, query, expected = dense(64)
+    output, _ = attend(codec, cache, table, 41, query, AttentionOptions(64**-0.5))
+    assert relative_rms(output.double(), expected) < 1e-5
+
+
+def test_the_decode_kernel_over_null_codes_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` compares with attention over what its codec decodes: here the K and V that were given.
+
+    The poison of tokens that are not there is finite, as their scales of 0 do not hide NaN, which no other code has."""
+    monkeypatch.setattr("packed_kv.codecs.codec.Codec.encode", lambda self, x, first=None: x)
+    monkeypatch.setattr("packed_kv.codecs.codec.Codec.decode", lambda self, x, first=None: x.float())
+    assert relative_rms(*run("null", head_dim=64, query_lens=(1, 2, 2), dtype=torch.bfloat16, poison=0x77)) < 2**-8
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+def test_the_assembly_of_five_bits(parity: int) -> None:
+    draw = np.random.default_rng(parity)
+    decoder = fragments.DECODERS.value[5]
+    for _ in range(20):
+        words = [int(word) for word in draw.integers(1 << 32, size=3)]
+        registers = {f"${8 + i}": value for i, value in enumerate((*decoder.constants, *words))}
+        registers = execute(decoder.assembly[parity], registers)
+        pairs = np.array([registers[f"${i}"] for i in range(8)], np.uint32)
+        values = pairs.view(np.float16) / FIVE_BITS.unit
+        assert values.tolist() == [value_of(words, 5, parity, e) for e in range(16)]

@@ -1,0 +1,17 @@
+"""The null code: plain fp16 numbers in packed pages, through the same store, gather and attention as the real dtypes.
+
+Call `register` in a fixture, and the dtype "null" is there for codecs, kernels and, where the plugin is registered
+later, for engines. What is wrong with it is wrong with paging, not with quantisation.
+"""
+
+from __future__ import annotations
+
+import pytest
+from packed_kv.formats import CODES, FORMATS, NULL_CODE, NULL_FORMAT
+
+
+def register(patch: pytest.MonkeyPatch) -> str:
+    """Add the null code and its dtype to the tables, until the patch is undone; the dtype's name."""
+    patch.setitem(CODES, NULL_CODE.bits, NULL_CODE)
+    patch.setitem(FORMATS, NULL_FORMAT.name, NULL_FORMAT)
+    return NULL_FORMAT.name
