@@ -107,20 +107,20 @@ class Plane(NamedTuple):
     """A run of bytes of a micro-block that holds one kind of content of one of its vectors.
 
     `content`: "words" (code words, then sign words), "half words" or "scales"; `vector`: index of the page's vector;
-    `order`: in which order of the drawing, "key" or "value"; `width`: bits of an element; `count`: elements of a lane
-    (of words and half words) or of a token (of scales); `offset`: in bytes from the start of the micro-block.
+    `order`: in which order of the drawing, "key" or "value"; `width`: bits of an element; `elements`: of a
+    lane (of words and half words) or of a token (of scales); `offset`: in bytes from the start of the micro-block.
     """
 
     content: str
     vector: int
     order: str
     width: int
-    count: int
+    elements: int
     offset: int
 
     @property
     def bytes(self) -> int:
-        return (MICRO_BLOCK if self.content == "scales" else LANES) * self.count * self.width // 8
+        return (MICRO_BLOCK if self.content == "scales" else LANES) * self.elements * self.width // 8
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ later, for engines. What is wrong with it is wrong with paging, not with quantis
 from __future__ import annotations
 
 import pytest
+from packed_kv.codecs.rotations import ROTATIONS, Identity
 from packed_kv.formats import CODES, FORMATS, NULL_CODE, NULL_FORMAT
 
 
 def register(patch: pytest.MonkeyPatch) -> str:
-    """Add the null code and its dtype to the tables, until the patch is undone; the dtype's name."""
+    """Add the null code, its rotation and its dtype to the tables, until the patch is undone; the dtype's name."""
+    patch.setitem(ROTATIONS, NULL_FORMAT.rotation, Identity)
     patch.setitem(CODES, NULL_CODE.bits, NULL_CODE)
     patch.setitem(FORMATS, NULL_FORMAT.name, NULL_FORMAT)
     return NULL_FORMAT.name

@@ -93,7 +93,7 @@ class Quaternion:
 
 
 class Identity:
-    """No rotation: that of `NULL_FORMAT`."""
+    """No rotation: that of `NULL_FORMAT`, no entry of `ROTATIONS`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.constants = torch.ones(size, device=device)
@@ -111,7 +111,6 @@ ROTATIONS: dict[str, Callable[[int, torch.device], Rotation]] = {
     "hadamard": Hadamard,
     "givens": Givens,
     "quaternion": Quaternion,
-    "identity": Identity,
 }
 
 

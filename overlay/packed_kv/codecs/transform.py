@@ -15,7 +15,7 @@ Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 MAX_MEAN = 32768.0
 """That of inputs, `INPUT_LIMIT`."""
 MAX_SCALE = 1024.0
-"""And its inverse the least: the kernels' fp16 matrices hold the rotation times 1 / scale."""
+"""Scales lie in [1/1024, 1024]: the kernels' fp16 matrices hold the rotation times 1 / scale."""
 
 
 class ChannelTransform:

@@ -26,11 +26,11 @@ from .scales import key_scales, online_softmax_update, scale_weights, transpose_
 _LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
 """On an H200, isoquant4, version 5 of this kernel took 88.7 us for 32 x 8192 at 128 registers, 93.5 at 112 (fewer loads
-under way), 96.3 at 144 and 97.1 at 168 (fewer programs on a multiprocessor). 128 leave no spills at head_dim 128."""
+under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at head_dim 128."""
 COLUMNS = 8
 """Of a tile: the right operand of `mma.m16n8k16`."""
-PROGRAMS_A_MULTIPROCESSOR = 16
-"""Warps of `MAX_REGISTERS` registers that fit a multiprocessor."""
+PROGRAMS_PER_SM = 16
+"""Warps of `MAX_REGISTERS` registers that fit an SM."""
 _MASKED = tl.constexpr(-1.0e30)
 
 
@@ -302,7 +302,7 @@ def split_count(programs: int, multiprocessors: int) -> int:
 
     It knows no sequence length, so that a CUDA graph can hold the launch.
     """
-    return max(1, min(128, PROGRAMS_A_MULTIPROCESSOR * multiprocessors // programs))
+    return max(1, min(128, PROGRAMS_PER_SM * multiprocessors // programs))
 
 
 @dataclass(frozen=True)
