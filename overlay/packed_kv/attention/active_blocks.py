@@ -31,7 +31,7 @@ class AttentionOptions:
     included, or None), logits soft cap (or None) and attention sinks (or None).
 
     `sinks`: a parameter of the layer, float [query heads]: of each, the score of one more key, neither scaled nor
-    capped, whose value is 0. Loaded after the layer is made, so it is read anew at each step.
+    capped, whose value is 0. Loaded after the layer is made, so it is read at each step.
     """
 
     scale: float

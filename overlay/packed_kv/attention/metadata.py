@@ -131,7 +131,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches of decodes, drafts included, where the fused route serves them; the others plan on the host."""
+        """Batches of decodes, drafts included, where the fused route serves them; others are scheduled on the host."""
         if _fused_serves(vllm_config, kv_cache_spec, longest_decode(vllm_config)):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
@@ -177,7 +177,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def _positions(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """int64 [tokens], in memory that outlives the step, for CUDA graphs.
 
-        vLLM's, where it passes them. Drafts move on without them, so where there may be a draft they are worked out on
+        vLLM's, where it passes them. Drafts move on without them, so where there may be a draft they are computed on
         the device: a request's last token is at `seq_lens` - 1.
         """
         tokens = common.num_actual_tokens

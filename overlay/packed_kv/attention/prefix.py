@@ -18,8 +18,8 @@ from ..layout import MICRO_BLOCK
 class Span:
     """Tokens `start` (a multiple of 16) .. `end` of a request, for its first `queries` rows; the others see none.
 
-    `left` is the sliding window in FlashAttention's terms: how many keys before its own place a row sees, when the last
-    row's place is the last key's; -1: all.
+    `left` is the sliding window in FlashAttention's terms: how many keys before its own position a row sees, when the
+    last row's position is the last key's; -1: all.
     """
 
     request: int
@@ -139,7 +139,7 @@ def key_part(
     """
     first_row = query_starts[spans[0].request]
     queries, keys, rows = [0], [0], [0]
-    requests, places, first_tokens, recent = [], [], [], []
+    requests, numbers, first_tokens, recent = [], [], [], []
     for span in spans:
         row = query_starts[span.request] - first_row
         assert row == queries[-1], "rows of a part are neighbours"
@@ -151,16 +151,16 @@ def key_part(
             recent += [span.request, keys[-2] - span.start, low, span.end]
         starts = range(span.start, span.end, MICRO_BLOCK)
         requests += [span.request] * len(starts)
-        places += [start // MICRO_BLOCK for start in starts]
+        numbers += [start // MICRO_BLOCK for start in starts]
         rows += [keys[-2] + min(start + MICRO_BLOCK, span.end) - span.start for start in starts]
-    lists = (queries, keys, rows, requests, places, first_tokens, recent)
+    lists = (queries, keys, rows, requests, numbers, first_tokens, recent)
     host = torch.tensor([index for indices in lists for index in indices], dtype=torch.int32)
     if block_table.is_cuda:
         host = host.pin_memory()
     on_device = host.to(block_table.device, non_blocking=True).split([len(indices) for indices in lists])
-    queries_, keys_, rows_, requests_, places_, first_, recent_ = on_device
+    queries_, keys_, rows_, requests_, numbers_, first_, recent_ = on_device
     a_block = block_size // MICRO_BLOCK
-    micro_blocks = block_table[requests_, places_ // a_block] * a_block + places_ % a_block
+    micro_blocks = block_table[requests_, numbers_ // a_block] * a_block + numbers_ % a_block
     first = torch.zeros(keys[-1], dtype=torch.bool, device=block_table.device) if first_tokens else None
     return KeyPart(
         first_row=first_row,

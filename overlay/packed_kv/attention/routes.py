@@ -6,7 +6,7 @@ import torch
 
 MAX_COLUMNS = 64
 """Query heads of a KV head times query tokens of a request that the decode kernel serves, 8 columns a program. It
-decodes a request's pages anew for every 8 columns; the prefill route does it once, but through memory. At 64 columns
+decodes a request's pages again for every 8 columns; the prefill route does it once, but through memory. At 64 columns
 the kernel wins at every shape measured, at 128 no longer (benchmarks/routes.py; docs/attention.md has the table)."""
 
 

@@ -63,7 +63,7 @@ def bytes_per_request(vllm_config: VllmConfig) -> tuple[int, int, int]:
 
 
 def _blocks_and_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
-    """Of a request, by vLLM's own plan for these layers. A block is of all groups' size, whoever takes it."""
+    """Of a request, by vLLM's own grouping of these layers. A block has one size in all groups."""
     groups = get_kv_cache_groups(vllm_config, specs)
     of_group = [group.kv_cache_spec for group in groups]
     blocks = sum(cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in of_group)

@@ -13,7 +13,7 @@ AUTO = "auto"
 
 
 class OptionError(ValueError):
-    """An option that cannot be; the message is one line that names it and the remedy."""
+    """An invalid option; the message is one line that names it and the remedy."""
 
 
 @dataclass(frozen=True)

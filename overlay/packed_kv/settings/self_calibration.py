@@ -36,7 +36,7 @@ logger = init_logger("vllm.packed_kv")
 CONTEXT = 2048
 """Tokens of a sequence that tq-calibrate runs, unless the engine serves fewer."""
 STATISTICS = 2
-"""Of tq-calibrate: count it up when it comes to choose otherwise, so that engines have their files made anew. 2: keys
+"""Of tq-calibrate: increment it when its choices change, so that engines have their files regenerated. 2: keys
 are weighed by the attention that they get."""
 MODEL_OPTIONS = (
     "tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "trust_remote_code",
@@ -131,7 +131,7 @@ def _ensure(path: Path, config: VllmConfig) -> None:
     except OSError as error:
         raise CalibrationError(
             f'packed_kv.calibration "auto": {path.parent} cannot be written ({error.strerror}); VLLM_CACHE_ROOT or '
-            "XDG_CACHE_HOME names another place"
+            "XDG_CACHE_HOME names another folder"
         ) from error
     try:
         load(path)

@@ -29,7 +29,7 @@ LONGEST = 240
 
 
 def check_tiers(config: VllmConfig, fmt: Format) -> None:
-    """Put `PackedFileTier` in the place of each tier `fs`; leave out, with one line, those that cannot be written to.
+    """Replace each tier `fs` by `PackedFileTier`; leave out, with one line, those that cannot be written to.
 
     Raises ValueError for a tier without a folder.
     """

@@ -6,7 +6,7 @@ packed page alone: those of the prefix cache or of another server, and those tha
 the scheduler decides what is valid, and nobody has to keep tags.
 
 Where the pool's blocks hold much more than a ring, as beside state layers, a block is cut into ring blocks, and rings
-of several requests lie in it. Tables then have the numbers of ring blocks: block * ring blocks a block + place.
+of several requests lie in it. Tables then have the numbers of ring blocks: block * ring blocks a block + index within.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RingManager(SingleTypeKVCacheManager):
         """Request -> number of its first block of tokens that it computes itself."""
         self.blocks: dict[int, KVCacheBlock] = {}
         """The pool's blocks that are cut up, by number."""
-        self.free_places: dict[int, list[int]] = {}
+        self.free_ring_blocks: dict[int, list[int]] = {}
         """Number of such a block -> its ring blocks that no request has; without those of which all are taken."""
 
     def get_num_blocks_to_allocate(
@@ -134,7 +134,7 @@ class RingManager(SingleTypeKVCacheManager):
         missing = wanted - len(self.rings.get(request_id, ()))
         if missing <= 0:
             return 0
-        return max(0, cdiv(missing - sum(map(len, self.free_places.values())), self.a_block))
+        return max(0, cdiv(missing - sum(map(len, self.free_ring_blocks.values())), self.a_block))
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int,
@@ -158,25 +158,25 @@ class RingManager(SingleTypeKVCacheManager):
             if index < end - self.ring_blocks:  # of a long chunk: out of the window before anyone reads it
                 added.append(self._null_block)
                 continue
-            place = index % self.ring_blocks
-            if place not in ring:
-                ring[place] = self._take()
-            added.append(ring[place])
+            number = index % self.ring_blocks
+            if number not in ring:
+                ring[number] = self._take()
+            added.append(ring[number])
         table.extend(added)
         return added
 
     def _take(self) -> KVCacheBlock:
         """A ring block, of a block that others have parts of if there is one."""
-        if not self.free_places:
+        if not self.free_ring_blocks:
             (block,) = self.block_pool.get_new_blocks(1)
             self.blocks[block.block_id] = block
             first = block.block_id * self.a_block
-            self.free_places[block.block_id] = list(range(first, first + self.a_block))
-        number, places = next(iter(self.free_places.items()))
-        place = places.pop()
-        if not places:
-            del self.free_places[number]
-        return KVCacheBlock(place)
+            self.free_ring_blocks[block.block_id] = list(range(first, first + self.a_block))
+        number, free = next(iter(self.free_ring_blocks.items()))
+        ring_block = free.pop()
+        if not free:
+            del self.free_ring_blocks[number]
+        return KVCacheBlock(ring_block)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self.req_to_blocks.pop(request_id, None)
@@ -184,10 +184,10 @@ class RingManager(SingleTypeKVCacheManager):
         empty = []
         for ring_block in self.rings.pop(request_id, {}).values():
             number = ring_block.block_id // self.a_block
-            places = self.free_places.setdefault(number, [])
-            places.append(ring_block.block_id)
-            if len(places) == self.a_block:
-                del self.free_places[number]
+            free = self.free_ring_blocks.setdefault(number, [])
+            free.append(ring_block.block_id)
+            if len(free) == self.a_block:
+                del self.free_ring_blocks[number]
                 empty.append(self.blocks.pop(number))
         return empty
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from .slots import plan
+from .slots import fill_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,7 +75,7 @@ class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * spec.slack
         self.slots = torch.full((tokens,), -1, dtype=torch.int32, device=device)
         self.first = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self.fill = plan
+        self.fill = fill_slots
         if device.type == "cuda":
             from ..kernels.triton.ring import plan_ring
 

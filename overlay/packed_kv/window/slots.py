@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def plan(
+def fill_slots(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The ring of recent tokens: its bytes, the plan of a step, and attention and prefill that read it."""
+"""The ring of recent tokens: its bytes, the slots of a step, and attention and prefill that read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packed_kv.kernels.triton.ring import gather_ring, plan_ring
 from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
 from packed_kv.kernels.triton.store import store_tokens
 from packed_kv.layout import page_layout, ring_slot_bytes
-from packed_kv.window.slots import plan
+from packed_kv.window.slots import fill_slots
 from test_decode import BOUND, DEVICE, relative_rms
 
 
@@ -172,7 +172,7 @@ def test_plan_equals_the_reference(seed: int) -> None:
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     sizes = dict(block_size=block_size, ring_blocks=ring_blocks, window=window, longest_decode=1 + drafts)
     results = []
-    for function in (plan, plan_ring):
+    for function in (fill_slots, plan_ring):
         slots = torch.full((sum(counts) + 5,), 77, dtype=torch.int32, device=DEVICE)
         first = torch.full((len(lens),), -7, dtype=torch.int32, device=DEVICE)
         function(start, seq_lens, table, slots, first, **sizes)

@@ -268,7 +268,7 @@ def plan_ring(
     window: int,
     longest_decode: int,
 ) -> None:
-    """`window/slots.plan` in one launch: fills `slots` and `first`. The arguments are the same."""
+    """`window/slots.fill_slots` in one launch: fills `slots` and `first`. The arguments are the same."""
     requests = len(seq_lens)
     _plan_kernel[(requests,)](
         query_start, seq_lens, block_table, slots, first, requests, len(slots), block_table.stride(0),
