@@ -162,7 +162,7 @@ def _decode_kernel(
     output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
     outputs = _in_unit(outputs, output_unit, LAYOUT)
     if RING_BLOCK > 0:
-        # Worked out again: as few registers as can be are taken while the loop runs.
+        # Recomputed: as few registers as can be are taken while the loop runs.
         ring_low, ring_high, page_tiles = _share(
             hide_from_optimizer(tl.program_id(0)), splits, seq_len, recent, first_visible // 32, RING_BLOCK, RECENT
         )
@@ -297,12 +297,12 @@ def _tile_bases(
     return base0, base1
 
 
-def split_count(programs: int, multiprocessors: int) -> int:
+def split_count(programs: int, sm_count: int) -> int:
     """Splits of each request, from the programs that a batch has without them: a wave of programs, at most 128.
 
     It knows no sequence length, so that a CUDA graph can hold the launch.
     """
-    return max(1, min(128, PROGRAMS_PER_SM * multiprocessors // programs))
+    return max(1, min(128, PROGRAMS_PER_SM * sm_count // programs))
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ def _gather_kernel(
     first, head = tl.program_id(0) * 2, tl.program_id(1)
     second = tl.minimum(first + 1, count - 1)
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
-    place0, place1 = tl.load(micro_blocks + first), tl.load(micro_blocks + second)
-    base0 = cache_head + (place0 // MICRO_BLOCKS_A_BLOCK).to(tl.int64) * block_stride
-    base1 = cache_head + (place1 // MICRO_BLOCKS_A_BLOCK).to(tl.int64) * block_stride
-    base0 += place0 % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
-    base1 += place1 % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
+    micro_block0, micro_block1 = tl.load(micro_blocks + first), tl.load(micro_blocks + second)
+    base0 = cache_head + (micro_block0 // MICRO_BLOCKS_A_BLOCK).to(tl.int64) * block_stride
+    base1 = cache_head + (micro_block1 // MICRO_BLOCKS_A_BLOCK).to(tl.int64) * block_stride
+    base0 += micro_block0 % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
+    base1 += micro_block1 % MICRO_BLOCKS_A_BLOCK * MICRO_BLOCK_WORDS
 
     token = tl.arange(0, 32)
     index = first + token // 16

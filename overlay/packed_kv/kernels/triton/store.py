@@ -330,11 +330,11 @@ def _store_section(
         x = hadamard(x, group, index, GROUPS)
     RING: tl.constexpr = LAYOUT.ring
     if RING_BLOCK > 0:
-        place = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
-        in_ring = place >= 0
-        place = tl.where(in_ring, place, 0)
-        entry = ring_ptr + place // RING_BLOCK * ring_block_stride + head * ring_head_stride
-        entry += place % RING_BLOCK * RING.slot_bytes
+        ring_slot = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
+        in_ring = ring_slot >= 0
+        ring_slot = tl.where(in_ring, ring_slot, 0)
+        entry = ring_ptr + ring_slot // RING_BLOCK * ring_block_stride + head * ring_head_stride
+        entry += ring_slot % RING_BLOCK * RING.slot_bytes
         if is_key:
             store_ring(entry, x, FIRST_GROUP + group, index, in_ring, KEY, RING)
         else:
