@@ -19,7 +19,7 @@ run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
 # Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Each of two
 # processes uses one core; folders stand with the kernels where that makes both take as long.
-beside_kernels=(tests/sharing tests/settings tests/window tests/quality tests/planning tests/benchmarks tests/codecs)
+beside_kernels=(tests/window tests/quality tests/planning tests/benchmarks tests/codecs)
 kernels_and_more() {
     local failed=0
     trap 'kill $(jobs -p); exit 143' TERM
