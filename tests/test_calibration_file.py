@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from calibration_files import MEANS, ORDERS, OUTLIERS, SCALES, content, write
 from packed_kv import calibration_file as outliers
 from packed_kv.calibration_file import CalibrationError, heads_of_rank, load
 from packed_kv.formats import FORMATS
+from packed_kv.json_file import printable
 
 LAYER = "model.layers.1.self_attn"
 KEYS, VALUES = OUTLIERS
@@ -62,8 +65,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "recipe": (set_field(recipe="tq4"), 'recipe "tq4" is not supported ("turboquant25" or "turboquant35" is)'),
     "transform": (set_field(transform_version="hadamard_v2"), 'transform_version "hadamard_v2" is not supported'),
     "codebook": (set_field(codebook_version="lloyd_beta_v2"), 'codebook_version "lloyd_beta_v2" is not supported'),
-    "no_head_size": (drop("head_size"), "head_size must be a positive multiple of 16, got null"),
-    "head_size_72": (set_field(head_size=72), "head_size must be a positive multiple of 16, got 72"),
+    "no_head_size": (drop("head_size"), "head_size must be a positive multiple of 16, at most 4096, got null"),
+    "head_size_72": (set_field(head_size=72), "head_size must be a positive multiple of 16, at most 4096, got 72"),
     "head_size_32": (set_field(head_size=32), "heads of 32 channels have no outlier channels"),
     "value_head_size": (
         set_field(value_head_size=72),
@@ -139,7 +142,7 @@ def refusal(path: Path) -> str:
     with pytest.raises(CalibrationError) as error:
         load(path)
     line = str(error.value)
-    assert line.startswith(f"{path}: ")
+    assert line.startswith(f"{printable(path)}: ")
     assert line.endswith("; make a new file with: tq-calibrate model MODEL")
     assert "\n" not in line and len(line) < 300 + len(str(path))
     return line
@@ -330,3 +333,36 @@ def test_imports_no_torch() -> None:
     code = "import sys, packed_kv.calibration_file; sys.exit(', '.join({'torch', 'vllm'} & set(sys.modules)) or 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+BOMBS = {
+    "head_size": (lambda c: c.update(head_size=32_000_000_000), "head_size must be a positive multiple of 16, at most"),
+    "layer": (lambda c: c["layers"].update({f"model.layers.{'1' * 5000}.self_attn": {}}), "layer name "),
+    "channel": (
+        lambda c: c["layers"]["model.layers.0.self_attn"].update(key_high_precision_indices=[[10**4200] * 32] * 2),
+        "head 0 must be strictly ascending",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_bomb_is_a_line(what: str, tmp_path: Path) -> None:
+    change, words = BOMBS[what]
+    bomb = content(2, 2, 128)
+    change(bomb)
+    assert words in refusal(write(tmp_path, bomb))
+
+
+def test_a_file_of_half_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "turboquant_kv.json"
+    with path.open("wb") as file:
+        file.truncate(476 << 20)
+    begun = time.monotonic()
+    assert "has 499,122,176 bytes, more than the 67,108,864 that are read" in refusal(path)
+    assert time.monotonic() - begun < 1
+
+
+def test_what_is_no_file_is_a_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert "is not a regular file" in refusal(tmp_path / "fifo")
+    assert "cannot be read" in refusal(Path("/" + "x" * 5000))

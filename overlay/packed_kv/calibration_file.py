@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from .formats import FORMATS, HEAD_DIM_STEP, Format, refused_value_dim
+from .json_file import printable, read_json, shown
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
 VERSION = 2
 """Of the files that are written; 1 is read too, and has no means and scales of channels."""
+LARGEST_HEAD_SIZE = 4096
 LARGEST_MEAN = 32768.0
 """Bound of a mean's magnitude: the codec clamps larger keys."""
 SCALE_BOUNDS = (1 / 1024, 1024.0)
@@ -34,7 +36,7 @@ RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 
 Row = TypeVar("Row")
 
-_LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.([0-9]+)\.self_attn(?:\.attn)?")
+_LAYER_NAME = re.compile(r"(?:\w+\.)*layers\.([0-9]{1,5})\.self_attn(?:\.attn)?")
 
 
 class CalibrationError(ValueError):
@@ -153,20 +155,17 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     path = os.path.abspath(path)
     try:
         state = os.stat(path)
-    except OSError as error:
-        _refuse(path, f"cannot be read ({error.strerror})")
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        _refuse(path, f"cannot be read ({getattr(error, 'strerror', error)})")
     return _load(path, state.st_mtime_ns, state.st_size)
 
 
 @functools.lru_cache(maxsize=4)
 def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
-        _refuse(path, f"cannot be read ({error.strerror})")
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"is not JSON ({error})")
+        content = read_json(path)
+    except ValueError as error:
+        _refuse(path, str(error))
     try:
         return _calibration(path, content)
     except _FaultError as fault:
@@ -178,12 +177,12 @@ class _FaultError(Exception):
 
 
 def _refuse(path: str, fault: str) -> NoReturn:
-    raise CalibrationError(f"{path}: {fault}; make a new file with: tq-calibrate model MODEL")
+    raise CalibrationError(f"{printable(path)}: {fault}; make a new file with: tq-calibrate model MODEL")
 
 
 def _calibration(path: str, content: Any) -> Calibration:
     if not isinstance(content, dict):
-        raise _FaultError(f"expected a JSON object, got {_short(content)}")
+        raise _FaultError(f"expected a JSON object, got {shown(content)}")
     _check_version(content.get("version"))
     for field, expected in (
         ("recipe", RECIPES),
@@ -195,35 +194,33 @@ def _calibration(path: str, content: Any) -> Calibration:
             continue
         if isinstance(value, bool) or value not in expected:
             known = " or ".join(map(json.dumps, expected))
-            raise _FaultError(f"{field} {_short(value)} is not supported ({known} is)")
+            raise _FaultError(f"{field} {shown(value)} is not supported ({known} is)")
     recipe: str = content["recipe"]
     head_size: Any = content.get("head_size")
-    try:
-        FORMATS[recipe].group_bits(head_size)
-    except ValueError:
-        rule = f"head_size must be a positive multiple of {HEAD_DIM_STEP}"
-        raise _FaultError(f"{rule}, got {_short(head_size)}") from None
+    if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_STEP:
+        rule = f"head_size must be a positive multiple of {HEAD_DIM_STEP}, at most {LARGEST_HEAD_SIZE}"
+        raise _FaultError(f"{rule}, got {shown(head_size)}")
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     value_size: Any = content.get("value_head_size", head_size)
     if type(value_size) is not int or refused_value_dim(head_size, value_size):
         rule = f"value_head_size must be a positive multiple of {HEAD_DIM_STEP}, at most head_size"
-        raise _FaultError(f"{rule}, got {_short(value_size)}")
+        raise _FaultError(f"{rule}, got {shown(value_size)}")
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:
-        raise _FaultError(f"layers must be an object with an entry a layer, got {_short(listed)}")
+        raise _FaultError(f"layers must be an object with an entry a layer, got {shown(listed)}")
     numbers_of_heads: Any = content.get("kv_heads")
     if numbers_of_heads is not None and not (
         isinstance(numbers_of_heads, list)
         and numbers_of_heads
         and all(type(number) is int and number > 0 for number in numbers_of_heads)
     ):
-        raise _FaultError(f"kv_heads must be a list of the numbers that layers have, got {_short(numbers_of_heads)}")
+        raise _FaultError(f"kv_heads must be a list of the numbers that layers have, got {shown(numbers_of_heads)}")
     layers: dict[int, LayerCalibration] = {}
     for name, entry in listed.items():
         number = _LAYER_NAME.fullmatch(name)
         if number is None:
-            raise _FaultError(f"layer name {_short(name)} is not model.layers.NUMBER.self_attn")
+            raise _FaultError(f"layer name {shown(name)} is not model.layers.NUMBER.self_attn")
         layer = int(number[1])
         if layer in layers:
             raise _FaultError(f"layer {layer} is listed twice")
@@ -234,7 +231,7 @@ def _calibration(path: str, content: Any) -> Calibration:
         heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
         if heads not in (numbers_of_heads or [first_heads]):
             other = (
-                f"kv_heads says {_short(numbers_of_heads)}"
+                f"kv_heads says {shown(numbers_of_heads)}"
                 if numbers_of_heads
                 else f"the first one listed {first_heads}"
             )
@@ -253,15 +250,17 @@ def heads_in_words(numbers: Iterable[int], head_size: int, value_head_size: int)
 def _check_version(version: Any) -> None:
     number = isinstance(version, int | float) and not isinstance(version, bool)
     if number and version > VERSION:
-        raise _FaultError(f"version {version} is newer than this packed-kv reads (1 to {VERSION}), so update packed-kv")
+        raise _FaultError(
+            f"version {shown(version)} is newer than this packed-kv reads (1 to {VERSION}), so update packed-kv"
+        )
     if not number or version not in range(1, VERSION + 1):
-        raise _FaultError(f"version {_short(version)} is not supported (1 to {VERSION} are)")
+        raise _FaultError(f"version {shown(version)} is not supported (1 to {VERSION} are)")
 
 
 def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int]) -> LayerCalibration:
     """`sizes`: channels of a head of K and of V."""
     if not isinstance(entry, dict):
-        raise _FaultError(f"expected an object, got {_short(entry)}")
+        raise _FaultError(f"expected an object, got {shown(entry)}")
     count = FORMATS[recipe].outlier_channels(sizes[0])
     roles = tuple(zip(("key", "value"), sizes, strict=True))
     key_outliers, value_outliers = (
@@ -317,17 +316,17 @@ def _numbers(entry: dict, field: str, shape: tuple[int, int], least: float, larg
     if heads is None:
         return None
     if not isinstance(heads, list):
-        raise _FaultError(f"{field} must be a list with a list of numbers a KV head, got {_short(heads)}")
+        raise _FaultError(f"{field} must be a list with a list of numbers a KV head, got {shown(heads)}")
     _check_heads(heads, field, shape[0])
     for head, numbers in enumerate(heads):
         if not isinstance(numbers, list) or len(numbers) != shape[1]:
-            found = f"{len(numbers)}" if isinstance(numbers, list) else _short(numbers)
+            found = f"{len(numbers)}" if isinstance(numbers, list) else shown(numbers)
             raise _FaultError(f"{field}: head {head} must be a list of {shape[1]} numbers, got {found}")
         for channel, number in enumerate(numbers):
             if type(number) not in (int, float) or not least <= number <= largest:  # NaN compares as false
                 raise _FaultError(
                     f"{field}: head {head}, channel {channel} must be a number from {least:g} to {largest:g}, got "
-                    f"{_short(number)}"
+                    f"{shown(number)}"
                 )
     return heads
 
@@ -339,14 +338,8 @@ def _check_heads(heads: list, field: str, expected: int) -> None:
 
 def _integers(value: Any, field: str) -> list[list[int]]:
     if not isinstance(value, list) or not value:
-        raise _FaultError(f"{field} must be a list with a list of channels a KV head, got {_short(value)}")
+        raise _FaultError(f"{field} must be a list with a list of channels a KV head, got {shown(value)}")
     for head, channels in enumerate(value):
         if not isinstance(channels, list) or not all(type(channel) is int for channel in channels):
-            raise _FaultError(f"{field}: head {head} must be a list of integers, got {_short(channels)}")
+            raise _FaultError(f"{field}: head {head} must be a list of integers, got {shown(channels)}")
     return value
-
-
-def _short(value: Any) -> str:
-    """A value as JSON, in one line that is not long."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

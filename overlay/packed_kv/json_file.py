@@ -24,7 +24,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from error
     try:
-        return json.loads(text)
+        return json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and numbers of 4,300 digits are ValueErrors
         raise ValueError(f"is not JSON ({printable(error)})") from error
 
@@ -41,11 +41,9 @@ def printable(text: object, most: int = 200) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of JSON in one short line; of lists and objects only their size."""
-    if isinstance(value, dict):
-        return f"an object of {len(value)} entries"
-    if isinstance(value, list):
-        return f"a list of {len(value)} entries"
-    if isinstance(value, int) and abs(value) > 10**60:
-        return "a whole number of more than 60 digits"
+    """A value of JSON in one short line; of long or nested lists and objects their number of entries."""
+    if isinstance(value, dict | list):
+        entries = value.values() if isinstance(value, dict) else value
+        if len(value) > 8 or any(isinstance(entry, dict | list) for entry in entries):
+            return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
     return printable(json.dumps(value), 60)

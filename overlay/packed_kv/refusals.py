@@ -130,14 +130,14 @@ class Facts:
 class Rule(NamedTuple):
     """One row.
 
-    `subject`: what cannot be served. `read`: what was read, in words; None or False: nothing to refuse. `source`: what
-    it is read from. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and `doctor` ask
+    `subject`: what cannot be served. `read`: what was read, in words; anything else refuses nothing. `source`: what it
+    is read from. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and `doctor` ask
     it, too. `option`: with which vLLM serves such a model nevertheless.
     """
 
     subject: str
     source: str
-    read: Callable[[Facts], str | bool | None]
+    read: Callable[[Facts], object]
     remedy: str = AUTO
     is_of_model: bool = False
     option: str = ""
@@ -275,13 +275,13 @@ RULES: tuple[Rule, ...] = (
     Rule("fused output quantization", "`output_scale`",
          lambda f: f.has_output_scale and "packed attention returns its output unquantized",
          "leave out vLLM's fusion of attention and quantization, or use --kv-cache-dtype auto"),
+    Rule("this speculative method", "`--speculative-config`",
+         lambda f: f.speculative_method == "extract_hidden_states"
+         and "extract_hidden_states, which stores hidden states as KV", "use another method, or none"),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_format,
          f"use one of {', '.join(CONNECTORS)}, or none"),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_handshake,
          "leave out enforce_handshake_compat, as pages of a peer may differ"),
-    Rule("this speculative method", "`--speculative-config`",
-         lambda f: f.speculative_method == "extract_hidden_states"
-         and "extract_hidden_states, which stores hidden states as KV", "use another method, or none"),
     Rule("--kv-sharing-fast-prefill", "the option",
          lambda f: f.has_fast_prefill and "the host learns of its batches too late to schedule them",
          "leave the option out"),

@@ -78,9 +78,9 @@ BAD = {
     "a huge number": ({"num_hidden_layers": 10**12 * 4}, "num_hidden_layers is 4000000000000; a config has"),
     "a forged line": ({"model_type": "x\nOK    all is well\x1b[0m", "hidden_size": 0},
                       r"(x\nOK    all is well\x1b[0m) has no attention"),
-    "a list for a name": ({"model_type": ["llama"]}, "model_type is a list of 1 entries; a config has a text there"),
+    "a list for a name": ({"model_type": ["llama"]}, "model_type is [\"llama\"]; a config has a text there"),
     "architectures": ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; a config has a'),
-    "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is a list of 2 entries; a config has"),
+    "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is [2, 2]; a config has"),
 }  # fmt: skip
 
 

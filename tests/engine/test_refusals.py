@@ -12,10 +12,13 @@ import tiny_models
 import torch
 import transformers
 from harness import engine
+from packed_kv import refusals
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
 from packed_kv.formats import FORMATS
+from packed_kv.refusals import refusals_of
+from packed_kv.settings import facts
 from tiny_models import SMALL
 from transformers import PretrainedConfig
 from vllm.config import KVTransferConfig, ParallelConfig
@@ -65,9 +68,9 @@ def save_whisper_processor(folder: Path) -> None:
 
 
 MODELS = {
-    "latent_attention": (deepseek_v2, "MLA not supported"),
-    "encoder_decoder": (whisper, "ENCODER_DECODER not supported"),
-    "encoder_only": (lambda: bert("BertModel"), "ENCODER_ONLY not supported"),
+    "latent_attention": (deepseek_v2, "cannot serve latent attention (MLA): DeepseekV2ForCausalLM, "),
+    "encoder_decoder": (whisper, "cannot serve encoders: encoder_decoder attention"),
+    "encoder_only": (lambda: bert("BertModel"), "cannot serve encoders: encoder_only attention"),
     "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "does not support ALiBi"),
     "told_no_dtype": (
         lambda: transformers.FalconConfig(
@@ -77,11 +80,11 @@ MODELS = {
             num_attention_heads=2,
             num_hidden_layers=2,
         ),
-        "does not pass the dtype to its attention layers",
+        "cannot serve models whose attention layers are not told the dtype: FalconForCausalLM",
     ),
     "head_dim": (
         lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
-        "head size must be a multiple of 16 (head size 72",
+        "cannot serve this head size: 72 channels, and packed pages need a multiple of 16",
     ),
 }
 """What -> (configuration, words of the refusal)."""
@@ -97,7 +100,7 @@ def refusal(*args: object, **options: object) -> str:
     with pytest.raises(ValueError, match="--kv-cache-dtype isoquant4") as error:
         start(*args, **options)
     line = str(error.value)
-    assert "\n" not in line and len(line) < 300
+    assert "\n" not in line and len(line) < 320
     return line
 
 
@@ -125,7 +128,7 @@ def test_models_that_tell_their_layers_no_dtype_are_known() -> None:
                     found.add(file.stem)
     assert found - {"pixtral"} == {"falcon"}  # Pixtral's are an encoder's
     classes = {name for name, (module, _) in registry._TEXT_GENERATION_MODELS.items() if module == "falcon"}
-    assert classes <= set(registration.UNTOLD)
+    assert classes <= set(refusals.IGNORES_KV_CACHE_DTYPE)
 
 
 def test_sinks_of_another_number_of_heads() -> None:
@@ -141,12 +144,12 @@ def test_images_attended_to_in_both_directions(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="--kv-cache-dtype tq4 cannot serve") as error:
         registration.cache_config.get_kv_cache_dtype_handler("tq4").attn_backend(layer)
     line = str(error.value)
-    assert "images whose tokens attend to each other in both directions not supported" in line
+    assert "cannot serve images whose tokens attend to each other in both directions" in line
     assert line.endswith("; use --language-model-only, or --kv-cache-dtype auto")
 
 
 def test_block_size(demo_model: str) -> None:
-    assert "block size must be a multiple of 16 (head size 128, block size 24" in refusal(demo_model, block_size=24)
+    assert "cannot serve this block size: 24 tokens, and" in refusal(demo_model, block_size=24)
 
 
 @pytest.mark.parametrize("layers", [["0"], ["2"], ["sliding_window"]], ids=str)
@@ -154,7 +157,7 @@ def test_skipped_layers_that_pad_the_packed_pages(layers: list[str], demo_model:
     """On the CPU; CUDA's platform aligns pages where the first layer is not skipped, and sliding layers only are."""
     model = tiny_models.save(tiny_models.gemma3(), tmp_path)
     line = refusal(model, tokenizer=demo_model, kv_cache_dtype_skip_layers=layers)
-    assert f"cannot skip layers {layers[0]} of this model" in line
+    assert f"cannot serve these skipped layers: --kv-cache-dtype-skip-layers {layers[0]}, beside which" in line
     assert "leave out --kv-cache-dtype-skip-layers" in line
 
 
@@ -179,8 +182,8 @@ def test_layers_with_a_backend_of_their_own(
     small(transformers.LlamaConfig, "LlamaForCausalLM").save_pretrained(tmp_path)
     monkeypatch.setattr(llama, "Attention", make_layer)
     line = refusal(str(tmp_path), tokenizer=demo_model)
-    assert f"cannot serve layer model.layers.{layers[0]}.self_attn.attn (Attention)" in line
-    assert f"chooses the attention backend {CPUAttentionBackend.get_name()}" in line
+    own = f"model.layers.{layers[0]}.self_attn.attn (Attention) has {CPUAttentionBackend.get_name()}, which cannot read"
+    assert f"cannot serve models that choose their own attention backend: {own}" in line
     assert "use --kv-cache-dtype auto" in line
 
 
@@ -207,35 +210,39 @@ UNSAFE = {
 
 @pytest.mark.parametrize("what", UNSAFE)
 def test_kv_connectors_that_do_not_name_the_page_format(what: str) -> None:
-    (reason,) = registration._unsupported_in(settings(KVTransferConfig(**UNSAFE[what], kv_role="kv_both")))
-    assert reason.startswith(f"KV connector {what} not supported (")
+    (refusal,) = refusals_of(facts.engine_facts(settings(KVTransferConfig(**UNSAFE[what], kv_role="kv_both"))))
+    assert refusal.rule.subject == "this KV connector" and refusal.read.startswith(what)
 
 
-@pytest.mark.parametrize("what", registration.CONNECTORS)
+@pytest.mark.parametrize("what", refusals.CONNECTORS)
 def test_kv_connectors_that_do(what: str) -> None:
     assert what in KVConnectorFactory._registry
-    assert not registration._unsupported_in(settings(KVTransferConfig(kv_connector=what, kv_role="kv_both")))
-    assert not registration._unsupported_in(settings(None))
+    assert not refusals_of(facts.engine_facts(settings(KVTransferConfig(kv_connector=what, kv_role="kv_both"))))
+    assert not refusals_of(facts.engine_facts(settings(None)))
 
 
 def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
-    cache = SimpleNamespace(kv_sharing_fast_prefill=False)
-    parallel = SimpleNamespace(decode_context_parallel_size=1, use_ubatching=False)
     return SimpleNamespace(
-        kv_transfer_config=connector, speculative_config=None, cache_config=cache, parallel_config=parallel
+        kv_transfer_config=connector,
+        speculative_config=None,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, kv_cache_dtype_skip_layers=[], cache_dtype="tq4"),
+        parallel_config=ParallelConfig(),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(architecture="LlamaForCausalLM", is_hybrid=False, attention_chunk_size=None),
     )
 
 
 def test_micro_batches() -> None:
     config = settings(None)
     config.parallel_config = ParallelConfig(enable_dbo=True)
-    (reason,) = registration._unsupported_in(config)
-    assert reason.startswith("--enable-dbo and --ubatch-size not supported")
+    (refusal,) = refusals_of(facts.engine_facts(config))
+    assert refusal.rule.subject == "--enable-dbo and --ubatch-size"
 
 
 def test_kv_connector(demo_model: str) -> None:
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    assert "KV connector ExampleConnector not supported" in refusal(demo_model, kv_transfer_config=connector)
+    said = "cannot serve this KV connector: ExampleConnector, whose keys do not name"
+    assert said in refusal(demo_model, kv_transfer_config=connector)
 
 
 def test_extract_hidden_states(demo_model: str) -> None:
@@ -246,11 +253,11 @@ def test_extract_hidden_states(demo_model: str) -> None:
     }
     connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     line = refusal(demo_model, speculative_config=speculation, kv_transfer_config=connector)
-    assert "speculative method extract_hidden_states not supported" in line
+    assert "cannot serve this speculative method: extract_hidden_states, which" in line
 
 
 def test_kv_sharing_fast_prefill(demo_model: str) -> None:
-    assert "--kv-sharing-fast-prefill not supported" in refusal(demo_model, kv_sharing_fast_prefill=True)
+    assert "cannot serve --kv-sharing-fast-prefill: the host" in refusal(demo_model, kv_sharing_fast_prefill=True)
 
 
 def test_drafts_that_share_the_models_cache(demo_model: str) -> None:
@@ -283,8 +290,8 @@ def test_platform(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def get_device_capability(cls, device_id: int = 0) -> None:
             return None
 
-    monkeypatch.setattr(registration, "current_platform", Abacus())
-    assert "platform abacus not supported (CUDA and CPU are)" in refusal(demo_model)
+    monkeypatch.setattr(facts, "current_platform", Abacus())
+    assert "cannot serve this platform: abacus, and packed pages need CUDA or a CPU" in refusal(demo_model)
 
 
 def test_wrong_name_lists_ours(demo_model: str) -> None:

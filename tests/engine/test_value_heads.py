@@ -121,16 +121,16 @@ def spec(kind: type[FullAttentionSpec], value_size: int, **options: int) -> Full
 def test_sizes_that_no_slot_holds(tmp_path: Path) -> None:
     """And openPangu's layers with static sinks, whose K and V have two sizes, too."""
     larger = tiny_models.save(tiny_models.mimo_v2(v_head_dim=256, swa_v_head_dim=256), tmp_path)
-    match = r"tq4 does not support V of 256 channels beside K of 192 .*; use --kv-cache-dtype auto"
+    match = r"tq4 cannot serve this head size of V: V of 256 channels beside K of 192; .*; use --kv-cache-dtype auto"
     with pytest.raises(ValueError, match=match), start(larger, "tq4"):
         pass
     backend = backend_of("tq4")
     held = backend.customize_spec(spec(FullAttentionSpec, VALUE_SIZE))
     assert held.page_size_bytes == 16 * 2 * FORMATS["tq4"].slot_bytes(HEAD_SIZE)
     for value_size in (256, 72):
-        with pytest.raises(ValueError, match=f"does not support V of {value_size} channels beside K of 192"):
+        with pytest.raises(ValueError, match=f"V of {value_size} channels beside K of 192"):
             backend.customize_spec(spec(FullAttentionSpec, value_size))
-    with pytest.raises(ValueError, match="does not support static attention sinks"):
+    with pytest.raises(ValueError, match="cannot serve static attention sinks"):
         backend.customize_spec(spec(SinkFullAttentionSpec, VALUE_SIZE, sink_len=128))
 
 
@@ -146,7 +146,7 @@ def test_a_layer_whose_implementation_is_not_told_is_refused() -> None:
     handler.check_layer("layers.0.attn", layer)
     assert built == ["layers.0.attn"]
     layer.impl.head_size_v = HEAD_SIZE
-    with pytest.raises(ValueError, match=r"cannot serve layer layers\.0\.attn .* tells no backend of V's head size"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attn .* has V of 128 channels, and its attention was built for"):
         handler.check_layer("layers.0.attn", layer)
 
 
@@ -163,6 +163,6 @@ def test_layers_of_one_size_with_a_backend_of_their_own_are_refused(
 
     monkeypatch.setattr(mimo_v2, "Attention", make_layer)
     one_size = tiny_models.mimo_v2(v_head_dim=HEAD_SIZE, swa_v_head_dim=HEAD_SIZE)
-    match = r"cannot serve layer model.layers.0.self_attn.attn \(Attention\): its model chooses the attention backend"
+    match = r"choose their own attention backend: model.layers.0.self_attn.attn \(Attention\) has CPU_ATTN"
     with pytest.raises(ValueError, match=match), start(tiny_models.save(one_size, tmp_path), "tq4"):
         pass

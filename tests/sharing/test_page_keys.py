@@ -19,7 +19,7 @@ from block_store import BlockStore
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine
-from packed_kv import formats
+from packed_kv import formats, refusals
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
 from packed_kv.sharing.fingerprint import fingerprint
@@ -52,7 +52,7 @@ def generate(model: Path, folder: Path) -> tuple[int, list[int]]:
 
 def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = f"{BlockStore.__module__}.{BlockStore.__name__}"
-    monkeypatch.setattr(registration, "CONNECTORS", (*registration.CONNECTORS, connector))
+    monkeypatch.setattr(refusals, "CONNECTORS", (*refusals.CONNECTORS, connector))
     plain = Path(tiny_models.save(tiny_models.llama(), tmp_path / "plain"))
     calibrated = Path(shutil.copytree(plain, tmp_path / "calibrated"))
     write(calibrated, content(LAYERS, KV_HEADS, HEAD_DIM))

@@ -136,7 +136,7 @@ def newest_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
         (
             64,
             {"kv_cache_dtype_skip_layers": ["0"]},
-            "64 is not possible with layers of another KV-cache dtype on a CPU",
+            "64 is not possible with layers of another KV-cache dtype \\(vLLM's CPU platform",
         ),
     ],
 )

@@ -14,13 +14,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
-from ..formats import FORMATS, HEAD_DIM_STEP, Format, refused_value_dim
+from ..formats import FORMATS, HEAD_DIM_STEP, Format
 from ..layout import MICRO_BLOCK
+from ..refusals import LEAST_CAPABILITY, Facts, refuse
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
 
-UNSUPPORTED_SPECS = {"SinkFullAttentionSpec": "static attention sinks"}
-"""KV cache spec -> what its layers do, of which the backend selection is told nothing."""
+SINK_SPEC = "SinkFullAttentionSpec"
+"""KV-cache spec of layers with static sinks, of which the backend selection is told nothing."""
 
 
 class ReportingMetadataBuilder(PackedMetadataBuilder):
@@ -72,7 +73,7 @@ class PackedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        return capability is None or capability.major >= 8
+        return capability is None or (capability.major, capability.minor) >= LEAST_CAPABILITY
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -86,16 +87,14 @@ class PackedAttentionBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 
-        V of a head may have fewer channels than K, and has then K's size in a slot. Raises ValueError where it has
+        V of a head may have fewer channels than K, and has then K's size in a slot. Raises Refused where it has
         more, and for layers that say only here that they have static sinks.
         """
         if spec.dtype != torch.uint8:
             return spec
-        reason = UNSUPPORTED_SPECS.get(type(spec).__name__)
-        if reason := reason or refused_value_dim(spec.head_size, spec.head_size_v):
-            raise ValueError(
-                f"--kv-cache-dtype {cls.fmt.name} does not support {reason}; use --kv-cache-dtype auto for this model"
-            )
+        has_sinks = type(spec).__name__ == SINK_SPEC
+        facts = Facts(has_static_sinks=has_sinks, head_size=spec.head_size, value_size=spec.head_size_v)
+        refuse(facts, cls.fmt.name)
         return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))
 
     @classmethod

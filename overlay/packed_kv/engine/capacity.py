@@ -17,6 +17,7 @@ from .. import model_shape
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..model_shape import DENSE, FP8
+from ..refusals import Facts, refuse
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups
 from ..window.layer import WindowLayer
@@ -135,16 +136,11 @@ def log_match_unit(vllm_config: VllmConfig) -> None:
 
 
 def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
-    """Raise ValueError if skipped layers make vLLM pad the packed pages to much more than they hold.
+    """Raise Refused if skipped layers make vLLM pad the packed pages to much more than they hold.
 
     Layers of several kinds (sliding and full, or with states) take blocks from one pool, so their pages get the size of
     the largest.
     """
     cache = vllm_config.cache_config
-    content = spec.real_page_size_bytes
-    if cache.kv_cache_dtype_skip_layers and spec.page_size_bytes > model_shape.MAX_PADDING * content:
-        raise ValueError(
-            f"--kv-cache-dtype {cache.cache_dtype} cannot skip layers {', '.join(cache.kv_cache_dtype_skip_layers)} "
-            "of this model: its layers of several kinds share pages of one size, so that a packed page of "
-            f"{content} bytes would take {spec.page_size_bytes}; leave out --kv-cache-dtype-skip-layers"
-        )
+    page = spec.page_size_bytes, spec.real_page_size_bytes
+    refuse(Facts(skip_layers=tuple(cache.kv_cache_dtype_skip_layers), page=page), cache.cache_dtype)

@@ -1,0 +1,46 @@
+"""What vLLM's configuration tells of an engine, for the rules of `refusals.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+from ..refusals import Facts
+from .connectors import connectors
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def engine_facts(config: VllmConfig) -> Facts:
+    """Facts of an engine and its model, without those of a layer."""
+    parallel, cache, speculative = config.parallel_config, config.cache_config, config.speculative_config
+    model, transfer = config.model_config, config.kv_transfer_config
+    draft_dtype = speculative.kv_cache_dtype if speculative else None
+    capability = current_platform.get_device_capability()
+    return Facts(
+        platform=platform_name(),
+        capability=(capability.major, capability.minor) if capability else None,
+        architecture=model.architecture,
+        connectors=tuple(connectors(transfer)),
+        connector=transfer.kv_connector if transfer else None,
+        speculative_method=speculative.method if speculative else None,
+        has_fast_prefill=cache.kv_sharing_fast_prefill,
+        has_micro_batches=parallel.use_ubatching,
+        dcp=parallel.decode_context_parallel_size,
+        dcp_backend=parallel.dcp_comm_backend,
+        pipeline=parallel.pipeline_parallel_size,
+        has_states=model.is_hybrid,
+        has_chunks=bool(model.attention_chunk_size),
+        has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype),
+        has_draft_cache=bool(speculative and speculative.uses_draft_kv_cache()),
+        has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
+    )
+
+
+def platform_name() -> str:
+    """ "cpu", "cuda" or the name of another platform."""
+    if current_platform.is_cpu():
+        return "cpu"
+    return "cuda" if current_platform.is_cuda() else current_platform.device_name
