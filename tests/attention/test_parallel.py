@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl
-from packed_kv.attention import context_parallel as ranks
+from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.plain import PlainAttention
 from vllm import SamplingParams
@@ -78,43 +78,17 @@ def test_a_shard_is_what_vllm_places_on_a_rank(shard: ContextShard) -> None:
         assert positions == [i for i in range(tokens) if i // shard.run % shard.ranks == shard.rank]
 
 
-def config(**changes: Any) -> Any:
-    """What `ranks.refuse` looks at."""
-    parallel = {"decode_context_parallel_size": 2, "dcp_comm_backend": changes.pop("dcp_comm_backend", "ag_rs")}
-    model = {"is_hybrid": changes.pop("is_hybrid", False), "attention_chunk_size": changes.pop("chunk", None)}
-    parts = {"speculative_config": None, "kv_transfer_config": None, **changes}
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=SimpleNamespace(**model), **parts)
+DCP_LAYERS = {"a sliding window": {"sliding_window": 64}, "attention sinks": {"sinks": torch.zeros(4)},
+              "another layer's KV cache": {"kv_sharing_target_layer_name": "layers.0"}}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dcp_comm_backend": "a2a"}, "--dcp-comm-backend a2a"),
-        ({"speculative_config": object()}, "drafts"),
-        ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")}, "OffloadingConnector"),
-        ({"is_hybrid": True}, "state layers"),
-        ({"chunk": 8192}, "chunked attention"),
-        ({"cpu": True}, "CPU"),
-    ],
-)
-def test_what_cannot_be_dealt_out(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = dict(changes)
-    monkeypatch.setattr(ranks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    ranks.refuse(config(), "tq4")
-    if changes.pop("cpu", False):
-        monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"with .*{words}.*; use --decode-context-parallel-size 1$"):
-        ranks.refuse(config(**changes), "tq4")
-
-
-@pytest.mark.parametrize(
-    ("layer", "words"), [((64, False, False), "window"), ((None, True, False), "sinks"), ((None, False, True), "cache")]
-)
-def test_layers_that_cannot_be_dealt_out(layer: tuple[int | None, bool, bool], words: str) -> None:
-    ranks.refuse_layer(ContextShard(), "tq4", *layer)
-    ranks.refuse_layer(ContextShard(2), "tq4", None, False, False)
-    with pytest.raises(ValueError, match=words):
-        ranks.refuse_layer(ContextShard(2), "tq4", *layer)
+@pytest.mark.parametrize("what", DCP_LAYERS)
+def test_layers_that_cannot_be_dealt_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine must not have beside context parallelism, tests/test_refusal_table.py has."""
+    monkeypatch.setattr(impl, "get_current_vllm_config", lambda: MagicMock())
+    monkeypatch.setattr(impl, "shard_of", lambda _config: ContextShard(2))
+    with pytest.raises(ValueError, match=f"--decode-context-parallel-size with {what}: 2 ranks"):
+        impl.PackedAttentionImpl(4, 64, 0.125, num_kv_heads=2, kv_cache_dtype="tq4", **DCP_LAYERS[what])
 
 
 def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

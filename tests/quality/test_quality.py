@@ -125,7 +125,7 @@ def test_a_dtype_that_the_model_cannot_have_is_refused_with_the_reason(
         shutil.copy(path, model)
     code, found = sweep("--model", str(model), "--kv-cache-memory", "16M", "--dtypes", "tq4", *GENERAL)
     assert code == 1
-    assert "does not support ALiBi" in found["refused"]["tq4"]
+    assert "cannot serve ALiBi" in found["refused"]["tq4"]
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("isoquant4", 32), ("isoquant4", 1), ("turboquant25", 32)])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import get_dcp_group
-from vllm.platforms import current_platform
 
 from ..codecs.pages import PagedCodec
 from .active_blocks import AttentionOptions
@@ -20,50 +19,9 @@ from .layer_attention import LayerAttention
 from .metadata import PackedMetadata
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from ..kernels.triton.launch import Launch
     from .decode import FusedDecode
     from .prefill import FlashPrefill
-
-
-def refuse(config: VllmConfig, kv_cache_dtype: str) -> None:
-    """Raise ValueError if this engine cannot have the decode context parallelism that it asks for."""
-    size = config.parallel_config.decode_context_parallel_size
-    if size > 1 and (reason := _reason(config)):
-        raise ValueError(
-            f"--kv-cache-dtype {kv_cache_dtype} cannot serve --decode-context-parallel-size {size} with {reason}; "
-            "use --decode-context-parallel-size 1"
-        )
-
-
-def _reason(config: VllmConfig) -> str | None:
-    if current_platform.is_cpu():
-        return "vLLM's CPU platform, which cannot place tokens by rank"
-    if config.parallel_config.dcp_comm_backend == "a2a":
-        return "--dcp-comm-backend a2a (ag_rs can)"
-    if config.speculative_config:
-        return "drafts, which need a causal mask over the tokens of several ranks"
-    if config.kv_transfer_config and config.kv_transfer_config.kv_connector:
-        return f"KV connector {config.kv_transfer_config.kv_connector}"
-    if config.model_config.is_hybrid:
-        return "state layers, which each rank has whole"
-    if config.model_config.attention_chunk_size:
-        return "chunked attention, whose layers see a request as one of each chunk"
-    return None
-
-
-def refuse_layer(
-    shard: ContextShard, kv_cache_dtype: str, sliding_window: int | None, has_sinks: bool, shares_cache: bool
-) -> None:
-    """Raise ValueError for a layer whose tokens cannot be dealt out to ranks."""
-    kinds = {"a sliding window": sliding_window, "attention sinks": has_sinks, "another layer's KV cache": shares_cache}
-    found = [kind for kind, has in kinds.items() if has]
-    if shard.ranks > 1 and found:
-        raise ValueError(
-            f"--kv-cache-dtype {kv_cache_dtype} cannot serve --decode-context-parallel-size {shard.ranks} with layers "
-            f"that have {', '.join(found)}; use --decode-context-parallel-size 1"
-        )
 
 
 class Ranks:

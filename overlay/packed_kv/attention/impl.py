@@ -6,6 +6,7 @@ these do not serve, and everything on the CPU, in PyTorch (`active_blocks.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +15,16 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from ..codecs.pages import PagedCodec
-from ..formats import FORMATS, refused_value_dim
+from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
+from ..refusals import Facts, refuse
 from ..settings.calibration import find_calibration
 from ..settings.options import read_options
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.size import recent_tokens
 from ..window.step import WindowStep
 from .active_blocks import AttentionOptions
-from .context_parallel import ContextParallelAttention, refuse_layer
+from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
 from .metadata import PackedMetadata, longest_decode
 from .plain import PlainAttention
@@ -37,9 +39,7 @@ logger = init_logger("vllm.packed_kv")
 class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
     """Stores the new tokens of a batch into packed pages and attends over what is stored.
 
-    Raises ValueError for a dtype that is not packed, and for what packed pages do not support: ALiBi, sinks of another
-    shape than [query heads], attention other than causal decoder attention, and any layer option that this class does
-    not know.
+    Raises Refused for what packed pages do not support.
     """
 
     supports_dcp = True
@@ -62,25 +62,19 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         head_size_v: int | None = None,
         **unknown: object,
     ) -> None:
-        if kv_cache_dtype not in FORMATS:  # vLLM gives such a layer the backend that it would have unskipped
-            raise ValueError(
-                "--kv-cache-dtype-skip-layers names a layer of chunked attention, which cannot keep "
-                f"{kv_cache_dtype} pages beside packed ones; name others"
-            )
-        refused = [name for name, value in unknown.items() if value is not None]
-        if alibi_slopes is not None:
-            refused.append("ALiBi")
-        if attn_type != AttentionType.DECODER:
-            refused.append(f"{attn_type} attention")
-        if sinks is not None and sinks.shape != (num_heads,):
-            refused.append(f"attention sinks of shape {list(sinks.shape)} (a number for each of {num_heads} heads is)")
-        if head_size_v is not None and (reason := refused_value_dim(head_size, head_size_v)):
-            refused.append(reason)
-        if refused:
-            raise ValueError(
-                f"--kv-cache-dtype {kv_cache_dtype} does not support {', '.join(refused)}; "
-                "use --kv-cache-dtype auto for this model"
-            )
+        facts = Facts(
+            skipped_dtype=kv_cache_dtype,  # vLLM gives a skipped layer the backend that it would have unskipped
+            attention=AttentionType(attn_type).value,
+            has_alibi=alibi_slopes is not None,
+            head_size=head_size,
+            value_size=head_size_v,
+            sinks=None if sinks is None else tuple(sinks.shape),
+            query_heads=num_heads,
+            layer_options=tuple(name for name, value in unknown.items() if value is not None),
+            sliding_window=sliding_window,
+            shares_cache=kv_sharing_target_layer_name is not None,
+        )
+        refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -93,9 +87,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.longest_decode = longest_decode(config)
         self.config = config
         self.shard = shard_of(config)
-        refuse_layer(
-            self.shard, kv_cache_dtype, sliding_window, sinks is not None, kv_sharing_target_layer_name is not None
-        )
+        refuse(replace(facts, dcp=self.shard.ranks), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
         self.recent_tokens = recent_tokens(config)
@@ -193,14 +185,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             output: [tokens, query heads, value_dim], filled; rows of padding may hold anything afterwards.
             output_scale, output_block_scale: must be None.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(f"{self.kv_cache_dtype}: fused output quantization is not supported")
         shared = self.kv_sharing_target_layer_name
-        if shared is None and (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
-            raise NotImplementedError(
-                f"{self.kv_cache_dtype}: draft layer {layer.layer_name} shares the KV cache of {target}, which is not "
-                "supported; use another speculative method, or none"
-            )
+        target = getattr(layer, "kv_sharing_target_layer_name", None)
+        if output_scale is not None or output_block_scale is not None or target != shared:
+            has_scale = output_scale is not None or output_block_scale is not None
+            facts = Facts(has_output_scale=has_scale, layer=layer.layer_name, cache_of=None if shared else target)
+            refuse(facts, self.kv_cache_dtype)
         attention = self.attention
         assert attention is not None, f"{layer.layer_name}: vLLM shows each layer to `check_layer` before it runs"
         window_layer = self.layers.get((shared or layer.layer_name) + SUFFIX)

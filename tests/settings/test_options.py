@@ -1,0 +1,29 @@
+"""`--additional-config '{"packed_kv": {...}}'`: what it says, and one line for what it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packed_kv.settings.options import OptionError, Options, read_options
+
+
+def test_options_are_read() -> None:
+    given = {"packed_kv": {"calibration": "~/x.json", "recent_tokens": 0, "decode_kernel": "triton"}, "other": 1}
+    assert read_options(given) == Options(Path("~/x.json").expanduser(), 0, "triton")
+    assert read_options({}) == read_options(None) == read_options({"kv": 1, "packed": {}, 5: {}}) == Options()
+
+
+@pytest.mark.parametrize("key", ["packed-kv", "packedkv", "PACKED_KV", "packed_kv ", "Packed KV", "packed_kv\n"])
+def test_a_key_that_means_ours_is_refused(key: str) -> None:
+    with pytest.raises(OptionError, match="the key is packed_kv, not ") as error:
+        read_options({key: {"recent_tokens": 0}})
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a/" * 2500, "a\0b", "a\nb\x1b", "no_such_file", "", 5])
+def test_a_path_that_is_none(path: object) -> None:
+    with pytest.raises(OptionError) as error:
+        read_options({"packed_kv": {"calibration": path}})
+    line = str(error.value)
+    assert line.startswith("--additional-config: packed_kv.calibration is ") and line.isprintable() and len(line) < 300
