@@ -396,6 +396,7 @@ def settings(extra: dict[str, Any]) -> Any:
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="none", revision=None),
+        load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
         additional_config={},
     )

@@ -23,6 +23,7 @@ from packed_kv import formats, refusals
 from packed_kv.engine import registration
 from packed_kv.formats import FORMATS
 from packed_kv.sharing.fingerprint import fingerprint
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config.cache import kv_cache_page_format
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -64,6 +65,12 @@ def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pyt
     found, other_tokens = generate(plain, store)
     assert found == 0
     assert other_tokens != tokens
+    other_weights = Path(shutil.copytree(plain, tmp_path / "other_weights"))
+    (weights,) = other_weights.glob("*.safetensors")
+    save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    assert generate(other_weights, store)[0] == 0
+    moved = plain.rename(tmp_path / "moved")
+    assert generate(moved, store) == (4 * BLOCK, other_tokens)
     monkeypatch.setattr(formats, "FORMAT_VERSION", formats.FORMAT_VERSION + 1)
     assert generate(calibrated, store) == (0, tokens)
 
@@ -71,7 +78,8 @@ def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pyt
 def settings(model: Path, kv_cache_dtype: str, *, skip: list[str] | None = None, file: Path | None = None) -> Any:
     """What of a VllmConfig a fingerprint depends on."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(model), revision=None),
+        model_config=SimpleNamespace(model=str(model), revision=None, dtype="bfloat16"),
+        load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skip or []),
         additional_config={"packed_kv": {"calibration": str(file)}} if file else {},
     )
@@ -117,6 +125,48 @@ def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
         for field in ORDERS:
             del entry[field]
     assert differ(plain, fingerprints(tmp_path, file=write(tmp_path / "other", file))) == with_outliers
+
+
+def test_fingerprint_of_weights(tmp_path: Path) -> None:
+    """Any tensor's, by content: not by path, time, or files that say nothing of the weights."""
+    model = Path(tiny_models.save(tiny_models.llama(), tmp_path / "model"))
+    known = fingerprints(model)
+    copied = Path(shutil.copytree(model, tmp_path / "copied", copy_function=shutil.copyfile))
+    (copied / "README.md").write_text("words")
+    (copied / "tokenizer.json").write_text("{}")
+    assert fingerprints(copied) == known
+    (weights,) = copied.glob("*.safetensors")
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor + 1}, weights, {"format": "pt"})
+        assert differ(known, fingerprints(copied)) == {*FORMATS}, name
+    save_file(tensors, weights, {"format": "pt"})
+    assert fingerprints(copied) == known
+    description = copied / "config.json"
+    description.write_text(description.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    assert differ(known, fingerprints(copied)) == {*FORMATS}
+
+
+@pytest.mark.parametrize("header", [b"", b"\xff" * 8, b"\2" + bytes(7) + b"{}", b"\4" + bytes(7) + b'[{"]'])
+def test_fingerprint_of_weights_of_unknown_kind(header: bytes, tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(header + bytes(100_000))
+        before = fingerprints(folder)
+        (folder / name).write_bytes(header + bytes(50_000) + b"\1" * 50_000)
+        assert differ(before, fingerprints(folder)) == {*FORMATS}
+
+
+def test_fingerprint_of_a_commit_of_the_hub(tmp_path: Path) -> None:
+    """Known before the weights are loaded, and the same in an engine that is offline."""
+    commits = [tmp_path / name / "snapshots" / (digit * 40) for name, digit in (("a", "1"), ("b", "1"), ("a", "2"))]
+    for folder in commits:
+        folder.mkdir(parents=True)
+    (commits[0] / "model.safetensors").write_bytes(b"downloaded")
+    first, same, other = map(fingerprints, commits)
+    assert first == same
+    assert differ(first, other) == {*FORMATS}
 
 
 def test_what_vllm_asks(tmp_path: Path) -> None:

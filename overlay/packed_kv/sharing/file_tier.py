@@ -249,7 +249,7 @@ class PackedFileTier(FileSystemTierManager):
             except OSError as error:
                 failed.append((number, error))
         if failed:
-            number, error = failed[0]
+            number, reason = failed[0]
             with self.lock:
                 self._load_progress[job] = min(number, self._load_progress.get(job, number))
-            raise OSError(f"{error} (and {len(failed) - 1} more)") if failed[1:] else error
+            raise OSError(f"{reason} (and {len(failed) - 1} more)") if failed[1:] else reason

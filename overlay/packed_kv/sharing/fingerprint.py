@@ -1,4 +1,4 @@
-"""What the bytes of a page depend on beside model and tokens, in a name for the keys of pages that travel."""
+"""What the bytes of a page depend on beside tokens, in a name for the keys of pages that travel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .. import formats
 from ..layout import MICRO_BLOCK
 from ..settings.calibration import transforms_of_model
+from .model_identity import model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,8 +22,8 @@ def fingerprint(config: VllmConfig, fmt: Format) -> str:
     """16 hexadecimal digits, equal for engines that may read each other's pages; the same in all processes of one.
 
     A digest of the version of the formats, of this format's rotation and bits, of the layout's units, of which layers
-    are packed, and of the calibration of the whole model, whichever heads are this rank's. The weights, the number of
-    ranks and the block size are in vLLM's own keys.
+    are packed, of the calibration of the whole model, whichever heads are this rank's, and of the model's weights,
+    wherever they lie. The number of ranks and the block size are in vLLM's own keys.
     """
     pages = {
         "version": formats.FORMAT_VERSION,
@@ -30,6 +31,7 @@ def fingerprint(config: VllmConfig, fmt: Format) -> str:
         "layout": [formats.GROUP_SIZE, MICRO_BLOCK],
         "skipped": sorted(config.cache_config.kv_cache_dtype_skip_layers),
         "calibration": transforms_of_model(config, fmt),
+        "model": model_identity(config),
     }
     return hashlib.sha256(json.dumps(pages, sort_keys=True).encode()).hexdigest()[:16]
 
