@@ -86,9 +86,9 @@ def serve(model: str, dtype: str, options: list[str], log: Path) -> Iterator[Ser
         yield Server(running.process, running.port, running.log)
 
 
-def kill_engine(server: Server, seconds: float) -> dict[str, object]:
-    """Kill the engine with -9 and see what becomes of the server within `seconds`."""
-    engines, everything = server.engines(), server.processes()
+def kill_engine(server: Server, seconds: float, engines: list[psutil.Process] | None = None) -> dict[str, object]:
+    """Kill the engine (or `engines`) with -9 and see what becomes of the server within `seconds`."""
+    engines, everything = engines or server.engines(), server.processes()
     if not engines:
         raise RuntimeError(f"the server has no process called {ENGINE}")
     segments = shared_memory(everything)
