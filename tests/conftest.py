@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from harness import Start
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that fixtures end the servers that they started
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores, and its children
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
