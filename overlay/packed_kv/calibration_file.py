@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS, HEAD_DIM_STEP, Format, refused_value_dim
+from .formats import FORMATS, HEAD_DIM_STEP, Format, fits_value_dim
 from .json_file import printable, read_json, shown
 
 FILE_NAME = "turboquant_kv.json"
@@ -203,7 +203,7 @@ def _calibration(path: str, content: Any) -> Calibration:
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     value_size: Any = content.get("value_head_size", head_size)
-    if type(value_size) is not int or refused_value_dim(head_size, value_size):
+    if type(value_size) is not int or not fits_value_dim(head_size, value_size):
         rule = f"value_head_size must be a positive multiple of {HEAD_DIM_STEP}, at most head_size"
         raise _FaultError(f"{rule}, got {shown(value_size)}")
     listed = content.get("layers")

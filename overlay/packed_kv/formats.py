@@ -127,11 +127,9 @@ MAX_SCALE_BYTE = 0xF2
 decoded value is finite in fp16; bytes above it are never written."""
 
 
-def refused_value_dim(head_dim: int, value_dim: int) -> str | None:
-    """Why heads of V of `value_dim` channels cannot lie beside K's of `head_dim`, in words; None: they can."""
-    if 0 < value_dim <= head_dim and value_dim % HEAD_DIM_STEP == 0:
-        return None
-    return f"V of {value_dim} channels beside K of {head_dim} (up to as many, in multiples of {HEAD_DIM_STEP}, are)"
+def fits_value_dim(head_dim: int, value_dim: int) -> bool:
+    """Whether heads of V of `value_dim` channels can lie beside K's of `head_dim`."""
+    return 0 < value_dim <= head_dim and value_dim % HEAD_DIM_STEP == 0
 
 
 def stored_dim(head_dim: int) -> int:

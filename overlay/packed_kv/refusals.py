@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from .formats import FORMATS, HEAD_DIM_STEP
+from .formats import FORMATS, HEAD_DIM_STEP, fits_value_dim
 from .json_file import printable
 from .layout import MICRO_BLOCK
 from .model_shape import MAX_PADDING, Config, Model, listed, part, reads_latents, text_config, word
@@ -192,7 +192,7 @@ def _connector_without_handshake(facts: Facts) -> str | None:
 def _value_size(facts: Facts) -> str | None:
     """Heads of V have at most K's channels, in multiples of `HEAD_DIM_STEP`."""
     key, value = facts.head_size, facts.value_size
-    if key is None or value is None or key % HEAD_DIM_STEP or (0 < value <= key and value % HEAD_DIM_STEP == 0):
+    if key is None or value is None or key % HEAD_DIM_STEP or fits_value_dim(key, value):
         return None
     return f"V of {value} channels beside K of {key}; V may have up to as many as K, in multiples of {HEAD_DIM_STEP}"
 
