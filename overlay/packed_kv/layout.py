@@ -132,7 +132,7 @@ class PageLayout:
 
     @property
     def orders(self) -> tuple[str, ...]:
-        """Of the page's vectors."""
+        """The order, "key" or "value", of each of the page's vectors."""
         return tuple(plane.order for plane in self.planes if plane.content == "words")
 
     @property
@@ -140,7 +140,7 @@ class PageLayout:
         return sum(plane.bytes for plane in self.planes)
 
     def plane(self, vector: int, content: str) -> Plane:
-        """One of the planes; see `Plane`."""
+        """The plane with this content ("words", "half words" or "scales") of the vector of this index."""
         return next(plane for plane in self.planes if (plane.vector, plane.content) == (vector, content))
 
 
@@ -186,30 +186,32 @@ def ring_slot_bytes(head_dim: int) -> int:
 RECENT_TOKENS = 64
 """Tokens of the recent window by default; docs/quality.md has the figures by window."""
 RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
-SHORT = 4
-"""Ring blocks shorter than this make long tables."""
-EXCESS = 9 / 8
-"""Long ring blocks may take so many times the memory of short ones: a ring has one more than its tokens need."""
+MIN_RING_BLOCK = 4
+"""Tokens. Shorter ring blocks make long block tables; they are used only where a page holds no longer one."""
+MAX_RING_OVERHEAD = 9 / 8
+"""Memory that a longer ring block may cost, relative to the cheapest one: a ring has one block more than its tokens
+need."""
 
 
 def choose_ring_block(
     page_bytes: int, slot_bytes: int, block_size: int, tokens: int, *, is_cut: bool
 ) -> tuple[int, int]:
-    """Tokens of a ring block, and how many lie in one block of the pool.
+    """Return the tokens of a ring block, and how many ring blocks lie in one block of the pool.
 
     Args:
-        page_bytes: of a packed page, more than which a block may not take; its `block_size` tokens are a multiple of a
-            ring's, as vLLM's scheduler works in their least common multiple.
-        slot_bytes: of one token of all KV heads in the ring.
-        tokens: that a ring holds.
-        is_cut: whether a block may hold several ring blocks.
+        page_bytes: bytes of a packed page: the most that a block of ring blocks may take.
+        slot_bytes: bytes of one token of all KV heads in the ring.
+        block_size: tokens of a packed page; a multiple of the ring block's, as vLLM's scheduler works in the least
+            common multiple of both.
+        tokens: tokens that a ring holds.
+        is_cut: whether a block of the pool may hold several ring blocks.
     """
     fit = page_bytes // slot_bytes
     sizes = [size for size in RING_BLOCK_SIZES if size <= max(1, fit)]
-    sizes = [size for size in sizes if size >= SHORT] or sizes
+    sizes = [size for size in sizes if size >= MIN_RING_BLOCK] or sizes
     counts = {size: _largest_divisor(block_size // size, fit // size if is_cut else 1) for size in sizes}
     costs = {size: (-(-tokens // size) + 1) / counts[size] for size in sizes}
-    size = max(size for size in sizes if costs[size] <= EXCESS * min(costs.values()))
+    size = max(size for size in sizes if costs[size] <= MAX_RING_OVERHEAD * min(costs.values()))
     return size, counts[size]
 
 

@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 
 
 class PlainAttention(LayerAttention):
-    """See `LayerAttention`."""
+    """Stores a batch, attends to its decodes on the fused route and to the rest by prefill or in PyTorch."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         metadata: PackedMetadata, output: torch.Tensor, window: WindowStep | None = None, *, shares_cache: bool = False,
     ) -> None:  # fmt: skip
-        """Store a batch and attend. See `PackedAttentionImpl.forward`.
+        """Store a batch and attend.
 
         Args:
+            query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
+            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], same dtype.
+            kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes].
+            metadata: of the batch, its decodes first.
+            output: [tokens, query heads, value_dim], filled.
             window: the layer's ring in this step; None: there is none.
             shares_cache: whether the layer reads another's pages; then `key` and `value` are not looked at.
         """

@@ -18,10 +18,11 @@ from .units import score_unit
 class Group(NamedTuple):
     """Where a lane finds the codes of one 32-channel group, and what they are worth.
 
-    `word`: number of the first code word among the lane's words; `sign_word`: of the word with its signs, which is the
-    number of words for the half word (read as a sign word of parity 0), and 0 without sign words; `parity`: which of
-    the two groups of its sign word; `over_unit`: decoded codes times this and their scale are the values of K,
-    `over_value_unit`: those of V, with `Code.value_gain`.
+    `word`: index of the group's first code word among the lane's words. `sign_word`: index of the word with its signs,
+    0 if the code has none; a half word is read as a sign word of parity 0 behind all words, so its index is
+    `KernelLayout.words`. `parity`: which of the two groups that share the sign word, 0 or 1. `over_unit`: 1 / unit;
+    decoded codes times this and their scale are values of K. `over_value_unit`: the same for V, `Code.value_gain`
+    included.
     """
 
     code: Code
@@ -33,8 +34,11 @@ class Group(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A run of groups that are rotated together: the first one, how many, their code, the first one's code word, and
-    the groups with sign words before it."""
+    """A run of groups that are rotated together.
+
+    `first_group`: its index; `groups`: how many; `code`: of all of them; `word`: index of the first group's first code
+    word; `signed_groups`: groups with sign words in the sections before.
+    """
 
     first_group: int
     groups: int
@@ -46,13 +50,11 @@ class Section(NamedTuple):
 class KernelLayout(NamedTuple):
     """Everything about the bytes of a page and of a ring slot that a kernel may ask.
 
-    Fields by vector are tuples, one number for each vector of the page: (K's, V's) of a pair.
-
-    `head_dim`: channels that are stored, 32 a group; `groups`, `sections`: see there; `words`: 32-bit words of a lane
-    and vector, code words first, then `sign_words`; `chunks`: widths of the chunks that they lie in; `has_half`: a half
-    word of signs follows; `micro_block_bytes`: of 16 tokens of one head; by vector, in bytes from the start of a
-    micro-block: `words_at`, `half_words_at`, `scales_at`; `score_unit`: that of sums over all groups of K; `ring`: the
-    slot of a ring buffer, in bytes.
+    `head_dim`: channels that are stored, 32 a group. `words`: 32-bit words of a lane and vector, code words first, then
+    `sign_words` of them. `chunks`: widths of the chunks that the words lie in. `has_half`: a half word follows them.
+    `micro_block_bytes`: bytes of 16 tokens of one head. `words_at`, `half_words_at`, `scales_at`: (K's, V's), in bytes
+    from the start of a micro-block. `score_unit`: the unit of scores, which are sums over all groups of K. `ring`: byte
+    offsets in a slot of the ring buffer.
     """
 
     head_dim: int
