@@ -131,8 +131,8 @@ class Rule(NamedTuple):
     """One row.
 
     `subject`: what cannot be served. `read`: what was read, in words; anything else refuses nothing. `source`: what it
-    is read from. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and `doctor` ask
-    it, too. `option`: with which vLLM serves such a model nevertheless.
+    is read from. `remedy`: what to do. `is_of_model`: a model's config.json tells it, so `plan` and `doctor` apply
+    the rule, too. `option`: the option of vLLM with which such a model is served nevertheless, or "".
     """
 
     subject: str
@@ -369,8 +369,7 @@ def markdown() -> str:
     """The tables of docs/models.md."""
     head = "| cannot be served | read from | told by config.json | remedy |\n|---|---|---|---|"
     rows = [
-        f"| {rule.subject} | {rule.source} | {'yes' if rule.is_of_model else ''} | {rule.remedy} |"
-        for rule in dict.fromkeys(RULES)
+        f"| {rule.subject} | {rule.source} | {'yes' if rule.is_of_model else ''} | {rule.remedy} |" for rule in RULES
     ]
     window = "| no recent window with | read from |\n|---|---|"
     return "\n".join([head, *rows, "", window, *(f"| {rule.subject} | {rule.source} |" for rule in WINDOW_RULES)])

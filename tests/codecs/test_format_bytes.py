@@ -56,7 +56,7 @@ GOLDEN = {
     "tq4": "16f86a8f6b98206a36204c2697b9811c21ef35a90e29133496a0b868e7ec75d7",
 }
 """sha256 of the packed `fixed_vectors(128)`. A change here changes the format: caches written before are misread,
-unless `FORMAT_VERSION` is counted up with it."""
+unless `FORMAT_VERSION` is incremented with it."""
 
 
 def worked_example(name: str, head_dim: int) -> dict[str, list[str]]:

@@ -8,8 +8,8 @@
              them apart
 
 A *unit* (`Code.unit`) is what a value of 1 is, the smallest power of 2 with which all magnitudes are as said: divide by
-it to get the value. Sums over V of a group are in the group's unit, which
-is divided out at the end. Scores are sums over all groups of K, so their groups need one unit: queries make up for it.
+it to get the value. Sums over V of a group are in the group's unit, which is divided out at the end. Scores are sums
+over all groups of K, so their groups need one unit: queries are multiplied by what makes up for the difference.
 """
 
 from __future__ import annotations
