@@ -7,23 +7,25 @@ in layer 1 has changed every later layer. That is vLLM's arithmetic, not our pag
 
 from __future__ import annotations
 
-from functools import partial
 from pydoc_data.topics import topics
 
 import exact_products
 import pytest
 import torch
-from fake_codecs import Float64Codec
-from harness import engine, scheduler
-from packed_kv.attention import impl
+from harness import count_preemptions, engine, scheduler
 from packed_kv.formats import FORMATS
 from vllm import LLM, SamplingParams
-from vllm.model_executor.layers import utils as linear_layers
 
 TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
 HEAD_DIM = 128
 CENTRED = ("tq4", "turboquant25", "isoquant3")
 """Served with means and scales: those of a first token must find it, however the request was cut."""
+TRANSFORMS = {
+    "key_mean": torch.linspace(-2, 2, HEAD_DIM),
+    "key_scale": torch.logspace(1, -1, HEAD_DIM, base=2),
+    "key_first_mean": torch.linspace(1, -3, HEAD_DIM),
+    "value_scale": torch.logspace(-1, 1, HEAD_DIM, base=2),
+}
 SAMPLING = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
@@ -46,7 +48,7 @@ def test_batched_chunked_cached_preempted_equals_alone(
     name: str, recent_tokens: int, demo_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a recent window: without the prefix cache, as tokens before a hit are in no ring."""
-    multiply_in_float64(monkeypatch, centred=name in CENTRED)
+    exact_products.install(monkeypatch, **(TRANSFORMS if name in CENTRED else {}))
     # 70 blocks of 32 tokens hold two thirds of what the seven requests need at once. Rings take 4 to 6 blocks each.
     options = {"num_gpu_blocks_override": 70 + (30 if recent_tokens else 0), "enable_prefix_caching": not recent_tokens}
     with engine(
@@ -71,28 +73,3 @@ def test_batched_chunked_cached_preempted_equals_alone(
         assert [result.outputs[0].token_ids for result in together] == alone
         pool = scheduler(llm).kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are lost"
-
-
-def multiply_in_float64(monkeypatch: pytest.MonkeyPatch, *, centred: bool = False) -> None:
-    """Let linear layers and attention of engines built from now on multiply in float64 and round once."""
-    monkeypatch.setattr(linear_layers, "dispatch_cpu_unquantized_gemm", exact_products.dispatch)
-    transforms = {
-        "key_mean": torch.linspace(-2, 2, HEAD_DIM),
-        "key_scale": torch.logspace(1, -1, HEAD_DIM, base=2),
-        "key_first_mean": torch.linspace(1, -3, HEAD_DIM),
-        "value_scale": torch.logspace(-1, 1, HEAD_DIM, base=2),
-    }
-    monkeypatch.setattr(impl, "PagedCodec", partial(Float64Codec, **transforms) if centred else Float64Codec)
-
-
-def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that the ids of preempted requests are added to."""
-    preempted: list[str] = []
-    preempt = scheduler(llm)._preempt_request
-
-    def record(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler(llm), "_preempt_request", record)
-    return preempted

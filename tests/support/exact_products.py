@@ -6,6 +6,7 @@ a plugin of vLLM (`write_plugin`), which does it in each of its processes.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,14 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     ).to(x.dtype)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For engines that this process starts from now on."""
+def install(monkeypatch: pytest.MonkeyPatch, **transforms: torch.Tensor) -> None:
+    """For engines that this process starts from now on; their codecs have these means and scales."""
     from fake_codecs import Float64Codec
     from packed_kv.attention import impl
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
-    monkeypatch.setattr(impl, "PagedCodec", Float64Codec)
+    monkeypatch.setattr(impl, "PagedCodec", partial(Float64Codec, **transforms) if transforms else Float64Codec)
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 from packed_kv_quality import engines
 from packed_kv_quality.engines import KV_CACHE_BYTES, kv_tokens, model_of, scheduler
 from packed_kv_quality.teacher_forced import mean_kl, teacher_forced_logits
@@ -35,3 +36,16 @@ def engine(
     if recent_tokens is not None and isinstance(given.get("packed_kv", {}), dict):
         given["packed_kv"] = {"recent_tokens": recent_tokens, **given.get("packed_kv", {})}
     return engines.engine(model, kv_cache_dtype, additional_config=given, **options)
+
+
+def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that the ids of preempted requests are added to."""
+    preempted: list[str] = []
+    preempt = scheduler(llm)._preempt_request
+
+    def record(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler(llm), "_preempt_request", record)
+    return preempted

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import coverage_engine
+import exact_products
 import pytest
 import tiny_models
 import torch
 from coverage_models import MODELS
-from harness import engine, mean_kl, scheduler, teacher_forced_logits
+from harness import count_preemptions, engine, mean_kl, scheduler, teacher_forced_logits
 from packed_kv.window import size
 from packed_kv.window.cache_group import RingSpec
 from packed_kv.window.layer import SUFFIX
 from packed_kv_quality import lockstep
 from packed_kv_quality.teacher_forced import logits
-from test_scheduling import count_preemptions, multiply_in_float64
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -49,7 +49,7 @@ def layout(llm: LLM) -> str:
 
 def test_rings_of_several_requests_in_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where blocks are large, as beside state layers: batched, chunked and preempted equal alone, and none is lost."""
-    multiply_in_float64(monkeypatch)
+    exact_products.install(monkeypatch)
     model = tiny_models.save(tiny_models.llama(num_hidden_layers=2), tmp_path)
     prompts = [random_tokens(length, seed=length) for length in (100, 120, 150, 110)]
     options = {**ENGINE, "max_model_len": 256, "block_size": 128, "num_gpu_blocks_override": 11}
@@ -67,7 +67,7 @@ def test_rings_of_several_requests_in_a_block(tmp_path: Path, monkeypatch: pytes
 
 def test_state_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mamba 2 and attention in every layer; a block holds the rings of four requests. Three texts at once."""
-    multiply_in_float64(monkeypatch)
+    exact_products.install(monkeypatch)
     monkeypatch.setattr(DummyModelLoader, "load_weights", coverage_engine.set_weights)
     coverage_engine.register("FalconH1ForCausalLM")
     Path(tmp_path, "config.json").write_text(json.dumps(MODELS["FalconH1ForCausalLM"]))
@@ -93,7 +93,7 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     47 tokens and the one that is sampled fill six ring blocks, so that there is no room for drafts but what is made.
     """
     window, drafts = 47, 8
-    multiply_in_float64(monkeypatch)
+    exact_products.install(monkeypatch)
     config = tiny_models.llama()
     model = tiny_models.save(config, tmp_path)
     prompts = [random_tokens(90), [7] * 60]
@@ -138,7 +138,8 @@ def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     does not name that layout; it serves it nevertheless, which this test uses."""
     layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
     monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts))
-    monkeypatch.setattr(size, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    facts = size.engine_facts
+    monkeypatch.setattr(size, "engine_facts", lambda config: replace(facts(config), platform="cuda"))
     model = tiny_models.save(tiny_models.llama(), tmp_path)
     text = random_tokens(120)
     with engine(model, "auto", **ENGINE) as llm:
