@@ -9,7 +9,7 @@ import sys
 import pytest
 from checkout import REPO
 from packed_kv import FORMATS
-from packed_kv.formats import CODES, FORMAT_VERSION, MAX_SCALE_BYTE
+from packed_kv.formats import CODES, CODES_PER_LANE, FORMAT_VERSION, MAX_SCALE_BYTE
 from packed_kv.layout import MICRO_BLOCK, page_layout
 
 PACKAGE = REPO / "overlay" / "packed_kv"
@@ -88,6 +88,20 @@ def test_magnitudes_are_ascending_and_exact_in_e4m3(bits):
     assert len(levels) == 2 ** (bits - 1)
     assert (levels.diff() > 0).all()
     assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids="{0.bits} bits".format)
+def test_a_lane_s_codes_fill_its_words(code):
+    """Codes of 16 channels, each bit of a word once: magnitudes and signs, or signs in words of their own."""
+    assert 32 * code.code_words == CODES_PER_LANE * (code.bits - code.has_sign_words)
+    taken = []
+    for e in range(CODES_PER_LANE):
+        first = 32 * (e * code.code_words // CODES_PER_LANE)
+        taken += [first + code.magnitude_shift[e] + bit for bit in range(code.bits - 1)]
+        taken += [first + shift for shift in code.sign_shift[e : e + 1]]
+    assert sorted(taken) == list(range(32 * code.code_words))
+    for shifts in filter(None, (code.magnitude_shift, code.sign_shift)):
+        assert all(shifts[e] - shifts[0] == sum(shifts[e & 1 << i] - shifts[0] for i in range(4)) for e in range(16))
 
 
 def test_magnitudes_turn_into_fp16_as_the_document_says():

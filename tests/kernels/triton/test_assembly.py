@@ -68,6 +68,10 @@ def execute(assembly: str, registers: dict[str, int]) -> dict[str, int]:
     return registers
 
 
+def test_every_width_has_a_decoder() -> None:
+    assert set(CODES) <= set(fragments.DECODERS.value)
+
+
 @pytest.mark.parametrize(("bits", "parity"), ASSEMBLIES)
 def test_words_become_the_values_of_the_layout(bits: int, parity: int) -> None:
     draw = random.Random(bits + parity)
