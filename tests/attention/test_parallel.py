@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import MagicMock
 
+import cpu_ranks
 import pytest
 import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl
+from packed_kv import refusals
 from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.plain import PlainAttention
@@ -45,9 +47,12 @@ def alone(model: str) -> tuple[torch.Tensor, list[list[int]], int]:
     return run(model)
 
 
-def test_decode_context_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]], int]) -> None:
+def test_decode_context_parallel(
+    model: str, alone: tuple[torch.Tensor, list[list[int]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens dealt out to two ranks: those of one rank's memory twice, and the same answers. There is no window, as
     nobody asks for one by name."""
+    monkeypatch.setattr(refusals, "RULES", cpu_ranks.rules())  # `dealt_out` does so in the workers
     logprobs, generated, tokens = run(
         model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
         worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import cpu_ranks
 import torch
-from packed_kv.attention import context_parallel as ranks
+from packed_kv import refusals
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import BlockTable
 
@@ -28,4 +29,4 @@ def compute_slot_mapping(self: Any, num_reqs: int, query_start_loc: torch.Tensor
 
 
 BlockTable.compute_slot_mapping = compute_slot_mapping
-ranks._reason = lambda _config: None
+refusals.RULES = cpu_ranks.rules()
