@@ -28,7 +28,7 @@ memcheck_cases=(
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'seq_lens': (1, 37, 300)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 64, 'kv_heads': 1, 'group': 2, 'query_lens': (4, 0, 3), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'requests': ((90, 0), (60, 50), (20, 20)), 'query_lens': (3, 2, 1), 'recent': 16, 'group': 2, 'block_size': 4}]"
-    "tests/kernels/test_merge_sums.py::test_sums_of_weights[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
+    "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
 run_pytest() { python3 -m pytest -q -p no:cacheprovider "$@"; }

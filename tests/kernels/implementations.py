@@ -44,21 +44,21 @@ def attend_pages(
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
     output = output.view(tokens, kv_heads, group, -1)
     batch = (query, cache, block_table, query_start, seq_lens)
-    sinks, sums = options.pop("sinks", None), options.pop("sums", None)
+    sinks, lse = options.pop("sinks", None), options.pop("lse", None)
     if kernel == "triton":
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
         bias = None if options.get("logits_soft_cap") else options.get("query_bias")
-        merge(partial, stats, matrix, output, sinks, bias, sums)
+        merge(partial, stats, matrix, output, sinks, bias, lse)
         return
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
     bias, ring = options.pop("query_bias", None), options.pop("ring", None)
-    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, sums, schedule)
+    step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, lse, schedule)
     packed = launch.pack_matrix(matrix)
     items = len(seq_lens if schedule is None else schedule)
     counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
-        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, sums is not None)
+        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, lse is not None)
         shape = shape if schedule is None else shape._replace(blocks=items)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
@@ -67,14 +67,14 @@ def attend_pages(
         variant = launch.Variant(
             shape.warps, shape.is_final, columns, cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
-            sums is not None and shape.is_final,
+            lse is not None and shape.is_final,
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
         blocks = (shape.blocks, kv_heads, items) if schedule is None else (1, kv_heads, items)
         emulated.run(constants, blocks, output, step, layer)
     if not shape.is_final:
-        merge(partial, stats, matrix, output, sums=sums)
+        merge(partial, stats, matrix, output, lse=lse)
     assert not counters.any(), "not left for the next launch"
     if schedule is not None:
         check_parts(schedule, query_start, stats)

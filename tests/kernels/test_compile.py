@@ -179,7 +179,7 @@ def test_decode_with_a_ring_stays_in_registers(arch):
         assert not local_memory_in_the_loop(resources), case
         assert resources.stack_bytes <= 32, case
         assert arch != 90 or resources.registers <= decode.MAX_REGISTERS, case
-        assert resources.shared_bytes <= 12 * 1024, case  # 16 programs share the 228 KB of a multiprocessor
+        assert resources.shared_bytes <= 12 * 1024, case  # 16 programs share the 228 KB of an SM
 
 
 def test_a_bias_stays_in_registers():
@@ -222,7 +222,7 @@ def check_transposing_layout(resources: Resources) -> None:
     assert LANE_BY_LANE.search(definition), definition
 
 
-def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool = False, head_dim: int = 128) -> Case:
+def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128) -> Case:
     """For 128 channels of V, in vectors of `head_dim`."""
     splits, rows = tile
     return Case(
@@ -231,11 +231,11 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, sums: bool
         types=dict(
             partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
-            sinks="*bf16", bias="*fp32", sums="*fp32",
+            sinks="*bf16", bias="*fp32", lse="*fp32",
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, PART=head_dim & -head_dim,
-            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_BIAS=sinks, HAS_SUMS=sums,
+            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_BIAS=sinks, HAS_LSE=lse,
         ),
         options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),
@@ -264,12 +264,12 @@ def sinks_case() -> Case:
         kernel="packed_kv.kernels.triton.combine:_sinks_kernel",
         arch=90,
         types=dict(
-            output="*bf16", sums="*fp32", sums_stride="i32", sinks="*bf16", output_token_stride="i32",
+            output="*bf16", lse="*fp32", lse_stride="i32", sinks="*bf16", output_token_stride="i32",
             output_head_stride="i32",
         ),
         constants=dict(HEADS=64, PADDED_HEADS=64, HEAD_DIM=64, PADDED_DIM=64),
         options=dict(num_warps=4),
-        unaligned=("sums", "sums_stride"),
+        unaligned=("lse", "lse_stride"),
     )  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def share_case() -> Case:
     return Case(
         kernel="packed_kv.kernels.triton.combine:_share_kernel",
         arch=90,
-        types=dict(output="*bf16", sums="*fp32", of_ranks="*fp32"),
+        types=dict(output="*bf16", lse="*fp32", rank_lse="*fp32"),
         constants=dict(RANK=1, RANKS=2, HEADS=64, PADDED_HEADS=64, HEAD_DIM=128, PADDED_DIM=128),
         options=dict(num_warps=4),
     )  # fmt: skip

@@ -76,11 +76,11 @@ class Ranks:
             weights = (rank_lse[self.shard.rank] - total_lse).exp().nan_to_num(0.0)
             output.mul_(weights.unsqueeze(-1))
             return total_lse
-        from ..kernels.triton.combine import bind_weigh_share, weigh_share
+        from ..kernels.triton.combine import bind_weigh_by_lse, weigh_by_lse
 
         if self.launch is None:
-            self.launch = bind_weigh_share(output, self.shard.ranks, self.shard.rank)
-        return weigh_share(output, rank_lse, self.shard.rank, self.launch)
+            self.launch = bind_weigh_by_lse(output, self.shard.ranks, self.shard.rank)
+        return weigh_by_lse(output, rank_lse, self.shard.rank, self.launch)
 
 
 class ContextParallelAttention(LayerAttention):

@@ -263,7 +263,7 @@ class FusedDecode:
             return
         merge = merges.get(step.tile)
         if merge is None:
-            apart, flags = self._heads_apart(output), {"has_bias": self.merges_bias, "has_sums": self.has_lse}
+            apart, flags = self._heads_apart(output), {"has_bias": self.merges_bias, "has_lse": self.has_lse}
             merge = bind_merge(apart, self.from_rotated, step.tile, sinks, **flags)
             merges[step.tile] = merge
         merge(step.merge[0], (output,), step.merge[1])

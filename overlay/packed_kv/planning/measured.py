@@ -34,8 +34,8 @@ def kl(dtype: str, has_window: bool, calibrated: bool) -> float | None:
 def rate(dtype: str, card: Card) -> float:
     """Bytes a second at which a decode reads pages of a dtype (`DENSE`: weights, too).
 
-    A dtype has its share of the card's bandwidth. Only the H100's steps were measured, too: it has the H200's
-    multiprocessors, and instructions bound the narrow dtypes, so it is taken to read as many bytes as the H200, up to
+    A dtype has its share of the card's bandwidth. Only the H100's steps were measured, too: it has the H200's SMs,
+    and instructions bound the narrow dtypes, so it is taken to read as many bytes as the H200, up to
     bf16's share of its bandwidth (docs/commands.md has the errors). Not where another bandwidth was given.
     """
     share = STEP["share"]

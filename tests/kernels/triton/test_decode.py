@@ -19,9 +19,9 @@ BOUND = 2e-3
 
 def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1, 37, 100), query_lens=None,
         block_size=16, splits=3, window=None, soft_cap=None, sinks=None, dtype=torch.float16, size=1.0, kernel="triton",
-        returns_sums=False, poison=0xFF, **transforms):  # fmt: skip
+        returns_lse=False, poison=0xFF, **transforms):  # fmt: skip
     """Kernel output and the reference in float64, [tokens, query heads, head_dim], on pages of poison; or of both the
-    logarithms of the sums of weights, [tokens, query heads]."""
+    natural log-sum-exps of the scores, [tokens, query heads]."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
     codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, value_dim=value_dim, **transforms)
@@ -33,7 +33,7 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
     query = torch.randn(sum(query_lens), kv_heads * group, head_dim, generator=generator).to(DEVICE, dtype)
     of_output = (*query.shape[:2], value_dim or head_dim)
     expected = torch.zeros(of_output, dtype=torch.float64, device=DEVICE)
-    expected_sums = torch.zeros(query.shape[:2], dtype=torch.float64, device=DEVICE)
+    expected_lse = torch.zeros(query.shape[:2], dtype=torch.float64, device=DEVICE)
     scale, used = head_dim**-0.5, 0
     if sinks is not None:  # from far below the sum of weights to far above it
         sinks = torch.linspace(-3, 9, kv_heads * group).to(DEVICE, sinks)
@@ -49,7 +49,7 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         key = codec.key.decode(codec.key.encode(key, first), first)
         value = codec.value.decode(codec.value.encode(value))
         rows = slice(int(start[i]), int(start[i]) + count)
-        expected[rows], expected_sums[rows] = attention(
+        expected[rows], expected_lse[rows] = attention(
             query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks
         )
     rotated = torch.empty(len(query), kv_heads, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
@@ -58,23 +58,23 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
     rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
     output = torch.full(of_output, float("nan"), dtype=dtype, device=DEVICE)
-    sums = torch.full(query.shape[:2], float("nan"), device=DEVICE) if returns_sums else None
+    lse = torch.full(query.shape[:2], float("nan"), device=DEVICE) if returns_lse else None
     attend_pages(
         kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
         output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
-        sinks=sinks, sums=sums,
+        sinks=sinks, lse=lse,
     )  # fmt: skip
-    if sums is not None:
+    if lse is not None:
         assert relative_rms(output.double(), expected) < BOUND
         lacks = 0 if bias is None or soft_cap else bias[..., 0].double() * math.log(2)  # what the scores lack
-        return sums.double(), expected_sums - lacks
+        return lse.double(), expected_lse - lacks
     return output.double(), expected
 
 
 def attention(query, key, value, scale, window, soft_cap, sinks=None):
-    """Causal attention of the last tokens, float64 [tokens, heads, d] over [keys, KV heads, d], and the logarithms of
-    its sums of weights [tokens, heads]."""
+    """Causal attention of the last tokens, float64 [tokens, heads, d] over [keys, KV heads, d], and its
+    scores' log-sum-exps [tokens, heads]."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale

@@ -102,15 +102,15 @@ def test_combine(infinity: float) -> None:
         output = torch.einsum("htk,hkd->thd", scores[..., keys].softmax(-1), values[:, keys])
         return output.contiguous(), scores[..., keys].logsumexp(-1)
 
-    output, sums = over(slice(0, 12))
-    part, part_sums = over(slice(12, 20))
-    part[4], part_sums[:, 4] = float("nan"), infinity
+    output, lse = over(slice(0, 12))
+    part, part_lse = over(slice(12, 20))
+    part[4], part_lse[:, 4] = float("nan"), infinity
     before = output[4].clone()
-    combine(output, sums, part, part_sums)
-    expected, expected_sums = over(slice(0, 20))
+    combine(output, lse, part, part_lse)
+    expected, expected_lse = over(slice(0, 20))
     others = [i for i in range(9) if i != 4]
     torch.testing.assert_close(output[others], expected[others], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(sums[:, others], expected_sums[:, others], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[:, others], expected_lse[:, others], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output[4], before, rtol=0, atol=0)
 
 
@@ -121,7 +121,7 @@ def flash_attention(
 
     Where a window has a left end alone, it ends where FlashAttention 2 says: `max_seqlen_k` keys on (others: nowhere).
     """
-    sums = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
     left, right = window_size[0], 0 if causal else window_size[1]
     if left >= max_seqlen_k:
         left = -1
@@ -142,9 +142,9 @@ def flash_attention(
         if right >= 0:
             masked |= keys > place + right
         scores = scores.masked_fill(masked, float("-inf"))
-        sums[:, q0:q1] = scores.logsumexp(-1)
+        lse[:, q0:q1] = scores.logsumexp(-1)
         out[q0:q1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), value).to(out.dtype)
-    return out, sums
+    return out, lse
 
 
 def one_size_attention(q, k, v, **options):
@@ -231,13 +231,13 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
                 torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
             ]
         expected = torch.empty(QUERY_LENS[i], heads * group, value_dim, device=DEVICE)
-        _, sums = flash_attention(
+        _, lse = flash_attention(
             query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
             cu_seqlens_k=torch.tensor([0, seq_lens[i]]), max_seqlen_k=seq_lens[i], softmax_scale=0.2, causal=True,
             window_size=((attention.sliding_window or 0) - 1, 0), softcap=attention.logits_soft_cap, out=expected,
         )  # fmt: skip
         if attention.sinks is not None:
-            expected *= torch.sigmoid(sums.T - attention.sinks)[..., None]
+            expected *= torch.sigmoid(lse.T - attention.sinks)[..., None]
         assert (output[rows].float() - expected).norm() < 1.5e-3 * expected.norm()
 
 

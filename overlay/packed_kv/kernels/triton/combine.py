@@ -1,7 +1,7 @@
 """Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding).
 
 An attention sink is one more key without a value, so it only makes the result smaller (`apply_sinks`). Where ranks have
-shares of the keys, each weighs its result before all are added (`weigh_share`).
+shares of the keys, each weighs its result before all are added (`weigh_by_lse`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .. import power_of_2
 from .launch import Arguments, Launch
 
 
-@triton.jit(do_not_specialize=["sums_stride", "part_sums_stride"], do_not_specialize_on_alignment=["sums", "part_sums"])
+@triton.jit(do_not_specialize=["lse_stride", "part_lse_stride"], do_not_specialize_on_alignment=["lse", "part_lse"])
 def _combine_kernel(
-    output, sums, part_sums, part, sums_stride, part_sums_stride, output_token_stride, output_head_stride,
+    output, lse, part_lse, part, lse_stride, part_lse_stride, output_token_stride, output_head_stride,
     PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
-    a = tl.load(sums + head * sums_stride + token, mask=there, other=0.0)
-    b = tl.load(part_sums + head * part_sums_stride + token, mask=there, other=0.0)
+    a = tl.load(lse + head * lse_stride + token, mask=there, other=0.0)
+    b = tl.load(part_lse + head * part_lse_stride + token, mask=there, other=0.0)
     b = tl.where(b == float("inf"), float("-inf"), b)  # FlashAttention 2 of no keys
     top = tl.maximum(a, b)
     weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)
@@ -36,7 +36,7 @@ def _combine_kernel(
                 mask=known & (weight_b > 0)[:, None], other=0.0).to(tl.float32)  # fmt: skip
     result = x * (weight_a / total)[:, None] + y * (weight_b / total)[:, None]
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
-    tl.store(sums + head * sums_stride + token, top + tl.log(total), mask=there)
+    tl.store(lse + head * lse_stride + token, top + tl.log(total), mask=there)
 
 
 def bind_combine(output: torch.Tensor, part_dim: int) -> Launch:
@@ -54,38 +54,38 @@ def _shape(output: torch.Tensor) -> dict[str, int]:
 
 def combine(
     output: torch.Tensor,
-    sums: torch.Tensor,
+    lse: torch.Tensor,
     part: torch.Tensor,
-    part_sums: torch.Tensor,
+    part_lse: torch.Tensor,
     launch: Launch | None = None,
 ) -> None:
     """Add the attention over further keys to that over some, in place, by their log-sum-exps.
 
     Args:
         output: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
-        sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
+        lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
         part: [tokens, query heads, head_dim or more], contiguous, attention over the further keys; channels beyond the
             output's are not looked at.
-        part_sums: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
+        part_lse: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
         launch: of `bind_combine` for such tensors; None: made here.
     """
-    assert sums.stride(1) == part_sums.stride(1) == 1 and part.is_contiguous(), part.stride()
+    assert lse.stride(1) == part_lse.stride(1) == 1 and part.is_contiguous(), part.stride()
     if launch is None:
         launch = bind_combine(output, part.shape[2])
-    step = Arguments(part, sums.stride(0), part_sums.stride(0))
-    launch((len(part), 1, 1), (output, sums, part_sums), step)
+    step = Arguments(part, lse.stride(0), part_lse.stride(0))
+    launch((len(part), 1, 1), (output, lse, part_lse), step)
 
 
-@triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=["sums"])
+@triton.jit(do_not_specialize=["lse_stride"], do_not_specialize_on_alignment=["lse"])
 def _sinks_kernel(
-    output, sums, sums_stride, sinks, output_token_stride, output_head_stride,
+    output, lse, lse_stride, sinks, output_token_stride, output_head_stride,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
     sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
-    weight = 1 / (1 + tl.exp(sink - tl.load(sums + head * sums_stride + token, mask=there, other=0.0)))
+    weight = 1 / (1 + tl.exp(sink - tl.load(lse + head * lse_stride + token, mask=there, other=0.0)))
     known = there[:, None] & (channel < HEAD_DIM)[None, :]
     target = output + token * output_token_stride + head[:, None] * output_head_stride + channel[None, :]
     result = tl.load(target, mask=known, other=0.0).to(tl.float32) * weight[:, None]
@@ -98,22 +98,22 @@ def bind_sinks(output: torch.Tensor, sinks: torch.Tensor) -> Launch:
     return Launch(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), _shape(output), num_warps=4)
 
 
-def apply_sinks(output: torch.Tensor, sums: torch.Tensor, launch: Launch) -> None:
+def apply_sinks(output: torch.Tensor, lse: torch.Tensor, launch: Launch) -> None:
     """Let attention over all keys share its weights with the heads' sinks, in place.
 
     Args:
         output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels.
-        sums: fp32 [query heads, tokens], unit stride over tokens: natural logarithms of the sums of weights.
+        lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
         launch: of `bind_sinks` for such outputs, with sinks fp16, bf16 or fp32 [query heads], contiguous: what the
             logarithm of a sink's weight is.
     """
-    assert sums.stride(1) == 1, sums.stride()
-    launch((len(output), 1, 1), (output, sums), Arguments(sums.stride(0)))
+    assert lse.stride(1) == 1, lse.stride()
+    launch((len(output), 1, 1), (output, lse), Arguments(lse.stride(0)))
 
 
 @triton.jit
 def _share_kernel(
-    output, sums, of_ranks,
+    output, lse, rank_lse,
     RANK: tl.constexpr, RANKS: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -122,42 +122,42 @@ def _share_kernel(
     there, nothing = head < HEADS, float("-inf")
     top = tl.full([PADDED_HEADS], nothing, tl.float32)
     for rank in tl.static_range(RANKS):
-        top = tl.maximum(top, tl.load(of_ranks + (rank * tokens + token) * HEADS + head, mask=there, other=nothing))
+        top = tl.maximum(top, tl.load(rank_lse + (rank * tokens + token) * HEADS + head, mask=there, other=nothing))
     top = tl.where(top == nothing, 0.0, top)
     total = tl.zeros([PADDED_HEADS], tl.float32)
     for rank in tl.static_range(RANKS):
-        own = tl.load(of_ranks + (rank * tokens + token) * HEADS + head, mask=there, other=nothing)
+        own = tl.load(rank_lse + (rank * tokens + token) * HEADS + head, mask=there, other=nothing)
         total += tl.exp(own - top)
-    own = tl.load(of_ranks + (RANK * tokens + token) * HEADS + head, mask=there, other=nothing)
+    own = tl.load(rank_lse + (RANK * tokens + token) * HEADS + head, mask=there, other=nothing)
     weight = tl.where(total > 0, tl.exp(own - top) / total, 0.0)
     known = there[:, None] & (channel < HEAD_DIM)[None, :]
     target = output + (token * HEADS + head[:, None]) * HEAD_DIM + channel[None, :]
     result = tl.load(target, mask=known & (weight > 0)[:, None], other=0.0).to(tl.float32) * weight[:, None]
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
-    tl.store(sums + token * HEADS + head, top + tl.log(total), mask=there)
+    tl.store(lse + token * HEADS + head, top + tl.log(total), mask=there)
 
 
-def bind_weigh_share(output: torch.Tensor, ranks: int, rank: int) -> Launch:
-    """The kernel for outputs of these heads, and for one of so many ranks; see `weigh_share`."""
+def bind_weigh_by_lse(output: torch.Tensor, ranks: int, rank: int) -> Launch:
+    """The kernel for outputs of these heads, and for one of so many ranks; see `weigh_by_lse`."""
     return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **_shape(output)), num_warps=4)
 
 
-def weigh_share(output: torch.Tensor, of_ranks: torch.Tensor, rank: int, launch: Launch | None = None) -> torch.Tensor:
+def weigh_by_lse(output: torch.Tensor, rank_lse: torch.Tensor, rank: int, launch: Launch | None = None) -> torch.Tensor:
     """Weigh a rank's attention over its share of the keys, in place, so that the ranks' sum is that over all keys.
 
     Args:
         output: fp16, bf16 or fp32 [tokens, query heads, head_dim], contiguous; not looked at where a row saw no key.
-        of_ranks: fp32 [ranks, tokens, query heads], contiguous: each rank's natural logarithms of its sums of weights,
+        rank_lse: fp32 [ranks, tokens, query heads], contiguous: each rank's natural log-sum-exp of its scores,
             -inf where a row saw no key.
         rank: whose output this is.
-        launch: of `bind_weigh_share` for such outputs; None: made here.
+        launch: of `bind_weigh_by_lse` for such outputs; None: made here.
 
     Returns:
-        fp32 [tokens, query heads], the logarithms of all ranks' sums; -inf where no rank has a key.
+        fp32 [tokens, query heads], the log-sum-exp over all ranks; -inf where no rank has a key.
     """
-    assert output.is_contiguous() and of_ranks.is_contiguous(), (output.stride(), of_ranks.stride())
-    sums = torch.empty_like(of_ranks[0])
+    assert output.is_contiguous() and rank_lse.is_contiguous(), (output.stride(), rank_lse.stride())
+    lse = torch.empty_like(rank_lse[0])
     if launch is None:
-        launch = bind_weigh_share(output, len(of_ranks), rank)
-    launch((len(output), 1, 1), (output, sums, of_ranks), Arguments())
-    return sums
+        launch = bind_weigh_by_lse(output, len(rank_lse), rank)
+    launch((len(output), 1, 1), (output, lse, rank_lse), Arguments())
+    return lse

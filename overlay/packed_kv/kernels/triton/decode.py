@@ -25,8 +25,9 @@ from .scales import key_scales, online_softmax_update, scale_weights, transpose_
 
 _LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
-"""On an H200, isoquant4, version 5 of this kernel took 88.7 us for 32 x 8192 at 128 registers, 93.5 at 112 (fewer loads
-under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at head_dim 128."""
+"""32 x 8192 tokens of isoquant4 on an H200 (version 5 of docs/notes/triton-decode.md) take 88.7 us at 128 registers,
+93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
+head_dim 128."""
 COLUMNS = 8
 """Of a tile: the right operand of `mma.m16n8k16`."""
 PROGRAMS_PER_SM = 16
@@ -66,8 +67,8 @@ def _decode_kernel(
         first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
     first_tile = first_visible // 32
     # Behind the tiles of pages come those of the ring, which has the last RECENT tokens that a query sees, from token
-    # `recent` on. All splits get as many tiles: with the ring as a split of its own, programs that found no room in the
-    # first wave began when a ring was done, and the kernel took longer by as much.
+    # `recent` on. All splits get as many tiles: were the ring a split of its own, programs that find no room in the
+    # first wave would begin when a ring is done, and the kernel would take longer by as much.
     recent = seq_len
     if RING_BLOCK > 0:
         recent = tl.maximum(tl.load(ring_first + request), first_visible)

@@ -19,11 +19,11 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
-    output, partial_output, partial_stats, bias, sums, rows, splits, matrix, token_stride, head_stride,
+    output, partial_output, partial_stats, bias, lse, rows, splits, matrix, token_stride, head_stride,
     matrix_head_stride, sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two."""
     head = tl.program_id(1)
@@ -32,7 +32,7 @@ def _merge_kernel(
     place = row // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + row % QUERY_GROUP
     slot = place[:, None] * splits + split[None, :]
     known = (row < rows)[:, None] & (split < splits)[None, :]
-    # [rows, splits, channels]: with splits first, this kernel took 4.9 to 6.3 us where it takes 3.2.
+    # [rows, splits, channels]: splits first take 4.9 to 6.3 us where this takes 3.2 (isoquant4, 32 x 8192, H200).
     maxima = tl.load(partial_stats + slot * 2, mask=known, other=-1.0e30)
     totals = tl.load(partial_stats + slot * 2 + 1, mask=known, other=0.0)
     top = tl.max(maxima, 1)
@@ -46,8 +46,8 @@ def _merge_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - top)
     norm = tl.where(total > 0, 1 / total, 0.0)
-    if HAS_SUMS:
-        tl.store(sums + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
+    if HAS_LSE:
+        tl.store(lse + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
 
     part, channel = tl.arange(0, PART), tl.arange(0, PADDED_DIM)
     matrix += head.to(tl.int64) * matrix_head_stride
@@ -87,10 +87,10 @@ def bind_merge(
     sinks: torch.Tensor | None = None,
     *,
     has_bias: bool = False,
-    has_sums: bool = False,
+    has_lse: bool = False,
 ) -> Launch:
     """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: take the bias of the
-    step's arguments off the sinks; `has_sums`: fill its sums."""
+    step's arguments off the sinks; `has_lse`: fill its lse."""
     _, kv_heads, group, output_dim = output.shape
     assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
     assert output.stride(-1) == 1, output.stride()
@@ -105,7 +105,7 @@ def bind_merge(
             KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
             PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
             ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=has_bias,
-            HAS_SUMS=has_sums,
+            HAS_LSE=has_lse,
         ),
         num_warps=8 if rows >= 8 or head_dim > 128 else 4,
     )  # fmt: skip
@@ -116,13 +116,13 @@ def merge_arguments(
     partial_stats: torch.Tensor,
     group: int,
     query_bias: torch.Tensor | None,
-    sums: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> Arguments:
     """What a step decides; see `merge`."""
-    bias, sums = (partial_stats if x is None else x for x in (query_bias, sums))
-    assert sums.is_contiguous(), sums.stride()
+    bias, lse = (partial_stats if x is None else x for x in (query_bias, lse))
+    assert lse.is_contiguous(), lse.stride()
     rows, splits = partial_output.shape[0] * group, partial_output.shape[2]
-    return Arguments(partial_output, partial_stats, bias, sums, rows, splits)
+    return Arguments(partial_output, partial_stats, bias, lse, rows, splits)
 
 
 def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
@@ -136,7 +136,7 @@ def merge(
     output: torch.Tensor,
     sinks: torch.Tensor | None = None,
     query_bias: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Combine the splits of `decode` and rotate the result back, once.
 
@@ -148,11 +148,11 @@ def merge(
             heads evenly strided; filled.
         sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
         query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.
-        sums: fp32 [tokens, query heads], contiguous: filled with the natural logarithms of the sums of weights, sinks
-            included, of the scores as `decode` has them; -inf where a query sees no key. None: nobody asks.
+        lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exp of the scores as `decode` has
+            them, sinks included; -inf where a query sees no key. None: nobody asks.
     """
     tokens, kv_heads, group, _ = output.shape
     tile = merge_tile(partial_output.shape[2])
-    step = merge_arguments(partial_output, partial_stats, group, query_bias, sums)
-    launch = bind_merge(output, matrix, tile, sinks, has_bias=query_bias is not None, has_sums=sums is not None)
+    step = merge_arguments(partial_output, partial_stats, group, query_bias, lse)
+    launch = bind_merge(output, matrix, tile, sinks, has_bias=query_bias is not None, has_lse=lse is not None)
     launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)

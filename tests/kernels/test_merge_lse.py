@@ -9,7 +9,7 @@ import pytest
 import test_cuda_decode as cuda_tests
 import torch
 from packed_kv.kernels.cuda.launch import Grid
-from packed_kv.kernels.triton.combine import weigh_share
+from packed_kv.kernels.triton.combine import weigh_by_lse
 from test_decode import DEVICE, run, transforms
 
 MOST = 3e-3
@@ -28,7 +28,7 @@ MOST = 3e-3
     ],
     ids=str,
 )
-def test_sums_of_weights(options: dict[str, Any]) -> None:
+def test_lse(options: dict[str, Any]) -> None:
     options = {"head_dim": 64, "kv_heads": 1, "group": 2} | options
     if options.get("kernel") == "cuda":
         if cuda_tests.runs.args[0]:
@@ -36,7 +36,7 @@ def test_sums_of_weights(options: dict[str, Any]) -> None:
         options["kernel"] = cuda_tests.KERNEL
     if options.pop("transformed", False):
         options |= transforms(64, 1)
-    torch.testing.assert_close(*run("turboquant25", returns_sums=True, **options), rtol=0, atol=MOST)
+    torch.testing.assert_close(*run("turboquant25", returns_lse=True, **options), rtol=0, atol=MOST)
 
 
 def test_shares_of_the_keys() -> None:
@@ -51,10 +51,10 @@ def test_shares_of_the_keys() -> None:
         torch.einsum("htk,hkd->thd", scores[..., keys].softmax(-1).nan_to_num(0.0), values[:, keys]).contiguous()
         for keys in shares
     ]
-    of_ranks = torch.stack([scores[..., keys].logsumexp(-1).T for keys in shares])
+    rank_lse = torch.stack([scores[..., keys].logsumexp(-1).T for keys in shares])
     outputs[0][1] = float("nan")  # that rank has no key of it
-    sums = [weigh_share(output, of_ranks, rank) for rank, output in enumerate(outputs)]
+    total_lse = [weigh_by_lse(output, rank_lse, rank) for rank, output in enumerate(outputs)]
     expected = torch.einsum("htk,hkd->thd", scores.softmax(-1).nan_to_num(0.0), values)
     torch.testing.assert_close(sum(outputs), expected, rtol=1e-5, atol=1e-5)
-    for of_rank in sums:
-        torch.testing.assert_close(of_rank, scores.logsumexp(-1).T, rtol=1e-5, atol=1e-5)
+    for lse in total_lse:
+        torch.testing.assert_close(lse, scores.logsumexp(-1).T, rtol=1e-5, atol=1e-5)
