@@ -115,11 +115,11 @@ def sorted_groups(layer: LayerStatistics, choice: LayerChoice) -> LayerChoice:
     assert choice.key_scale is not None
     orders = []
     stored = layer.key_variance * choice.key_scale.square()
-    for energy, order in ((stored, choice.key_order), (layer.value_energy, choice.value_order)):
+    for energy, order in ((stored, choice.key_channel_order), (layer.value_energy, choice.value_channel_order)):
         groups = order.unflatten(-1, (-1, GROUP_SIZE))
         by_size = energy.gather(-1, order).view_as(groups).argsort(dim=-1, descending=True)
         orders.append(groups.gather(-1, by_size).flatten(1))
-    return dataclasses.replace(choice, key_order=orders[0], value_order=orders[1])
+    return dataclasses.replace(choice, key_channel_order=orders[0], value_channel_order=orders[1])
 
 
 def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Codec, Codec]:
@@ -129,10 +129,10 @@ def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Code
     key: dict[str, Any] = {"mean": choice.key_mean, "scale": choice.key_scale, "first_mean": choice.key_first_mean}
     value: dict[str, Any] = {}
     if FORMATS[dtype].outlier_bits:
-        key["outliers"], value["outliers"] = choice.key_outliers, choice.value_outliers
+        key["outliers"], value["outliers"] = choice.key_outlier_channels, choice.value_outlier_channels
         value["scale"] = choice.value_scale
     elif FORMATS[dtype].rotation != "hadamard":
-        key["channel_order"], value["channel_order"] = choice.key_order, choice.value_order
+        key["channel_order"], value["channel_order"] = choice.key_channel_order, choice.value_channel_order
     return get_codec(dtype, head_size, "key", **key), get_codec(dtype, head_size, "value", **value)
 
 

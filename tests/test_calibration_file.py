@@ -221,8 +221,8 @@ def test_files_of_others(tmp_path: Path) -> None:
         del file[field]
     layers = load(write(tmp_path, file)).layers
     assert [*layers] == [0, 7, 12]
-    assert layers[7].key_outliers == entry[KEYS]
-    assert layers[7].key_order is layers[7].value_order is None
+    assert layers[7].key_outlier_channels == entry[KEYS]
+    assert layers[7].key_channel_order is layers[7].value_channel_order is None
 
 
 def test_version_1_and_absent_fields(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ class LayerChoice:
     """What the file lists of one layer: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
     float64 [KV heads, head_size] or None; those of V are of its own head_size."""
 
-    key_outliers: torch.Tensor
-    value_outliers: torch.Tensor
-    key_order: torch.Tensor
-    value_order: torch.Tensor
+    key_outlier_channels: torch.Tensor
+    value_outlier_channels: torch.Tensor
+    key_channel_order: torch.Tensor
+    value_channel_order: torch.Tensor
     key_mean: torch.Tensor | None = None
     key_first_mean: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
@@ -56,10 +56,10 @@ def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
     key = (layer.key_variance * key_scale.square(), layer.key_weight / key_scale.square())
     value = (layer.value_energy * value_scale.square(), layer.value_weight / value_scale.square())
     return LayerChoice(
-        key_outliers=outlier_channels(*key, count),
-        value_outliers=outlier_channels(*value, count),
-        key_order=channel_order(*key),
-        value_order=channel_order(layer.value_energy, layer.value_weight),
+        key_outlier_channels=outlier_channels(*key, count),
+        value_outlier_channels=outlier_channels(*value, count),
+        key_channel_order=channel_order(*key),
+        value_channel_order=channel_order(layer.value_energy, layer.value_weight),
         key_mean=layer.key_mean,
         key_first_mean=layer.key_first_mean,
         key_scale=key_scale,

@@ -51,8 +51,8 @@ def report(path: str, folder: Path) -> Path:
             key, value = (stored_rms(role, known, entry) for role in ROLES)
             left, middle, right = figure.subplots(1, 3)
             _heat_map(left, "the mean of K", means, [])
-            _heat_map(middle, "K as stored", key, known.key_outliers)
-            _heat_map(right, "V as stored", value, known.value_outliers)
+            _heat_map(middle, "K as stored", key, known.key_outlier_channels)
+            _heat_map(right, "V as stored", value, known.value_outlier_channels)
             figure.suptitle(f"layer {layer}")
             figure.savefig(folder / images[-1], dpi=100)
         page = folder / "index.html"

@@ -22,13 +22,13 @@ def summary(path: str) -> str:
     """Text that says what a file holds and how channels differ in each layer. Raises CalibrationError."""
     calibration, content = read(path)
     layers = list(calibration.layers.values())
-    orders = any(layer.key_order or layer.value_order for layer in layers)
+    orders = any(layer.key_channel_order or layer.value_channel_order for layer in layers)
     means, key_scales, value_scales = (
         any(getattr(layer, field) for layer in layers) for field in ("key_mean", "key_scale", "value_scale")
     )
     lines = [
         f"{path}: {content.get('model_name') or 'unnamed model'}, made for {calibration.recipe}",
-        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outliers[0])} outlier channels each",
+        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outlier_channels[0])} outlier channels each",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),

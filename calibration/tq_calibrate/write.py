@@ -51,10 +51,10 @@ def _layer(seen: LayerStatistics, choice: LayerChoice) -> dict[str, list]:
         "value_channel_scale": choice.value_scale,
     }
     return {
-        "key_high_precision_indices": choice.key_outliers.tolist(),
-        "value_high_precision_indices": choice.value_outliers.tolist(),
-        "key_channel_order": choice.key_order.tolist(),
-        "value_channel_order": choice.value_order.tolist(),
+        "key_high_precision_indices": choice.key_outlier_channels.tolist(),
+        "value_high_precision_indices": choice.value_outlier_channels.tolist(),
+        "key_channel_order": choice.key_channel_order.tolist(),
+        "value_channel_order": choice.value_channel_order.tolist(),
         **{field: _rounded(found, 5) for field, found in numbers.items() if found is not None},
         "key_channel_rms": _rounded(seen.key_variance.sqrt(), 3),
         "value_channel_rms": _rounded(seen.value_energy.sqrt(), 3),

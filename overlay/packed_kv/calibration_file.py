@@ -47,18 +47,19 @@ class CalibrationError(ValueError):
 class LayerCalibration:
     """A layer's channels, by KV head of the whole model.
 
-    `key_outliers`, `value_outliers`: `[KV heads][outlier channels]`, ascending. `key_order`, `value_order`: all
-    channels in packing order, `[KV heads][head_size]`, for values `[KV heads][value_head_size]`, or None.
+    `key_outlier_channels`, `value_outlier_channels`: `[KV heads][outlier channels]`, ascending. `key_channel_order`,
+    `value_channel_order`: all channels in packing order, `[KV heads][head_size]`, for values
+    `[KV heads][value_head_size]`, or None.
 
     The rest has such shapes, too, in the model's order of channels, or is None. A key is stored less `key_mean`
     (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
     `value_scale`.
     """
 
-    key_outliers: list[list[int]]
-    value_outliers: list[list[int]]
-    key_order: list[list[int]] | None = None
-    value_order: list[list[int]] | None = None
+    key_outlier_channels: list[list[int]]
+    value_outlier_channels: list[list[int]]
+    key_channel_order: list[list[int]] | None = None
+    value_channel_order: list[list[int]] | None = None
     key_mean: list[list[float]] | None = None
     key_first_mean: list[list[float]] | None = None
     key_scale: list[list[float]] | None = None
@@ -66,7 +67,7 @@ class LayerCalibration:
 
     @property
     def kv_heads(self) -> int:
-        return len(self.key_outliers)
+        return len(self.key_outlier_channels)
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def fields_for(fmt: Format) -> tuple[str, ...]:
     """Fields of a `LayerCalibration` that a format takes; arguments of a `PagedCodec`."""
     centred = ("key_mean", "key_first_mean", "key_scale")
     if fmt.outlier_bits:
-        return ("key_outliers", "value_outliers", *centred, "value_scale")
-    return ("key_order", "value_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
+        return ("key_outlier_channels", "value_outlier_channels", *centred, "value_scale")
+    return ("key_channel_order", "value_channel_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
 
 
 def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
@@ -263,20 +264,24 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int]) -> Lay
         raise _FaultError(f"expected an object, got {shown(entry)}")
     count = FORMATS[recipe].outlier_channels(sizes[0])
     roles = tuple(zip(("key", "value"), sizes, strict=True))
-    key_outliers, value_outliers = (
+    key_outlier_channels, value_outlier_channels = (
         _outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles
     )
-    if len(key_outliers) != len(value_outliers):
-        raise _FaultError(f"lists {len(key_outliers)} heads of keys and {len(value_outliers)} of values")
-    heads = len(key_outliers)
-    key_order, value_order = (_order(entry, f"{role}_channel_order", (heads, size)) for role, size in roles)
+    if len(key_outlier_channels) != len(value_outlier_channels):
+        raise _FaultError(
+            f"lists {len(key_outlier_channels)} heads of keys and {len(value_outlier_channels)} of values"
+        )
+    heads = len(key_outlier_channels)
+    key_channel_order, value_channel_order = (
+        _order(entry, f"{role}_channel_order", (heads, size)) for role, size in roles
+    )
     if version == 1:
-        return LayerCalibration(key_outliers, value_outliers, key_order, value_order)
+        return LayerCalibration(key_outlier_channels, value_outlier_channels, key_channel_order, value_channel_order)
     layer = LayerCalibration(
-        key_outliers,
-        value_outliers,
-        key_order,
-        value_order,
+        key_outlier_channels,
+        value_outlier_channels,
+        key_channel_order,
+        value_channel_order,
         key_mean=_numbers(entry, "key_channel_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
         key_first_mean=_numbers(entry, "key_first_token_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
         key_scale=_numbers(entry, "key_channel_scale", (heads, sizes[0]), *SCALE_BOUNDS),

@@ -166,7 +166,7 @@ def test_blocks_before_the_window_may_be_gone(tile):
 
 def test_outliers_per_head():
     outliers = torch.stack((torch.arange(32, 64), torch.arange(0, 64, 2)))
-    request = Request("turboquant35", 90, key_outliers=outliers, value_outliers=outliers.flip(0))
+    request = Request("turboquant35", 90, key_outlier_channels=outliers, value_outlier_channels=outliers.flip(0))
     request.assert_correct(OPTIONS["plain"])
 
 

@@ -109,7 +109,10 @@ def test_dead_channels_do_not_disturb() -> None:
     choice = choose(layer, "turboquant25")
     for scale in (choice.key_scale, choice.value_scale):
         assert (scale >= 1 / 64).all() and (scale <= 64).all()
-    for outliers, order in ((choice.key_outliers, choice.key_order), (choice.value_outliers, choice.value_order)):
+    for outliers, order in (
+        (choice.key_outlier_channels, choice.key_channel_order),
+        (choice.value_outlier_channels, choice.value_channel_order),
+    ):
         assert outliers.shape == (HEADS, 32) and (outliers.diff() > 0).all()
         assert (order.sort(-1).values == torch.arange(HEAD_SIZE)).all()
     alive = outlier_channels(sizes(10)[1:2] * 0 + 1e-30, weight[1:2], 32)

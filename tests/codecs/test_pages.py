@@ -83,14 +83,14 @@ def test_rotations_around_the_pages_cancel(name):
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.outlier_bits])
 def test_outliers_per_head_reach_pages_queries_and_outputs(name):
     outliers = torch.stack((torch.arange(96, 128), torch.arange(0, 64, 2)))
-    codec = PagedCodec(FORMATS[name], 128, key_outliers=outliers, value_outliers=outliers.flip(0))
+    codec = PagedCodec(FORMATS[name], 128, key_outlier_channels=outliers, value_outlier_channels=outliers.flip(0))
     check_rotations_cancel(codec)
 
 
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.outlier_bits])
 def test_channel_orders_per_head_reach_pages_queries_and_outputs(name):
     orders = torch.stack((torch.arange(127, -1, -1), torch.arange(128).view(32, 4).T.flatten()))
-    codec = PagedCodec(FORMATS[name], 128, key_order=orders, value_order=orders.flip(0))
+    codec = PagedCodec(FORMATS[name], 128, key_channel_order=orders, value_channel_order=orders.flip(0))
     check_rotations_cancel(codec)
 
 
@@ -106,9 +106,9 @@ def test_transforms_per_head_reach_pages_queries_and_outputs(name, without):
     given = {key: value for key, value in transforms(128).items() if key not in without}
     order = torch.stack((torch.arange(127, -1, -1), torch.arange(128).view(32, 4).T.flatten()))
     if count := FORMATS[name].outlier_channels(128):
-        given |= {"key_outliers": order[:, :count].sort(-1).values}
+        given |= {"key_outlier_channels": order[:, :count].sort(-1).values}
     else:
-        given |= {"key_order": order, "value_order": order[0]}
+        given |= {"key_channel_order": order, "value_channel_order": order[0]}
     check_rotations_cancel(PagedCodec(FORMATS[name], 128, **given))
 
 

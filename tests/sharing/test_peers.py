@@ -40,9 +40,9 @@ def test_what_nixl_takes_for_granted_of_a_block(name: str) -> None:
     fmt, heads, tokens = FORMATS[name], 4, 8 * BLOCK
     order = [random.Random(head).sample(range(HEAD_DIM), HEAD_DIM) for head in range(heads)]
     outliers = [sorted(channels[: HEAD_DIM // 4]) for channels in order] if fmt.outlier_bits else None
-    tables: dict[str, Any] = {"key_outliers": outliers, "value_outliers": outliers}
+    tables: dict[str, Any] = {"key_outlier_channels": outliers, "value_outlier_channels": outliers}
     if fmt.rotation != "hadamard":
-        tables |= {"key_order": order}
+        tables |= {"key_channel_order": order}
     key, value = torch.randn(2, tokens, heads, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     sent = pages_of(PagedCodec(fmt, HEAD_DIM, **tables), key, value, BLOCK)
     for rank, own in enumerate((slice(0, 2), slice(2, 4))):

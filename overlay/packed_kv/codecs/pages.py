@@ -32,32 +32,41 @@ class PagedCodec:
     Args:
         fmt, head_dim, device: as for `Codec`; `head_dim` is K's.
         value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
-        key_outliers, value_outliers: `outliers` of the two codecs, [heads, n] or [n].
-        key_order: `channel_order` of K's codec, [heads, head_dim] or [head_dim].
+        key_outlier_channels, value_outlier_channels: `outliers` of the two codecs, [heads, n] or [n].
+        key_channel_order: `channel_order` of K's codec, [heads, head_dim] or [head_dim].
         key_mean, key_scale, key_first_mean: `mean`, `scale` and `first_mean` of K's codec, [heads, head_dim] or
             [head_dim].
-        value_scale: `scale` of V's codec, `value_order` its `channel_order`: of `value_dim` channels.
+        value_scale: `scale` of V's codec, `value_channel_order` its `channel_order`: of `value_dim` channels.
     """
 
     def __init__(
         self,
         fmt: Format,
         head_dim: int,
-        key_outliers: Channels | None = None,
-        value_outliers: Channels | None = None,
+        key_outlier_channels: Channels | None = None,
+        value_outlier_channels: Channels | None = None,
         device: torch.device | str = "cpu",
-        key_order: Channels | None = None,
-        value_order: Channels | None = None,
+        key_channel_order: Channels | None = None,
+        value_channel_order: Channels | None = None,
         key_mean: Numbers | None = None,
         key_scale: Numbers | None = None,
         key_first_mean: Numbers | None = None,
         value_scale: Numbers | None = None,
         value_dim: int | None = None,
     ) -> None:
-        self.key = Codec(fmt, head_dim, "key", key_outliers, device, key_order, key_mean, key_scale, key_first_mean)
+        self.key = Codec(
+            fmt, head_dim, "key", key_outlier_channels, device, key_channel_order, key_mean, key_scale, key_first_mean
+        )
         value_dim = head_dim if value_dim is None else value_dim
         self.value = Codec(
-            fmt, value_dim, "value", value_outliers, device, value_order, scale=value_scale, layout_dim=head_dim
+            fmt,
+            value_dim,
+            "value",
+            value_outlier_channels,
+            device,
+            value_channel_order,
+            scale=value_scale,
+            layout_dim=head_dim,
         )
         self.codecs = (self.key, self.value)
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.

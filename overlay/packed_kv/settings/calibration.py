@@ -30,9 +30,9 @@ logger = init_logger("vllm.packed_kv")
 
 Rows = list[list[int]] | list[list[float]]
 WORDS = {
-    "key_outliers": "outlier channels",
-    "key_order": "channel orders",
-    "value_order": "channel orders",
+    "key_outlier_channels": "outlier channels",
+    "key_channel_order": "channel orders",
+    "value_channel_order": "channel orders",
     "key_mean": "means of keys",
     "key_scale": "scales of keys",
     "value_scale": "scales of values",

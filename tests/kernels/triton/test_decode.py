@@ -145,14 +145,17 @@ def test_options(options):
 def test_outliers_of_each_head():
     generator = torch.Generator().manual_seed(0)
     outliers = torch.stack([torch.randperm(128, generator=generator)[:32].sort().values for _ in range(2)])
-    assert relative_rms(*run("turboquant25", key_outliers=outliers, value_outliers=outliers.flip(0))) < BOUND
+    assert (
+        relative_rms(*run("turboquant25", key_outlier_channels=outliers, value_outlier_channels=outliers.flip(0)))
+        < BOUND
+    )
 
 
 @pytest.mark.parametrize("name", ["isoquant4", "planarquant3"])
 def test_channel_order_of_each_head(name):
     generator = torch.Generator().manual_seed(0)
     orders = torch.stack([torch.randperm(128, generator=generator) for _ in range(2)])
-    assert relative_rms(*run(name, key_order=orders, value_order=orders.flip(0))) < BOUND
+    assert relative_rms(*run(name, key_channel_order=orders, value_channel_order=orders.flip(0))) < BOUND
 
 
 def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:

@@ -78,9 +78,9 @@ def channels_of(codec, role: str) -> dict[str, torch.Tensor]:
     if role == "key":
         given |= {"key_mean": transform.mean, "key_first_mean": transform.first_mean}
     if codec.order is not None and codec.outlier_count:
-        given[f"{role}_outliers"] = codec.order[..., : codec.outlier_count]
+        given[f"{role}_outlier_channels"] = codec.order[..., : codec.outlier_count]
     elif codec.order is not None:
-        given[f"{role}_order"] = codec.order[..., : codec.head_dim]
+        given[f"{role}_channel_order"] = codec.order[..., : codec.head_dim]
     return given
 
 
@@ -111,9 +111,9 @@ def test_bytes_of_values_of_fewer_channels(name, value_dim, calibrated):
         order = torch.stack([torch.randperm(80, generator=torch.Generator().manual_seed(i)) for i in range(HEADS)])
         channels = {"value_scale": (2 * torch.randn(HEADS, 80)).exp2()}
         if count := FORMATS[name].outlier_channels(192):
-            channels["value_outliers"] = order[:, :count].sort(-1).values
+            channels["value_outlier_channels"] = order[:, :count].sort(-1).values
         else:
-            channels["value_order"] = order
+            channels["value_channel_order"] = order
     codec = PagedCodec(FORMATS[name], 192, value_dim=value_dim, **channels)
     key, value = vectors(40, 192)
     check(codec, poisoned(codec, 2, 32), shuffled(40, 2, 32), key, value[..., :value_dim])
@@ -159,8 +159,8 @@ def test_channel_order_of_each_head(name, roles):
     generator = torch.Generator().manual_seed(1)
     orders = torch.stack([torch.randperm(96, generator=generator) for _ in range(HEADS)])
     given = {"key": (orders, None), "value": (None, orders[0]), "both": (orders, orders.flip(0))}
-    key_order, value_order = given[roles]
-    codec = PagedCodec(FORMATS[name], 96, key_order=key_order, value_order=value_order)
+    key_channel_order, value_channel_order = given[roles]
+    codec = PagedCodec(FORMATS[name], 96, key_channel_order=key_channel_order, value_channel_order=value_channel_order)
     check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 96))
 
 
@@ -183,9 +183,9 @@ def test_centred_and_scaled_bytes(name, head_dim, ordered):
         )
         if count := FORMATS[name].outlier_channels(head_dim):
             chosen = order[:, :count].sort(-1).values
-            channels = {"key_outliers": chosen, "value_outliers": chosen[0]}
+            channels = {"key_outlier_channels": chosen, "value_outlier_channels": chosen[0]}
         else:
-            channels = {"key_order": order, "value_order": order[0]}
+            channels = {"key_channel_order": order, "value_channel_order": order[0]}
     codec = PagedCodec(FORMATS[name], head_dim, **transforms(head_dim), **channels)
     positions = torch.arange(90) % 7
     check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim), positions)
