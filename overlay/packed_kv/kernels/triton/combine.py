@@ -20,6 +20,8 @@ def _combine_kernel(
     PART_DIM: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
+    """Grid: tokens. `output` [tokens, HEADS, HEAD_DIM] and `part` [tokens, HEADS, PART_DIM], fp16, bf16 or fp32; `lse`
+    and `part_lse` fp32 [HEADS, tokens]."""
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
@@ -40,7 +42,8 @@ def _combine_kernel(
 
 
 def bind_combine(output: torch.Tensor, part_dim: int) -> Launch:
-    """The kernel for outputs of these strides, and parts of so many channels; see `combine`."""
+    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
+    and parts [tokens, query heads, part_dim]."""
     constants = dict(PART_DIM=part_dim, **_shape(output))
     return Launch(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
 
@@ -81,6 +84,8 @@ def _sinks_kernel(
     output, lse, lse_stride, sinks, output_token_stride, output_head_stride,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
+    """Grid: tokens. `output` fp16 or bf16 [tokens, HEADS, HEAD_DIM]; `lse` fp32 [HEADS, tokens]; `sinks` fp16, bf16 or
+    fp32 [HEADS]."""
     token = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there = head < HEADS
@@ -93,7 +98,8 @@ def _sinks_kernel(
 
 
 def bind_sinks(output: torch.Tensor, sinks: torch.Tensor) -> Launch:
-    """The kernel for outputs of these strides and these sinks; see `apply_sinks`."""
+    """The kernel for outputs of the dtype and strides of `output` (fp16 or bf16 [tokens, query heads, head_dim]), bound
+    to `sinks`, fp16, bf16 or fp32 [query heads]."""
     assert sinks.is_contiguous(), sinks.stride()
     return Launch(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), _shape(output), num_warps=4)
 
@@ -117,6 +123,8 @@ def _share_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
+    """Grid: tokens. `output` fp16, bf16 or fp32 [tokens, HEADS, HEAD_DIM]; `lse` fp32 [tokens, HEADS]; `rank_lse` fp32
+    [RANKS, tokens, HEADS]."""
     token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
     there, nothing = head < HEADS, float("-inf")
@@ -138,7 +146,8 @@ def _share_kernel(
 
 
 def bind_weigh_by_lse(output: torch.Tensor, ranks: int, rank: int) -> Launch:
-    """The kernel for outputs of these heads, and for one of so many ranks; see `weigh_by_lse`."""
+    """The kernel for outputs of the dtype and heads of `output` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
+    of rank `rank` of `ranks`."""
     return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **_shape(output)), num_warps=4)
 
 

@@ -83,7 +83,7 @@ def _decode_kernel(
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
-    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `in_registers`
+    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `_in_registers` of fragments.py
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
@@ -325,7 +325,8 @@ class DecodeShape:
 
 
 def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring: Ring | None) -> Launch:
-    """The kernel over one layer's cache and ring; see `decode`. Of `ring`, the cache and the window count."""
+    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and to `ring.cache`, uint8
+    [blocks, KV heads, block_size, ring_slot_bytes], of which a query sees `ring.window` tokens."""
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
     if ring is not None:
@@ -359,7 +360,10 @@ def decode_arguments(
     query_bias: torch.Tensor | None,
     ring: Ring | None,
 ) -> Arguments:
-    """What a step decides; see `decode`. Of `ring`, the table and the first tokens count."""
+    """A step's arguments: `query` fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; int32 `block_table`
+    and `ring.block_table` [requests, blocks], `query_start` [requests + 1], `seq_lens` and `ring.first` [requests];
+    fp32 `partial_output` [tokens, query heads, splits, head_dim], `partial_stats` [tokens, query heads, splits, 2] and
+    `query_bias` [tokens, query heads, 2]."""
     assert query.is_contiguous(), query.stride()
     table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
     return Arguments(
@@ -403,7 +407,7 @@ def decode(
         partial_output: fp32 [tokens, query heads, splits, head_dim], not normalised.
         partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, their maximum or up to 15
             less, and the sum of weights, in powers of 2.
-        max_query_len: see `decode_grid`.
+        max_query_len: most query tokens of a request, known on the host.
         query_bias: of `rotate_query`, fp32 [tokens, query heads, 2], contiguous; None where scores need none.
         sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
         ring: of the layer's recent tokens, read there and not in the pages; None: there is none.

@@ -28,7 +28,10 @@ def _gather_kernel(
     micro_blocks, rows, count, key, value, cache, block_stride, head_stride,
     KV_HEADS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens."""
+    """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens.
+
+    int32 `micro_blocks` [count] and `rows` [count + 1]; fp16 `key` and `value` [tokens, KV_HEADS, HEAD_DIM]; `cache`
+    uint8 [blocks, KV_HEADS, block_size, slot_bytes], its strides in int32 words."""
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.groups)
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
@@ -84,7 +87,7 @@ def _value_scales(word):
 
 
 def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int) -> Launch:
-    """The kernel for one layer's cache; see `gather`."""
+    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], 16-byte aligned."""
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
     return Launch(
@@ -100,7 +103,8 @@ def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int) -> Launch:
 def gather_arguments(
     micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Arguments:
-    """What a step decides; see `gather`."""
+    """A step's arguments: int32 `micro_blocks` [n] and `rows` [n + 1], `key` and `value` fp16 [rows, KV heads,
+    head_dim]."""
     assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
     return Arguments(micro_blocks, rows, len(micro_blocks), key, value)
 
@@ -137,7 +141,10 @@ def _unrotate_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
     CENTRED: tl.constexpr, HAS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows / ROWS, KV heads). A program overwrites only what it alone has read."""
+    """Grid: (rows / ROWS, KV heads). A program overwrites only what it alone has read.
+
+    `vectors` fp16 and, in the same memory, `result` fp16 or bf16 [rows, KV_HEADS, HEAD_DIM]; `first` uint8 [rows];
+    `matrix` fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM]; `means` fp32 [1 or KV_HEADS, 2, HEAD_DIM]."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
@@ -163,7 +170,8 @@ def _unrotate_kernel(
 def bind_unrotate(
     matrix: torch.Tensor, kv_heads: int, head_dim: int, means: torch.Tensor | None, has_first: bool
 ) -> Launch:
-    """The kernel for one layer's K or V; see `unrotate`."""
+    """The kernel bound to one layer's `matrix` of K or V, fp16 [1 or KV heads, head_dim, head_dim], and `means`, fp32
+    [1 or KV heads, 2, head_dim]. `has_first`: the step's arguments say which tokens are the first."""
     assert means is None or means.is_contiguous(), means.stride()
     means_stride = 0 if means is None else head_stride(means)
     return Launch(
@@ -178,7 +186,8 @@ def bind_unrotate(
 
 
 def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, first: torch.Tensor | None) -> Arguments:
-    """What a step decides; see `unrotate`."""
+    """A step's arguments: `vectors` fp16 [rows, KV heads, head_dim], contiguous, overwritten as `dtype` (fp16 or bf16);
+    `first` bool [rows]."""
     assert vectors.is_contiguous(), vectors.stride()
     assert first is None or (len(first) == len(vectors) and first.dtype == torch.bool), (first.shape, vectors.shape)
     flags = vectors.view(torch.uint8) if first is None else first.view(torch.uint8)

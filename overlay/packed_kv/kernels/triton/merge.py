@@ -25,7 +25,11 @@ def _merge_kernel(
     OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two."""
+    """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two.
+
+    `partial_output` fp32 [tokens, query heads, splits, HEAD_DIM]; `partial_stats` the same with 2 for HEAD_DIM; `bias`
+    fp32 [tokens, query heads, 2]; `lse` fp32 [tokens, query heads]; `matrix` fp16 [1 or KV heads, HEAD_DIM, HEAD_DIM];
+    `sinks` [query heads] and `output` [tokens, query heads, OUTPUT_DIM] fp16, bf16 or fp32."""
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -89,8 +93,10 @@ def bind_merge(
     has_bias: bool = False,
     has_lse: bool = False,
 ) -> Launch:
-    """The kernel for outputs of these strides and a tile of `merge_tile`; see `merge`. `has_bias`: take the bias of the
-    step's arguments off the sinks; `has_lse`: fill its lse."""
+    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, KV heads, queries a KV
+    head, value_dim]) and a tile of `merge_tile`, bound to `matrix`, fp16 [1 or KV heads, stored_dim, stored_dim], and
+    `sinks`, fp16, bf16 or fp32 [query heads]. `has_bias`: take the step's bias off the sinks; `has_lse`: fill its
+    lse."""
     _, kv_heads, group, output_dim = output.shape
     assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
     assert output.stride(-1) == 1, output.stride()
@@ -118,7 +124,9 @@ def merge_arguments(
     query_bias: torch.Tensor | None,
     lse: torch.Tensor | None = None,
 ) -> Arguments:
-    """What a step decides; see `merge`."""
+    """A step's arguments: `partial_output` fp32 [tokens, query heads of `group` a KV head, splits, stored_dim],
+    `partial_stats` fp32 [tokens, query heads, splits, 2], `query_bias` fp32 [tokens, query heads, 2] and `lse` fp32
+    [tokens, query heads], contiguous."""
     bias, lse = (partial_stats if x is None else x for x in (query_bias, lse))
     assert lse.is_contiguous(), lse.stride()
     rows, splits = partial_output.shape[0] * group, partial_output.shape[2]

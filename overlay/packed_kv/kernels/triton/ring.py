@@ -229,7 +229,8 @@ def _plan_kernel(
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, RING_BLOCKS: tl.constexpr, LONGEST: tl.constexpr,
     ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: requests."""
+    """Grid: requests. int32 `query_start` [requests + 1], `seq_lens` [requests], `table` [requests, blocks]; filled:
+    `slots` [tokens], `first` [requests]."""
     request = tl.program_id(0)
     start, end = tl.load(query_start + request), tl.load(query_start + request + 1)
     count, seq_len = end - start, tl.load(seq_lens + request)
@@ -284,7 +285,8 @@ def _gather_ring_kernel(
     table, first, spans, key, value, table_stride, ring, block_stride, head_stride,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (spans, KV heads)."""
+    """Grid: (spans, KV heads). int32 `table` [requests, blocks], `first` [requests] and `spans` [spans, 4]; fp16 `key`
+    and `value` [rows, KV_HEADS, HEAD_DIM]; `ring` uint8 [blocks, KV_HEADS, BLOCK, ring_slot_bytes]."""
     HEAD_DIM: tl.constexpr = 32 * GROUPS
     SLOT: tl.constexpr = RING.slot_bytes
     span, head = spans + tl.program_id(0) * 4, tl.program_id(1)
@@ -314,7 +316,7 @@ def _gather_ring_kernel(
 
 
 def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
-    """The kernel for one layer's ring; see `gather_ring`. Of `ring`, the cache counts."""
+    """The kernel bound to `ring.cache`, uint8 [blocks, KV heads, block_size, ring_slot_bytes]."""
     cache = ring.cache
     check_ring(ring, cache.shape[1], head_dim)
     return Launch(
@@ -326,7 +328,8 @@ def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
 
 
 def gather_ring_arguments(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Arguments:
-    """What a step decides; see `gather_ring`. Of `ring`, the table and the first tokens count."""
+    """A step's arguments: `ring.block_table` int32 [requests, blocks], `ring.first` int32 [requests], `spans` int32
+    [n, 4], `key` and `value` fp16 [rows, KV heads, head_dim]."""
     assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
     return Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
 

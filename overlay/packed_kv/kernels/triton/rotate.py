@@ -34,7 +34,8 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 
 @dataclass(frozen=True)
 class QueryRotation:
-    """Of a layer: `matrix`, `scale` and `bias_rows` of `rotate_query`."""
+    """Of a layer: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and `bias_rows` fp32 [1 or
+    KV heads, 2, stored_dim] or None."""
 
     matrix: torch.Tensor
     scale: float
@@ -105,7 +106,9 @@ def _rotate_query_kernel(
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of rows, KV heads)."""
+    """Grid: (blocks of rows, KV heads). `query` fp16, bf16 or fp32 [tokens, query heads, QUERY_DIM]; `rotated` fp16
+    [tokens, query heads, HEAD_DIM]; `bias` fp32 [tokens, query heads, 2]; `matrix` fp16 [1 or KV_HEADS, HEAD_DIM,
+    HEAD_DIM]; `bias_rows` fp32 [1 or KV_HEADS, 2, HEAD_DIM]."""
     block, head = tl.program_id(0), tl.program_id(1)
     rotate_rows(
         query, rotated, rows, block, head, 0, matrix, token_stride, head_stride, matrix_head_stride, scale,
@@ -119,7 +122,9 @@ def _rotate_query_kernel(
 
 
 def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> Launch:
-    """The kernel for queries of these strides; see `rotate_query`."""
+    """The kernel for queries of the dtype and strides of `query` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
+    bound to `rotation`: its matrix fp16 [1 or KV heads, stored_dim, stored_dim], its bias rows fp32 [1 or KV heads, 2,
+    stored_dim]."""
     head_dim = rotation.matrix.shape[2]
     return Launch(
         _rotate_query_kernel,
@@ -133,7 +138,8 @@ def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotatio
 
 
 def rotate_query_arguments(rotated: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
-    """What a step decides; see `rotate_query`."""
+    """A step's arguments: `rotated` fp16 [tokens, KV heads, queries a KV head, stored_dim], `bias` fp32 [tokens, query
+    heads, 2]."""
     tokens, kv_heads, group, _ = rotated.shape
     assert rotated.is_contiguous(), rotated.stride()
     assert bias is None or (bias.shape == (tokens, kv_heads * group, 2) and bias.is_contiguous()), bias.shape

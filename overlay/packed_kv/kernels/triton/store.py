@@ -51,9 +51,11 @@ def bind_store(
     *,
     only_ring: bool = False,
 ) -> Launch:
-    """The kernel for one layer's cache and ring, and keys and values of these strides; see `store_tokens`. With
-    `queries`, it rotates some of these strides, too: see `rotate_query`. The first arguments of the launch are key,
-    value and query (without: the key again)."""
+    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and `ring`, uint8 [blocks, KV
+    heads, block_size, ring_slot_bytes], for keys and values of the dtype and strides of `key` and `value` (fp16, bf16
+    or fp32 [tokens, KV heads, head_dim or value_dim]). With `queries`, it rotates some like these, fp16, bf16 or fp32
+    [tokens, query heads, head_dim], too. The first arguments of the launch are key, value and query (without: the key
+    again)."""
     _, heads, block_size, slot_bytes = cache.shape
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
     assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
@@ -108,8 +110,9 @@ def store_arguments(
     ring_slots: torch.Tensor | None,
     rotate: Arguments | None = None,
 ) -> Arguments:
-    """What a step decides; see `store_tokens`. What the codec does not look at need not be there. `rotate`: of
-    `rotate_query_arguments`, for the launch with queries."""
+    """A step's arguments: `slots` int32 or int64 [tokens], `positions` int64 [tokens or more], None where the codec
+    does not look at them, `ring_slots` int32 [up to tokens], and `rotate` of `rotate_query_arguments`, for the launch
+    with queries."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
     if codec.transform_tables is None or codec.key.transform.first_mean is None:
         positions = slots  # not read
