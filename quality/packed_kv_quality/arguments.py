@@ -113,7 +113,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def prepare(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
+def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
     """Check the options without an engine. Returns the settings and the identity of their baseline. Raises BadInput."""
     has_text, has_recall = CONTENTS[options.command]
     check_plots(options)

@@ -63,7 +63,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_generation(options: argparse.Namespace) -> int:
     """The baseline first, then every dtype. Returns the exit code."""
-    settings, identity = prepare(options)
+    settings, identity = check_settings(options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "baseline.safetensors")
         run_baseline(generate_baseline, settings, path, identity, options.top_k)
@@ -85,7 +85,7 @@ def run_generation(options: argparse.Namespace) -> int:
     return 0 if passes({}, found.refused, found.failed) else 1
 
 
-def prepare(options: argparse.Namespace) -> tuple[GenerationSettings, dict[str, Any]]:
+def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dict[str, Any]]:
     """Check all that can be checked without an engine: the settings, and what the baseline is made from."""
     check_plots(options)
     check_numbers(options)

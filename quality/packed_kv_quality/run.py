@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .arguments import BadInput, prepare
+from .arguments import BadInput, check_settings
 from .baseline import Baseline
 from .engines import CHECKOUT, apart
 from .measurement import (
@@ -48,7 +48,7 @@ class Outcome(Generic[Row]):
 
 def run_text(options: argparse.Namespace) -> int:
     """Run `run`, `sweep` or `teacher-forced`. Returns the exit code."""
-    settings, identity = prepare(options)
+    settings, identity = check_settings(options)
     report = measure_text(options, settings, identity)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
     write(report, options.output)
@@ -83,7 +83,7 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
 
 def run_recall(options: argparse.Namespace) -> int:
     """Run `recall`, without text and baseline file. Returns the exit code."""
-    settings, identity = prepare(options)
+    settings, identity = check_settings(options)
     baseline: list[Recall] = run_baseline(measure_recall, BASELINE, settings)
     found = measure_all(options, lambda dtype: apart(measure_recall, dtype, settings), describe_recall)
     rows = [*baseline, *(row for rows in found.rows for row in rows)]

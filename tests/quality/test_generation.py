@@ -135,6 +135,6 @@ def test_figures_of_windows_are_cut_where_they_end(monkeypatch: pytest.MonkeyPat
 
 def test_defaults_fit_the_model() -> None:
     options = parser().parse_args(["generate", "--no-plots", "--tasks", "1"])
-    settings, identity = generation_command.prepare(options)
+    settings, identity = generation_command.check_settings(options)
     assert identity["lengths"] == [1000]
     assert settings.max_model_len() <= 2048

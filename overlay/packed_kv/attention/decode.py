@@ -283,7 +283,7 @@ class FusedDecode:
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
 
-    def prepare(self) -> None:
+    def reserve_any_batch(self) -> None:
         """Size the workspace for any batch, and compile the schedulers."""
         counts, query_len = range(1, self.max_requests + 1), min(self.longest_decode, longest_fused(self.shape.group))
         rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len

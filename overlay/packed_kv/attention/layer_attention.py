@@ -59,7 +59,7 @@ class LayerAttention:
     def reserve(self, query: torch.Tensor) -> None:
         """Take the workspace of all routes, so that vLLM's memory profile counts it."""
         assert self.fused is not None
-        self.fused.prepare()
+        self.fused.reserve_any_batch()
         if self.prefill is not None:
             self.prefill.reserve(query.dtype)
 

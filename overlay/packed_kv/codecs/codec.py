@@ -13,11 +13,7 @@ import torch
 from ..formats import CODES, GROUP_SIZE, Format, runs, stored_dim
 from . import bitpack, scalar
 from .rotations import ROTATIONS
-from .transform import ChannelTransform, Numbers
-
-INPUT_LIMIT = 32768.0
-"""NaN and infinities become 0; after centring and scaling, before the rotation, numbers are clamped to +-2^15: neither
-reaches a neighbour."""
+from .transform import INPUT_LIMIT, ChannelTransform, Numbers
 
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
@@ -113,7 +109,8 @@ class Codec:
 
     def prepare(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         """What `quantize` quantises: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
-        [..., stored_dim]."""
+        [..., stored_dim]. NaN and infinities become 0, and numbers are clamped to +-INPUT_LIMIT before the rotation:
+        neither reaches a neighbour."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
             raise ValueError(
                 f"{self.fmt.name}: expected a floating-point tensor [..., {self.head_dim}], "

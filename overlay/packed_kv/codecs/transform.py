@@ -12,8 +12,8 @@ import torch
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
-MAX_MEAN = 32768.0
-"""That of inputs, `INPUT_LIMIT`."""
+INPUT_LIMIT = 32768.0
+"""Bound of the magnitude of inputs and of means: 2^15."""
 MAX_SCALE = 1024.0
 """Scales lie in [1/1024, 1024]: the kernels' fp16 matrices hold the rotation times 1 / scale."""
 
@@ -45,9 +45,9 @@ class ChannelTransform:
         device: torch.device,
     ) -> None:
         self.head_dim, self.stored_dim, self.device = head_dim, stored_dim, device
-        self.mean = self._numbers(mean, "mean", -MAX_MEAN, MAX_MEAN, padding=0.0)
+        self.mean = self._numbers(mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
         self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
-        self.first_mean = self._numbers(first_mean, "first_mean", -MAX_MEAN, MAX_MEAN, padding=0.0)
+        self.first_mean = self._numbers(first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
 
     @property
     def centres(self) -> bool:

@@ -14,7 +14,7 @@ from ..model_shape import BadInput, Config, Model, parse
 from ..planning import cards
 from ..planning.cache import Serving
 from ..planning.config_file import load
-from ..planning.plan import Target, as_json, assumptions, cache_memory, plan, recommend
+from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
 from ..planning.show import plot, table
 from ..planning.weights import BITS, weights
 from ..refusals import Refusal, refusals_of_model
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
     options = parser(prog).parse_args(arguments)
     try:
         target, said = target_of(options)
-        rows = plan(target)
+        rows = estimate(target)
         if options.json:
             print(json.dumps(as_json(target, rows, said), indent=1))
         else:

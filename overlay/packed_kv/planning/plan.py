@@ -64,7 +64,7 @@ def cache_memory(card: Card, weights: Weights, ranks: int, utilization: float, r
     return left
 
 
-def plan(target: Target) -> list[Row]:
+def estimate(target: Target) -> list[Row]:
     """A row for bf16, fp8 and every packed dtype."""
     users = target.users or max(1, capacity(target.model, DENSE, target.serving, target.kv_memory).requests)
     return [_row(target, dtype, users) for dtype in DTYPES]
