@@ -267,7 +267,7 @@ def test_a_cache_that_cannot_be_written_stops_the_start(model: str, cache: Path)
     cache.parent.touch()
     assert refusal(settings(model)) == (
         f'packed_kv.calibration "auto": {cache} cannot be written (Not a directory); VLLM_CACHE_ROOT or '
-        "XDG_CACHE_HOME names another place"
+        "XDG_CACHE_HOME names another folder"
     )
 
 
