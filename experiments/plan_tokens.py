@@ -48,7 +48,7 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         """What its config.json says."""
-        kinds = {"layer_types": self.kinds, "num_hidden_layers": len(self.kinds)} if self.kinds else {}
+        kinds = {"layer_types": list(self.kinds), "num_hidden_layers": len(self.kinds)} if self.kinds else {}
         return MODELS[self.architecture] | kinds
 
     @property
