@@ -372,6 +372,7 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
             "nobody/nothing is no folder and no file, and the Hugging Face Hub gives",
         ),
         ((str(DEMO_MODEL),), "no card is named; give --gpu NAME (one of B200, H200"),
+        (("{falcon}",), "cannot serve models whose attention layers are not told the dtype"),
         ((str(DEMO_MODEL), "--gpu", "H300"), "--gpu H300 is not known; known: B200, H200"),
         (("{8b}", "--gpu", "L4", "--weights", "30GiB"), "30.0 GiB of weights a card (as given) and 3 GiB for the rest"),
         (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
@@ -384,10 +385,17 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         (("{8b}", "--gpu", "H200", "--weights", "fp7"), "expected a size, as 80GiB, got 'fp7'"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said: str, shape_8b: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_line(
+    arguments, said: str, shape_8b: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that cannot be served is refused before what else is missing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    falcon = {**json.loads((DEMO_MODEL / "config.json").read_text()), "architectures": ["FalconForCausalLM"]}
+    folder = tmp_path / "falcon"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(falcon))
     try:
-        code = main([argument.replace("{8b}", shape_8b) for argument in arguments])
+        code = main([argument.replace("{8b}", shape_8b).replace("{falcon}", str(folder)) for argument in arguments])
     except SystemExit as ended:
         code = ended.code
     assert code == 2

@@ -79,10 +79,10 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     """What is planned, and what of it was not asked for in these words. Raises BadInput."""
     if not 0 < options.gpu_memory_utilization <= 1:
         raise BadInput(f"--gpu-memory-utilization {options.gpu_memory_utilization:g} is no share; give 0 to 1, as 0.9")
-    card = _card(options)
     config, folder = load(options.model)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     model, said = _servable(config, name, options)
+    card = _card(options)
     context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
     if options.context is None:
         reads = f"{model.max_len:,} tokens" if model.max_len else "the config does not say how many tokens"
