@@ -41,6 +41,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 NEAR = 64
 """Tokens of the recent window, and of the beginning of a request, which are always read."""
 RULES = ("gaussian", "mean", "bounds")
+Tensors = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Keys and values by layer."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,7 @@ class Store:
         return x if self.codec is None else self.codec.key.rotate(x)
 
 
-def forced(
-    model: Llama, prompt: tuple[list[torch.Tensor], list[torch.Tensor]], ids: list[int], store: Store, how: Reading
-) -> torch.Tensor:
+def forced(model: Llama, prompt: tuple[Tensors, Tensors], ids: list[int], store: Store, how: Reading) -> torch.Tensor:
     """Log-probabilities fp32 [tokens, vocabulary] behind each of `ids`, which follow the prompt with these keys and
     values (of every layer: as they are, and as they are read back)."""
     (near_keys, near_values), (far_keys, far_values) = prompt
