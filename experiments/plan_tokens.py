@@ -146,7 +146,7 @@ def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
 def _rules_of_cuda() -> Iterator[None]:
     """What vLLM's plan takes from its CPU platform and its attention there is as on CUDA with FlashAttention: how
     blocks are enlarged, which blocks and layouts there are. Nothing runs."""
-    from packed_kv.window import layer as recent
+    from packed_kv.settings import facts
     from vllm.platforms import current_platform
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backend import MultipleOf
@@ -157,7 +157,7 @@ def _rules_of_cuda() -> Iterator[None]:
     align = Platform.__dict__["update_block_size_for_backend"]
     sizes = staticmethod(lambda _spec=None: [MultipleOf(16)])
     with (
-        mock.patch.object(recent, "current_platform", mock.Mock(is_cpu=lambda: False)),
+        mock.patch.object(facts, "platform_name", return_value="cuda"),
         mock.patch.object(type(current_platform), "update_block_size_for_backend", align),
         mock.patch.object(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts)),
         mock.patch.object(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes),
