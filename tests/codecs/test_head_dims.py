@@ -58,7 +58,7 @@ def test_a_head_of_80_is_one_of_96_with_zeros_behind(name: str, calibrated: bool
 @pytest.mark.parametrize("name", ["tq4", "turboquant25"])
 def test_scores_and_outputs_are_those_of_the_decoded_vectors(name: str) -> None:
     given = channels_of(name, 80, False)
-    arguments = {f"key_{field}".replace("channel_", ""): x for field, x in given.items()}
+    arguments = {f"key_{field}".replace("outliers", "outlier_channels"): x for field, x in given.items()}
     codec = PagedCodec(FORMATS[name], 80, **arguments, value_scale=given["scale"])
     key, value = random(2, 32, HEADS, 80, seed=3)
     cache = torch.full((2, HEADS, 16, codec.slot_bytes), 0xFF, dtype=torch.uint8)
