@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +271,11 @@ def main() -> int:
         )
     ]
     asked = tasks(tokenizer, options.kinds, options.tasks, options.length, seed=0)
+    asked = [task for first in range(options.tasks) for task in asked[first :: options.tasks]]  # the kinds in turn
+    ends = time.monotonic() + options.seconds
     for window in windows:
+        if time.monotonic() > ends:
+            break
         prompt, ids = window[: options.length], window[options.length : -1]
         for how, log_probs, full in run(model, stores, prompt, ids, all_readings):
             exact = full[Reading("bf16")]
@@ -280,6 +285,8 @@ def main() -> int:
         print(f"a window of {len(prompt)} tokens", file=sys.stderr, flush=True)
     kinds: list[str] = []
     for task in asked:
+        if time.monotonic() > ends + options.seconds:
+            break
         for how, solved, log_prob in answers(model, stores, task, all_readings):
             found[how]["solved"].append(torch.tensor([float(solved)]))
             found[how]["answer"].append(torch.tensor([log_prob]))
@@ -315,7 +322,9 @@ def answers(
         store = stores[dtype]
         caches = (keys, values), (stored(store, keys, "key"), stored(store, values, "value"))
         for how in group:
-            log_probs = torch.cat((first[None], forced(model, caches, task.answer_ids[:-1], store, how)))
+            log_probs = first[None]
+            if behind := task.answer_ids[:-1]:
+                log_probs = torch.cat((log_probs, forced(model, caches, behind, store, how)))
             solved = torch.equal(log_probs.argmax(-1), answer)
             yield how, solved, log_probs.gather(-1, answer[:, None]).sum().item()
 
@@ -365,6 +374,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rules", nargs="+", choices=RULES, default=list(RULES), help="default: %(default)s")
     add("--tasks", type=int, default=8, help="of each kind; 0: none (default: %(default)s)")
     add("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "json"])
+    add("--seconds", type=float, default=math.inf, help="for texts, and again for tasks: no new one begins then")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--csv", type=Path)
     add("--commit", default="")
