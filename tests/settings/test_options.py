@@ -11,6 +11,7 @@ from packed_kv.settings.options import OptionError, Options, read_options
 def test_options_are_read() -> None:
     given = {"packed_kv": {"calibration": "~/x.json", "recent_tokens": 0, "decode_kernel": "triton"}, "other": 1}
     assert read_options(given) == Options(Path("~/x.json").expanduser(), 0, "triton")
+    assert read_options({"packed_kv": {"calibration": "auto"}}).calibration == Path("auto")
     assert read_options({}) == read_options(None) == read_options({"kv": 1, "packed": {}, 5: {}}) == Options()
 
 

@@ -19,7 +19,9 @@ import tiny_models
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from harness import engine
+from packed_kv import FORMATS
 from packed_kv.calibration_file import CalibrationError, load
+from packed_kv.engine import metrics
 from packed_kv.settings import self_calibration
 from packed_kv.settings.self_calibration import cached_file, resolve_auto
 from vllm import envs
@@ -201,6 +203,19 @@ def test_files_next_to_the_model_and_by_name_come_first(model: str, tmp_path: Pa
     config = settings(model, additional_config={"packed_kv": {"calibration": "auto", "recent_tokens": 7}, "other": 1})
     assert resolved(config) == beside
     assert config.additional_config["packed_kv"]["recent_tokens"] == 7 and config.additional_config["other"] == 1
+
+
+def test_the_metrics_of_a_server_name_the_file_that_its_engine_has_made(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(model)
+    fmt = FORMATS["tq4"]
+    assert metrics.info(config, fmt)["calibration"] == "none"
+    instead(monkeypatch, copies(write(tmp_path, content(1))))
+    path = resolved(settings(model))
+    labels = metrics.info(config, fmt)
+    assert labels["calibration"] == str(path)
+    assert config.additional_config["packed_kv"]["calibration"] == "auto"
 
 
 def test_the_command_runs_the_model_as_the_engine_does(
