@@ -4,7 +4,8 @@
     page_selection.py --model FOLDER --text FILE... [--length N] [--stretch 4] [--csv FILE]
 
 A Llama in PyTorch: prompts are prefilled whole, then a known text is forced behind them, and each of its tokens reads
-keys and values as a packed dtype stores them, the last 64 as they are. Of the pages before those it reads the first 64
+keys and values as a packed dtype stores them, the last 64 as they are ("fp8" as e4m3 without scales; "fp8 attention"
+the last 64, too, and queries and weights, as vLLM's FlashAttention 3 does). Of the pages before those it reads the first 64
 tokens' and those with the largest estimate of their attention, up to a budget of tokens; the query heads of a KV head
 read the same pages. What a page's keys are is kept as statistics by channel in the rotated basis, 8 bits each:
 
@@ -42,13 +43,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 NEAR = 64
 """Tokens of the recent window, and of the beginning of a request, which are always read."""
 RULES = ("gaussian", "mean", "bounds")
+FP8_ATTENTION = "fp8 attention"
 Tensors = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Keys and values by layer."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How keys and values are read: a dtype of `FORMATS`, "fp8" or "bf16", all of them (`budget` 0) or, of pages of
+    """How keys and values are read: a dtype of `FORMATS`, "fp8", "fp8 attention" or "bf16", all of them (`budget` 0) or, of pages of
     `page` tokens, `budget` tokens chosen by `rule`."""
 
     dtype: str
@@ -153,13 +155,18 @@ class Store:
 
     def _read(self, x: torch.Tensor, role: str) -> torch.Tensor:
         if self.codec is None:
-            return x.to(torch.float8_e4m3fn).to(x.dtype)
+            return to_fp8(x)
         codec = getattr(self.codec, role)
         return codec.decode(codec.encode(x.float())).to(x.dtype)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """fp32 [..., size], rotated as keys are."""
         return x if self.codec is None else self.codec.key.rotate(x)
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to e4m3."""
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def forced(model: Llama, prompt: tuple[Tensors, Tensors], ids: list[int], store: Store, how: Reading) -> torch.Tensor:
@@ -188,10 +195,13 @@ def attend(
     tokens, size], and raw ones of the last tokens in place of those: fp32 [heads, tokens, size]."""
     kv_heads, total, size = keys.shape
     group = len(q) // kv_heads
+    is_fp8 = how.dtype == FP8_ATTENTION
+    if is_fp8:
+        q = to_fp8(q)
     q = q.unflatten(0, (kv_heads, group)) * size**-0.5
     position = torch.arange(start, total, device=q.device)[:, None]
     token = torch.arange(total, device=q.device)
-    is_near = position - token < NEAR
+    is_near = (position - token < NEAR) & (not is_fp8)
     first_raw = total - raw_keys.shape[1]
     scores = q @ keys[:, None].transpose(-1, -2)
     raw = q @ raw_keys[:, None].transpose(-1, -2)
@@ -200,6 +210,9 @@ def attend(
     if how.budget:
         visible = visible & (is_near | (token < NEAR) | chosen(q, keys, start, store, how))
     weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    if is_fp8:  # the weights of FlashAttention are divided by their sum behind the product with V
+        largest = weights.amax(-1, keepdim=True)
+        weights = to_fp8(weights / largest) * largest
     near = weights[..., first_raw:] * is_near[:, first_raw:]
     return ((weights * ~is_near) @ values[:, None] + near @ raw_values[:, None]).flatten(0, 1)
 
@@ -258,8 +271,8 @@ def main() -> int:
     torch.set_float32_matmul_precision("high")
     model = Llama(options.model, options.device, options.stretch)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    stores = {name: Store(name, model.size, options.device) for name in ("bf16", "fp8", *options.dtypes)}
-    all_readings = [Reading("bf16"), Reading("fp8"), *readings(options)]
+    stores = {name: Store(name, model.size, options.device) for name in ("bf16", "fp8", FP8_ATTENTION, *options.dtypes)}
+    all_readings = [Reading("bf16"), Reading("fp8"), Reading(FP8_ATTENTION), *readings(options)]
     found: dict[Reading, dict[str, list[torch.Tensor]]] = {
         how: {name: [] for name in ("kl", "kl_full", "top1", "solved", "answer")} for how in all_readings
     }

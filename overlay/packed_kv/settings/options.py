@@ -52,8 +52,7 @@ def read_options(additional_config: object) -> Options:
         not isinstance(path, str) or not path or len(path) > LONGEST_PATH or not path.isprintable()
     ):
         raise OptionError(f'{said}; write "auto" or the path of a file')
-    is_word = isinstance(path, str) and path != AUTO and re.fullmatch(r"\w+", path)
-    if is_word and not os.path.exists(path):
+    if isinstance(path, str) and path != AUTO and re.fullmatch(r"\w+", path) and not os.path.exists(path):
         raise OptionError(f'{said}, and there is no such file; write "auto" or the path of a file')
     if "recent_tokens" in options and (type(recent) is not int or recent < 0):
         said = f"--additional-config: packed_kv.recent_tokens is {_shown(recent)}"
