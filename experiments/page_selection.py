@@ -5,9 +5,9 @@
 
 A Llama in PyTorch: prompts are prefilled whole, then a known text is forced behind them, and each of its tokens reads
 keys and values as a packed dtype stores them, the last 64 as they are ("fp8" as e4m3 without scales; "fp8 attention"
-the last 64, too, and queries and weights, as vLLM's FlashAttention 3 does). Of the pages before those it reads the first 64
-tokens' and those with the largest estimate of their attention, up to a budget of tokens; the query heads of a KV head
-read the same pages. What a page's keys are is kept as statistics by channel in the rotated basis, 8 bits each:
+the last 64, too, and queries and weights, as vLLM's FlashAttention 3 does). Of the pages before those it reads the
+first 64 tokens' and those with the largest estimate of their attention, up to a budget of tokens; the query heads of a
+KV head read the same pages. Statistics of a page's keys are kept by channel in the rotated basis, 8 bits each:
 
     gaussian   mean and standard deviation; a page's estimate is log E exp(q.k) = q.mean + sum(q^2 std^2) / 2 of
                normally distributed keys
@@ -50,8 +50,8 @@ Tensors = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Reading:
-    """How keys and values are read: a dtype of `FORMATS`, "fp8", "fp8 attention" or "bf16", all of them (`budget` 0) or, of pages of
-    `page` tokens, `budget` tokens chosen by `rule`."""
+    """How keys and values are read: a dtype of `FORMATS`, "fp8", "fp8 attention" or "bf16", all of them (`budget` 0)
+    or, of pages of `page` tokens, `budget` tokens chosen by `rule`."""
 
     dtype: str
     page: int = 0
