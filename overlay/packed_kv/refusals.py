@@ -66,65 +66,74 @@ class Connector(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a model, of one of its layers and of an engine; None: not known.
+    """What is known of an engine, of its model and of one of its layers; None: not known.
 
-    Attributes:
-        attention: vLLM's type of a layer's attention: "decoder", "encoder", "encoder_only" or "encoder_decoder".
-        layer: what to call a layer whose own backend, size of V or shared cache is read.
-        own_backend: name of the attention backend that a model chooses for a layer.
-        sinks: shape of a layer's attention sinks; `query_heads`: its query heads.
-        built_value_size: V's head size that the layer's implementation was told.
-        cache_of: name of the layer whose cache a draft layer reads.
-        shares_cache: a layer of the model reads the cache of another.
-        connector: the KV connector of the engine; `connectors`: it, or those within a MultiConnector.
-        layer_options: arguments of a layer that no implementation here knows.
-        backend_reasons: what vLLM says against the backend.
-        skip_layers: `--kv-cache-dtype-skip-layers`; `page`: bytes of a packed page, and bytes of it that are used.
-        skipped_dtype: KV-cache dtype of a layer with packed ones' backend.
-        dcp: `--decode-context-parallel-size`; `dcp_backend`: `--dcp-comm-backend`.
+    Of the engine:
+        capability: compute capability of the GPU.
+        dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
+        pipeline: `--pipeline-parallel-size`.
+        connector, connectors: its KV connector, and the same or those within a MultiConnector.
+        skip_layers: `--kv-cache-dtype-skip-layers`.
         has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
         has_draft_cache: a draft has layers with a cache of their own.
+        backend_reasons: what vLLM says against the backend.
+
+    Of a layer:
+        layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
+        attention: vLLM's type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
+        own_backend: name of the backend that the model chose for it.
+        layer_options: arguments that no implementation here knows.
+        built_value_size: V's head size that its implementation was told.
+        sinks: shape of its attention sinks.
+        cache_of: name of the layer whose cache it reads, in a draft; `shares_cache`: it reads another's, in the model.
+        page: bytes of a packed page, and bytes of it that are used.
+        skipped_dtype: its KV-cache dtype, where its backend is that of packed layers.
     """
 
+    # The engine
     platform: str | None = None
     capability: tuple[int, int] | None = None
-    architecture: str | None = None
-    is_mla: bool | None = None
-    is_sparse: bool | None = None
-    attention: str | None = None
-    has_alibi: bool | None = None
-    has_static_sinks: bool | None = None
-    has_image_prefix: bool | None = None
-    layer: str | None = None
-    own_backend: str | None = None
-    cache_of: str | None = None
-    sinks: tuple[int, ...] | None = None
-    query_heads: int | None = None
-    head_size: int | None = None
-    value_size: int | None = None
-    built_value_size: int | None = None
-    layer_options: tuple[str, ...] | None = None
-    backend_reasons: tuple[str, ...] | None = None
     block_size: int | None = None
-    connectors: tuple[Connector, ...] | None = None
-    speculative_method: str | None = None
-    has_fast_prefill: bool | None = None
-    has_micro_batches: bool | None = None
-    has_output_scale: bool | None = None
-    skip_layers: tuple[str, ...] | None = None
-    skipped_dtype: str | None = None
-    page: tuple[int, int] | None = None
-    connector: str | None = None
-    shares_cache: bool | None = None
     dcp: int | None = None
     dcp_backend: str | None = None
-    has_states: bool | None = None
-    has_chunks: bool | None = None
-    sliding_window: int | None = None
     pipeline: int | None = None
+    connector: str | None = None
+    connectors: tuple[Connector, ...] | None = None
+    speculative_method: str | None = None
+    skip_layers: tuple[str, ...] | None = None
     has_other_dtypes: bool | None = None
     has_draft_cache: bool | None = None
     has_one_cache_manager: bool | None = None
+    has_fast_prefill: bool | None = None
+    has_micro_batches: bool | None = None
+    backend_reasons: tuple[str, ...] | None = None
+
+    # The model
+    architecture: str | None = None
+    is_mla: bool | None = None
+    is_sparse: bool | None = None
+    has_alibi: bool | None = None
+    has_static_sinks: bool | None = None
+    has_image_prefix: bool | None = None
+    has_states: bool | None = None
+    has_chunks: bool | None = None
+
+    # A layer
+    layer: str | None = None
+    attention: str | None = None
+    own_backend: str | None = None
+    layer_options: tuple[str, ...] | None = None
+    head_size: int | None = None
+    value_size: int | None = None
+    built_value_size: int | None = None
+    query_heads: int | None = None
+    sinks: tuple[int, ...] | None = None
+    sliding_window: int | None = None
+    cache_of: str | None = None
+    shares_cache: bool | None = None
+    page: tuple[int, int] | None = None
+    skipped_dtype: str | None = None
+    has_output_scale: bool | None = None
 
 
 class Rule(NamedTuple):

@@ -15,6 +15,7 @@ from harness import HYBRIDS, Start, engine, kv_tokens
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
 from packed_kv.sharing.fingerprint import fingerprint
+from packed_kv_quality.engines import bytes_per_request
 
 ON_CPU = ("GraniteMoeHybridForCausalLM", "JambaForCausalLM")
 
@@ -38,16 +39,19 @@ def check(make_engine: Any, lines: list[str], **options: Any) -> float:
     assert not lines
     with make_engine("tq4", **options) as llm:
         tokens = kv_tokens(llm)
+        window = bytes_per_request(llm)
         page_format = fingerprint(llm.llm_engine.vllm_config, FORMATS["tq4"])
     (line,) = {line for line in lines if line.startswith("KV cache dtype")}
     found = re.fullmatch(
         r"KV cache dtype tq4: (\d+) bytes per token \(bf16: (\d+)\), ([\d,]+) KV tokens, (\d\.\d\d) times the tokens "
-        rf"of bf16, page format {page_format}",
+        r"of bf16 in requests of [\d,]+ tokens(?: with ([\d,]+) bytes of recent window each)?, page "
+        rf"format {page_format}",
         line,
     )
     assert found, line
     assert int(found[2]) / int(found[1]) == pytest.approx(256 / 68)
     assert int(found[3].replace(",", "")) == tokens
+    assert bool(found[5]) == (found[5] == f"{window:,}") == bool(window)
     assert float(found[4]) == pytest.approx(tokens / plain, rel=0.01)  # vLLM rounds blocks down
     return tokens / plain
 

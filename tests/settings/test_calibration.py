@@ -223,15 +223,21 @@ def test_layers_of_several_head_sizes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (named("nowhere.json"), "nowhere.json: cannot be read (No such file or directory)"),
-        (named("Auto"), "packed_kv.calibration is 'Auto', and there is no such file; write \"auto\" or the path"),
+        (
+            named("nowhere.json"),
+            "packed_kv.calibration is 'nowhere.json', and there is no such file; write \"auto\", or",
+        ),
+        (named("Auto"), "packed_kv.calibration is 'Auto', and there is no such file; write \"auto\", or the path"),
         (named(""), "packed_kv.calibration is ''; write \"auto\" or the path of a file"),
         (
             {"additional_config": {"packed_kv": {"decode_kernel": "cuda"}}},
             'packed_kv.decode_kernel is \'cuda\'; write "auto" or "triton"',
         ),
         ({"additional_config": {"packed_kv": "a.json"}}, "packed_kv is 'a.json'; write"),
-        ({"additional_config": {"packed_kv": {"calibrations": "a.json"}}}, "'calibrations': 'a.json'}; write"),
+        (
+            {"additional_config": {"packed_kv": {"calibrations": "a.json"}}},
+            "has no option 'calibrations'; write calibration",
+        ),
     ],
     ids=["missing", "word", "empty", "kernel", "string", "misspelt"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from packed_kv.settings.options import OptionError, Options, read_options
+from packed_kv.settings.options import OptionError, Options, check_files, read_options
 
 
 def test_options_are_read() -> None:
@@ -15,16 +15,45 @@ def test_options_are_read() -> None:
     assert read_options({}) == read_options(None) == read_options({"kv": 1, "packed": {}, 5: {}}) == Options()
 
 
-@pytest.mark.parametrize("key", ["packed-kv", "packedkv", "PACKED_KV", "packed_kv ", "Packed KV", "packed_kv\n"])
+@pytest.mark.parametrize(
+    "key", ["packed-kv", "packedkv", "PACKED_KV", "packed_kv ", "Packed KV", "packed_kv\n", "paked_kv"]
+)
 def test_a_key_that_means_ours_is_refused(key: str) -> None:
     with pytest.raises(OptionError, match="the key is packed_kv, not ") as error:
         read_options({key: {"recent_tokens": 0}})
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "a/" * 2500, "a\0b", "a\nb\x1b", "no_such_file", "", 5])
+@pytest.mark.parametrize("path", ["x" * 5000, "a/" * 2500, "a\0b", "a\nb\x1b", "", 5])
 def test_a_path_that_is_none(path: object) -> None:
     with pytest.raises(OptionError) as error:
         read_options({"packed_kv": {"calibration": path}})
     line = str(error.value)
     assert line.startswith("--additional-config: packed_kv.calibration is ") and line.isprintable() and len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("calibrations", "write calibration"),
+        ("Recent-Tokens", "write recent_tokens"),
+        ("recent", "write recent_tokens"),
+        ("decode kernel\n", "write decode_kernel"),
+        ("dtype", "write one of calibration, recent_tokens, decode_kernel"),
+        (5, "write one of calibration, recent_tokens, decode_kernel"),
+    ],
+)
+def test_a_misspelt_option_is_named_with_the_nearest(key: object, hint: str) -> None:
+    with pytest.raises(OptionError) as error:
+        read_options({"packed_kv": {"recent_tokens": 0, key: 1}})
+    line = str(error.value)
+    assert f"packed_kv has no option {key!r}; {hint}" in line and line.endswith(hint) and line.isprintable()
+
+
+@pytest.mark.parametrize("path", ["no_such_file", "x" * 300, "/", "Auto"])
+def test_a_file_that_is_not_there(path: str) -> None:
+    with pytest.raises(OptionError, match='there is no such file; write "auto", or the path') as error:
+        check_files(read_options({"packed_kv": {"calibration": path}}))
+    assert str(error.value).isprintable() and error.value.__context__ is None
+    check_files(read_options({"packed_kv": {"calibration": "auto"}}))
+    check_files(read_options({"packed_kv": {"calibration": __file__}}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -41,26 +42,34 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
     return stored, model_shape.bytes_per_token((layer, DENSE) for layer, _ in layers)
 
 
-def bytes_per_request(vllm_config: VllmConfig) -> tuple[int, int, int]:
+class Request(NamedTuple):
     """What vLLM takes from the cache for a request as long as the model's context.
 
-    Blocks, and their bytes on this rank; bytes of the same request in bf16. The blocks of layers that attend to
-    everything grow with the context, those of windows, rings and states do not.
+    `blocks` of `size` bytes on this rank, with `ring_bytes` of them for the recent window; `dense_size`: bytes of the
+    same request in bf16. Blocks of layers that attend to everything grow with the context, those of windows, rings and
+    states do not.
     """
-    specs, dense = {}, {}
+
+    blocks: int
+    size: int
+    ring_bytes: int
+    dense_size: int
+
+
+def longest_request(vllm_config: VllmConfig) -> Request:
+    specs, rings, dense = {}, {}, {}
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):
             continue
-        is_ring = isinstance(layer, WindowLayer)
-        spec = layer.find_spec(vllm_config) if is_ring else layer.get_kv_cache_spec(vllm_config)
-        if spec is None:
-            continue
-        is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
-        specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
-        if not is_ring:
+        if isinstance(layer, WindowLayer):
+            rings[name] = layer.find_spec(vllm_config)
+        elif spec := layer.get_kv_cache_spec(vllm_config):
+            is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
+            specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
             dense[name] = replace(spec, dtype=vllm_config.model_config.dtype) if is_packed else spec
-    blocks, size = _blocks_and_bytes(vllm_config, specs)
-    return blocks, size, _blocks_and_bytes(vllm_config, _with_aligned_states(dense))[1]
+    blocks, size = _blocks_and_bytes(vllm_config, specs | rings)
+    dense_size = _blocks_and_bytes(vllm_config, _with_aligned_states(dense))[1]
+    return Request(blocks, size, sum(ring.max_memory_usage_bytes(vllm_config) for ring in rings.values()), dense_size)
 
 
 def _blocks_and_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
@@ -98,7 +107,7 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
 
     `block_size`: of the attention layers.
     KV tokens are what vLLM counts: with requests as long as the model's context, each with its states and rings. The
-    ratio compares them with what the same bytes hold in bf16.
+    ratio compares them with what the same bytes hold in bf16, so it is less than that of the bytes of a token.
     """
     cache = vllm_config.cache_config
     if not cache.num_gpu_blocks:
@@ -107,16 +116,20 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
     if vllm_config.model_config.is_hybrid:  # vLLM has by now the least of all groups', a state's the context's length
         vllm_config, cache = copy.copy(vllm_config), copy.copy(cache)
         vllm_config.cache_config, cache.block_size = cache, block_size
-    blocks, size, dense_size = bytes_per_request(vllm_config)
-    tokens = int(cache.num_gpu_blocks / blocks * vllm_config.model_config.max_model_len)
+    context, request = vllm_config.model_config.max_model_len, longest_request(vllm_config)
+    tokens = int(cache.num_gpu_blocks / request.blocks * context)
+    window = f" with {request.ring_bytes:,} bytes of recent window each" if request.ring_bytes else ""
     fmt = FORMATS.get(cache.cache_dtype)  # None where only a draft's layers are packed
     logger.info_once(
-        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16%s",
+        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16 in requests of "
+        "%s tokens%s%s",
         cache.cache_dtype,
         stored,
         dense,
         f"{tokens:,}",
-        dense_size / size,
+        request.dense_size / request.size,
+        f"{context:,}",
+        window,
         f", page format {fingerprint(vllm_config, fmt)}" if fmt else "",
         scope="local",
     )

@@ -114,12 +114,18 @@ class PackedDTypeHandler:
             impl.build(layer_name)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
-        """Have a calibration file made if that was asked for, then see to tiers on disk. Raises CalibrationError,
-        ValueError for tiers without a folder, and Refused."""
+        """Check the options, have a calibration file made if that was asked for, then see to tiers on disk.
+
+        Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
+        """
+        from ..settings.options import check_files, read_options
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers
+        from ..window.size import find_window
 
         refuse(engine_facts(vllm_config), self.name)
+        check_files(read_options(vllm_config.additional_config))
+        find_window(vllm_config)
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
 

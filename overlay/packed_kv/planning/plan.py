@@ -79,7 +79,7 @@ def _row(target: Target, dtype: str, users: int) -> Row:
     except Refused as error:
         return Row(*known, refused=error.refusal.sentence())
     number, step = min(users, holds.requests), None
-    if number and target.card.bandwidth:
+    if number and target.card.bandwidth and dtype in STEP["share"]:
         seconds = step_seconds(model, dtype, serving, target.weights, number, target.card)
         step = round(seconds * 1e3, 3)
     return Row(
@@ -164,6 +164,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
             lines.append("step on H100: from the H200's; bf16, fp8, isoquant4, turboquant25 on one are met within 9 %")
         elif target.card.name != STEP["gpu"]:
             lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
+        if unknown := [dtype for dtype in DTYPES if dtype not in STEP["share"]]:
+            lines.append(f"no step of {', '.join(unknown)}: not measured (planning/measured.json)")
     else:
         lines.append("no step: the bandwidth of the card is not known (--bandwidth)")
     return lines

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..json_file import printable
 
 KEY = "packed_kv"
-KEYS = ("calibration", "recent_tokens", "decode_kernel")
+KEYS = {"calibration": '"auto" or "PATH"', "recent_tokens": "N", "decode_kernel": '"auto" or "triton"'}
+"""Of the options, with their values in words."""
 DECODE_KERNELS = ("auto", "triton")
 AUTO = "auto"
 """In place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
-
 LONGEST_PATH = 4095
+LIKE = 0.9
+"""How like `KEY` another key has to be to be taken for a slip; "packed" is not."""
 
 
 class OptionError(ValueError):
@@ -38,22 +40,26 @@ def read_options(additional_config: object) -> Options:
     if not isinstance(additional_config, dict):
         return Options()
     for key in additional_config:
-        if key != KEY and _letters(key) == _letters(KEY):
-            raise OptionError(f"--additional-config: the key is {KEY}, not {printable(repr(key), 60)}")
+        if key != KEY and get_close_matches(_letters(key), [_letters(KEY)], cutoff=LIKE):
+            raise OptionError(f"--additional-config: the key is {KEY}, not {_shown(key)}")
     options = additional_config.get(KEY, {})
-    if not isinstance(options, dict) or set(options) - set(KEYS):
+    if not isinstance(options, dict):
+        values = ", ".join(f'"{name}": {value}' for name, value in KEYS.items())
         raise OptionError(
-            f'--additional-config: packed_kv is {_shown(options)}; write {{"packed_kv": {{"calibration": "PATH", '
-            '"recent_tokens": N, "decode_kernel": "triton"}} or some of them'
+            f"--additional-config: packed_kv is {_shown(options)}; write an object with some of: {values}"
         )
+    for key in options:
+        if key not in KEYS:
+            letters = {_letters(name): name for name in KEYS}
+            near = [letters[found] for found in get_close_matches(_letters(key), letters)]
+            hint = " or ".join(near) if near else f"one of {', '.join(KEYS)}"
+            raise OptionError(f"--additional-config: packed_kv has no option {_shown(key)}; write {hint}")
     path, recent = options.get("calibration"), options.get("recent_tokens")
-    said = f"--additional-config: packed_kv.calibration is {_shown(path)}"
     if "calibration" in options and (
         not isinstance(path, str) or not path or len(path) > LONGEST_PATH or not path.isprintable()
     ):
+        said = f"--additional-config: packed_kv.calibration is {_shown(path)}"
         raise OptionError(f'{said}; write "auto" or the path of a file')
-    if isinstance(path, str) and path != AUTO and re.fullmatch(r"\w+", path) and not os.path.exists(path):
-        raise OptionError(f'{said}, and there is no such file; write "auto" or the path of a file')
     if "recent_tokens" in options and (type(recent) is not int or recent < 0):
         said = f"--additional-config: packed_kv.recent_tokens is {_shown(recent)}"
         raise OptionError(f"{said}; write a whole number, or 0 for no window")
@@ -63,10 +69,18 @@ def read_options(additional_config: object) -> Options:
     return Options(Path(path).expanduser() if isinstance(path, str) else None, recent, kernel)
 
 
+def check_files(options: Options) -> None:
+    """Raise OptionError if a file that the options name is not there. For the host where the engine starts."""
+    path = options.calibration
+    if path is not None and str(path) != AUTO and not os.path.isfile(path):  # Path's raises where a name is too long
+        said = f"--additional-config: packed_kv.calibration is {_shown(str(path))}, and there is no such file"
+        raise OptionError(f'{said}; write "auto", or the path of a file (made with: tq-calibrate model MODEL)')
+
+
 def _shown(value: object) -> str:
     return printable(repr(value), 120)
 
 
 def _letters(key: object) -> str:
-    """A key without case, blanks, dashes and underscores."""
+    """A key in small letters and digits alone."""
     return "".join(letter for letter in str(key).lower() if letter.isalnum())
