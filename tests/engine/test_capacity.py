@@ -51,7 +51,8 @@ def check(make_engine: Any, lines: list[str], **options: Any) -> float:
     assert found, line
     assert int(found[2]) / int(found[1]) == pytest.approx(256 / 68)
     assert int(found[3].replace(",", "")) == tokens
-    assert bool(found[5]) == (found[5] == f"{window:,}") == bool(window)
+    assert bool(found[5]) == bool(window)
+    assert int((found[5] or "0").replace(",", "")) >= window  # vLLM counts whole blocks
     assert float(found[4]) == pytest.approx(tokens / plain, rel=0.01)  # vLLM rounds blocks down
     return tokens / plain
 

@@ -123,12 +123,15 @@ def test_startup_line(server: Server) -> None:
     (line,) = re.findall(r"KV cache dtype .*", text)
     reported = re.search(r"KV cache size: ([\d,]+) tokens", text)[1]
     stored = 6 * 2 * FORMATS[DTYPE].slot_bytes(128)
-    assert re.fullmatch(
+    found = re.fullmatch(
         rf"KV cache dtype {DTYPE}: {stored} bytes per token \(bf16: {6 * 2 * 512}\), {reported} KV tokens, "
-        r"\d\.\d\d times the tokens of bf16 in requests of [\d,]+ tokens with [\d,]+ bytes of recent window each, "
-        r"page format [0-9a-f]{16}",
+        r"(\d\.\d\d) times the tokens of bf16 in requests of ([\d,]+) tokens with ([\d,]+) bytes of recent window "
+        r"each, page format [0-9a-f]{16}",
         line,
     )
+    assert found, line
+    ratio, context, window = (float(number.replace(",", "")) for number in found.groups())
+    assert ratio == pytest.approx(context * 6 * 2 * 512 / (context * stored + window), abs=0.01)
 
 
 def test_models(server: Server) -> None:

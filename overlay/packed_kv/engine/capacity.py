@@ -21,6 +21,7 @@ from ..model_shape import DENSE, FP8
 from ..refusals import Facts, refuse
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups
+from ..window.cache_group import RingSpec
 from ..window.layer import WindowLayer
 
 logger = init_logger("vllm.packed_kv")
@@ -45,9 +46,9 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 class Request(NamedTuple):
     """What vLLM takes from the cache for a request as long as the model's context.
 
-    `blocks` of `size` bytes on this rank, with `ring_bytes` of them for the recent window; `dense_size`: bytes of the
-    same request in bf16. Blocks of layers that attend to everything grow with the context, those of windows, rings and
-    states do not.
+    `blocks`, and their bytes on this rank: `size`, with `ring_bytes` for the recent window's blocks, in whole blocks as
+    vLLM counts them. `dense_size`: bytes of the same request in bf16. Blocks of layers that attend to everything grow
+    with the context; those of windows, rings and states do not.
     """
 
     blocks: int
@@ -67,21 +68,24 @@ def longest_request(vllm_config: VllmConfig) -> Request:
             is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
             specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
             dense[name] = replace(spec, dtype=vllm_config.model_config.dtype) if is_packed else spec
-    blocks, size = _blocks_and_bytes(vllm_config, specs | rings)
-    dense_size = _blocks_and_bytes(vllm_config, _with_aligned_states(dense))[1]
-    return Request(blocks, size, sum(ring.max_memory_usage_bytes(vllm_config) for ring in rings.values()), dense_size)
+    blocks, ring_blocks, size = _blocks(vllm_config, specs | rings)
+    dense_blocks, _, dense_size = _blocks(vllm_config, _with_aligned_states(dense))
+    return Request(blocks, blocks * size, ring_blocks * size, dense_blocks * dense_size)
 
 
-def _blocks_and_bytes(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
-    """Of a request, by vLLM's own grouping of these layers. A block has one size in all groups."""
-    groups = get_kv_cache_groups(vllm_config, specs)
-    of_group = [group.kv_cache_spec for group in groups]
-    blocks = sum(cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in of_group)
-    widths = [
-        spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names))
-        for spec, group in zip(of_group, groups, strict=True)
-    ]
-    return blocks, blocks * max(widths)
+def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int, int]:
+    """Of a request, by vLLM's own grouping of these layers: all blocks, those of rings, and the bytes of a block, which
+    has one size in all groups."""
+    blocks, ring_blocks, widths = 0, 0, []
+    for group in get_kv_cache_groups(vllm_config, specs):
+        spec = group.kv_cache_spec
+        number = cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
+        blocks += number
+        ring_blocks += number if isinstance(specs[group.layer_names[0]], RingSpec) else 0
+        widths.append(
+            spec.page_size_bytes * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names))
+        )
+    return blocks, ring_blocks, max(widths)
 
 
 def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
