@@ -29,7 +29,7 @@ def test_where_nothing_is_installed_it_says_what_to_install(tmp_path: Path, bare
     assert torch == "PyTorch is not installed; it comes with vLLM: pip install vllm"
     assert vllm.startswith("vLLM is not installed; pip install one of: ") and "vllm==0.33.0" in vllm
     assert plugin.endswith("run: pip install packed-kv")
-    assert calibration.startswith("OK    no calibration yet, which serves; better with: packed-kv calibrate model ")
+    assert calibration.startswith("OK    no calibration (optional); to lower the error: packed-kv calibrate model ")
     assert tier.startswith(f"OK    tier {tmp_path}: ")
     assert no_tier == f"--tiers {tmp_path}/none is no folder; run: mkdir -p {tmp_path}/none"
 
@@ -121,7 +121,7 @@ def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: p
 
 def test_an_unknown_model_is_a_line(probed) -> None:
     probed(H200)
-    said = "/no/model is no folder and no file; give the folder of a model"
+    said = "/no/model is neither a folder nor a file; give the folder of a model"
     assert any(line.startswith(said) for line in lines("/no/model"))
 
 

@@ -245,7 +245,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--dtypes", "isoquant5", "fp8"], "unknown dtype isoquant5; vLLM knows auto, "),
         (["--dtypes", "auto"], "auto is measured in any case; leave it out"),
         (["--dtypes", "fp8-storage"], "fp8-storage is measured in any case; leave it out"),
-        (["--model", "nobody/nothing-here"], "nobody/nothing-here is no folder and no file"),
+        (["--model", "nobody/nothing-here"], "nobody/nothing-here is neither a folder nor a file"),
         (["--text", "{short}"], "tokens, but 1 x 1,920 are to be scored"),
         (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--baseline", "{no}"], "cannot be read"),
@@ -289,7 +289,7 @@ def test_a_model_that_is_not_there_is_refused_before_vllm_is_imported(
     for command in ("run", "teacher-forced", "recall", "sweep", "generate"):
         assert main([command, "--model", f"{tmp_path}/none"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"packed-kv-quality: --model: {tmp_path}/none is no folder and no file; give ")
+        assert error.startswith(f"packed-kv-quality: --model: {tmp_path}/none is neither a folder nor a file; give ")
         assert error.count("\n") == 1
 
 

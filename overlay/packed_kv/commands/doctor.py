@@ -1,4 +1,4 @@
-"""Say whether all is here that a server with packed pages needs. Each line begins with OK or says what to do.
+"""Check what a server with packed pages needs. Each line begins with OK or says what to do.
 
 Exit code: 0 if every line is OK, 1 if not, 2 for bad arguments and a config.json that cannot be used.
 """
@@ -212,7 +212,7 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
     if not file.is_file():
         kept = sorted(_cache_root().glob(f"packed_kv/{Path(name).name}-*.json"))
         if not kept:
-            return Finding(True, f"no calibration yet, which serves; better with: packed-kv calibrate model {name}")
+            return Finding(True, f"no calibration (optional); to lower the error: packed-kv calibrate model {name}")
         return Finding(True, f'calibration of "auto" kept in {kept[-1]} (used with "calibration": "auto")')
     layer = model.attention[0]
     whole = not model.is_hybrid and not any(layer.is_shared for layer in model.layers)

@@ -32,9 +32,9 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 COMMANDS = {
     command.name: command
     for command in (
-        Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs, from its config"),
-        Command("doctor", "packed_kv.commands.doctor", "is all here that a server needs, and what to do if not"),
-        Command("patch", "packed_kv_patches.patcher", "patch vLLM, or say whether it is (packed-kv-patch)"),
+        Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs, by dtype"),
+        Command("doctor", "packed_kv.commands.doctor", "check what a server needs, and say what to do"),
+        Command("patch", "packed_kv_patches.patcher", "patch the installed vLLM (packed-kv-patch)"),
         Command("calibrate", "tq_calibrate.cli", "write a calibration file (tq-calibrate)", "torch transformers tqdm"),
         Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "vllm"),
         Command("completion", "packed_kv.commands.completion", "print a script for bash, zsh, fish or tcsh", "shtab"),

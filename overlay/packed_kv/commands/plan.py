@@ -94,7 +94,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     if memory is None:
         memory = cache_memory(card, heavy, model.ranks, options.gpu_memory_utilization, RESERVE)
         share = f"{options.gpu_memory_utilization:g} of {card.memory / GIB:.1f} GiB"
-        said.append(f"the KV cache has {share}, less the weights and {RESERVE / GIB:g} GiB assumed for the rest")
+        said.append(f"the KV cache gets {share}, less the weights and {RESERVE / GIB:g} GiB assumed for all else")
     _check_skipped(options.skip_layers, model)
     serving = Serving(
         context, options.recent_tokens, 2 * options.max_num_batched_tokens, frozenset(options.skip_layers)

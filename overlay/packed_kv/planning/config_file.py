@@ -43,7 +43,7 @@ def load(source: str) -> tuple[Config, Path | None]:
 
 
 def _from_hub(name: str) -> Path:
-    what = f"{name} is no folder and no file"
+    what = f"{name} is neither a folder nor a file"
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
     try:
