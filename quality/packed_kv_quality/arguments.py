@@ -26,6 +26,11 @@ CHUNK, FACTS = 64, 2
 DEPTHS = (0, 25, 50, 75, 100)
 MAX_CONTEXT = 2048
 MAX_BASELINE_BYTES = 8 << 30
+LEAST = {
+    "context": 1, "windows": 1, "top_k": 1, "facts": 1, "kv_cache_memory": 1, "parallel": 1,
+    "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0,
+}  # fmt: skip
+"""Of numbers among the options, the least that makes sense."""
 CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
 """Command -> whether it runs text, and whether it measures recall."""
 
@@ -132,7 +137,8 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
     chunk = options.chunk if has_text else 1
     if has_text and not 1 <= chunk <= min(BATCHED_TOKENS, context - 2):
         raise BadInput(f"--chunk must be 1 to {min(BATCHED_TOKENS, context - 2)}, got {chunk}")
-    names, windows = read_windows(options, tokenizer, context) if has_text else ([], [])
+    texts = read_windows(options, tokenizer, context) if has_text else []
+    windows = [window for _, window in texts]
     vocabulary = config.get_text_config().vocab_size
     size = 2 * scored_tokens(windows, chunk) * vocabulary
     if has_text and not options.top_k and size > MAX_BASELINE_BYTES:
@@ -140,10 +146,10 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
     settings = Settings(
         model=model,
         windows=windows,
-        texts=names,
+        texts=[name for name, _ in texts],
         chunk=chunk,
         recall=recall_settings(options, tokenizer, lengths),
-        kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),
+        kv_cache_memory=kv_cache_memory(options),
         additional_config=additional_config(options),
         dtype=options.dtype,
         graphs=options.graphs,
@@ -163,22 +169,20 @@ def check_settings(options: argparse.Namespace) -> tuple[Settings, dict[str, Any
     return settings, identity
 
 
-def read_windows(options: argparse.Namespace, tokenizer: Any, context: int) -> tuple[list[str], list[list[int]]]:
-    """The text's name and the token ids of each window. Raises BadInput."""
-    names: list[str] = []
-    windows: list[list[int]] = []
+def read_windows(options: argparse.Namespace, tokenizer: Any, tokens: int) -> list[tuple[str, list[int]]]:
+    """The text's name and the token ids of each window of `tokens` tokens. Raises BadInput."""
     texts: list[Sequence[Path]] = [[path] for path in options.text or []] or [TEXTS]
-    for paths in texts:
+    names = [paths[0].stem for paths in texts]
+    if len(set(names)) < len(names):
+        raise BadInput(f"--text: two files have the name {max(names, key=names.count)}, which tells texts apart")
+    windows: list[tuple[str, list[int]]] = []
+    for name, paths in zip(names, texts, strict=True):
         try:
             text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
-            found = text_windows(tokenizer, text, context, options.windows)
+            windows += [(name, window) for window in text_windows(tokenizer, text, tokens, options.windows)]
         except (OSError, ValueError) as error:
             raise BadInput(f"--text {' '.join(map(str, paths))}: {error}") from error
-        windows += found
-        names += [paths[0].stem] * len(found)
-    if len(set(names)) < len(options.text or [None]):
-        raise BadInput(f"--text: two files have the name {max(names, key=names.count)}, which tells texts apart")
-    return names, windows
+    return windows
 
 
 def recall_settings(options: argparse.Namespace, tokenizer: Any, lengths: Sequence[int]) -> RecallSettings:
@@ -218,6 +222,11 @@ def additional_config(options: argparse.Namespace) -> dict[str, Any]:
     return {**options.additional_config, "packed_kv": ours} if ours else options.additional_config
 
 
+def kv_cache_memory(options: argparse.Namespace) -> int:
+    """Bytes of each engine's KV cache."""
+    return options.kv_cache_memory or memory("2G" if options.model else "96M")
+
+
 def check_plots(options: argparse.Namespace) -> None:
     """Raise BadInput if plots are wanted and matplotlib is missing."""
     if not options.no_plots and importlib.util.find_spec("matplotlib") is None:
@@ -243,12 +252,12 @@ def check_dtypes(dtypes: list[str]) -> None:
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise BadInput for numbers out of range."""
-    positive = ("context", "windows", "top_k", "facts", "kv_cache_memory", "parallel")
-    values = {name: getattr(options, name, None) for name in positive}
-    values["lengths"] = min(getattr(options, "lengths", None) or [1])
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise BadInput(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+    for name, least in LEAST.items():
+        value = getattr(options, name, None)
+        if value is not None and value < least:
+            raise BadInput(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+    if min(getattr(options, "lengths", None) or [1]) < 1:
+        raise BadInput(f"--lengths must be 1 or more, got {min(options.lengths)}")
     depths = getattr(options, "depths", [])
     if not all(0 <= depth <= 100 for depth in depths):
         raise BadInput(f"--depths must be 0 to 100, got {depths}")

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .arguments import (
-    TEXTS,
+    MAX_BASELINE_BYTES,
     BadInput,
     add_engine_arguments,
     additional_config,
     check_dtypes,
     check_files,
+    check_numbers,
     check_plots,
     digest,
+    kv_cache_memory,
     load_config,
     model_digest,
+    read_windows,
 )
 from .baseline import Baseline
-from .engines import DEMO_MODEL, apart, memory
+from .engines import DEMO_MODEL, apart
 from .generation import Generation, GenerationSettings, Window, acceptance, generate, generate_baseline
 from .generation_report import GenerationReport, markdown, write
-from .measurement import BASELINE, made_with
+from .measurement import BASELINE
 from .placebo_sweep import passes
-from .run import commit, finish, measure_all, run_baseline
+from .run import description, finish, measure_all, run_baseline
 from .tasks import KINDS, tasks
-from .teacher_forced import text_windows
 
 LENGTHS, TOKENS, GREEDY = (1000, 3500, 7500), 192, 128
-MAX_BASELINE_BYTES = 8 << 30
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +100,11 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
             f"--lengths must be 1 to {longest - behind:,} for {model}, whose context of {longest:,} tokens holds "
             f"{behind} more behind a prompt; got {' '.join(map(str, lengths))}"
         )
-    windows = read_windows(options, tokenizer, lengths)
+    windows = [
+        Window(name, length, token_ids)
+        for length in lengths
+        for name, token_ids in read_windows(options, tokenizer, length + options.tokens + 1)
+    ]
     vocabulary = config.get_text_config().vocab_size
     size = 2 * len(windows) * options.tokens * min(vocabulary, options.top_k or vocabulary)
     if size > MAX_BASELINE_BYTES:
@@ -120,7 +121,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
         tasks=asked,
         greedy=options.greedy,
         drafts=options.drafts,
-        kv_cache_memory=options.kv_cache_memory or memory("2G" if options.model else "96M"),
+        kv_cache_memory=kv_cache_memory(options),
         additional_config=additional_config(options),
         dtype=options.dtype,
         parallel=options.parallel,
@@ -138,62 +139,15 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
     return settings, identity
 
 
-def check_numbers(options: argparse.Namespace) -> None:
-    """Raises BadInput for numbers out of range."""
-    least = {
-        "windows": 1,
-        "tokens": 1,
-        "greedy": 0,
-        "tasks": 0,
-        "drafts": 0,
-        "top_k": 1,
-        "parallel": 1,
-        "kv_cache_memory": 1,
-    }
-    for name, smallest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < smallest:
-            raise BadInput(f"--{name.replace('_', '-')} must be {smallest} or more, got {value}")
-
-
-def read_windows(options: argparse.Namespace, tokenizer: Any, lengths: Sequence[int]) -> list[Window]:
-    """Prompts of each length with what follows them, by length and text. Raises BadInput."""
-    texts: list[Sequence[Path]] = [[path] for path in options.text or []] or [TEXTS]
-    names = [paths[0].stem for paths in texts]
-    if len(set(names)) < len(names):
-        raise BadInput(f"--text: two files have the name {max(names, key=names.count)}, which tells texts apart")
-    windows = []
-    for length in lengths:
-        for name, paths in zip(names, texts, strict=True):
-            try:
-                text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
-                pieces = text_windows(tokenizer, text, length + options.tokens + 1, options.windows)
-            except (OSError, ValueError) as error:
-                raise BadInput(f"--text {' '.join(map(str, paths))}: {error}") from error
-            windows += [Window(name, length, piece) for piece in pieces]
-    return windows
-
-
 def describe_row(row: Generation) -> str:
     return "KL " + ", ".join(f"{found.kl_mean:.4f} ({found.text}, {found.prompt:,})" for found in row.continuations)
 
 
 def describe(options: argparse.Namespace, settings: GenerationSettings, identity: dict[str, Any]) -> dict[str, Any]:
     """What the run was, for whoever reads its results."""
-    here = made_with()
-    words = [
-        f"{options.windows} prompts a text and length, {options.tokens} tokens forced behind each",
-        *([f"{options.tasks} tasks a kind and length"] if settings.tasks else []),
-        *([f"n-gram drafts of {settings.drafts}"] if settings.drafts else []),
-        f"{settings.kv_cache_memory >> 20} MiB of KV memory",
-        *(f"{name} {here[name]}" for name in here),
-    ]
-    return {
-        "title": f"{Path(settings.model).name}: {'; '.join(words)}",
-        "command": shlex.join(["packed-kv-quality", *sys.argv[1:]]),
-        "commit": options.commit or commit(),
-        "made_with": here,
-        "machine": platform.machine(),
-        "identity": identity,
-        "settings": {key: value for key, value in asdict(settings).items() if key not in ("windows", "tasks")},
-    }
+    words = [f"{options.windows} prompts a text and length, {options.tokens} tokens forced behind each"]
+    if settings.tasks:
+        words.append(f"{options.tasks} tasks a kind and length")
+    if settings.drafts:
+        words.append(f"n-gram drafts of {settings.drafts}")
+    return description(options, settings, identity, words)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .arguments import BadInput, check_settings
 from .baseline import Baseline
@@ -32,6 +32,9 @@ from .measurement import (
 )
 from .placebo_sweep import Limits, judge, passes
 from .report import RecallReport, Report, markdown, recall_markdown, write, write_recall
+
+if TYPE_CHECKING:
+    from .generation import GenerationSettings
 
 Row = TypeVar("Row")
 
@@ -161,31 +164,42 @@ def describe(
     options: argparse.Namespace, settings: Settings, identity: Mapping[str, Any], baseline: Baseline | None
 ) -> dict[str, Any]:
     """The description of the run that goes into its results."""
-    here, recall = made_with(), settings.recall
-    words = []
+    recall, words, more = settings.recall, [], {}
     if settings.windows:
         texts = " and ".join(f"{settings.texts.count(name)} x {name}" for name in dict.fromkeys(settings.texts))
         words.append(f"windows of {identity['context']:,} tokens ({texts}) in chunks of {settings.chunk}")
     if recall.lengths:
         kind = "chat" if recall.chat else "plain"
         words.append(f"{len(recall.lengths) * len(recall.depths) * recall.facts} {kind} recall prompts")
-    words += [f"{settings.kv_cache_memory >> 20} MiB of KV memory", *(f"{name} {here[name]}" for name in here)]
-    described: dict[str, Any] = {}
     if baseline:
-        if baseline.facts["made_with"] != here:
+        more = {"baseline_made_with": baseline.facts["made_with"], "top_k": baseline.top_k}
+        if baseline.facts["made_with"] != made_with():
             words.append(f"baseline made with {' '.join(baseline.facts['made_with'].values())}")
         if baseline.top_k:
             words.append(f"KL over the {baseline.top_k} likeliest tokens and a remainder")
-        described = {"baseline_made_with": baseline.facts["made_with"], "top_k": baseline.top_k}
+    return description(options, settings, identity, words, **more)
+
+
+def description(
+    options: argparse.Namespace,
+    settings: Settings | GenerationSettings,
+    identity: Mapping[str, Any],
+    words: list[str],
+    **more: Any,
+) -> dict[str, Any]:
+    """Of any run, for its results. `words`: its contents, for the title; `more`: further entries."""
+    here = made_with()
+    words = [*words, f"{settings.kv_cache_memory >> 20} MiB of KV memory", *(f"{name} {here[name]}" for name in here)]
+    large = ("windows", "texts", "tasks")
     return {
         "title": f"{Path(settings.model).name}: {'; '.join(words)}",
         "command": shlex.join(["packed-kv-quality", *sys.argv[1:]]),
         "commit": options.commit or commit(),
         "made_with": here,
         "machine": platform.machine(),
-        **described,
+        **more,
         "identity": identity,
-        "settings": {key: value for key, value in asdict(settings).items() if key not in ("windows", "texts")},
+        "settings": {key: value for key, value in asdict(settings).items() if key not in large},
     }
 
 

@@ -377,7 +377,10 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("/no/such/model", "--gpu", "H200"), "/no/such/model is neither a folder nor a file; give the folder of a model"),
+        (
+            ("/no/such/model", "--gpu", "H200"),
+            "/no/such/model is neither a folder nor a file; give the folder of a model",
+        ),
         (
             ("nobody/nothing", "--gpu", "H200"),
             "nobody/nothing is neither a folder nor a file, and the Hugging Face Hub gives",

@@ -102,7 +102,7 @@ def test_report_files(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--lengths", "1900"], "--lengths must be 1 to 1,854"),
-        (["--lengths", "0"], "--lengths must be 1 to 1,854"),
+        (["--lengths", "0"], "--lengths must be 1 or more, got 0"),
         (["--lengths", "100"], "--lengths 100: a fact and its question are"),
         (["--windows", "0"], "--windows must be 1 or more, got 0"),
         (["--tasks", "-1"], "--tasks must be 0 or more, got -1"),
