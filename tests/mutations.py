@@ -60,8 +60,8 @@ MUTATIONS = {
     ),
     "calibration's mean": Mutation(
         "calibration/tq_calibrate/sums.py",
-        "mean, energy = self.key / later,",
-        "mean, energy = self.key / (later + 1),",
+        "later = max(1, self.tokens - self.first_tokens)",
+        "later = max(1, self.tokens)",
         "tests/calibration/test_sums.py tests/calibration/test_collect.py",
     ),
     "fingerprint": Mutation(
