@@ -5,7 +5,7 @@ python examples/client.py [URL]
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from openai import OpenAI
 
@@ -13,8 +13,9 @@ PROMPT = "Remember this: the secret number of Julia is 78868. Question: what is 
 
 
 def main() -> None:
-    url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?", default="http://localhost:8000")
+    client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
     model = client.models.list().data[0].id
     print(PROMPT)
     for part in client.completions.create(model=model, prompt=PROMPT, max_tokens=24, temperature=0, stream=True):
