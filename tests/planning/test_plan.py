@@ -383,7 +383,7 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         ),
         (
             ("nobody/nothing", "--gpu", "H200"),
-            "nobody/nothing is neither a folder nor a file, and the Hugging Face Hub gives",
+            "nobody/nothing is neither a folder nor a file, and its config.json cannot be fetched",
         ),
         ((str(DEMO_MODEL),), "no card is named; give --gpu NAME (one of B200, H200"),
         (("{falcon}",), "cannot serve models whose attention layers are not told the dtype"),

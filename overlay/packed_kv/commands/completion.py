@@ -34,7 +34,7 @@ def parser(prog: str = "packed-kv completion") -> argparse.ArgumentParser:
 def parser_of_all() -> argparse.ArgumentParser:
     """A parser of `packed-kv` with all commands and their options.
 
-    A command that cannot be imported has no options; a line on stderr names it."""
+    A command that cannot be imported gets no options; a line on stderr names it."""
     from .main import COMMANDS
 
     made = argparse.ArgumentParser("packed-kv")

@@ -21,7 +21,7 @@ from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
 
 SINK_SPEC = "SinkFullAttentionSpec"
-"""KV-cache spec of layers with static sinks, of which the backend selection is told nothing."""
+"""KV-cache spec of layers with static sinks, which vLLM does not mention when it selects a backend."""
 
 
 class ReportingMetadataBuilder(PackedMetadataBuilder):

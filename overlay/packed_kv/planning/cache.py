@@ -1,7 +1,7 @@
 """How many tokens and requests a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
 
-Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33) and are said again here, as far
-as our backends meet them, because they need torch and a started engine. A request's blocks of all groups come from one
+Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33), which need torch and a started
+engine. Those that our backends meet are reimplemented here. A request's blocks of all groups come from one
 pool, in which every block has room for the layers of the largest group:
 
     block of the pool:   | page of layer 0 | page of layer 1 | ...      layers of one group

@@ -54,4 +54,4 @@ def _from_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:
         reason = printable(str(error).strip().splitlines()[0])
-        raise BadInput(f"{what}, and the Hugging Face Hub gives no config.json of it ({reason})") from error
+        raise BadInput(f"{what}, and its config.json cannot be fetched from the Hugging Face Hub ({reason})") from error

@@ -132,7 +132,7 @@ class PackedFileTier(FileSystemTierManager):
 
     Args:
         offloading_spec, primary_kv_view, tier_type: of vLLM.
-        root_dir: folder, made if need be.
+        root_dir: folder, made if it is missing.
         page_format: dtype and fingerprint; with the user's number they stand for the dtype in vLLM's folder name. The
             model's path does not count there: engines that have one model in two places share.
         n_read_threads: and so parts of a job.
