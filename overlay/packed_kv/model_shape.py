@@ -129,16 +129,13 @@ def listed(config: Config, *names: str, of: type, least: int = 0) -> list[Any]:
     name, value = _first(config, names)
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(entry, of) and _is_bounded(entry) for entry in value):
+    bounded = range(LARGEST_WHOLE + 1)
+    if not isinstance(value, list) or not all(isinstance(x, of) and (of is not int or x in bounded) for x in value):
         kinds = {int: "whole numbers", str: "words"}[of]
         raise BadInput(f"{name} is {shown(value)}; a config has a list of {kinds} there")
     if len(value) < least:
         raise BadInput(f"{name} has {len(value)} entries, and the model {least} layers; give a config that agrees")
     return value
-
-
-def _is_bounded(entry: Any) -> bool:
-    return not isinstance(entry, int) or 0 <= entry <= LARGEST_WHOLE
 
 
 def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .formats import FORMATS, HEAD_DIM_STEP, fits_value_dim
 from .json_file import printable
@@ -55,13 +55,12 @@ class Refused(ValueError):
         self.refusal = refusal
 
 
-class Connector(Protocol):
-    """A KV connector: its name, with its module's path in front if one is given, and its extra configuration."""
+class Connector(NamedTuple):
+    """A KV connector: its name, with its module's path in front if one is given, and its `kv_connector_extra_config`;
+    what is changed there, vLLM sees."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def options(self) -> dict[str, Any]: ...
+    name: str
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

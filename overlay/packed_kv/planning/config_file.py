@@ -48,10 +48,12 @@ def _from_hub(name: str) -> Path:
         raise BadInput(f"{what}; give the folder of a model, its config.json, or an id of the Hugging Face Hub")
     try:
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
     except ModuleNotFoundError as error:
         raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:
-        reason = printable(str(error).strip().splitlines()[0])
+        is_unreachable = isinstance(error, LocalEntryNotFoundError)
+        reason = "it does not answer" if is_unreachable else printable(str(error).strip().splitlines()[0])
         raise BadInput(f"{what}, and its config.json cannot be fetched from the Hugging Face Hub ({reason})") from error

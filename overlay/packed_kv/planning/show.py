@@ -56,7 +56,10 @@ def plot(target: Target, file: Path) -> None:
     lines: dict[tuple[int, ...], list[str]] = {}
     for dtype in DTYPES:
         try:
-            held = tuple(_requests(target, dtype, context) for context in contexts)
+            held = tuple(
+                capacity(target.model, dtype, replace(target.serving, context=context), target.kv_memory).requests
+                for context in contexts
+            )
         except Refused:
             continue
         lines.setdefault(held, []).append(dtype)
@@ -78,7 +81,3 @@ def plot(target: Target, file: Path) -> None:
         figure.savefig(file, dpi=150, format="png")
     except OSError as error:
         raise BadInput(f"--plot {file} cannot be written: {error.strerror}") from error
-
-
-def _requests(target: Target, dtype: str, context: int) -> int:
-    return capacity(target.model, dtype, replace(target.serving, context=context), target.kv_memory).requests

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ..refusals import Connector
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
-
-
-@dataclass(frozen=True)
-class Connector:
-    """`name`: with its module's path in front where the settings give one. `options`: its `kv_connector_extra_config`;
-    what is changed there, vLLM sees."""
-
-    name: str
-    options: dict[str, Any]
 
 
 def connectors(config: KVTransferConfig | None) -> list[Connector]:

@@ -19,8 +19,9 @@ def engine_facts(config: VllmConfig) -> Facts:
     model, transfer = config.model_config, config.kv_transfer_config
     draft_dtype = speculative.kv_cache_dtype if speculative else None
     capability = current_platform.get_device_capability()
+    platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     return Facts(
-        platform=platform_name(),
+        platform=platform or current_platform.device_name,
         capability=(capability.major, capability.minor) if capability else None,
         architecture=model.architecture,
         connectors=tuple(connectors(transfer)),
@@ -37,10 +38,3 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_draft_cache=bool(speculative and speculative.uses_draft_kv_cache()),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
     )
-
-
-def platform_name() -> str:
-    """ "cpu", "cuda" or the name of another platform."""
-    if current_platform.is_cpu():
-        return "cpu"
-    return "cuda" if current_platform.is_cuda() else current_platform.device_name
