@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -67,7 +68,7 @@ def longest_request(vllm_config: VllmConfig) -> Request:
         elif spec := layer.get_kv_cache_spec(vllm_config):
             is_packed = getattr(layer, "kv_cache_dtype", None) in FORMATS
             specs[name] = layer.get_attn_backend().customize_spec(spec) if isinstance(spec, AttentionSpec) else spec
-            dense[name] = replace(spec, dtype=vllm_config.model_config.dtype) if is_packed else spec
+            dense[name] = replace(spec, dtype=torch.bfloat16) if is_packed else spec
     blocks, ring_blocks, size = _blocks(vllm_config, specs | rings)
     dense_blocks, _, dense_size = _blocks(vllm_config, _with_aligned_states(dense))
     return Request(blocks, blocks * size, ring_blocks * size, dense_blocks * dense_size)
