@@ -121,7 +121,7 @@ SERVED = Facts(
     speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
     skip_layers=("0",), skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
-    has_one_cache_manager=True,
+    has_one_cache_manager=True, without_scratch_groups="0.28.0",
 )  # fmt: skip
 
 
@@ -132,6 +132,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 
 NO_WINDOW = [
+    (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
     (Facts(dcp=2), "decode context parallelism (it deals"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
     (Facts(connector="NixlConnector"), "this KV connector (NixlConnector)"),

@@ -1,6 +1,7 @@
 """What is pinned: the vLLM versions of versions.toml, each with its wheels, touched files and series of patches."""
 
 import hashlib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,20 @@ def load(root: Path = ROOT) -> dict[str, Pin]:
         entry["version"]: Pin(entry["version"], tuple(Wheel(**w) for w in entry["wheel"]), entry["files"], root)
         for entry in table["version"]
     }
+
+
+def choose(pins: Mapping[str, Pin], version: str, distribution: str = "vllm") -> str:
+    """Which versions of vLLM are patched, and the one of this distribution that is nearest to another version."""
+    wheels = [f"{wheel.distribution}=={pin.version}" for pin in pins.values() for wheel in pin.wheels]
+    own = [pin for pin in pins.values() if distribution in {wheel.distribution for wheel in pin.wheels}]
+    nearest = min(own, key=lambda pin: abs(_number(pin.version) - _number(version)))
+    return f"install one of: {', '.join(wheels)} (nearest: {distribution}=={nearest.version})"
+
+
+def _number(version: str) -> int:
+    """A version as one number, to tell which are near: 0.34.1.dev3+cpu is 34,001."""
+    major, minor, patch, *_ = [*map(int, re.findall(r"\d+", version.split("+")[0])), 0, 0, 0]
+    return (major * 1000 + minor) * 1000 + patch
 
 
 def lint(root: Path = ROOT) -> list[str]:

@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .pins import PatchError, Pin, sha256
+from .pins import PatchError, Pin, choose, sha256
 
 RECORD = "vllm.packed-kv-patches.json"
 EXIT_CHANGED, EXIT_UNSUPPORTED, EXIT_NOT_INSTALLED = 3, 4, 5
@@ -76,8 +76,7 @@ def locate(target: Path | None, pins: Mapping[str, Pin]) -> Installed:
     [(name, version)] = found
     pin = pins.get(version.split("+")[0])
     if pin is None or name not in {wheel.distribution for wheel in pin.wheels}:
-        supported = ", ".join(f"{w.distribution}=={p.version}" for p in pins.values() for w in p.wheels)
-        raise PatchError(f"{name} {version} is not supported; install one of: {supported}", EXIT_UNSUPPORTED)
+        raise PatchError(f"{name} {version} is not supported; {choose(pins, version, name)}", EXIT_UNSUPPORTED)
     return Installed(root, name, pin)
 
 

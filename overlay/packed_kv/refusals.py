@@ -76,6 +76,7 @@ class Facts:
         has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
         has_draft_cache: a draft has layers with a cache of their own.
         backend_reasons: what vLLM says against the backend.
+        without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
 
     Of a layer:
         layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
@@ -103,6 +104,7 @@ class Facts:
     has_other_dtypes: bool | None = None
     has_draft_cache: bool | None = None
     has_one_cache_manager: bool | None = None
+    without_scratch_groups: str | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None
@@ -315,6 +317,9 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 WINDOW_RULES: tuple[Rule, ...] = (
+    Rule("this vLLM", "its version",
+         lambda f: f.without_scratch_groups and f"{f.without_scratch_groups}, in which all layers' blocks take part in "
+         "the prefix cache; 0.31.0 has groups that do not"),
     Rule("decode context parallelism", "`--decode-context-parallel-size`",
          lambda f: (f.dcp or 1) > 1 and "it deals a request's tokens out to ranks"),
     Rule("--disable-hybrid-kv-cache-manager", "the option",

@@ -318,6 +318,15 @@ class TestUnpatched:
         assert line.endswith("run: packed-kv-patch apply")
         assert all(name in line for name in FORMATS)
 
+    def test_a_version_without_patches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines: list[str] = []
+        monkeypatch.setattr(registration.logger, "error", lines.append)
+        monkeypatch.setattr(registration.vllm, "__version__", "0.30.0+cpu")
+        registration.register_formats()
+        (line,) = lines
+        assert "this vLLM (0.30.0+cpu) is not patched" in line
+        assert "install one of: vllm==0.33.0, " in line and line.endswith("(nearest: vllm==0.31.0)")
+
     @pytest.mark.parametrize("arguments", [["--kv-cache-dtype", "tq4"], ["--kv-cache-dtype=tq4"]], ids=str)
     def test_command_line(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])

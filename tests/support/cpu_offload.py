@@ -15,6 +15,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.tiering import spec as tiering
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
@@ -59,6 +60,8 @@ class CpuTiers(TieringOffloadingSpec):
                 Stream=Stream, current_stream=Stream, stream=contextlib.nullcontext, is_xpu=lambda: False
             )
             gpu_worker._select_swap_blocks_fn = lambda *_args: memmove
+            rank = SimpleNamespace(current_device_index=lambda: self.config.parallel.rank)
+            tiering.torch = SimpleNamespace(**{**vars(torch), "accelerator": rank})  # asked before 0.32
             for one in kv_caches.tensors:
                 one.tensor = one.tensor.as_subclass(DevicePages)
             self._worker = self.create_worker(kv_caches)

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
+from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import MAX_COLUMNS, fused_serves
 
@@ -149,8 +150,9 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         context = common.seq_lens
         speculative = self.vllm_config.speculative_config
         stays = self.decodes_fused and not (speculative and speculative.uses_draft_model())
-        if common.seq_lens_cpu_upper_bound is not None and (speculative is None or stays):
-            context = common.seq_lens_cpu_upper_bound
+        bounds = lengths_on_host(common)
+        if bounds is not None and (speculative is None or stays):
+            context = bounds
         return PackedMetadata(
             num_actual_tokens=common.num_actual_tokens,
             block_table=common.block_table_tensor,

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
 from ..formats import FORMATS, HEAD_DIM_STEP, Format
 from ..layout import MICRO_BLOCK
 from ..refusals import LEAST_CAPABILITY, Facts, refuse
+from ..vllm_compat import PagesByShape, cache_layouts
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SINK_SPEC = "SinkFullAttentionSpec"
 """KV-cache spec of layers with static sinks, which vLLM does not mention when it selects a backend."""
@@ -36,7 +39,7 @@ class ReportingMetadataBuilder(PackedMetadataBuilder):
         log_match_unit(vllm_config)
 
 
-class PackedAttentionBackend(AttentionBackend):
+class PackedAttentionBackend(PagesByShape, AttentionBackend):
     """Base of the backends; `backend_of` makes one per format (vLLM asks the class, and gives it no dtype)."""
 
     fmt: ClassVar[Format]
@@ -99,7 +102,7 @@ class PackedAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+        return cache_layouts("LBHNC", "BLHNC")
 
 
 def backend_of(name: str) -> type[PackedAttentionBackend]:

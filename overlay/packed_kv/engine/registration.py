@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,7 @@ def register_formats() -> None:
     if not is_patched():
         message = (
             f"packed-kv is installed, but this vLLM ({vllm.__version__}) is not patched for it, so that "
-            f"--kv-cache-dtype {', '.join(FORMATS)} fail; run: packed-kv-patch apply"
+            f"--kv-cache-dtype {', '.join(FORMATS)} fail; {_remedy(vllm.__version__)}"
         )
         if any(argument.removeprefix("--kv-cache-dtype=") in FORMATS for argument in sys.argv):
             raise SystemExit(message)
@@ -51,6 +52,13 @@ def register_formats() -> None:
     for fmt in FORMATS.values():
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
             register_format(fmt)
+
+
+def _remedy(version: str) -> str:
+    """What makes vLLM of a version serve the dtypes."""
+    pins = import_module("packed_kv_patches.pins")  # beside this package
+    is_pinned = version.split("+")[0] in (table := pins.load())
+    return "run: packed-kv-patch apply" if is_pinned else pins.choose(table, version)
 
 
 def register_format(fmt: Format) -> None:

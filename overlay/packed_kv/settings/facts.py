@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from ..refusals import Facts
+from ..vllm_compat import has_draft_cache, no_scratch_groups
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def engine_facts(config: VllmConfig) -> Facts:
         connectors=tuple(connectors(transfer)),
         speculative_method=speculative.method if speculative else None,
         has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype),
-        has_draft_cache=bool(speculative and speculative.uses_draft_kv_cache()),
+        has_draft_cache=has_draft_cache(speculative),
+        without_scratch_groups=no_scratch_groups(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
         has_fast_prefill=cache.kv_sharing_fast_prefill,
         has_micro_batches=parallel.use_ubatching,

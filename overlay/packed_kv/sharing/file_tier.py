@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from ..vllm_compat import chunk_ids, count_chunks
 from .tiers import private_folder
 
 if TYPE_CHECKING:
@@ -186,14 +187,14 @@ class PackedFileTier(FileSystemTierManager):
         job = job_metadata.job_id
         if self.events is not None:
             self._store_job_keys[job] = list(job_metadata.keys)
-        self._job_block_counts[job] = len(job_metadata.keys)
+        count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._store)
         self._pool.enqueue_store(job, len(tasks), tasks)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
         self._load_job_keys[job] = list(job_metadata.keys)
-        self._job_block_counts[job] = len(job_metadata.keys)
+        count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._load)
         self._pool.enqueue_load(job, len(tasks), tasks)
 
@@ -208,7 +209,7 @@ class PackedFileTier(FileSystemTierManager):
         view, size = self._primary_kv_view.cast("B"), self._block_size
         chunks = [
             (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
-            for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
+            for key, chunk in zip(job.keys, chunk_ids(job), strict=True)
         ]
         part = -(-len(chunks) // self.threads)
         return [

@@ -19,17 +19,18 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..layout import choose_ring_block, ring_slot_bytes
+from ..vllm_compat import ScratchSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSpec(CircularBufferSpec):
+class RingSpec(ScratchSpec):
     """A ring that holds the newest `window` tokens of a request.
 
     `block_size`: tokens that a block of vLLM's pool holds. `ring_block_size`: those of a ring block, a divisor of it.
@@ -199,6 +200,10 @@ class RingManager(SingleTypeKVCacheManager):
         cls, block_hashes: object, max_length: int, kv_cache_group_ids: Sequence[int], *_args: object, **_kwargs: object
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         return tuple([] for _ in kv_cache_group_ids), 0
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None: a ring is never shared. vLLM asks before 0.32, for cascade attention."""
+        return 0
 
     def remove_skipped_blocks(self, *_args: object, **_kwargs: object) -> None:
         """Blocks stay with the request until it ends."""

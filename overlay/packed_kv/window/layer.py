@@ -13,16 +13,17 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
+from ..vllm_compat import cache_layouts
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import RecentTokens, WindowMetadataBuilder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SUFFIX = ".recent"
 """Of a window layer's name, behind that of the layer whose tokens it keeps."""
@@ -118,7 +119,7 @@ class WindowBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+        return cache_layouts("LBHNC", "BLHNC")
 
 
 class MixedPagesWindowBackend(WindowBackend):
@@ -126,4 +127,4 @@ class MixedPagesWindowBackend(WindowBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.BLHNC,)
+        return cache_layouts("BLHNC")
