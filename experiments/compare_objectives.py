@@ -139,9 +139,8 @@ def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Code
 def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     """fp32 [batch, KV heads, tokens, head_size] -> what the codec makes of it."""
     x = x.transpose(1, 2)
-    first = (torch.arange(x.shape[1]) == 0)[:, None]
-    rotated = codec.dequantize(*codec.quantize(x, first))
-    return codec.transform.inverse(codec.unrotate(rotated), first).transpose(1, 2)
+    positions = torch.arange(x.shape[1])[:, None]
+    return codec.restore(codec.dequantize(*codec.quantize(x, positions)), positions).transpose(1, 2)
 
 
 class QuantizedRun:

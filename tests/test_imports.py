@@ -11,13 +11,13 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "model_shape", "refusals", "calibration_file", "codecs", "kernels", "vllm_compat",
-    "settings", "window", "attention", "sharing", "engine", "plugin",
+    "formats", "layout", "json_file", "model_shape", "rope", "refusals", "calibration_file", "codecs", "kernels",
+    "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "calibration_file", "codecs"},
+    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
     "planning": {"formats", "layout", "json_file", "model_shape", "refusals"},
     "commands": {
         "formats",
@@ -34,7 +34,7 @@ BESIDE = {
 KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin"}
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
-NO_TORCH = {"formats", "layout", "json_file", "model_shape", "refusals", "planning", "commands"}
+NO_TORCH = {"formats", "layout", "json_file", "model_shape", "rope", "refusals", "planning", "commands"}
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 
 

@@ -112,7 +112,7 @@ def test_a_prompt_reads_itself_raw_and_what_was_there_as_stored(name):
     first = layer.update(key[:, :, :30], value[:, :, :30])
     assert torch.equal(first[0], key[:, :, :30])
     assert torch.equal(first[1], value[:, :, :30])
-    stored = [part.read(layer._first_held(), torch.float32) for part in layer.parts]
+    stored = [part.read(layer._positions_held(), torch.float32) for part in layer.parts]
     second = layer.update(key[:, :, 30:], value[:, :, 30:])
     for found, held, raw in zip(second, stored, (key, value), strict=True):
         assert torch.equal(found[:, :, :30], held)
@@ -209,9 +209,9 @@ def test_sequences_move_with_all_that_is_theirs(change, calibration):
     mask = torch.tensor([[0] * pad + [1] * (30 - pad) for pad in (0, 4, 9)])
     cache = PackedCache("turboquant35", recent_tokens=8, calibration=calibration, attention_mask=mask)
     cache.update(key, value, 0)
-    before = cache.layers[0].parts[0].read(cache.layers[0]._first_held(), torch.float32)
+    before = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
     act(cache)
-    after = cache.layers[0].parts[0].read(cache.layers[0]._first_held(), torch.float32)
+    after = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
     assert torch.equal(after, before[rows])
 
 

@@ -70,8 +70,7 @@ class PackedCache(Cache):
         calibration: a turboquant_kv.json of this model (`tq-calibrate`); None: none.
         config: the model's. With it, layers with a sliding window hold that many tokens; without, all of them.
         attention_mask: of the prompts, [sequences, tokens], 0 for padding. Needed where prompts are padded on the left
-            and the calibration has means of the first token: it tells which token that is. Beams share their
-            sequence's.
+            and the calibration has means of keys, as these are by position. Beams share their sequence's.
 
     Raises:
         ValueError: an unknown dtype, a recent_tokens below 0, a mask of another shape, a calibration that does not fit
@@ -155,27 +154,30 @@ class _Vectors:
         self.codes = empty(torch.int8, codec.stored_dim)
         self.scales = empty(torch.uint8, len(codec.group_bits))
 
-    def append(self, x: torch.Tensor, first: torch.Tensor, recent: int) -> None:
-        """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `first`: see `read`."""
+    def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
+        """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
         x = x.transpose(1, 2)
-        self.packed = torch.cat((self.packed, self.codec.encode(x, first).transpose(1, 2)), dim=2)
+        self.packed = torch.cat((self.packed, self.codec.encode(x, positions).transpose(1, 2)), dim=2)
         if recent:
-            newest = ring.quantize(self.codec.prepare(x[:, -recent:], first[:, -recent:]))
+            newest = ring.quantize(self.codec.prepare(x[:, -recent:], positions[:, -recent:]))
             self.codes, self.scales = (
                 _last(torch.cat((old, new.transpose(1, 2)), dim=2), recent)
                 for old, new in zip((self.codes, self.scales), newest, strict=True)
             )
 
-    def read(self, first: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """All tokens, [sequences, KV heads, tokens, head_dim]; `first`: bool [sequences, tokens, 1]."""
+    def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """All tokens, [sequences, KV heads, tokens, head_dim]; `positions`: int64 [sequences, tokens, 1], of each in
+        its sequence."""
         codec, tokens = self.codec, self.packed.shape[2]
         older = tokens - self.codes.shape[2]
         found = torch.empty((*self.packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
         for start in range(0, older, TILE):
             part = slice(start, min(start + TILE, older))
-            found[:, :, part] = codec.decode(self.packed[:, :, part].transpose(1, 2), first[:, part]).transpose(1, 2)
+            found[:, :, part] = codec.decode(self.packed[:, :, part].transpose(1, 2), positions[:, part]).transpose(
+                1, 2
+            )
         recent = ring.dequantize(self.codes, self.scales).transpose(1, 2)
-        found[:, :, older:] = codec.restore(recent, first[:, older:]).transpose(1, 2)
+        found[:, :, older:] = codec.restore(recent, positions[:, older:]).transpose(1, 2)
         return found
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -212,11 +214,11 @@ class PackedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         states, new = (key_states, value_states), key_states.shape[2]
         raw = [] if new == 1 else [self._whole(part, x) for part, x in zip(self.parts, states, strict=True)]
-        first = self._first(self.cumulative_length, new)
+        positions = self._positions(self.cumulative_length, new)
         for part, x in zip(self.parts, states, strict=True):
-            part.append(x, first, self.settings.recent_tokens)
+            part.append(x, positions, self.settings.recent_tokens)
         self.cumulative_length += new
-        key, value = raw or [part.read(self._first_held(), self.dtype) for part in self.parts]
+        key, value = raw or [part.read(self._positions_held(), self.dtype) for part in self.parts]
         return key, value
 
     def get_seq_length(self) -> int:
@@ -254,16 +256,16 @@ class PackedLayer(DynamicLayer):
     def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
         """What is held, and `x` behind it."""
         held = self.parts[0].packed.shape[2]
-        return torch.cat((part.read(self._first_held(), self.dtype), x), dim=2) if held else x
+        return torch.cat((part.read(self._positions_held(), self.dtype), x), dim=2) if held else x
 
-    def _first_held(self) -> torch.Tensor:
+    def _positions_held(self) -> torch.Tensor:
         held = self.parts[0].packed.shape[2]
-        return self._first(self.cumulative_length - held, held)
+        return self._positions(self.cumulative_length - held, held)
 
-    def _first(self, column: int, count: int) -> torch.Tensor:
-        """bool [sequences, count, 1]: which tokens from `column` on are the first of their sequence."""
+    def _positions(self, column: int, count: int) -> torch.Tensor:
+        """int64 [sequences, count, 1], of the tokens from `column` on in their sequences; below 0: padding."""
         columns = torch.arange(column, column + count, device=self.device)
-        return (columns == self.starts[:, None]).unsqueeze(-1)
+        return (columns - self.starts[:, None]).unsqueeze(-1)
 
     def _starts(self, sequences: int) -> torch.Tensor:
         """int64 [sequences], for beams each prompt's as often as it has beams."""

@@ -49,8 +49,8 @@ class Request:
         slots = self.table[positions // block_size].long() * block_size + positions % block_size
         key, value = gaussian(seq_len, kv_heads, HEAD_DIM), gaussian(seq_len, kv_heads, HEAD_DIM, seed=1)
         self.codec.write(self.cache, slots, key, value, positions)
-        first = (positions == 0)[:, None]
-        self.key = self.codec.key.decode(self.codec.key.encode(key, first), first)
+        places = positions[:, None]
+        self.key = self.codec.key.decode(self.codec.key.encode(key, places), places)
         self.value = self.codec.value.decode(self.codec.value.encode(value))
         self.query = gaussian(seq_len, query_heads, HEAD_DIM, seed=2)
         self.seq_len = seq_len
@@ -188,19 +188,16 @@ class ExactCodec(PagedCodec):
 
     def write(self, cache, slots, key, value, positions=None):
         self.stored = torch.full((2, cache.shape[0] * cache.shape[2], *key.shape[1:]), math.nan, dtype=torch.float64)
-        first = (positions == 0)[:, None]
-        for i, (codec, x, marked) in enumerate(((self.key, key, first), (self.value, value, None))):
-            self.stored[i, slots] = codec.rotate(codec.transform.forward(x.double(), marked))
+        for i, (codec, x, places) in enumerate(((self.key, key, positions[:, None]), (self.value, value, None))):
+            self.stored[i, slots] = codec.rotate(codec.transform.forward(x.double(), places))
 
-    def read(self, cache, micro_blocks):
+    def read(self, cache, micro_blocks, positions):
         tokens = (micro_blocks[:, None] * 16 + torch.arange(16)).flatten()
-        return tuple(x[tokens].transpose(0, 1) for x in self.stored)
+        key, value = (x[tokens].transpose(0, 1) for x in self.stored)
+        return self.whole_keys(key, positions), value
 
     def rotate_query(self, query):
         return super().rotate_query(query.double())
-
-    def query_bias(self, query):
-        return super().query_bias(query.double())
 
 
 @pytest.mark.parametrize("without", [None, "key_mean", "key_first_mean"], ids="without {}".format)
@@ -237,9 +234,9 @@ def test_workspace_is_bounded_by_the_tile(monkeypatch):
     sizes: list[int] = []
     read = request.codec.read
 
-    def spy(cache, micro_blocks):
+    def spy(cache, micro_blocks, positions):
         sizes.append(len(micro_blocks))
-        return read(cache, micro_blocks)
+        return read(cache, micro_blocks, positions)
 
     monkeypatch.setattr(request.codec, "read", spy)
     request.attend(OPTIONS["plain"], 499)

@@ -157,9 +157,10 @@ def test_transforms_that_change_nothing_change_no_bit(name):
     x[5, 1, 7], x[6, 1, 8] = math.nan, -0.0
     identity = dict(mean=torch.zeros(3, 128), scale=torch.ones(128), first_mean=torch.zeros(3, 128))
     codec, plain = get_codec(name, 128, **identity), get_codec(name, 128)
-    packed = codec.encode(x, first=torch.arange(40)[:, None] % 2 == 0)
+    positions = torch.arange(40)[:, None] % 2
+    packed = codec.encode(x, positions)
     assert torch.equal(packed, plain.encode(x))
-    assert torch.equal(codec.decode(packed), plain.decode(packed))
+    assert torch.equal(codec.decode(packed, positions), plain.decode(packed))
 
 
 @every_dtype
@@ -170,15 +171,17 @@ def test_what_is_coded_is_centred_and_scaled(name, given):
     chosen = {key: value for key, value in transforms(3, 128).items() if key in given}
     codec, plain = get_codec(name, 128, **chosen), get_codec(name, 128)
     x = gaussian(20, 3, 128) + chosen.get("mean", 0.0)
-    first = torch.arange(20) % 5 == 0
+    positions = torch.arange(20)[:, None] % 5
     mean = chosen.get("mean", torch.zeros(3, 128)).repeat(20, 1, 1)
-    mean[first] = chosen.get("first_mean", mean[0].clone())
+    mean[positions[:, 0] == 0] = chosen.get("first_mean", mean[0].clone())
     scale = chosen.get("scale", torch.ones(3, 128))
-    packed = codec.encode(x, first[:, None])
+    packed = codec.encode(x, positions)
     assert torch.equal(packed, plain.encode((x - mean) * scale))
-    assert torch.equal(codec.decode(packed, first[:, None]), plain.decode(packed) / scale + mean)
-    unmarked = plain.encode((x - chosen.get("mean", 0.0)) * scale)
-    assert torch.equal(codec.encode(x), unmarked) and torch.equal(codec.encode(x, torch.tensor(False)), unmarked)
+    assert torch.equal(codec.decode(packed, positions), plain.decode(packed) / scale + mean)
+    later = plain.encode((x - chosen.get("mean", 0.0)) * scale)
+    assert torch.equal(codec.encode(x, torch.tensor(10**6)), later)
+    if "first_mean" not in given:
+        assert torch.equal(codec.encode(x), later)
 
 
 @every_dtype

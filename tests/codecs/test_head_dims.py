@@ -48,11 +48,11 @@ def test_bytes_are_those_of_the_next_multiple_of_32(name: str, head_dim: int, st
 def test_a_head_of_80_is_one_of_96_with_zeros_behind(name: str, calibrated: bool) -> None:
     given, padded = (channels_of(name, 80, more) if calibrated else {} for more in (False, True))
     ours, whole = get_codec(name, 80, **given), get_codec(name, 96, **padded)
-    x, first = random(50, HEADS, 80, seed=3), torch.arange(50)[:, None] % 7 == 0
+    x, positions = random(50, HEADS, 80, seed=3), torch.arange(50)[:, None] % 7
     x[3, 1, 5], x[4, 0, 6] = float("nan"), float("inf")
-    packed = ours.encode(x, first)
-    assert torch.equal(packed, whole.encode(torch.nn.functional.pad(x, (0, 16)), first))
-    assert torch.equal(ours.decode(packed, first), whole.decode(packed, first)[..., :80])
+    packed = ours.encode(x, positions)
+    assert torch.equal(packed, whole.encode(torch.nn.functional.pad(x, (0, 16)), positions))
+    assert torch.equal(ours.decode(packed, positions), whole.decode(packed, positions)[..., :80])
 
 
 @pytest.mark.parametrize("name", ["tq4", "turboquant25"])
@@ -64,16 +64,13 @@ def test_scores_and_outputs_are_those_of_the_decoded_vectors(name: str) -> None:
     cache = torch.full((2, HEADS, 16, codec.slot_bytes), 0xFF, dtype=torch.uint8)
     tokens = torch.arange(32)
     codec.write(cache, tokens, key, value, tokens)
-    stored_key, stored_value = codec.read(cache, torch.arange(2))
+    stored_key, stored_value = codec.read(cache, torch.arange(2), tokens)
     query = random(5, HEADS, 4, 80, seed=4)
     scores = torch.einsum("qhgd,hkd->qhgk", codec.rotate_query(query), stored_key)
-    bias = codec.query_bias(query)
-    scores += bias[..., :1]
-    scores[..., 0] += bias[..., 1]
     output = codec.unrotate_output(torch.einsum("qhgk,hkd->qhgd", scores, stored_value))
 
-    first = (tokens == 0)[:, None]
-    key = codec.key.decode(codec.key.encode(key, first), first)
+    positions = tokens[:, None]
+    key = codec.key.decode(codec.key.encode(key, positions), positions)
     value = codec.value.decode(codec.value.encode(value))
     expected = torch.einsum("qhgd,khd->qhgk", query, key)
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)

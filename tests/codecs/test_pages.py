@@ -29,10 +29,12 @@ def poisoned(codec: PagedCodec, blocks: int, block_size: int, poison: str) -> to
     return cache
 
 
-def read_all(codec: PagedCodec, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, rotated, [slots, heads, head_dim]."""
+def read_all(
+    codec: PagedCodec, cache: torch.Tensor, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, rotated, [slots, heads, head_dim]; K as stored, or with the means of positions."""
     micro_blocks = torch.arange(cache.shape[0] * cache.shape[2] // 16)
-    key, value = codec.read(cache, micro_blocks)
+    key, value = codec.read(cache, micro_blocks, positions)
     return key.transpose(0, 1), value.transpose(0, 1)
 
 
@@ -61,14 +63,11 @@ def check_rotations_cancel(codec: PagedCodec) -> None:
     key, value = gaussian(16, HEADS, 128), gaussian(16, HEADS, 128, seed=1)
     positions = (torch.arange(16) - 5) % 16
     codec.write(cache, torch.arange(16), key, value, positions)
-    stored_key, stored_value = read_all(codec, cache)
+    stored_key, stored_value = read_all(codec, cache, positions)
     query = gaussian(16, HEADS, 3, 128, seed=2)
     scores = (codec.rotate_query(query) * stored_key.unsqueeze(2)).sum(-1)
-    bias, first = codec.query_bias(query), positions == 0
-    if bias is not None:
-        scores += bias[..., 0] + torch.where(first[:, None, None], bias[..., 1], 0.0)
-    first = first[:, None]
-    plain = (query * codec.key.decode(codec.key.encode(key, first), first).unsqueeze(2)).sum(-1)
+    places = positions[:, None]
+    plain = (query * codec.key.decode(codec.key.encode(key, places), places).unsqueeze(2)).sum(-1)
     assert torch.allclose(scores, plain, atol=1e-4)
     output = codec.unrotate_output(stored_value.unsqueeze(2))
     assert torch.allclose(output.squeeze(2), codec.value.decode(codec.value.encode(value)), atol=1e-5)

@@ -39,7 +39,7 @@ class NullCodec:
         block_size = cache.shape[2]
         cache[slots[stored] // block_size, :, slots[stored] % block_size] = vectors
 
-    def read(self, cache, micro_blocks):
+    def read(self, cache, micro_blocks, positions=None):
         tokens = (micro_blocks[:, None] * MICRO_BLOCK + torch.arange(MICRO_BLOCK, device=micro_blocks.device)).flatten()
         block_size = cache.shape[2]
         vectors = cache[tokens // block_size, :, tokens % block_size].contiguous().view(self.dtype).float()
@@ -48,9 +48,6 @@ class NullCodec:
     def rotate_query(self, query):
         return query
 
-    def query_bias(self, query):
-        return None
-
     def unrotate_output(self, output):
         return output
 
@@ -58,8 +55,8 @@ class NullCodec:
 class NoiseCodec(PagedCodec):
     """Right sizes, right statistics, and nothing of the input."""
 
-    def read(self, cache, micro_blocks):
-        return tuple(torch.randn_like(x) * x.std() for x in super().read(cache, micro_blocks))
+    def read(self, cache, micro_blocks, positions=None):
+        return tuple(torch.randn_like(x) * x.std() for x in super().read(cache, micro_blocks, positions))
 
 
 def register_null_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -79,14 +76,11 @@ def register_format(monkeypatch: pytest.MonkeyPatch, fmt: Format) -> None:
 class Float64Codec(PagedCodec):
     """The same bytes; attention over them runs in float64, which hides how a matmul rounds at each shape."""
 
-    def read(self, cache, micro_blocks):
-        return tuple(x.double() for x in super().read(cache, micro_blocks))
+    def read(self, cache, micro_blocks, positions=None):
+        return tuple(x.double() for x in super().read(cache, micro_blocks, positions))
 
     def rotate_query(self, query):
         return super().rotate_query(query).double()
-
-    def query_bias(self, query):
-        return super().query_bias(query.double())
 
     def unrotate_output(self, output):
         return super().unrotate_output(output.float())

@@ -65,17 +65,13 @@ def attend(
 
     Returns:
         float32 [tokens, query heads, value_dim], 0 of a query that sees nothing of the shard; the lse of the
-        scores, sinks included, float32 [tokens, query heads]: -inf of such a query, and without what the scores of
-        centred keys lack.
+        scores, sinks included, float32 [tokens, query heads]: -inf of such a query.
     """
     tokens, query_heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[1:3]
     group = query_heads // kv_heads
     query = query.float().view(tokens, kv_heads, group, head_dim)
     rows = codec.rotate_query(query).permute(1, 0, 2, 3) * options.scale  # [KV heads, tokens, group, head_dim]
-    bias = codec.query_bias(query)
-    if bias is not None:
-        bias = bias.permute(1, 0, 2, 3) * options.scale
     state = _OnlineSoftmax(rows)
     positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
     window = options.sliding_window or seq_len
@@ -86,8 +82,9 @@ def attend(
         start, end = max(tile, first_visible // MICRO_BLOCK * MICRO_BLOCK), min(tile + KV_TILE, stored)
         token_ids = torch.arange(start, end, MICRO_BLOCK, device=query.device)
         micro_blocks = (block_table[token_ids // block_size] * block_size + token_ids % block_size) // MICRO_BLOCK
-        key, value = (x[:, : end - start] for x in codec.read(cache, micro_blocks))
-        kv_positions = shard.position(torch.arange(start, end, device=query.device))
+        kv_positions = shard.position(torch.arange(start, start + MICRO_BLOCK * len(token_ids), device=query.device))
+        key, value = (x[:, : end - start] for x in codec.read(cache, micro_blocks, kv_positions))
+        kv_positions = kv_positions[: end - start]
         # The rows that see this tile: not before its start, not a window past its end.
         first = max(0, shard.position(start) - (seq_len - tokens))
         last = min(tokens, shard.position(end - 1) + window - (seq_len - tokens))
@@ -97,38 +94,24 @@ def attend(
             hidden = (distance < 0) | (distance >= window)
             if recent is not None:
                 hidden |= (distance < recent.window) & (kv_positions >= recent.first)
-            has_first = start == 0 and shard.has_first
-            state.update(part, _scores(rows[:, part], key, hidden, options, bias, part, has_first), value)
+            state.update(part, _scores(rows[:, part], key, hidden, options), value)
     if recent is not None and recent.key.shape[1]:
         key, value = recent.key.to(rows.dtype), recent.value.to(rows.dtype)
         distance = positions[:, None] - torch.arange(recent.first, seq_len, device=query.device)
         hidden = (distance < 0) | (distance >= min(window, recent.window))
         for row in range(0, tokens, rows_at_once):
             part = slice(row, min(row + rows_at_once, tokens))
-            scores = _scores(rows[:, part], key, hidden[part], options, bias, part, recent.first == 0)
-            state.update(part, scores, value)
+            state.update(part, _scores(rows[:, part], key, hidden[part], options), value)
     if options.sinks is not None:
-        sinks = options.sinks.to(rows.dtype).view(kv_heads, 1, group)
-        state.add_sinks(sinks if bias is None or options.logits_soft_cap else sinks - bias[..., 0])
+        state.add_sinks(options.sinks.to(rows.dtype).view(kv_heads, 1, group))
     output = codec.unrotate_output(state.result().permute(1, 0, 2, 3)).reshape(tokens, query_heads, -1)
     return output, state.lse().permute(1, 0, 2).reshape(tokens, query_heads)
 
 
-def _scores(
-    rows: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions,
-    bias: torch.Tensor | None, part: slice, has_first: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Scores [KV heads, rows, group, keys] of rows [KV heads, rows, group, head_dim]; `hidden` is bool [rows, keys].
-
-    `bias`: `PagedCodec.query_bias` of all queries, scaled, [KV heads, tokens, group, 2], of which these rows are
-    `part`. `has_first`: whether the first of the keys is token 0.
-    """
+def _scores(rows: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Scores [KV heads, rows, group, keys] of rows [KV heads, rows, group, head_dim]; `hidden` is bool [rows, keys]."""
     scores = torch.matmul(rows.flatten(1, 2), key.transpose(1, 2)).unflatten(1, rows.shape[1:3])
-    if bias is not None and has_first:
-        scores[..., 0] += bias[:, part, :, 1]
     if options.logits_soft_cap:
-        if bias is not None:
-            scores += bias[:, part, :, :1]
         scores = options.logits_soft_cap * torch.tanh(scores / options.logits_soft_cap)
     return scores.masked_fill_(hidden[:, None], float("-inf"))
 

@@ -106,7 +106,7 @@ class FusedDecode:
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.longest_decode, self.max_requests = longest_decode, max_requests
-        self.bias_rows = codec.query_bias_rows(whole=bool(options.logits_soft_cap) or options.sinks is not None)
+        self.bias_rows = codec.key.transform.mean_rows()
         if self.bias_rows is not None and not shard.has_first:
             self.bias_rows = self.bias_rows * self.bias_rows.new_tensor([[1.0], [0.0]])  # of token 0, which others have
         self.has_lse = shard.ranks > 1

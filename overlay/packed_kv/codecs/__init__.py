@@ -6,6 +6,7 @@ import torch
 
 from ..formats import FORMATS, Format
 from .codec import Channels, Codec
+from .rope import Rope
 from .transform import Numbers
 
 __all__ = ["Codec", "format_named", "get_codec"]
@@ -22,10 +23,12 @@ def get_codec(
     scale: Numbers | None = None,
     first_mean: Numbers | None = None,
     layout_dim: int | None = None,
+    rope: Rope | None = None,
+    positions: int | None = None,
 ) -> Codec:
     """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
     of_channels = (outliers, device, channel_order, mean, scale, first_mean)
-    return Codec(format_named(name), head_dim, role, *of_channels, layout_dim)
+    return Codec(format_named(name), head_dim, role, *of_channels, layout_dim, rope, positions)
 
 
 def format_named(name: str) -> Format:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from ..formats import CODES, GROUP_SIZE, Format, runs, stored_dim
+from ..layout import MEAN_BLOCK
 from . import bitpack, scalar
+from .rope import Rope
 from .rotations import ROTATIONS
 from .transform import INPUT_LIMIT, ChannelTransform, Numbers
 
@@ -36,11 +38,13 @@ class Codec:
             for all heads or [heads, head_dim]; 32 in a row share a scale. None: as they come.
         mean, scale, first_mean: of the channels, [head_dim] or [heads, head_dim] in the model's order; see
             `ChannelTransform`. `encode` stores (x - mean) * scale, `decode` gives x back.
+        rope, positions: what turns the vectors with their position, and how many positions there are; see
+            `ChannelTransform`.
         layout_dim: head_dim of the vectors whose size these have when packed, at least `head_dim`: V of fewer channels
             than K takes K's. None: `head_dim`.
 
     Raises:
-        ValueError: unsupported head_dim, role, outliers, channel order, means or scales.
+        ValueError: unsupported head_dim, role, outliers, channel order, means, scales or RoPE.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Codec:
         scale: Numbers | None = None,
         first_mean: Numbers | None = None,
         layout_dim: int | None = None,
+        rope: Rope | None = None,
+        positions: int | None = None,
     ) -> None:
         if role not in ("key", "value"):
             raise ValueError(f'role must be "key" or "value", got {role!r}')
@@ -76,38 +82,42 @@ class Codec:
             order = self._permutation(channel_order)
         self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
-        self.transform = ChannelTransform(head_dim, self.stored_dim, mean, scale, first_mean, device)
+        self.transform = ChannelTransform(head_dim, self.stored_dim, mean, scale, first_mean, device, rope, positions)
         self.heads = self._heads()
         # For kernels: the rotations' constants by packed channel, and the channels in packing order,
         # [heads, stored_dim] or [stored_dim].
         self.rotation_constants = torch.cat([rotation.constants for rotation in self.rotations])
         self.channels = torch.arange(self.stored_dim, device=device) if self.order is None else self.order
 
-    def encode(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-        """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes]. Raises ValueError on another shape.
+    def encode(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Pack vectors: float [..., head_dim] -> uint8 [..., vector_bytes].
 
-        first: bool, broadcastable to [...]: which are of the first token of a sequence. None: none is.
+        positions: int, broadcastable to [...]: of each vector's token in its sequence; may be None where the codec has
+            neither `first_mean` nor `rope`.
+
+        Raises:
+            ValueError: another shape; no positions where they are needed.
         """
-        return self.pack(*self.quantize(x, first))
+        return self.pack(*self.quantize(x, positions))
 
-    def decode(self, packed: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-        """Unpack vectors: uint8 [..., vector_bytes] -> float32 [..., head_dim]. Raises ValueError on another shape.
+    def decode(self, packed: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Unpack vectors: uint8 [..., vector_bytes] -> float32 [..., head_dim]. Raises ValueError as `encode`.
 
-        first: as it was given to `encode`.
+        positions: as they were given to `encode`.
         """
-        return self.restore(self.dequantize(*self.unpack(packed)), first)
+        return self.restore(self.dequantize(*self.unpack(packed)), positions)
 
-    def quantize(self, x: torch.Tensor, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """float [..., head_dim] -> codes uint8 [..., stored_dim], scale bytes uint8 [..., stored_dim / 32].
 
-        first: see `encode`.
+        positions: see `encode`.
         """
-        groups = self.prepare(x, first).unflatten(-1, (-1, GROUP_SIZE))
+        groups = self.prepare(x, positions).unflatten(-1, (-1, GROUP_SIZE))
         parts = [scalar.quantize(group, bits) for bits, group in split_runs(self.group_bits, groups, -2)]
         codes, scales = (torch.cat(tensors, dim=-2 + i) for i, tensors in enumerate(zip(*parts, strict=True)))
         return codes.flatten(-2), scales
 
-    def prepare(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    def prepare(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """What `quantize` quantises: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
         [..., stored_dim]. NaN and infinities become 0, and numbers are clamped to +-INPUT_LIMIT before the rotation:
         neither reaches a neighbour."""
@@ -118,16 +128,26 @@ class Codec:
             )
         self._check_heads(x)
         x = self.pad(x.to(torch.float32))
-        x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), first).clamp(-INPUT_LIMIT, INPUT_LIMIT)
+        x = self.transform.forward(torch.where(x.isfinite(), x, 0.0), positions).clamp(-INPUT_LIMIT, INPUT_LIMIT)
         return self.rotate(x)
 
     def gain(self, bits: int) -> float:
         """What values of a width are multiplied by when they are read."""
         return CODES[bits].value_gain if self.role == "value" else 1.0
 
-    def restore(self, rotated: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-        """Undo `prepare`, but for rounding: fp32 [..., stored_dim] -> [..., head_dim]. first: see `decode`."""
-        return self.transform.inverse(self.unrotate(rotated), first)[..., : self.head_dim]
+    def restore(self, rotated: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Undo `prepare`, but for rounding: fp32 [..., stored_dim] -> [..., head_dim]. positions: see `decode`."""
+        return self.transform.inverse(self.unrotate(rotated), positions)[..., : self.head_dim]
+
+    def prepared_means(self, positions: torch.Tensor) -> torch.Tensor:
+        """What `prepare` takes off vectors of tokens at `positions`, int [tokens], scaled and rotated as they are:
+        fp32 [tokens, heads or 1, stored_dim]. With it added, they have the scores of whole vectors."""
+        block = torch.where(positions == 0, -1, positions // MEAN_BLOCK)  # tokens of a block have one mean
+        blocks, of_token = torch.unique(block, return_inverse=True)
+        some = torch.where(blocks < 0, 0, (blocks * MEAN_BLOCK).clamp(min=1))
+        means = self.transform.means(some[:, None])
+        means = means if self.transform.scale is None else means * self.transform.scale
+        return self.rotate(means.expand(len(blocks), self.heads or 1, self.stored_dim))[of_token]
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[..., head_dim] -> [..., stored_dim], zeros behind."""

@@ -12,6 +12,7 @@ import torch
 from ..formats import CODES, CODES_PER_LANE, GROUP_SIZE, Format, runs
 from ..layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT, VectorLayout, page_layout
 from .codec import Channels, Codec, split_runs
+from .rope import Rope
 from .transform import Numbers
 
 # Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and
@@ -25,9 +26,8 @@ class PagedCodec:
     """Writes and reads one layer's pages of one format.
 
     A cache is vLLM's view of the pages: uint8 [blocks, KV heads, block_size, slot_bytes], with the last two
-    dimensions contiguous and block_size a multiple of 16. Vectors read are as stored, centred, scaled and rotated: turn
-    the query with `rotate_query`, attend, and turn the output back once with `unrotate_output`. Scores then lack a
-    constant, the same for all keys but a sequence's first: `query_bias`.
+    dimensions contiguous and block_size a multiple of 16. Vectors read are as stored, scaled and rotated: turn the
+    query with `rotate_query`, attend, and turn the output back once with `unrotate_output`.
 
     Args:
         fmt, head_dim, device: as for `Codec`; `head_dim` is K's.
@@ -37,6 +37,7 @@ class PagedCodec:
         key_mean, key_scale, key_first_mean: `mean`, `scale` and `first_mean` of K's codec, [heads, head_dim] or
             [head_dim].
         value_scale: `scale` of V's codec, `value_channel_order` its `channel_order`: of `value_dim` channels.
+        key_rope, positions: `rope` and `positions` of K's codec.
     """
 
     def __init__(
@@ -53,9 +54,21 @@ class PagedCodec:
         key_first_mean: Numbers | None = None,
         value_scale: Numbers | None = None,
         value_dim: int | None = None,
+        key_rope: Rope | None = None,
+        positions: int | None = None,
     ) -> None:
         self.key = Codec(
-            fmt, head_dim, "key", key_outlier_channels, device, key_channel_order, key_mean, key_scale, key_first_mean
+            fmt,
+            head_dim,
+            "key",
+            key_outlier_channels,
+            device,
+            key_channel_order,
+            key_mean,
+            key_scale,
+            key_first_mean,
+            rope=key_rope,
+            positions=positions,
         )
         value_dim = head_dim if value_dim is None else value_dim
         self.value = Codec(
@@ -89,15 +102,15 @@ class PagedCodec:
             cache: see the class.
             slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
             key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim].
-            positions: int [tokens], each token's place in its sequence; may be None without `key_first_mean`.
+            positions: int [tokens], each token's place in its sequence; may be None without `key_first_mean` and
+                `key_rope`.
 
         Raises:
-            ValueError: no positions where `key_first_mean` needs them.
+            ValueError: no positions where they are needed.
         """
-        first = self._first_tokens(positions)
         stored = slots >= 0
         slots, key, value = slots[stored], key[stored], value[stored]
-        firsts = (None if first is None else first[stored].unsqueeze(1), None)
+        places = (None if positions is None else positions[stored].unsqueeze(1), None)
         if not len(slots):
             return
         # A word holds codes of several tokens, so whole micro-blocks are read, changed and written back.
@@ -107,9 +120,9 @@ class PagedCodec:
         pages = _micro_blocks(cache)
         old = pages[block, :, inner]
         codes, scales = [], []
-        for i, (codec, vectors, first) in enumerate(zip(self.codecs, (key, value), firsts, strict=True)):
+        for i, (codec, vectors, place) in enumerate(zip(self.codecs, (key, value), places, strict=True)):
             own_codes, own_scales = self._unpack(i, old)
-            own_codes[where, :, token], own_scales[where, :, token] = codec.quantize(vectors, first)
+            own_codes[where, :, token], own_scales[where, :, token] = codec.quantize(vectors, place)
             codes.append(_pack_codes(own_codes, self.layout.vector, codec.role))
             scales.append(_pack_scales(own_scales, codec.role))
         pages[block, :, inner] = torch.cat((*codes, *scales), dim=-1)
@@ -119,13 +132,20 @@ class PagedCodec:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads, stored_dim]. See
         `write`."""
-        first = self._first_tokens(positions)
-        return self.key.prepare(key, None if first is None else first.unsqueeze(1)), self.value.prepare(value)
+        return self.key.prepare(key, None if positions is None else positions.unsqueeze(1)), self.value.prepare(value)
 
-    def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantise micro-blocks, given as int [n] of (block * block_size + offset) / 16.
+    def read(
+        self, cache: torch.Tensor, micro_blocks: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantise micro-blocks.
 
-        Returns K and V, as stored, float32 [KV heads, n * 16, stored_dim].
+        Args:
+            cache: see the class.
+            micro_blocks: int [n], each (block * block_size + offset) / 16.
+            positions: int [n * 16], of their tokens in their sequences: K gets its means back. None: it does not.
+
+        Returns:
+            K and V, scaled and rotated, float32 [KV heads, n * 16, stored_dim].
         """
         block, inner = self._locate(cache, micro_blocks)
         packed = _micro_blocks(cache)[block, :, inner]
@@ -133,7 +153,12 @@ class PagedCodec:
             codec.dequantize(*self._unpack(i, packed)).transpose(0, 1).flatten(1, 2)
             for i, codec in enumerate(self.codecs)
         )
-        return key, value
+        return key if positions is None else self.whole_keys(key, positions), value
+
+    def whole_keys(self, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """K as `prepare` gives it, fp32 [KV heads, tokens, stored_dim], with its means, scaled and rotated like it.
+        positions: int [tokens]."""
+        return key + self.key.prepared_means(positions).transpose(0, 1) if self.key.transform.centres else key
 
     def rotate_query(self, query: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, KV heads, queries a KV head, head_dim] -> over K's scale and rotated as K is,
@@ -141,39 +166,10 @@ class PagedCodec:
         query = self.key.pad(query).transpose(1, 2)
         return self.key.rotate(self.key.transform.unscale(query)).transpose(1, 2)
 
-    def query_bias(self, query: torch.Tensor) -> torch.Tensor | None:
-        """What the scores of `rotate_query` lack, before the attention scale.
-
-        Args:
-            query: float32 [tokens, KV heads, queries a KV head, head_dim], not rotated.
-
-        Returns:
-            [tokens, KV heads, queries a KV head, 2]: the query's products with K's mean, for every key (a softmax
-            does not see it, a soft cap before it or a sink beside it does), and with the first token's mean less that,
-            for the first key of the sequence alone. None if K has no means.
-        """
-        rows = self.query_bias_rows(whole=True)
-        return None if rows is None else self.key.pad(query) @ rows.to(query.dtype).transpose(1, 2)
-
-    def query_bias_rows(self, *, whole: bool) -> torch.Tensor | None:
-        """What a query's two biases are its products with, fp32 [1 or KV heads, 2, stored_dim]. None if its scores need
-        none: without means, and with one mean for all tokens unless scores have to be `whole`, for a soft cap or a
-        sink."""
-        transform = self.key.transform
-        return transform.mean_rows() if transform.first_mean is not None or whole else None
-
     def unrotate_output(self, output: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, KV heads, queries a KV head, stored_dim], sums of stored V -> of V, [..., value_dim]."""
         sums = self.value.transform.unscale(self.value.unrotate(output.transpose(1, 2))).transpose(1, 2)
         return sums[..., : self.value.head_dim]
-
-    def _first_tokens(self, positions: torch.Tensor | None) -> torch.Tensor | None:
-        """bool [tokens], of which the mean is `key_first_mean`; None if there is none. Raises ValueError."""
-        if self.key.transform.first_mean is None:
-            return None
-        if positions is None:
-            raise ValueError("the keys have a mean for the first token of a sequence: pass the tokens' positions")
-        return positions == 0
 
     def _locate(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a_block = cache.shape[2] // MICRO_BLOCK

@@ -1,7 +1,7 @@
 """Centring and scaling of channels, before a vector is rotated (docs/formats.md, section 5).
 
-A constant that is added to all keys of a query changes none of its attention weights, so the mean of a channel need
-not be stored; and a channel times s, in K, leaves scores as they are where the query is divided by s.
+A key is stored less a mean, and its score gets the query's product with that mean back; a channel times s, in K,
+leaves scores as they are where the query is divided by s.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from ..layout import MEAN_BLOCK
+from .rope import Rope, block_table, check, partner
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -19,20 +22,29 @@ MAX_SCALE = 1024.0
 
 
 class ChannelTransform:
-    """(x - mean) * scale by channel: fp32, each operation rounded on its own.
+    """(x - mean of the position) * scale by channel: fp32, each operation rounded on its own.
 
-    Vectors have `stored_dim` channels; those that pad a head have mean 0 and scale 1.
+    The mean of block b of positions is mean * spectrum[b, 0] + partner * spectrum[b, 1], both products and the sum
+    rounded: see `codecs/rope.py`. Without RoPE there is one block, with the factors 1 and 0. Position 0 has
+    `first_mean` instead. Vectors have `stored_dim` channels; those that pad a head have mean 0 and scale 1.
 
     Args:
         head_dim: channels of a head.
         stored_dim: channels that are stored of it.
         mean, scale, first_mean: finite numbers [head_dim] for all heads or [heads, head_dim] for inputs
-            [..., heads, head_dim], in the model's order of channels; None: 0, 1, and `mean`. `first_mean` takes the
-            place of `mean` in the first token of a sequence. Rounded to fp32.
+            [..., heads, head_dim], in the model's order of channels; None: 0, 1, and the mean of its block.
+            `first_mean` takes the place of the mean in the first token of a sequence. Rounded to fp32.
         device: where they live; inputs must be on it.
+        rope: what turns the keys with their position; `mean` is that of the keys before it. None: nothing does.
+        positions: of a sequence, at most; those beyond have the mean of the last block. None: there is no bound, and
+            `spectrum` grows with the positions that come.
+
+    Attributes:
+        spectrum: fp32 [blocks, 2, stored_dim], contiguous, in the model's order; one tensor for all layers of a RoPE.
 
     Raises:
-        ValueError: another shape, a mean beyond +-32768, a scale outside 1/1024 .. 1024.
+        ValueError: another shape, a mean beyond +-32768, a scale outside 1/1024 .. 1024, a `rope` without a mean or
+            that heads of head_dim channels cannot have.
     """
 
     def __init__(
@@ -43,11 +55,22 @@ class ChannelTransform:
         scale: Numbers | None,
         first_mean: Numbers | None,
         device: torch.device,
+        rope: Rope | None = None,
+        positions: int | None = None,
     ) -> None:
-        self.head_dim, self.stored_dim, self.device = head_dim, stored_dim, device
+        self.head_dim, self.stored_dim, self.device, self.rope = head_dim, stored_dim, device, rope
         self.mean = self._numbers(mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
         self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
         self.first_mean = self._numbers(first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
+        if rope is None:
+            self.spectrum = torch.tensor([[[1.0], [0.0]]], device=device).expand(1, 2, stored_dim).contiguous()
+        elif self.mean is None:
+            raise ValueError("rope is given without the mean that it turns; give the mean of keys before RoPE, too")
+        else:
+            check(rope, head_dim)
+            self.spectrum = self._spectrum(rope, -(-(positions or 1) // MEAN_BLOCK))
+        self.partner = None if rope is None or self.mean is None else partner(rope, self.mean)
+        self.grows = rope is not None and positions is None
 
     @property
     def centres(self) -> bool:
@@ -57,47 +80,88 @@ class ChannelTransform:
     def changes(self) -> bool:
         return self.centres or self.scale is not None
 
-    def forward(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [..., stored_dim] -> the same; `first`: bool, broadcastable to [...], the first tokens of sequences."""
+    @property
+    def needs_positions(self) -> bool:
+        """Whether tokens differ by their position."""
+        return self.first_mean is not None or self.rope is not None
+
+    @property
+    def mean_blocks(self) -> int:
+        """Blocks of positions that have a mean each."""
+        return len(self.spectrum)
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions of a block; 0 where one block has all."""
+        return MEAN_BLOCK if self.mean_blocks > 1 else 0
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [..., stored_dim] -> the same; `positions`: int, broadcastable to [...], of each vector in its sequence,
+        may be None where `needs_positions` is false. Raises ValueError."""
         if self.centres:
-            x = x - self._means(first)
+            x = x - self.means(positions)
         return x if self.scale is None else x * self.scale
 
-    def inverse(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    def inverse(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Undo `forward`, but for rounding."""
         x = self.unscale(x)
-        return x + self._means(first) if self.centres else x
+        return x + self.means(positions) if self.centres else x
 
     def unscale(self, x: torch.Tensor) -> torch.Tensor:
         """fp32 [..., stored_dim] divided by the scale."""
         return x if self.scale is None else x / self.scale
 
+    def means(self, positions: torch.Tensor | None) -> torch.Tensor:
+        """What `forward` takes off vectors at `positions`: fp32, broadcastable to [..., stored_dim]."""
+        if not self.needs_positions:
+            return self._mean_or_zero()
+        if positions is None:
+            raise ValueError("the means of keys depend on their position in the sequence: pass the tokens' positions")
+        means = self._of_blocks(positions // MEAN_BLOCK)
+        if self.first_mean is None:
+            return means
+        return torch.where((positions == 0).unsqueeze(-1), self.first_mean, means)
+
     def mean_rows(self) -> torch.Tensor | None:
-        """What `forward` takes off every vector, the mean, and what it takes off a sequence's first beyond that: fp32
-        [1 or heads, 2, stored_dim], contiguous. None if it takes off nothing."""
+        """For kernels: mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim], contiguous, in
+        the model's order. None if `forward` takes off nothing."""
         if not self.centres:
             return None
-        mean, first_mean = self._mean_or_zero(), self._first_mean_or_mean()
-        rows = torch.stack(torch.broadcast_tensors(mean, first_mean - mean), dim=-2)
-        return rows if rows.ndim == 3 else rows.unsqueeze(0)
+        return self._stacked(self._rows())
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
-        """For kernels: mean, mean of the first token and scale of the channels in packing order, fp32 [1 or heads, 3,
-        stored_dim]. order: int64 [stored_dim] or [heads, stored_dim]."""
+        """For kernels: those rows and the scale of the channels in packing order, fp32 [1 or heads, 4, stored_dim],
+        contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
         scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
-        *rows, order = torch.broadcast_tensors(self._mean_or_zero(), self._first_mean_or_mean(), scale, order)
-        table = torch.stack([row.gather(-1, order) for row in rows], dim=-2)
-        return (table if table.ndim == 3 else table.unsqueeze(0)).contiguous()
+        *rows, order = torch.broadcast_tensors(*self._rows(), scale, order)
+        return self._stacked([row.gather(-1, order) for row in rows])
 
-    def _means(self, first: torch.Tensor | None) -> torch.Tensor:
+    def _rows(self) -> list[torch.Tensor]:
         mean = self._mean_or_zero()
-        return mean if first is None else torch.where(first.unsqueeze(-1), self._first_mean_or_mean(), mean)
+        first = self._of_blocks(torch.zeros((), dtype=torch.int64, device=self.device))
+        first = first if self.first_mean is None else self.first_mean
+        return [mean, torch.zeros_like(mean) if self.partner is None else self.partner, first]
+
+    @staticmethod
+    def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        stacked = torch.stack(torch.broadcast_tensors(*rows), dim=-2)
+        return (stacked if stacked.ndim == 3 else stacked.unsqueeze(0)).contiguous()
+
+    def _of_blocks(self, block: torch.Tensor) -> torch.Tensor:
+        """The mean of each block of positions, int [...] -> fp32, broadcastable to [..., stored_dim]."""
+        mean = self._mean_or_zero()
+        if self.rope is None or self.partner is None:
+            return mean
+        if self.grows and block.numel() and (last := int(block.max())) >= self.mean_blocks:
+            self.spectrum = self._spectrum(self.rope, 1 << last.bit_length())
+        cosine, sine = self.spectrum[block.long().clamp(0, self.mean_blocks - 1)].unbind(-2)
+        return mean * cosine + self.partner * sine
+
+    def _spectrum(self, rope: Rope, blocks: int) -> torch.Tensor:
+        return block_table(rope, self.head_dim, blocks, self.stored_dim, self.device)
 
     def _mean_or_zero(self) -> torch.Tensor:
         return torch.zeros(self.stored_dim, device=self.device) if self.mean is None else self.mean
-
-    def _first_mean_or_mean(self) -> torch.Tensor:
-        return self._mean_or_zero() if self.first_mean is None else self.first_mean
 
     def _numbers(
         self, given: Numbers | None, what: str, least: float, largest: float, padding: float

@@ -44,8 +44,8 @@ class WindowMetadata(AttentionMetadata):
 class RecentTokens:
     """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
 
-    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated. A query reads up to `window` tokens here, its own
-    included, and those before them from the pages.
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
+    tokens here, its own included, and those before them from the pages.
     """
 
     first: int

@@ -56,19 +56,21 @@ class WindowStep:
         if not self.is_shared:
             rows = slice(query_starts[first], query_starts[-1])
             own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
+            own[0] = codec.whole_keys(own[0], positions[rows])
             self.layer.recent_tokens = {}
             for request in range(first, len(context)):
                 start, end = (query_starts[i] - rows.start for i in (request, request + 1))
-                tokens = self._of_request(request, context[request], [x[:, start:end] for x in own])
+                tokens = self._of_request(codec, request, context[request], [x[:, start:end] for x in own])
                 self.layer.recent_tokens[request] = tokens
         return self.layer.recent_tokens
 
-    def _of_request(self, request: int, seq_len: int, own: list[torch.Tensor]) -> RecentTokens:
+    def _of_request(self, codec: PagedCodec, request: int, seq_len: int, own: list[torch.Tensor]) -> RecentTokens:
         cache, table = self.layer.kv_cache, self.metadata.block_table[request]
         start = seq_len - own[0].shape[1]
         first = min(int(self.metadata.first[request]), start)
         positions = torch.arange(first, start, device=cache.device)
         slots = table[positions // cache.shape[2]].long() * cache.shape[2] + positions % cache.shape[2]
-        held = (x.transpose(0, 1) for x in read(cache, slots))
+        held = [x.transpose(0, 1) for x in read(cache, slots)]
+        held[0] = codec.whole_keys(held[0], positions)
         key, value = (torch.cat(parts, dim=1) for parts in zip(held, own, strict=True))
         return RecentTokens(first, self.layer.window, key, value)
