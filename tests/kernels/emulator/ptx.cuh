@@ -183,6 +183,7 @@ INLINE void load_shared_2(u32 address, u32* words) { memcpy(words, shared_at(add
 INLINE void load_shared_4(u32 address, u32* words) { memcpy(words, shared_at(address, 16), 16); }
 struct alignas(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) { memcpy((void*)shared_at(address, 16), &q, 16); }
+INLINE float load_constant(const float* pointer) { return *pointer; }
 INLINE Quad load_constant_16(const void* pointer) { return *(const Quad*)pointer; }
 struct Floats { float x, y; };
 INLINE Floats load_2_from_l2(const float* pointer) { return {pointer[0], pointer[1]}; }

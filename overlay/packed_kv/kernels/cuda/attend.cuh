@@ -55,13 +55,22 @@ struct Queries {
     }
 };
 
-// Computes the weights of TILES micro-blocks, 2^(score * over_unit - maximum), and their sums per column.
+// What the mean of a tile's block adds to the scores of this lane's columns, in log2 units; unused without HAS_BIAS.
+struct TileBias {
+    float of_column[2];
+};
+
+// Computes the weights of TILES micro-blocks, 2^(score * over_unit + bias - maximum), and their sums per column.
 template <int TILES>
-INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float over_unit,
+INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float over_unit, const TileBias& bias,
                             float (&weights)[TILES][4], float (&sums)[2]) {
+    float shift[2];
+    for_each<2>([&](auto c) {
+        shift[c.value] = HAS_BIAS ? bias.of_column[c.value] - state.maximum[c.value] : -state.maximum[c.value];
+    });
     for_each<TILES * 4>([&](auto i) {
         constexpr int tile = i.value / 4, r = i.value % 4;
-        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, -state.maximum[r % 2]));
+        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, shift[r % 2]));
     });
     for_each<TILES * 2>([&](auto i) {
         constexpr int tile = i.value / 2, c = i.value % 2;
@@ -70,13 +79,13 @@ INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4],
     });
 }
 
-// Updates the state for the scores of TILES micro-blocks, and returns their weights as right operands of `mma`,
-// [TILES][n3]. `scales` are those of V.
+// Updates the state for the scores of TILES micro-blocks of one block of means, and returns their weights as right
+// operands of `mma`, [TILES][n3]. `scales` are those of V.
 template <int TILES>
-INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float over_unit,
+INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float over_unit, const TileBias& bias,
                                   const u32 (&scales)[TILES][SETS], u32 (&operands)[TILES][2]) {
     float weights[TILES][4], sums[2];
-    softmax_weights(state, scores, over_unit, weights, sums);
+    softmax_weights(state, scores, over_unit, bias, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
@@ -89,11 +98,13 @@ INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4],
                 top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
             });
             for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
-            float maximum = maximum_of(state.maximum[c.value], top * over_unit - headroom);
+            if constexpr (HAS_BIAS) top = __fmaf_rn(top, over_unit, bias.of_column[c.value]);
+            else top *= over_unit;
+            float maximum = maximum_of(state.maximum[c.value], top - headroom);
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });
-        softmax_weights(state, scores, over_unit, weights, sums);
+        softmax_weights(state, scores, over_unit, bias, weights, sums);
     }
     state.total[0] += sums[0], state.total[1] += sums[1];
     for_each<TILES>([&](auto t) {
@@ -170,14 +181,35 @@ struct Request {
 // The request's column of this lane's accumulator column c, 0 or 1.
 INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
 
-// Adds to the scores of token 0 what its key's own mean contributes.
-INLINE void add_first_bias(const Arguments& a, const Request& request, int head, const Lane& lane, float over_unit,
-                           float (&scores)[4]) {
-    if (lane.row != 0) return;
-    for (int c = 0; c < 2; c++)
-        if (request.has(own_column(lane, c)))
-            scores[c] += a.query_bias[2 * request.row(head, own_column(lane, c)) + 1] / over_unit;
-}
+// The rows of the query bias of this lane's columns, fp32 [1 + blocks of means]: the correction of token 0, whose key
+// has a mean of its own, and then what the mean of each block adds to scores. A column that the request lacks takes the
+// row of its first one: any finite number will do.
+struct BiasRows {
+    // The query heads of a lane's two columns follow each other, so one row tells where the other is.
+    static constexpr int KNOWN = QUERY_GROUP % 2 ? 2 : 1;
+    u32 first[KNOWN];
+
+    INLINE BiasRows(const Arguments& a, const Request& request, int head, const Lane& lane) {
+        for_each<KNOWN>([&](auto c) {
+            const int column = own_column(lane, c.value);
+            first[c.value] = (u32)request.row(head, request.has(column) ? column : 0) * a.bias_stride;
+        });
+    }
+    INLINE float load_one(const Arguments& a, int c, u32 element) const {
+        return load_constant(a.query_bias + (c < KNOWN ? first[c] + element : first[0] + a.bias_stride + element));
+    }
+    // The bias of the keys of a tile of pages. Positions beyond the last block of means take that one.
+    INLINE TileBias load(const Arguments& a, int tile) const {
+        TileBias bias;
+        const u32 block = TILES_A_BLOCK ? min((u32)tile / (TILES_A_BLOCK + !TILES_A_BLOCK), a.bias_stride - 2) : 0;
+        if constexpr (HAS_BIAS) for_each<2>([&](auto c) { bias.of_column[c.value] = load_one(a, c.value, 1 + block); });
+        return bias;
+    }
+    // Adds the correction of token 0 to its scores.
+    INLINE void add_first(const Arguments& a, const Lane& lane, float over_unit, float (&scores)[4]) const {
+        if (lane.row == 0) for_each<2>([&](auto c) { scores[c.value] += load_one(a, c.value, 0) / over_unit; });
+    }
+};
 
 INLINE Queries load_queries(const Arguments& a, const Request& request, int head, const Lane& lane) {
     Queries queries;

@@ -17,7 +17,8 @@
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile
 //   CUT_TILES, SLOT_SHIFT, PART_SHIFT   the encoding of work items (`schedule.py`)
 //   RING_BLOCK, RECENT                  tokens of a ring block (0: no ring), and of the recent window
-//   HAS_BIAS, HAS_LSE                   whether queries have a bias, and whether blocks write log-sum-exps
+//   HAS_BIAS, HAS_LSE                   whether keys are centred, and whether blocks write log-sum-exps
+//   TILES_A_BLOCK                       tiles of pages that a block of means serves (0: one block serves all)
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
 //   STAGE_BYTES, SHARED_BYTES           bytes of a stage, and of a block's shared memory
@@ -30,7 +31,7 @@ struct Arguments {
     const float* query_bias;
     const int *ring_table, *ring_first, *schedule;
     float *partial_output, *partial_stats, *lse;
-    unsigned table_stride, ring_table_stride;
+    unsigned table_stride, ring_table_stride, bias_stride;
     // fixed for a layer
     const unsigned char *cache, *ring;
     const void* matrix;
@@ -137,7 +138,7 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
     const Request request(a, shared_work_item());
     if (HAS_BIAS && first_token == 0)
-        add_first_bias(a, request, hide_from_optimizer(blockIdx.y), lane, 1 / SCORE_UNIT, scores[0]);
+        BiasRows(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, 1 / SCORE_UNIT, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
         for_each<4>([&](auto r) {
@@ -174,12 +175,12 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
 }
 
 // Turns a tile's scores into weights; `operands` are as `online_softmax_update` returns them.
-INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, int first_token, int masked_from,
-                           float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
+INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, const TileBias& bias, int first_token,
+                           int masked_from, float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
                            u32 (&operands)[TILE_BLOCKS][2]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane, first_token, scores, scales);
-    online_softmax_update(state, scores, 1 / SCORE_UNIT, scales, operands);
+    online_softmax_update(state, scores, 1 / SCORE_UNIT, bias, scales, operands);
 }
 
 // Adds a tile's V, multiplied by its weights, to the output.
@@ -251,13 +252,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
 
     State state;
     Queries queries = load_queries(a, request, head, lane);
+    const BiasRows bias_rows(a, request, head, lane);
     if (RING_BLOCK && range.ring) {
 #pragma unroll 1
         for (int number = 0; number < range.ring; number++) {
             u32 next[TILE_BLOCKS];
             load_blocks(number + STAGES, next);
+            const int tile = split + number * splits;
+            const TileBias bias = bias_rows.load(a, page_tile(request, tile));
             barrier_wait(stages.barrier, stages.parity);
-            attend_ring_tile(a, request, head, split + number * splits, stages.stage, queries, lane, state);
+            attend_ring_tile(a, request, bias_rows, bias, tile, stages.stage, queries, lane, state);
             sync_warp();
             copy(number + STAGES, next, stages.stage, stages.barrier);
             stages.next();
@@ -273,9 +277,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         pages.load_blocks(tile + STAGES, next);
         float scores[TILE_BLOCKS][4];
         u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
+        const TileBias bias = bias_rows.load(a, tile);
         barrier_wait(stages.barrier, stages.parity);
         score_tile(queries, tables, lane, stages.stage, scores, scales);
-        update_softmax(a, state, lane, TILE_TOKENS * tile, masked_from, scores, scales, operands);
+        update_softmax(a, state, lane, bias, TILE_TOKENS * tile, masked_from, scores, scales, operands);
         add_tile(state, tables, lane, stages.stage, scales, operands);
         sync_warp();
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);

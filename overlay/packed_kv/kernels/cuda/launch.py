@@ -72,7 +72,8 @@ class Variant(NamedTuple):
     """The constants of the kernel that depend on the batch and the layer.
 
     columns is 4 or 8; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the recent window's
-    tokens; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps too.
+    tokens; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps too;
+    tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
     """
 
     warps: int
@@ -84,6 +85,7 @@ class Variant(NamedTuple):
     has_bias: bool
     output: torch.dtype
     has_lse: bool = False
+    tiles_a_block: int = 0
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
@@ -112,6 +114,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "RING_BLOCK": variant.ring_block,
         "RECENT": variant.recent,
         "HAS_BIAS": int(variant.has_bias),
+        "TILES_A_BLOCK": variant.tiles_a_block,
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
         "STAGES": STAGES,
@@ -199,7 +202,7 @@ def make_schedulers(requests: int, kv_heads: int, sm_count: int, device: torch.d
     }
 
 
-CALL_ARGUMENTS, STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q2I"), struct.Struct("=4Q7I4x")
+CALL_ARGUMENTS, STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x"), struct.Struct("=4Q7I4x")
 """The three parts of `Arguments` in decode.cu, in order."""
 
 
@@ -225,27 +228,40 @@ def step_arguments(
         partial_output: fp32, filled by blocks that do not write the output: [tokens, query heads, splits, head_dim], or
             with a schedule [items, KV heads, columns, head_dim].
         partial_stats: fp32 [..., 2], the maximum of the scores and the sum of the weights of each partial output.
-        query_bias: fp32 [tokens, query heads, 2], contiguous, of `rotate_query`; None: scores have no bias.
+        query_bias: fp32 [tokens, query heads, 1 + blocks of means], contiguous, in log2 units: the correction of token
+            0, and what the mean of each block adds to scores; None: keys are not centred.
         ring: block table int32 [requests, blocks] and first tokens int32 [requests] are read; None: there is none.
-        lse: fp32 [tokens, query heads], contiguous: filled with natural log-sum-exps where blocks write the output;
-            None: not wanted.
+        lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exps of the scores where blocks
+            write the output; None: not wanted.
         schedule: int32 [items, 4] of `Scheduler`; None: the grid is not final.
     """
     assert query.is_contiguous() and query.dtype == torch.float16, (query.dtype, query.stride())
     assert lse is None or lse.is_contiguous(), lse.stride()
+    assert query_bias is None or (query_bias.is_contiguous() and query_bias.dtype == torch.float32), query_bias.stride()
     ring_table, ring_first = (None, None) if ring is None else (ring.block_table, ring.first)
     tensors = (
         query, block_table, query_start, seq_lens, query_bias, ring_table, ring_first, schedule, partial_output,
         partial_stats, lse,
     )  # fmt: skip
-    strides = block_table.stride(0), 0 if ring_table is None else ring_table.stride(0)
+    strides = (
+        block_table.stride(0), 0 if ring_table is None else ring_table.stride(0),
+        0 if query_bias is None else query_bias.shape[2],
+    )  # fmt: skip
     return STEP_ARGUMENTS.pack(*(0 if x is None else x.data_ptr() for x in tensors), *strides)
 
 
 def layer_arguments(
     cache: torch.Tensor, ring: Ring | None, output: torch.Tensor, matrix: torch.Tensor, counters: torch.Tensor
 ) -> bytes:
-    """Return the arguments that are fixed for a layer; see `CudaDecode` for them."""
+    """Return the arguments that are fixed for a layer. They are addresses: keep the tensors.
+
+    Args:
+        cache: uint8 [blocks, KV heads, block_size, slot_bytes]; its address and strides are multiples of 16 bytes.
+        ring: cache uint8 [blocks, KV heads, ring block, ring slot bytes], likewise aligned; None: there is none.
+        output: fp16, bf16 or fp32 [tokens, KV heads, queries per KV head, head_dim], unit stride over channels.
+        matrix: fp16 [1 or KV heads, head_dim / 16, head_dim / 16, 32, 8], of `pack_matrix`.
+        counters: int32 zeros [items * KV heads], of `make_counters`.
+    """
     assert cache.stride()[2:] == (cache.shape[3], 1) and output.stride(3) == 1, (cache.stride(), output.stride())
     assert cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
     strides: tuple[int, ...] = (0, 0)
@@ -273,14 +289,16 @@ class CudaDecode:
             have its dtype and strides.
         has_bias: whether steps have a query bias.
         has_lse: whether steps whose grid is final have log-sum-exps to fill.
+        tiles_a_block: tiles of pages that one block of means serves; 0: there is one block.
     """
 
     def __init__(
         self, page: PageLayout, matrix: torch.Tensor, counters: torch.Tensor, cache: torch.Tensor, ring: Ring | None,
-        output: torch.Tensor, has_bias: bool, has_lse: bool = False,
+        output: torch.Tensor, has_bias: bool, has_lse: bool = False, tiles_a_block: int = 0,
     ) -> None:  # fmt: skip
         _, self.kv_heads, self.group, _ = output.shape
         self.page, self.has_bias, self.has_lse, self.output = page, has_bias, has_lse, output.dtype
+        self.tiles_a_block = tiles_a_block
         self.keep_alive = matrix, counters
         self.block_size = cache.shape[2]
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
@@ -329,6 +347,7 @@ class CudaDecode:
         variant = Variant(
             shape.warps, shape.is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
             self.recent, self.has_bias, self.output, self.has_lse and shape.is_final,
+            self.tiles_a_block,
         )  # fmt: skip
         return _load(tuple(constants(self.page, self.kv_heads, self.group, variant).items()), self.device)
 

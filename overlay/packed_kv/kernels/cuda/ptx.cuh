@@ -138,6 +138,11 @@ struct __align__(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w));
 }
+INLINE float load_constant(const float* pointer) {
+    float result;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(result) : "l"(pointer));
+    return result;
+}
 INLINE Quad load_constant_16(const void* pointer) {
     Quad q;
     asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
