@@ -52,13 +52,13 @@ def attend_pages(
         return
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options
-    bias, ring = options.pop("query_bias", None), options.pop("ring", None)
+    bias, ring, tiles = options.pop("query_bias", None), options.pop("ring", None), options.pop("tiles_a_block", 0)
     step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, lse, schedule)
     packed = launch.pack_matrix(matrix)
     items = len(seq_lens if schedule is None else schedule)
     counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
-        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, lse is not None)
+        cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, lse is not None, tiles)
         shape = shape if schedule is None else shape._replace(blocks=items)
         cuda(shape, max_query_len, len(seq_lens), step, output)
     else:
@@ -67,7 +67,7 @@ def attend_pages(
         variant = launch.Variant(
             shape.warps, shape.is_final, columns, cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
-            lse is not None and shape.is_final,
+            lse is not None and shape.is_final, tiles,
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
