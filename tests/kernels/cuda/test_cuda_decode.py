@@ -107,12 +107,16 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
 @on_gpu
 @runs
 @pytest.mark.parametrize("columns", [4, 8])
+@pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
-def test_resources(name: str, columns: int, tmp_path: Path) -> None:
+def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
     """128 registers, so that an SM holds 16 warps, and few words spilled, outside of the loop."""
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
 
-    variant = Variant(8, True, columns, 16, ring_block=8, recent=64, has_bias=False, output=torch.bfloat16)
+    variant = Variant(
+        8, True, columns, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
+        tiles_a_block=8 * centred,
+    )  # fmt: skip
     (tmp_path / "decode.cubin").write_bytes(compiled_kernel(constants(page_layout(FORMATS[name], 128), 8, 4, variant)))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run(

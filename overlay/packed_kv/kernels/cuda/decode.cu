@@ -22,22 +22,30 @@
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
 //   STAGE_BYTES, SHARED_BYTES           bytes of a stage, and of a block's shared memory
+// Tensors are contiguous but where there is a stride, which counts elements.
 struct Arguments {
-    // differ from call to call
-    void* output;
+    // differs from call to call
+    void* output;  // OUTPUT [tokens, KV heads, QUERY_GROUP, HEAD_DIM], unit stride over channels
     // the same for all layers of a step
-    const void* query;
-    const int *block_table, *query_start, *seq_lens;
-    const float* query_bias;
-    const int *ring_table, *ring_first, *schedule;
-    float *partial_output, *partial_stats, *lse;
+    const void* query;         // fp16 [tokens, KV heads, QUERY_GROUP, HEAD_DIM], rotated and scaled
+    const int* block_table;    // [requests, blocks]
+    const int* query_start;    // [requests + 1], first query token of each request, and their number
+    const int* seq_lens;       // [requests], tokens in the cache, those of the query included
+    const float* query_bias;   // [tokens, query heads, bias_stride]; see `BiasRows`
+    const int* ring_table;     // [requests, ring blocks]
+    const int* ring_first;     // [requests], the first token that is in the ring
+    const int* schedule;       // [items, 4], the words of `WorkItem`
+    float* partial_output;     // [tokens, query heads, splits, HEAD_DIM]; IS_FINAL: [items, KV heads, COLUMNS, ..]
+    float* partial_stats;      // [.., 2], the maximum of the scores and the sum of the weights of each partial output
+    float* lse;                // [tokens, query heads]
     unsigned table_stride, ring_table_stride, bias_stride;
     // fixed for a layer
-    const unsigned char *cache, *ring;
-    const void* matrix;
-    int* counters;  // 0 before and after each launch
+    const unsigned char* cache;  // [blocks, KV heads, 16 MICRO_BLOCKS tokens, slot bytes]
+    const unsigned char* ring;   // [blocks, KV heads, RING_BLOCK, RING_SLOT_BYTES]
+    const void* matrix;          // fp16 [1 or KV heads, HEAD_DIM / 16, HEAD_DIM / 16, 32, 8]
+    int* counters;               // [items, KV heads], 0 before and after each launch
     unsigned block_stride, head_stride, ring_block_stride, ring_head_stride;
-    unsigned matrix_head_stride, output_token_stride, output_head_stride;
+    unsigned matrix_head_stride, output_token_stride, output_head_stride;  // of the matrix in 16 bytes
 };
 
 #include "ptx.cuh"

@@ -202,7 +202,8 @@ def make_schedulers(requests: int, kv_heads: int, sm_count: int, device: torch.d
     }
 
 
-CALL_ARGUMENTS, STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x"), struct.Struct("=4Q7I4x")
+CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x")
+LAYER_ARGUMENTS = struct.Struct("=4Q7I4x")
 """The three parts of `Arguments` in decode.cu, in order."""
 
 
