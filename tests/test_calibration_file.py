@@ -13,11 +13,12 @@ from typing import Any
 
 import packed_kv
 import pytest
-from calibration_files import MEANS, ORDERS, OUTLIERS, SCALES, content, write
+from calibration_files import BEFORE_ROPE, MEANS, ORDERS, OUTLIERS, SCALES, content, write
 from packed_kv import calibration_file as outliers
 from packed_kv.calibration_file import CalibrationError, heads_of_rank, load
 from packed_kv.formats import FORMATS
 from packed_kv.json_file import printable
+from packed_kv.rope import Rope, rope_parameters
 
 LAYER = "model.layers.1.self_attn"
 KEYS, VALUES = OUTLIERS
@@ -47,6 +48,14 @@ def set_number(field: str, number: Any) -> Change:
     return change
 
 
+def set_rope(**fields: Any) -> Change:
+    return lambda file: file["ropes"][0].update(fields)
+
+
+def set_frequency(number: Any) -> Change:
+    return lambda file: file["ropes"][0]["frequencies"].__setitem__(5, number)
+
+
 def drop(field: str) -> Change:
     return lambda file: file.pop(field)
 
@@ -57,8 +66,8 @@ def rename(name: str) -> Change:
 
 FIRST = list(range(32))
 REFUSED: dict[str, tuple[Change, str]] = {
-    "version_3": (set_field(version=3), "version 3 is newer than this packed-kv reads (1 to 2), so update packed-kv;"),
-    "version_0": (set_field(version=0), "version 0 is not supported (1 to 2 are)"),
+    "version_4": (set_field(version=4), "version 4 is newer than this packed-kv reads (1 to 3), so update packed-kv;"),
+    "version_0": (set_field(version=0), "version 0 is not supported (1 to 3 are)"),
     "version_is_text": (set_field(version="2"), 'version "2" is not supported'),
     "version_is_true": (set_field(version=True), "version true is not supported"),
     "no_version": (drop("version"), "version null is not supported"),
@@ -137,6 +146,37 @@ NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
 }
 """Of version 2."""
 
+FREQUENCY = "ropes: frequency 5 of entry 0 must be a number from 0 to pi, got"
+ROPES_REFUSED: dict[str, tuple[Change, str]] = {
+    "both": (set_in_layer(key_channel_mean=[[0.0] * 64] * 2), f"layer 1: has both key_channel_mean and {BEFORE_ROPE}"),
+    "no_rope": (set_in_layer(rope=None), f"layer 1: {BEFORE_ROPE} is there without rope"),
+    "no_mean": (set_in_layer(**{BEFORE_ROPE: None}), f"layer 1: rope is there without {BEFORE_ROPE}"),
+    "heads": (set_in_layer(**{BEFORE_ROPE: [[0.0] * 64]}), f"{BEFORE_ROPE} lists 1 heads, key_high_"),
+    "channels": (set_head(BEFORE_ROPE, [0.0] * 32), f"{BEFORE_ROPE}: head 1 must be a list of 64 numbers, got 32"),
+    "mean_nan": (set_number(BEFORE_ROPE, float("nan")), f"layer 1: {BEFORE_ROPE}: head 1, channel 5 {MEAN} NaN"),
+    "index": (set_in_layer(rope=1), "layer 1: rope must be an index of the 1 entries of ropes, got 1"),
+    "index_negative": (set_in_layer(rope=-1), "rope must be an index of the 1 entries of ropes, got -1"),
+    "index_bool": (set_in_layer(rope=False), "rope must be an index of the 1 entries of ropes, got false"),
+    "no_ropes": (drop("ropes"), "layer 0: rope must be an index of the 0 entries of ropes, got 0"),
+    "ropes": (set_field(ropes={}), "ropes must be a list of objects, got {}"),
+    "entry": (set_field(ropes=["yarn"]), 'ropes must be a list of objects, got ["yarn"]'),
+    "parameters": (set_rope(parameters=None), "ropes: parameters of entry 0 must be an object, got null"),
+    "interleaved": (set_rope(interleaved=1), "ropes: interleaved of entry 0 must be true or false, got 1"),
+    "no_frequencies": (set_rope(frequencies=[]), "must be a list of 1 to 32 numbers, as heads have 64 channels, got 0"),
+    "frequencies": (set_rope(frequencies=None), "must be a list of 1 to 32 numbers, as heads have 64 channels, got nu"),
+    "too_many": (set_rope(frequencies=[0.5] * 33), "must be a list of 1 to 32 numbers, as heads have 64 channels, got"),
+    "frequency_nan": (set_frequency(float("nan")), f"{FREQUENCY} NaN"),
+    "frequency_inf": (set_frequency(float("inf")), f"{FREQUENCY} Infinity"),
+    "frequency_negative": (set_frequency(-1e-9), f"{FREQUENCY} -1e-09"),
+    "frequency_large": (set_frequency(3.15), f"{FREQUENCY} 3.15"),
+    "frequency_bool": (set_frequency(True), f"{FREQUENCY} true"),
+    "first_alone": (
+        set_in_layer(**{BEFORE_ROPE: None, "rope": None}),
+        "layer 1: key_first_token_mean is there without key_channel_mean",
+    ),
+}
+"""Of version 3."""
+
 
 def refusal(path: Path) -> str:
     with pytest.raises(CalibrationError) as error:
@@ -160,6 +200,15 @@ def test_refused(what: str, tmp_path: Path) -> None:
 def test_means_and_scales_that_are_refused(what: str, tmp_path: Path) -> None:
     change, words = NUMBERS_REFUSED[what]
     file = content(version=2)
+    change(file)
+    assert words in refusal(write(tmp_path, file))
+    load(write(tmp_path, file | {"version": 1}))  # does not know these fields
+
+
+@pytest.mark.parametrize("what", ROPES_REFUSED)
+def test_ropes_that_are_refused(what: str, tmp_path: Path) -> None:
+    change, words = ROPES_REFUSED[what]
+    file = content(version=3)
     change(file)
     assert words in refusal(write(tmp_path, file))
     load(write(tmp_path, file | {"version": 1}))  # does not know these fields
@@ -206,8 +255,48 @@ def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
     assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, (2,))
     for number, layer in calibration.layers.items():
         entry = file["layers"][f"model.layers.{number}.self_attn"]
-        assert [*vars(layer).values()] == [entry[field] for field in FIELDS]
+        assert [*vars(layer).values()] == [*(entry[field] for field in FIELDS), None]
     assert [*calibration.layers] == [0, 1, 2]
+
+
+def test_means_before_rope_are_read(tmp_path: Path) -> None:
+    file = content(3, version=3)
+    file["ropes"].append(file["ropes"][0] | {"interleaved": True, "frequencies": [0, 3.14159]})
+    entries = [file["layers"][f"model.layers.{number}.self_attn"] for number in range(3)]
+    entries[1]["rope"], entries[2]["rope"] = 1, None  # and one layer without RoPE
+    entries[2]["key_channel_mean"] = entries[2].pop(BEFORE_ROPE)
+    read = load(write(tmp_path, file))
+    assert [layer.key_rope for layer in read.layers.values()] == [
+        Rope(tuple(file["ropes"][0]["frequencies"]), False), Rope((0.0, 3.14159), True), None,
+    ]  # fmt: skip
+    means = [entries[0][BEFORE_ROPE], entries[1][BEFORE_ROPE], entries[2]["key_channel_mean"]]
+    assert [layer.key_mean for layer in read.layers.values()] == means
+    assert read.version == 3 and len(read.ropes) == 2
+
+
+def test_another_rope(tmp_path: Path) -> None:
+    read = load(write(tmp_path, content(version=3)))
+    read.check_rope(rope_parameters({"rope_theta": 10000}))
+    sliding = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8}
+    read.check_rope(rope_parameters({"rope_parameters": {"full_attention": sliding, "sliding_attention": {}}}))
+    for config, words in (
+        ({"rope_theta": 5e5}, 'rope_type "default", rope_theta 500000.0'),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            'rope_type "linear", rope_theta 10000',
+        ),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            'rope_type "default", rope_theta 10000.0, partial_rotary_factor 0.5',
+        ),
+        ({"model_type": "gpt2"}, "none"),
+    ):
+        with pytest.raises(CalibrationError) as error:
+            read.check_rope(rope_parameters(config))
+        line = str(error.value)
+        assert f'made for another RoPE: rope_type "default", rope_theta 10000.0; this model has {words}' in line
+        assert line.endswith("; make a new file with: tq-calibrate model MODEL") and "\n" not in line
+    load(write(tmp_path, content(version=2))).check_rope({})
 
 
 def test_files_of_others(tmp_path: Path) -> None:
@@ -300,6 +389,9 @@ BEYOND_SCHEMA = {
 }  # fmt: skip
 """Refusals that a schema cannot state."""
 NUMBERS_BEYOND_SCHEMA = {"heads", "channels", "mean_nan", "scale_nan", "first_alone"}
+ROPES_BEYOND_SCHEMA = {
+    "both", "no_rope", "no_mean", "heads", "mean_nan", "index", "no_ropes", "too_many", "frequency_nan", "first_alone",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +402,7 @@ def schema():
     return jsonschema.Draft202012Validator(schema)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_schema_accepts(version: int, schema) -> None:
     assert schema.is_valid(content(version=version))
 
@@ -327,6 +419,13 @@ def test_schema_refuses_means_and_scales(what: str, schema) -> None:
     file = content(version=2)
     NUMBERS_REFUSED[what][0](file)
     assert schema.is_valid(file) == (what in NUMBERS_BEYOND_SCHEMA)
+
+
+@pytest.mark.parametrize("what", ROPES_REFUSED)
+def test_schema_refuses_ropes(what: str, schema) -> None:
+    file = content(version=3)
+    ROPES_REFUSED[what][0](file)
+    assert schema.is_valid(file) == (what in ROPES_BEYOND_SCHEMA)
 
 
 def test_imports_no_torch() -> None:

@@ -88,6 +88,14 @@ REFUSED = [
     (Facts(dcp=2, sliding_window=128), "--decode-context-parallel-size with a sliding window: 2 ranks; use"),
     (Facts(dcp=2, sinks=(4,), query_heads=4), "--decode-context-parallel-size with attention sinks: 2 ranks; use"),
     (Facts(dcp=2, shares_cache=True), "--decode-context-parallel-size with another layer's KV cache: 2 ranks; use"),
+    (
+        Facts(dcp=3, has_mean_blocks=True),
+        "--decode-context-parallel-size with means of keys by position: 3 ranks in runs of 1, which",
+    ),
+    (
+        Facts(dcp=8, dcp_run=64, has_mean_blocks=True),
+        "--decode-context-parallel-size with means of keys by position: 8 ranks in runs of 64, which",
+    ),
     (Facts(skipped_dtype="auto"), "skipped layers of chunked attention: a layer with auto pages, which"),
     (
         Facts(skip_layers=("0", "2"), page=(4000, 1000)),
@@ -120,6 +128,7 @@ SERVED = Facts(
     backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
     speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
     skip_layers=("0",), skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
+    dcp_run=1, has_mean_blocks=True,
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0",
 )  # fmt: skip

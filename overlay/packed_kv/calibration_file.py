@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from .formats import FORMATS, HEAD_DIM_STEP, Format, fits_value_dim
 from .json_file import printable, read_json, shown
+from .rope import Parameters, Rope, normalised, rope_in_words
 
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
-VERSION = 2
-"""Of the files that are written; 1 is read too, and has no means and scales of channels."""
+VERSION = 3
+"""Of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before RoPE."""
+FIRST_WITH_ROPES = 3
 LARGEST_HEAD_SIZE = 4096
 LARGEST_MEAN = 32768.0
 """Bound of a mean's magnitude: the codec clamps larger keys."""
@@ -53,7 +56,8 @@ class LayerCalibration:
 
     The rest has such shapes, too, in the model's order of channels, or is None. A key is stored less `key_mean`
     (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
-    `value_scale`.
+    `value_scale`. With `key_rope`, which is of all heads, `key_mean` is the mean before RoPE, and what is taken off is
+    what RoPE makes of it at the key's position.
     """
 
     key_outlier_channels: list[list[int]]
@@ -64,6 +68,7 @@ class LayerCalibration:
     key_first_mean: list[list[float]] | None = None
     key_scale: list[list[float]] | None = None
     value_scale: list[list[float]] | None = None
+    key_rope: Rope | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -73,13 +78,16 @@ class LayerCalibration:
 @dataclass(frozen=True)
 class Calibration:
     """A checked file; `layers` maps the number of a layer to its channels. Heads have `head_size` channels of K and
-    `value_head_size` of V."""
+    `value_head_size` of V. `ropes`: the parameters of the RoPEs that its layers have, as `rope_parameters` gives
+    them."""
 
     path: str
     recipe: str
     head_size: int
     value_head_size: int
     layers: dict[int, LayerCalibration]
+    version: int = VERSION
+    ropes: tuple[Parameters, ...] = ()
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
@@ -120,6 +128,13 @@ class Calibration:
             fault = f"lists layer {max(beyond)}" if beyond else f"layer {missing[0]} is missing"
             self.refuse(f"made for another model: {fault}, this model has layers 0 to {layers - 1}")
 
+    def check_rope(self, of_model: Mapping[str, Parameters]) -> None:
+        """Raise CalibrationError if keys were calibrated under another RoPE than the model's, `rope_parameters`."""
+        for ours in self.ropes:
+            if ours not in of_model.values():
+                words = " or ".join(dict.fromkeys(map(rope_in_words, of_model.values()))) or "none"
+                self.refuse(f"made for another RoPE: {rope_in_words(ours)}; this model has {words}")
+
     def refuse(self, fault: str) -> NoReturn:
         """Raise CalibrationError about this file."""
         _refuse(self.path, fault)
@@ -127,7 +142,7 @@ class Calibration:
 
 def fields_for(fmt: Format) -> tuple[str, ...]:
     """Fields of a `LayerCalibration` that a format takes; arguments of a `PagedCodec`."""
-    centred = ("key_mean", "key_first_mean", "key_scale")
+    centred = ("key_mean", "key_first_mean", "key_scale", "key_rope")
     if fmt.outlier_bits:
         return ("key_outlier_channels", "value_outlier_channels", *centred, "value_scale")
     return ("key_channel_order", "value_channel_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
@@ -217,6 +232,8 @@ def _calibration(path: str, content: Any) -> Calibration:
         and all(type(number) is int and number > 0 for number in numbers_of_heads)
     ):
         raise _FaultError(f"kv_heads must be a list of the numbers that layers have, got {shown(numbers_of_heads)}")
+    version: int = content["version"]
+    ropes = _ropes(content.get("ropes"), head_size) if version >= FIRST_WITH_ROPES else []
     layers: dict[int, LayerCalibration] = {}
     for name, entry in listed.items():
         number = _LAYER_NAME.fullmatch(name)
@@ -226,7 +243,7 @@ def _calibration(path: str, content: Any) -> Calibration:
         if layer in layers:
             raise _FaultError(f"layer {layer} is listed twice")
         try:
-            layers[layer] = _layer(entry, content["version"], recipe, (head_size, value_size))
+            layers[layer] = _layer(entry, version, recipe, (head_size, value_size), [rope for rope, _ in ropes])
         except _FaultError as fault:
             raise _FaultError(f"layer {layer}: {fault}") from None
         heads, first_heads = layers[layer].kv_heads, next(iter(layers.values())).kv_heads
@@ -237,7 +254,8 @@ def _calibration(path: str, content: Any) -> Calibration:
                 else f"the first one listed {first_heads}"
             )
             raise _FaultError(f"layer {layer} lists {heads} heads, {other}")
-    return Calibration(path, recipe, head_size, value_size, layers)
+    parameters = tuple(parameters for _, parameters in ropes)
+    return Calibration(path, recipe, head_size, value_size, layers, version, parameters)
 
 
 def heads_in_words(numbers: Iterable[int], head_size: int, value_head_size: int) -> str:
@@ -258,7 +276,7 @@ def _check_version(version: Any) -> None:
         raise _FaultError(f"version {shown(version)} is not supported (1 to {VERSION} are)")
 
 
-def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int]) -> LayerCalibration:
+def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes: list[Rope]) -> LayerCalibration:
     """`sizes`: channels of a head of K and of V."""
     if not isinstance(entry, dict):
         raise _FaultError(f"expected an object, got {shown(entry)}")
@@ -277,19 +295,65 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int]) -> Lay
     )
     if version == 1:
         return LayerCalibration(key_outlier_channels, value_outlier_channels, key_channel_order, value_channel_order)
+    before = {"key_channel_mean_before_rope", "rope"} & {name for name, value in entry.items() if value is not None}
+    name = "key_channel_mean"
+    if version < FIRST_WITH_ROPES:
+        before = set()
+    if before:
+        if len(before) == 1:
+            there, missing = *before, *{"key_channel_mean_before_rope", "rope"} - before
+            raise _FaultError(f"{there} is there without {missing}")
+        if entry.get(name) is not None:
+            raise _FaultError(f"has both {name} and {name}_before_rope, and may have one")
+        name += "_before_rope"
     layer = LayerCalibration(
         key_outlier_channels,
         value_outlier_channels,
         key_channel_order,
         value_channel_order,
-        key_mean=_numbers(entry, "key_channel_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
+        key_mean=_numbers(entry, name, (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
         key_first_mean=_numbers(entry, "key_first_token_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
         key_scale=_numbers(entry, "key_channel_scale", (heads, sizes[0]), *SCALE_BOUNDS),
         value_scale=_numbers(entry, "value_channel_scale", (heads, sizes[1]), *SCALE_BOUNDS),
+        key_rope=_rope_of_layer(entry["rope"], ropes) if before else None,
     )
     if layer.key_first_mean is not None and layer.key_mean is None:
         raise _FaultError("key_first_token_mean is there without key_channel_mean")
     return layer
+
+
+def _ropes(listed: Any, head_size: int) -> list[tuple[Rope, Parameters]]:
+    """The RoPEs that a file lists, each with the parameters of the model's config."""
+    if listed is None:
+        return []
+    if not isinstance(listed, list) or not all(isinstance(rope, dict) for rope in listed):
+        raise _FaultError(f"ropes must be a list of objects, got {shown(listed)}")
+    found = []
+    for number, rope in enumerate(listed):
+        parameters, interleaved = rope.get("parameters"), rope.get("interleaved")
+        if not isinstance(parameters, dict):
+            raise _FaultError(f"ropes: parameters of entry {number} must be an object, got {shown(parameters)}")
+        if not isinstance(interleaved, bool):
+            raise _FaultError(f"ropes: interleaved of entry {number} must be true or false, got {shown(interleaved)}")
+        frequencies = rope.get("frequencies")
+        if not isinstance(frequencies, list) or not 1 <= len(frequencies) <= head_size // 2:
+            count = f"{len(frequencies)}" if isinstance(frequencies, list) else shown(frequencies)
+            raise _FaultError(
+                f"ropes: frequencies of entry {number} must be a list of 1 to {head_size // 2} numbers, as heads have "
+                f"{head_size} channels, got {count}"
+            )
+        for pair, frequency in enumerate(frequencies):
+            if type(frequency) not in (int, float) or not 0 <= frequency <= math.pi:  # NaN compares as false
+                rule = f"ropes: frequency {pair} of entry {number} must be a number from 0 to pi"
+                raise _FaultError(f"{rule}, got {shown(frequency)}")
+        found.append((Rope(tuple(map(float, frequencies)), interleaved), normalised(parameters, {})))
+    return found
+
+
+def _rope_of_layer(index: Any, ropes: list[Rope]) -> Rope:
+    if type(index) is not int or not 0 <= index < len(ropes):
+        raise _FaultError(f"rope must be an index of the {len(ropes)} entries of ropes, got {shown(index)}")
+    return ropes[index]
 
 
 def _outliers(entry: dict, field: str, recipe: str, head_size: int, count: int) -> list[list[int]]:

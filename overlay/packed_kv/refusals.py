@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .formats import FORMATS, HEAD_DIM_STEP, fits_value_dim
 from .json_file import printable
-from .layout import MICRO_BLOCK
+from .layout import MEAN_BLOCK, MICRO_BLOCK
 from .model_shape import MAX_PADDING, Config, Model, listed, part, reads_latents, text_config, word
 
 AUTO = "use --kv-cache-dtype auto for this model"
@@ -70,6 +70,8 @@ class Facts:
     Of the engine:
         capability: compute capability of the GPU.
         dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
+        dcp_run: tokens in a row of a rank, `--cp-kv-cache-interleave-size`.
+        has_mean_blocks: whether a calibration file has means of keys by position.
         pipeline: `--pipeline-parallel-size`.
         connector, connectors: its KV connector, and the same or those within a MultiConnector.
         skip_layers: `--kv-cache-dtype-skip-layers`.
@@ -96,6 +98,8 @@ class Facts:
     block_size: int | None = None
     dcp: int | None = None
     dcp_backend: str | None = None
+    dcp_run: int | None = None
+    has_mean_blocks: bool | None = None
     pipeline: int | None = None
     connector: str | None = None
     connectors: tuple[Connector, ...] | None = None
@@ -216,6 +220,14 @@ def _padded(facts: Facts) -> str | None:
     )
 
 
+def _cut_mean_block(facts: Facts) -> str | None:
+    """Each rank needs whole tiles of 32 tokens of each block of positions with one mean."""
+    ranks, run = facts.dcp or 1, facts.dcp_run or 1
+    if ranks == 1 or not facts.has_mean_blocks or not (MEAN_BLOCK % (32 * ranks) or MEAN_BLOCK % (run * ranks)):
+        return None
+    return f"{ranks} ranks in runs of {run}, which do not have whole tiles of 32 of each {MEAN_BLOCK} positions"
+
+
 def _dcp(what: str, applies: Callable[[Facts], object], source: str, why: str = "") -> Rule:
     """A row of `--decode-context-parallel-size`, which deals a request's tokens out to ranks."""
     return Rule(
@@ -307,6 +319,8 @@ RULES: tuple[Rule, ...] = (
     _dcp("a sliding window", lambda f: f.sliding_window, "a layer"),
     _dcp("attention sinks", lambda f: f.sinks, "a layer"),
     _dcp("another layer's KV cache", lambda f: f.shares_cache, "a layer"),
+    Rule("--decode-context-parallel-size with means of keys by position", "a calibration file", _cut_mean_block,
+         "use 2, 4 or 8 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
     Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
          and f"a layer with {f.skipped_dtype} pages, which cannot lie beside packed ones",

@@ -1,8 +1,14 @@
-"""What rotary position embedding (RoPE) does to the channels of a key. Imports no torch and no vLLM."""
+"""What rotary position embedding (RoPE) does to the channels of a key, and what configs say of it. Imports no torch and
+no vLLM."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .json_file import shown
+from .model_shape import text_config
+
+Parameters = dict[str, Any]
 
 
 class Rope(NamedTuple):
@@ -20,3 +26,75 @@ class Rope(NamedTuple):
         """The channels of each pair."""
         n = len(self.frequencies)
         return [(2 * c, 2 * c + 1) if self.interleaved else (c, c + n) for c in range(n)]
+
+
+DEFAULTS: Parameters = {"partial_rotary_factor": 1.0, "mrope_interleaved": False}
+"""What a config that leaves a field out means."""
+FIELDS = (
+    "rope_type", "rope_theta", *DEFAULTS, "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
+    "short_factor", "long_factor", "alpha", "mixed_b", "rope_dim", "mrope_section",
+)  # fmt: skip
+"""Of a config's RoPE parameters, those that decide how far channels turn, and how long they are afterwards."""
+PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+THETA = ("rope_theta", "rotary_emb_base")
+LEGACY_TYPES = {"su": "longrope", "mrope": "default"}
+VARYING = ("dynamic", "longrope")
+"""Types whose frequencies depend on the length of a request: keys have one mean for all positions."""
+
+
+def rope_parameters(config: Any) -> dict[str, Parameters]:
+    """What a model's config says of its RoPE: fields of `FIELDS` by type of layer, "" where layers do not differ.
+
+    Args:
+        config: of transformers, or what its config.json holds: older names of fields count, too.
+
+    Returns:
+        numbers, texts, lists of numbers; empty: the model has none, or the config does not tell.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config) if isinstance(config, dict) else config
+    given = _field(config, "rope_parameters", "rope_scaling") or {}
+    nested = {name: part for name, part in given.items() if isinstance(part, dict)}
+    if nested:
+        return {name: normalised(part, config) for name, part in nested.items()}
+    if not given and _field(config, *THETA, "rotary_dim") is None:
+        return {}
+    if (local := _field(config, "rope_local_base_freq")) is not None:  # Gemma 3
+        sliding = normalised({"rope_theta": local}, config)
+        return {"full_attention": normalised(given, config), "sliding_attention": sliding}
+    return {"": normalised(given, config)}
+
+
+def rope_in_words(parameters: Parameters) -> str:
+    """Without what is as by default."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in parameters.items() if value != DEFAULTS.get(name))
+
+
+def normalised(given: Parameters, config: Any) -> Parameters:
+    """RoPE parameters, with defaults, names and fields of the config as `rope_parameters` gives them. `config`: what
+    lies beside them, or {}."""
+    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = LEGACY_TYPES.get(kind, kind) if isinstance(kind, str) else kind
+    outside: Parameters = {"rope_theta": _field(config, *THETA), "partial_rotary_factor": _field(config, *PARTIAL)}
+    if kind in ("llama3", "yarn", "longrope"):
+        names = ("original_max_position_embeddings", "max_position_embeddings")
+        outside["original_max_position_embeddings"] = _field(config, *names)
+    if outside["partial_rotary_factor"] is None and (turned := _field(config, "rotary_dim")):
+        hidden, heads = _field(config, "hidden_size", "n_embd"), _field(config, "num_attention_heads", "n_head")
+        head_dim = _field(config, "head_dim") or (hidden // heads if hidden and heads else turned)
+        outside["partial_rotary_factor"] = turned / head_dim
+    found = {**DEFAULTS, "rope_theta": 10000.0, **_there(outside), **_there(given), "rope_type": kind}
+    return {
+        name: list(found[name]) if isinstance(found[name], tuple) else found[name] for name in FIELDS if name in found
+    }
+
+
+def _there(fields: Parameters) -> Parameters:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _field(config: Any, *names: str) -> Any:
+    """The first field that is there and not None."""
+    values = (config.get(name) if isinstance(config, dict) else getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)

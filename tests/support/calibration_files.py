@@ -11,6 +11,7 @@ from typing import Any
 OUTLIERS = ("key_high_precision_indices", "value_high_precision_indices")
 ORDERS = ("key_channel_order", "value_channel_order")
 MEANS = ("key_channel_mean", "key_first_token_mean")
+BEFORE_ROPE = "key_channel_mean_before_rope"
 SCALES = ("key_channel_scale", "value_channel_scale")
 
 
@@ -23,10 +24,12 @@ def content(
     first: bool = False,
     version: int = 1,
     mean: float = 1.0,
+    theta: float = 10000.0,
 ) -> dict:
     """A file of random channels, different for each layer, role and head; or of the first ones, in their order.
 
-    In version 2 with random means, of that standard deviation, and random scales.
+    In version 2 with random means, of that standard deviation, and random scales; in version 3 these means are before
+    RoPE of all channels with `theta`.
     """
     source = random.Random(0)
     transforms = random.Random(1)
@@ -43,9 +46,17 @@ def content(
         if version > 1:
             entry |= {field: numbers(lambda: transforms.gauss(0, mean)) for field in MEANS}
             entry |= {field: numbers(lambda: transforms.lognormvariate(0, 0.5)) for field in SCALES}
+        if version > 2:
+            entry |= {BEFORE_ROPE: entry.pop(MEANS[0]), "rope": 0}
         return entry
 
+    rope = {
+        "parameters": {"rope_type": "default", "rope_theta": theta},
+        "interleaved": False,
+        "frequencies": [theta ** (-2 * pair / head_size) for pair in range(head_size // 2)],
+    }
     return {
+        **({"ropes": [rope]} if version > 2 else {}),
         "version": version,
         "recipe": "turboquant35",
         "head_size": head_size,

@@ -101,6 +101,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.flash_attention = self._find_flash_attention()
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
+        has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
+        refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
         self.attention: PlainAttention | ContextParallelAttention | None = None
         """What `build` makes."""
 

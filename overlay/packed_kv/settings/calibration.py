@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from ..calibration_file import (
     FILE_NAME,
+    FIRST_WITH_ROPES,
     MIXES_NEIGHBOURS,
     Calibration,
     LayerCalibration,
@@ -21,6 +22,7 @@ from ..calibration_file import (
     load,
 )
 from ..formats import GROUP_SIZE, Format
+from ..rope import VARYING, rope_parameters
 from .options import read_options
 
 if TYPE_CHECKING:
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.packed_kv")
 
-Rows = list[list[int]] | list[list[float]]
 WORDS = {
     "key_outlier_channels": "outlier channels",
     "key_channel_order": "channel orders",
     "value_channel_order": "channel orders",
     "key_mean": "means of keys",
+    "key_rope": "means of keys by position",
     "key_scale": "scales of keys",
     "value_scale": "scales of values",
 }
@@ -52,7 +54,7 @@ class RankCalibration:
     tp_rank: int
     has_draft: bool
 
-    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> dict[str, Rows]:
+    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> dict[str, Any]:
         """Arguments of a layer's `PagedCodec`, for the `kv_heads` heads of this rank; those that the file has.
 
         Empty for the layers of a draft model, which the file does not describe. Raises CalibrationError for a layer
@@ -66,11 +68,12 @@ class RankCalibration:
         if head_size_v != self.file.value_head_size:
             self.file.refuse(f"value_head_size {self.file.value_head_size}, but {layer_name} has {head_size_v}")
         rows = {name: row for name in self.arguments if (row := getattr(layer, name)) is not None}
+        rope = {"key_rope": rows.pop("key_rope")} if "key_rope" in rows else {}  # of all heads
         mine = {name: heads_of_rank(row, kv_heads, self.tp_size, self.tp_rank) for name, row in rows.items()}
         if any(len(row) != kv_heads for row in mine.values()):
             rank = f"rank {self.tp_rank} of {self.tp_size}"
             self.file.refuse(f"{layer.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}")
-        return mine
+        return mine | rope
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -84,6 +87,8 @@ class RankCalibration:
             for name in self.arguments
             if any(getattr(layer, name) is not None for layer in self.file.layers.values())
         }
+        if "key_rope" in there:
+            there.remove("key_mean")
         words = [*dict.fromkeys(text for name, text in WORDS.items() if name in there)]
         return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
@@ -118,6 +123,8 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         head_size=model.get_head_size(),
         every_layer=not has_other_layers,
     )
+    ropes = rope_parameters(model.hf_text_config)
+    calibration.check_rope(ropes)
     rank = RankCalibration(
         calibration,
         fmt,
@@ -127,6 +134,9 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     )
     no_means = all(layer.key_mean is None for layer in calibration.layers.values())
     hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
+    turns = any(rope["rope_type"] not in VARYING for rope in ropes.values())
+    if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
+        hint = f"; its means of keys are for short contexts, tq-calibrate model {model.model} makes them for all"
     logger.info_once(
         "KV cache calibration: %s for %s from %s, made for %s%s",
         rank.uses() or "nothing",
