@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from packed_kv.formats import FORMATS, GROUP_SIZE
 
+from .ropes import ModelRope
 from .scales import channel_scale
 from .statistics import LayerStatistics
 
@@ -36,7 +37,7 @@ FLOOR = 1e-9
 @dataclass
 class LayerChoice:
     """What the file lists of one layer: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
-    float64 [KV heads, head_size] or None; those of V are of its own head_size."""
+    float64 [KV heads, head_size] or None; those of V are of its own head_size. `key_mean`: before `rope`, if any."""
 
     key_outlier_channels: torch.Tensor
     value_outlier_channels: torch.Tensor
@@ -46,6 +47,7 @@ class LayerChoice:
     key_first_mean: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    rope: ModelRope | None = None
 
 
 def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
@@ -64,6 +66,7 @@ def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
         key_first_mean=layer.key_first_mean,
         key_scale=key_scale,
         value_scale=value_scale,
+        rope=layer.rope,
     )
 
 

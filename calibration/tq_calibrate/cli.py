@@ -61,7 +61,7 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
                        help="UTF-8 text (default: Python's help topics)")  # fmt: skip
     model.add_argument("--tokens", type=_tokens, default=32768, metavar="N", help="tokens to run (default 32768)")
     model.add_argument("--context", type=_context, metavar="N",
-                       help="tokens of a sequence, as many as you serve (default 2048, or what it reads)")  # fmt: skip
+                       help="tokens of a sequence (default 2048, or what it reads)")  # fmt: skip
     model.add_argument("--engine", choices=ENGINES,
                        help="what runs the model (default: transformers, or vllm if that cannot load it)")  # fmt: skip
     model.add_argument("--engine-options", type=_object, default={}, metavar="JSON",

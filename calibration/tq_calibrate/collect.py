@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .attended import Scores
 from .errors import UserError, first_line
+from .ropes import ropes_of
 from .statistics import Statistics
 from .sums import Sums
 
@@ -41,6 +42,7 @@ class Collector:
         self, model: PreTrainedModel, batches: Iterable[list[list[int]]], progress: Callable[[int], object]
     ) -> None:
         """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError."""
+        self.sums.ropes = ropes_of(model.config.get_text_config())
         try:
             for batch in batches:
                 ids = torch.tensor(batch, device=model.device)

@@ -9,8 +9,8 @@ import torch
 from .errors import UserError
 from .sums import LayerSums, Sums
 
-OF_KEYS_AND_VALUES = ("key", "key_squares", "first_key", "value_squares", "key_max", "value_max")
-OF_ATTENTION = ("attention", "attended_key", "attended_squares")
+OF_KEYS_AND_VALUES = ("key", "before_rope", "key_squares", "first_key", "value_squares", "key_max", "value_max")
+OF_ATTENTION = ("attention", "attended_key", "attended_before_rope", "attended_squares")
 
 
 def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
@@ -45,7 +45,7 @@ def _join_heads(ranks: list[LayerSums]) -> LayerSums:
     sharing = [ranks[at : at + copies] for at in range(0, len(ranks), copies)]  # ranks with the same KV heads
     # Query heads are split among these ranks: take means and sums over them.
     columns = torch.cat([_stack(same, "value_weight").sum(0) for same in sharing])
-    whole = LayerSums(len(columns), (first.key.shape[1], first.value_weight.shape[1]), columns)
+    whole = LayerSums(len(columns), (first.key.shape[1], first.value_weight.shape[1]), columns, first.ropes)
     whole.query_squares = torch.cat([_stack(same, "query_squares").mean(0) for same in sharing])
     for name in OF_ATTENTION:
         setattr(whole, name, torch.cat([_stack(same, name).sum(0) for same in sharing]))

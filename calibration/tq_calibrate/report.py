@@ -50,7 +50,8 @@ def report(path: str, folder: Path) -> Path:
             means = known.key_mean or [[0.0] * calibration.head_size] * known.kv_heads
             key, value = (stored_rms(role, known, entry) for role in ROLES)
             left, middle, right = figure.subplots(1, 3)
-            _heat_map(left, "the mean of K", means, [])
+            what = "the mean of K" if known.key_rope is None else "the mean of K before RoPE"
+            _heat_map(left, what, means, [])
             _heat_map(middle, "K as stored", key, known.key_outlier_channels)
             _heat_map(right, "V as stored", value, known.value_outlier_channels)
             figure.suptitle(f"layer {layer}")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from .choose import choose
 from .errors import UnsupportedError, UserError
 from .model import SEQUENCE_LENGTH, load_config, model_folder, shape_of
+from .ropes import why_none
 from .statistics import Statistics, check_head_size
 from .text import read_text, sha256, token_sequences
 from .transformers_engine import TransformersModel
@@ -67,11 +68,17 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
     context = _context(options, model.longest)
     text = read_text(options.text)
     sequences = token_sequences(text, model.tokenizer(), options.tokens, context, options.seed)
+    if reason := why_none(model.text_config):
+        print(
+            f"{options.model}: {reason}, so keys get one mean for all positions, right for contexts of {context:,} "
+            "tokens; --context sets how many",
+            file=sys.stderr,
+        )
     print(f"loading {options.model} ...", file=sys.stderr)
     with tqdm(total=options.tokens, unit=" tokens", unit_scale=True, desc="calibrating") as bar:
         statistics = model.run(sequences, bar.update)
     statistics.source |= {
-        "method": "packed_kv_activations_v2",
+        "method": "packed_kv_activations_v3",
         "objective": "score_and_output_error",
         "num_prompts": len(sequences),
         "max_seq_len": context,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 from packed_kv.calibration_file import Calibration, LayerCalibration, load
+from packed_kv.layout import MEAN_BLOCK
+from packed_kv.rope import Rope
 
 ROLES = ("key", "value")
 Rows = list[list[float]]
@@ -31,6 +34,7 @@ def summary(path: str) -> str:
         f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outlier_channels[0])} outlier channels each",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
+        *_ropes(calibration),
         *(f"  {name}: {value}" for name, value in (content.get("calibration") or {}).items()),
     ]
     entries = list(content["layers"].values())
@@ -42,6 +46,30 @@ def summary(path: str) -> str:
         )
         lines += [_row(*at, entry) for at, entry in zip(calibration.layers.items(), entries, strict=True)]
     return "\n".join(lines)
+
+
+def _ropes(calibration: Calibration) -> list[str]:
+    """A line for each RoPE behind which means turn, and one if some do not."""
+    count: dict[Rope | None, int] = {}
+    for layer in calibration.layers.values():
+        if layer.key_mean:
+            count[layer.key_rope] = count.get(layer.key_rope, 0) + 1
+    return [
+        f"means of {layers} layers "
+        + (
+            "are the same at all positions"
+            if rope is None
+            else f"turn with RoPE: {len(rope.frequencies)} pairs of channels "
+            f"{'2i, 2i + 1' if rope.interleaved else f'i, i + {len(rope.frequencies)}'}, "
+            f"wavelengths {_wavelength(max(rope.frequencies))} to {_wavelength(min(rope.frequencies))}"
+        )
+        for rope, layers in count.items()
+    ]
+
+
+def _wavelength(frequency: float) -> str:
+    """Positions to a turn, in words."""
+    return f"{2 * math.pi / frequency:,.0f}" if frequency else "without end"
 
 
 def stored_rms(role: str, layer: LayerCalibration, entry: dict[str, Any]) -> Rows:
@@ -76,12 +104,30 @@ def _row(number: int, layer: LayerCalibration, entry: dict[str, Any]) -> str:
                 for rms, outliers in zip(heads, chosen, strict=True)
             )
         )
-    means = layer.key_mean or [[0.0]] * len(entry["key_channel_rms"])
     constant = statistics.mean(
         _energy(mean) / (_energy(mean) + _energy(rms) or 1)
-        for mean, rms in zip(means, entry["key_channel_rms"], strict=True)
+        for mean, rms in zip(_taken_off(layer), entry["key_channel_rms"], strict=True)
     )
     return f"{number:5d}  {constant:7.1%}  {spread[0]:8.1f}  {spread[1]:6.1f}  {part[0]:13.1%}  {part[1]:6.1%}"
+
+
+def _taken_off(layer: LayerCalibration) -> Rows:
+    """Root mean squares of what is subtracted from K, [KV heads][head_size], but for how pairs of channels share them:
+    its mean, behind RoPE averaged over a block of positions."""
+    means = layer.key_mean or [[0.0]] * layer.kv_heads
+    if layer.key_rope is None or not layer.key_mean:
+        return means
+    lengths = [1.0] * len(means[0])
+    for frequency, channels in zip(layer.key_rope.frequencies, layer.key_rope.pairs(), strict=True):
+        for channel in channels:
+            lengths[channel] = _length(frequency)
+    return [[mean * length for mean, length in zip(head, lengths, strict=True)] for head in means]
+
+
+def _length(frequency: float) -> float:
+    """Of the average of a vector of length 1 that turns by `frequency` a position, over a block."""
+    one = MEAN_BLOCK * math.sin(frequency / 2)
+    return abs(math.sin(MEAN_BLOCK * frequency / 2) / one) if one else 1.0
 
 
 def _energy(numbers: list[float]) -> float:

@@ -9,6 +9,7 @@ from packed_kv.calibration_file import RECIPES, heads_in_words
 from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP
 
 from .errors import UserError
+from .ropes import ModelRope
 
 
 @dataclass
@@ -18,6 +19,9 @@ class LayerStatistics:
     key_energy, value_energy: mean square of K (after norm and RoPE) and V.
     key_mean, key_variance: mean of K and mean square of K minus it, half over all keys equally, half by attention.
     key_weight: mean square of the queries in this channel.
+    rope: what turns K behind `key_mean`, which then is K's mean before it; the runtime takes off what it makes of that
+        mean at a token's position, averaged over a block of them. `key_variance` and `key_weight` are then averaged
+        over the angles, so that they hold at every position.
     value_weight: squared norm of the column of the output projection that reads this channel of V.
     key_max, value_max: largest magnitudes.
     key_first_mean: mean of K at position 0, which all other statistics of K and of queries leave out.
@@ -34,6 +38,7 @@ class LayerStatistics:
     value_max: torch.Tensor
     key_mean: torch.Tensor | None = None
     key_first_mean: torch.Tensor | None = None
+    rope: ModelRope | None = None
 
 
 @dataclass

@@ -6,11 +6,12 @@ mean's square, so a mean of 10^4 standard deviations still leaves eight digits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .attended import Scores, attention_from_afar
+from .ropes import ModelRope, before_rope, over_all_angles, rope_of_layer, squares_of_block_means
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 EVEN = 0.5
@@ -18,10 +19,14 @@ EVEN = 0.5
 
 
 class Sums:
-    """Sums per layer number. With tensor parallelism, each rank has the sums of its own heads."""
+    """Sums per layer number. With tensor parallelism, each rank has the sums of its own heads.
 
-    def __init__(self) -> None:
+    `ropes`: those that a layer may have; which one it has is told from its keys.
+    """
+
+    def __init__(self, ropes: Sequence[ModelRope] = ()) -> None:
         self.layers: dict[int, LayerSums] = {}
+        self.ropes = ropes
 
     def add(
         self,
@@ -45,7 +50,8 @@ class Sums:
                 layer.
         """
         if layer not in self.layers:
-            self.layers[layer] = LayerSums(key.shape[1], (key.shape[2], value.shape[2]), output_columns())
+            head_sizes = key.shape[2], value.shape[2]
+            self.layers[layer] = LayerSums(key.shape[1], head_sizes, output_columns(), self.ropes)
         self.layers[layer].add(query, key, value, positions, scores)
 
     def statistics(self, even: float = EVEN) -> Statistics:
@@ -61,17 +67,26 @@ class Sums:
 
 
 class LayerSums:
-    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's.
+    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Those of keys before RoPE are
+    float64 [KV heads, ropes, head_size].
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
     (small, and heavily attended). Queries of position 0 are left out, as they see only one key.
     """
 
-    def __init__(self, kv_heads: int, head_sizes: tuple[int, int], output_columns: torch.Tensor) -> None:
+    def __init__(
+        self,
+        kv_heads: int,
+        head_sizes: tuple[int, int],
+        output_columns: torch.Tensor,
+        ropes: Sequence[ModelRope] = (),
+    ) -> None:
+        self.ropes = ropes
         self.value_weight = output_columns.double().view(kv_heads, -1, head_sizes[1]).sum(1)
         zeros = torch.zeros(7, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
         self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros[:5]
         self.attended_key, self.attended_squares = zeros[5:]
+        self.before_rope, self.attended_before_rope = zeros.new_zeros(2, kv_heads, len(ropes), head_sizes[0])
         self.attention = zeros.new_zeros(kv_heads, 1)
         self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
         self.tokens = self.first_tokens = 0
@@ -91,6 +106,10 @@ class LayerSums:
         self.attention += attention.sum(0)
         self.attended_key += (attention * later).sum(0)
         self.attended_squares += (attention * later.square()).sum(0)
+        for at, (rope, _) in enumerate(self.ropes):
+            before = before_rope(later, positions[~first], rope)
+            self.before_rope[:, at] += before.sum(0)
+            self.attended_before_rope[:, at] += (attention * before).sum(0)
         self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
         self.value_squares += _squares(value)
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
@@ -99,21 +118,26 @@ class LayerSums:
     def statistics(self, even: float = EVEN) -> LayerStatistics:
         """The means so far. even: share of the weights that is equal for all keys."""
         later = max(1, self.tokens - self.first_tokens)
-        mean, energy = self.key / later, self.key_squares / later
-        mean, squares = (
-            self._weighed(alike, attended, even)
-            for alike, attended in ((mean, self.attended_key), (energy, self.attended_squares))
-        )
+        at = rope_of_layer(self.ropes, self.before_rope, self.key)
+        found = None if at is None else self.ropes[at]
+        rope = None if found is None else found.rope
+        constant = (self.key, self.attended_key)
+        if at is not None:
+            constant = (self.before_rope[:, at], self.attended_before_rope[:, at])
+        energy = self.key_squares / later
+        mean = self._weighed(constant[0] / later, constant[1], even)
+        squares = over_all_angles(self._weighed(energy, self.attended_squares, even), rope)
         return LayerStatistics(
             key_energy=energy,
-            key_variance=(squares - mean.square()).clamp_min(0.0),
+            key_variance=(squares - squares_of_block_means(mean, rope)).clamp_min(0.0),
             value_energy=self.value_squares / self.tokens,
-            key_weight=self.query_squares / later,
+            key_weight=over_all_angles(self.query_squares / later, rope),
             value_weight=self.value_weight,
             key_max=self.key_max,
             value_max=self.value_max,
             key_mean=mean,
             key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
+            rope=found,
         )
 
     def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:

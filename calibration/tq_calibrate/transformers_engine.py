@@ -16,7 +16,7 @@ from .statistics import Statistics, check_head_size
 from .text import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class TransformersModel:
@@ -32,9 +32,14 @@ class TransformersModel:
         self.dtype = _dtype(dtype, self.device)
 
     @property
+    def text_config(self) -> PretrainedConfig:
+        """That of the language model."""
+        return self.config.get_text_config()
+
+    @property
     def longest(self) -> int | None:
         """Longest context in tokens, or None if the configuration does not say."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return getattr(self.text_config, "max_position_embeddings", None)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model. Raises UserError."""

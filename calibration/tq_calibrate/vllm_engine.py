@@ -25,7 +25,7 @@ from .ranks import join_ranks
 from .statistics import Statistics, check_head_size
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
     from vllm.config import ModelConfig
 
 WORKER = "tq_calibrate.vllm_worker.CalibrationWorker"
@@ -59,6 +59,11 @@ class VllmModel:
             return EngineArgs(model=self.name, **self.options).create_model_config()
         except RUN_ERRORS as error:
             raise self._refusal(error) from error
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """That of the language model, as vLLM has it."""
+        return self.config.hf_text_config
 
     @property
     def longest(self) -> int:

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionType
 from .attended import Scores
 from .collect import OUTPUT_PROJECTIONS, PROBE_ROWS
 from .errors import UserError
+from .ropes import ropes_of
 from .sums import Sums
 
 
@@ -32,7 +33,8 @@ class CalibrationWorker:
 
     def tq_calibrate_start(self) -> None:
         """Start to sum what this worker's layers receive. Raises UserError for a layer without a number."""
-        self.tq_calibrate, model = Sums(), self.get_model()
+        self.tq_calibrate = Sums(ropes_of(self.vllm_config.model_config.hf_text_config))
+        model = self.get_model()
         names: dict[int, str] = {}
         for name, layer in self.vllm_config.compilation_config.static_forward_context.items():
             if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:

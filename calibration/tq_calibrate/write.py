@@ -14,6 +14,7 @@ from packed_kv.calibration_file import CODEBOOK_VERSION, TRANSFORM_VERSION, VERS
 
 from .choose import LayerChoice
 from .errors import UserError
+from .ropes import ModelRope
 from .statistics import LayerStatistics, Statistics
 
 
@@ -26,8 +27,13 @@ def file_content(
     read them.
     """
     head_size, value_size = statistics.head_sizes
+    ropes: list[ModelRope] = []
+    for choice in choices.values():
+        if choice.rope is not None and choice.rope not in ropes:
+            ropes.append(choice.rope)
     layers = {
-        f"model.layers.{layer}.self_attn": _layer(statistics.layers[layer], choice) for layer, choice in choices.items()
+        f"model.layers.{layer}.self_attn": _layer(statistics.layers[layer], choice, ropes)
+        for layer, choice in choices.items()
     }
     return {
         "version": VERSION,
@@ -38,19 +44,21 @@ def file_content(
         "model_name": model_name,
         "transform_version": TRANSFORM_VERSION,
         "codebook_version": CODEBOOK_VERSION,
+        "ropes": [{"parameters": parameters, **rope._asdict()} for rope, parameters in ropes],
         "calibration": {**statistics.source, "num_observed_tokens": statistics.tokens},
         "layers": layers,
     }
 
 
-def _layer(seen: LayerStatistics, choice: LayerChoice) -> dict[str, list]:
+def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope]) -> dict[str, Any]:
     numbers = {
-        "key_channel_mean": choice.key_mean,
+        "key_channel_mean" if choice.rope is None else "key_channel_mean_before_rope": choice.key_mean,
         "key_first_token_mean": choice.key_first_mean,
         "key_channel_scale": choice.key_scale,
         "value_channel_scale": choice.value_scale,
     }
     return {
+        **({} if choice.rope is None else {"rope": ropes.index(choice.rope)}),
         "key_high_precision_indices": choice.key_outlier_channels.tolist(),
         "value_high_precision_indices": choice.value_outlier_channels.tolist(),
         "key_channel_order": choice.key_channel_order.tolist(),

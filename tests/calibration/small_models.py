@@ -10,6 +10,8 @@ import tiny_models
 import torch
 import transformers
 from tiny_models import SMALL, WINDOW
+from tq_calibrate.collect import Collector
+from tq_calibrate.statistics import Statistics
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 Maker = Callable[..., PretrainedConfig]
@@ -59,6 +61,13 @@ def build(config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel
             elif "o_proj" in parts:
                 weight.mul_(torch.randn(weight.shape[1]).exp_())
     return model
+
+
+def at_all_positions(collector: Collector) -> Statistics:
+    """Statistics for one mean of keys at all positions, whatever RoPE they have."""
+    for layer in collector.sums.layers.values():
+        layer.ropes = ()
+    return collector.statistics()
 
 
 def save(config: PretrainedConfig, folder: Path) -> str:

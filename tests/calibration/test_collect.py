@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from small_models import MAKERS, build, config_of
+from small_models import MAKERS, at_all_positions, build, config_of
 from tiny_models import VOCAB
 from torch.testing import assert_close
 from tq_calibrate.collect import ATTENTION, Collector, output_weight
@@ -31,7 +31,7 @@ def collect(config: PretrainedConfig, batches: list[list[list[int]]]) -> Collect
 def test_statistics_are_those_of_the_kv_cache(name: str) -> None:
     """Of sequences within the sliding windows, so that transformers' own cache still has all of them."""
     batch = sequences(3, 32)
-    statistics = collect(MAKERS[name](), [batch[:2], batch[2:]]).statistics()
+    statistics = at_all_positions(collect(MAKERS[name](), [batch[:2], batch[2:]]))
     reference = build(MAKERS[name]())
     with torch.no_grad():
         cache = reference(torch.tensor(batch), use_cache=True).past_key_values
@@ -61,7 +61,7 @@ def test_the_model_computes_what_it_always_does(name: str) -> None:
 def test_queries_are_averaged_over_the_heads_that_share_a_kv_head() -> None:
     """RoPE turns pairs of channels (i, i + 32) and leaves the sums of their squares. Not of position 0."""
     config = tiny_models.llama(num_hidden_layers=1)
-    seen = collect(config, [sequences(5, 3)]).statistics().layers[0]
+    seen = at_all_positions(collect(config, [sequences(5, 3)])).layers[0]
     model = build(config)
     with torch.no_grad():
         layer = model.model.layers[0]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv.calibration_file import heads_of_rank
+from packed_kv.rope import Rope
 from torch.testing import assert_close
 from tq_calibrate.attended import NEAR, Scores
 from tq_calibrate.errors import UserError
 from tq_calibrate.ranks import join_ranks
+from tq_calibrate.ropes import ModelRope
 from tq_calibrate.sums import Sums
 
 HEADS, SIZE, TOKENS = 8, 64, 2 * NEAR
+ROPES = [ModelRope(Rope((1.0, 0.1, 0.01), interleaved), {}) for interleaved in (False, True)]
+"""Of which the keys here have one as much as the other: what is chosen needs the sums of all heads."""
 
 
 def sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: torch.Tensor) -> Sums:
     """Of two layers; queries and keys of the second are twice as large."""
-    seen = Sums()
+    seen = Sums(ROPES)
     positions = torch.arange(TOKENS)
     for layer in (0, 1):
         seen.add(layer, query * (layer + 1), key * (layer + 1), value, positions, Scores(0.1), columns.flatten)
@@ -37,8 +41,10 @@ def test_ranks_join_to_the_whole_model(kv_heads: int, ranks: int) -> None:
     joined = join_ranks(reversed(parts), kv_heads).statistics()
     assert joined.tokens == TOKENS
     for layer, expected in whole.statistics().layers.items():
-        for name, value_of_name in vars(expected).items():
-            assert_close(getattr(joined.layers[layer], name), value_of_name)
+        figures, rope = vars(expected), expected.rope
+        assert rope in ROPES and joined.layers[layer].rope == rope
+        for name in figures.keys() - {"rope"}:
+            assert_close(getattr(joined.layers[layer], name), figures[name])
 
 
 def test_processes_of_a_pipeline_and_layers_that_are_not_split() -> None:

@@ -17,7 +17,10 @@ from tq_calibrate.errors import UserError
 from tq_calibrate.vllm_engine import check_passes
 
 GROUP = 64
-NUMBERS = ("key_channel_mean", "key_first_token_mean", "key_channel_scale", "value_channel_scale", "value_channel_rms")
+NUMBERS = (
+    "key_channel_mean_before_rope", "key_first_token_mean", "key_channel_scale", "value_channel_scale",
+    "value_channel_rms",
+)  # fmt: skip
 
 
 def calibrate(model: Path, out: Path, *options: str) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def assert_same(one: dict, two: dict, tolerance: float) -> None:
     choices are equally good.
     """
     assert one["calibration"]["prompts_sha256"] == two["calibration"]["prompts_sha256"]
-    assert one["layers"].keys() == two["layers"].keys()
+    assert one["layers"].keys() == two["layers"].keys() and one["ropes"] == two["ropes"]
     for name, layer in one["layers"].items():
         for field in NUMBERS:
             ours, theirs = (torch.tensor(entry[field], dtype=torch.float64) for entry in (layer, two["layers"][name]))

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import MAKERS, build, config_of, save
+from small_models import MAKERS, at_all_positions, build, config_of, save
 from tiny_models import VOCAB
 from torch.testing import assert_close
 from tq_calibrate.collect import ATTENTION, Collector
@@ -28,7 +28,7 @@ def agreement(config: PretrainedConfig, folder: Path) -> dict[str, float]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (4, LENGTH), generator=generator).tolist()
     collector.run(build(config, ATTENTION), [ids], lambda _tokens: None)
-    seen, found = collector.statistics(), estimate(config, Path(save(config, folder)))
+    seen, found = at_all_positions(collector), estimate(config, Path(save(config, folder)))
     assert [*found.layers] == [*seen.layers] and found.head_sizes == seen.head_sizes
     logs = {name: [getattr(x.layers[0], name).log().flatten() for x in (seen, found)] for name in FIGURES}
     return {name: float(torch.corrcoef(torch.stack(pair))[0, 1]) for name, pair in logs.items()}
@@ -48,7 +48,7 @@ def test_gated_queries_and_layers_without_attention(tmp_path: Path) -> None:
     )()  # fmt: skip
     collector = Collector()
     collector.run(build(config, ATTENTION), [torch.randint(VOCAB, (4, LENGTH)).tolist()], lambda _tokens: None)
-    seen, found = collector.statistics(), estimate(config, Path(save(config, tmp_path)))
+    seen, found = at_all_positions(collector), estimate(config, Path(save(config, tmp_path)))
     assert [*found.layers] == [*seen.layers] == [1]
     for name in FIGURES:
         pair = [getattr(x.layers[1], name).log().flatten() for x in (seen, found)]
