@@ -95,7 +95,7 @@ def choices_of(seen: Statistics, alike: Statistics, weights: Statistics) -> dict
 def chosen_with(layer: LayerStatistics, means: bool, scales: bool) -> LayerChoice:
     """Channels of least error behind means alone, scales alone, or neither."""
     if not means:
-        layer = dataclasses.replace(layer, key_variance=layer.key_energy, key_mean=None, key_first_mean=None)
+        layer = dataclasses.replace(layer, key_variance=layer.key_energy, key_mean=None, key_first_mean=None, rope=None)
     if scales:
         return choose(layer, RECIPE)
     count = FORMATS[RECIPE].outlier_channels(layer.key_energy.shape[-1])
@@ -107,6 +107,7 @@ def chosen_with(layer: LayerStatistics, means: bool, scales: bool) -> LayerChoic
         channel_order(*value),
         layer.key_mean,
         layer.key_first_mean,
+        rope=layer.rope,
     )
 
 
@@ -127,6 +128,7 @@ def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Code
     if choice is None:
         return get_codec(dtype, head_size, "key"), get_codec(dtype, head_size, "value")
     key: dict[str, Any] = {"mean": choice.key_mean, "scale": choice.key_scale, "first_mean": choice.key_first_mean}
+    key["rope"] = None if choice.rope is None else choice.rope.rope
     value: dict[str, Any] = {}
     if FORMATS[dtype].outlier_bits:
         key["outliers"], value["outliers"] = choice.key_outlier_channels, choice.value_outlier_channels

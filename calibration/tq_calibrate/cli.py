@@ -14,6 +14,7 @@ from pathlib import Path
 from packed_kv.calibration_file import FILE_NAME, RECIPES, CalibrationError, load
 from packed_kv.commands.arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
 from packed_kv.json_file import printable
+from packed_kv.rope import rope_parameters
 
 from .errors import UserError
 from .text import LEAST_CONTEXT, LEAST_TOKENS
@@ -126,7 +127,9 @@ def _check(options: argparse.Namespace) -> None:
 
         from .model import load_config, shape_of
 
-        calibration.check_model(**asdict(shape_of(load_config(options.model))))
+        config = load_config(options.model)
+        calibration.check_model(**asdict(shape_of(config)))
+        calibration.check_rope(rope_parameters(config))
         fits = f", and fits {options.model}"
     print(f"{options.file} is sound{fits}: {len(calibration.layers)} layers, {calibration.heads}, {calibration.recipe}")
 

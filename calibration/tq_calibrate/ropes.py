@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from packed_kv.codecs.rope import block_table
-from packed_kv.model_shape import rope_parameters
-from packed_kv.rope import Rope
+from packed_kv.rope import VARYING, Rope, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-OF_EVERY_LENGTH = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of RoPE whose frequencies do not depend on how long a sequence is."""
 CLEARLY = 1.02
 """How many times a RoPE's energy the mean behind RoPE must have to be taken for a layer's without RoPE."""
 
 
 class ModelRope(NamedTuple):
-    """A RoPE that layers may have. `parameters`: as `model_shape.rope_parameters` gives them, for the file."""
+    """A RoPE that layers may have. `parameters`: as `packed_kv.rope.rope_parameters` gives them, for the file."""
 
     rope: Rope
     parameters: dict[str, Any]
@@ -46,9 +43,13 @@ def why_none(config: Any) -> str | None:
     found = rope_parameters(config)
     if not found:
         return "its configuration names no RoPE"
-    kinds = {str(parameters.get("rope_type", "default")) for parameters in found.values()}
-    other = sorted(kinds.difference(OF_EVERY_LENGTH))
-    return f"RoPE of the kind {other[0]} turns keys otherwise in longer sequences" if other else None
+    kinds = [str(parameters.get("rope_type", "default")) for parameters in found.values()]
+    for kind in kinds:
+        if kind in VARYING:
+            return f"RoPE of the kind {kind} turns keys otherwise in longer sequences"
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            return f"RoPE of the kind {kind} is not known"
+    return None
 
 
 def _frequencies(config: Any, layer_type: str, parameters: dict[str, Any]) -> torch.Tensor:
@@ -56,6 +57,8 @@ def _frequencies(config: Any, layer_type: str, parameters: dict[str, Any]) -> to
     kind = parameters.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type or None)[0]
+    if getattr(config, "is_heterogeneous", False):  # head sizes differ between kinds of layers
+        config = config.per_layer_config[layer_type]
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated = int(head_size * parameters.get("partial_rotary_factor", 1.0))
     return 1.0 / parameters["rope_theta"] ** (torch.arange(0, rotated, 2).float() / rotated)

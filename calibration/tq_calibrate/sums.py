@@ -81,12 +81,13 @@ class LayerSums:
         output_columns: torch.Tensor,
         ropes: Sequence[ModelRope] = (),
     ) -> None:
-        self.ropes = ropes
+        self.ropes = [rope for rope in ropes if 2 * len(rope.rope.frequencies) <= head_sizes[0]]  # of its kind of layer
         self.value_weight = output_columns.double().view(kv_heads, -1, head_sizes[1]).sum(1)
         zeros = torch.zeros(7, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
         self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros[:5]
         self.attended_key, self.attended_squares = zeros[5:]
-        self.before_rope, self.attended_before_rope = zeros.new_zeros(2, kv_heads, len(ropes), head_sizes[0])
+        shape = kv_heads, len(self.ropes), head_sizes[0]
+        self.before_rope, self.attended_before_rope = zeros.new_zeros(2, *shape)
         self.attention = zeros.new_zeros(kv_heads, 1)
         self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
         self.tokens = self.first_tokens = 0

@@ -17,10 +17,12 @@ import jsonschema
 import packed_kv
 import pytest
 import tiny_models
+import torch
 import tq_calibrate
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from packed_kv.calibration_file import FILE_NAME, load
+from packed_kv.rope import Rope, rope_parameters
 from tq_calibrate import collect
 from tq_calibrate.cli import main
 
@@ -60,7 +62,11 @@ def test_the_file_follows_the_schema_and_is_read_by_the_runtime(calibrated: Path
     calibration = load(calibrated)
     calibration.check_model(layers=6, kv_heads=2, head_size=128)
     assert all(None not in vars(layer).values() for layer in calibration.layers.values())
-    assert file["version"] == 2
+    assert file["version"] == 3
+    frequencies = tuple((1 / 1e4 ** (torch.arange(0, 128, 2).float() / 128)).tolist())
+    assert {layer.key_rope for layer in calibration.layers.values()} == {Rope(frequencies)}
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    assert [rope["parameters"] for rope in file["ropes"]] == [*rope_parameters(config).values()]
     assert file["model_name"] == "demo-7m" and file["recipe"] == "turboquant35"
     assert file["calibration"]["num_observed_tokens"] == 512 and file["calibration"]["num_prompts"] == 1
     rms = file["layers"]["model.layers.3.self_attn"]["key_channel_rms"]
@@ -106,9 +112,25 @@ def test_sequences_are_as_long_as_the_context_says(calibrated: Path, tmp_path: P
     short, long = json.loads(out.read_text()), json.loads(calibrated.read_text())
     assert [file["calibration"]["max_seq_len"] for file in (short, long)] == [64, 2048]
     assert [file["calibration"]["num_prompts"] for file in (short, long)] == [8, 1]
-    for field in ("key_channel_mean", "key_first_token_mean"):
+    for field in ("key_channel_mean_before_rope", "key_first_token_mean"):
         one, two = (file["layers"]["model.layers.0.self_attn"][field] for file in (short, long))
         assert one != two
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "RoPE of the kind dynamic turns keys otherwise")],
+)
+def test_keys_have_one_mean_where_rope_depends_on_the_context(
+    rope: dict, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = bad_model(rope_parameters=rope)(tmp_path)
+    assert main([*arguments, *TOKENS, "--out", str(out)]) == 0
+    lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "one mean" in line]
+    assert len(lines) == 1 and reason in lines[0] and "contexts of 2,048 tokens" in lines[0]
+    assert load(out).ropes == ()
+    assert all(layer.key_mean and layer.key_rope is None for layer in load(out).layers.values())
 
 
 def test_weights_only_finds_no_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +148,11 @@ def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.Capture
     assert "is sound, and fits" in capsys.readouterr().out
     assert main(["show", str(calibrated)]) == 0
     shown = capsys.readouterr().out
+    assert "means of 6 layers turn with RoPE: 64 pairs of channels i, i + 64, wavelengths 6 to 54,410" in shown
     assert "num_observed_tokens: 512" in shown and len(shown.split("\nlayer ")[1].splitlines()) == 7
+    other = bad_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5})(tmp_path)[1]
+    assert main(["check", str(calibrated), "--model", other]) == 2
+    assert re.search("made for another RoPE: .*10000.*; this model has .*500000", errors(capsys))
     tiny_models.llama().save_pretrained(tmp_path)
     assert main(["check", str(calibrated), "--model", str(tmp_path)]) == 2
     assert "made for another model: head_size 128, this model has 64" in errors(capsys)
