@@ -15,6 +15,7 @@ from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.calibration_file import CalibrationError, fields_for, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.layout import MEAN_BLOCK
 from packed_kv.transformers import PackedCache, PackedLayer
 from packed_kv.window.metadata import RecentTokens
 from transformers import (
@@ -33,10 +34,15 @@ PROMPTS = ("The secret number of the mill is 4711. ", "Once upon a time there wa
 every_format = pytest.mark.parametrize("name", FORMATS)
 
 
+def calibration_of(folder: Path, version: int) -> Path:
+    """For layers of `HEADS` heads of `HEAD_DIM` channels."""
+    return write(folder, content(2, HEADS, HEAD_DIM, version=version, mean=5.0))
+
+
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory) -> Path:
-    """For layers of `HEADS` heads of `HEAD_DIM` channels."""
-    return write(tmp_path_factory.mktemp("calibration"), content(2, HEADS, HEAD_DIM, version=2, mean=5.0))
+    """With means by position."""
+    return calibration_of(tmp_path_factory.mktemp("calibration"), 3)
 
 
 @pytest.fixture(scope="module")
@@ -79,28 +85,30 @@ def relative_rms(x: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 @every_format
-@pytest.mark.parametrize("calibrated", [False, True], ids=["plain", "calibrated"])
+@pytest.mark.parametrize("version", [None, 2, 3], ids=["plain", "one_mean", "by_position"])
 @pytest.mark.parametrize("window", [0, WINDOW], ids="window{}".format)
-def test_a_decode_reads_what_the_engine_reads(name, calibrated, window, calibration):
-    tokens, group = 50, 3
+def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
+    """By position over two blocks, of which the window has part of each."""
+    tokens, group = MEAN_BLOCK + 8 if version == 3 else 50, 3
     key, value = keys_and_values(tokens)
-    cache = PackedCache(name, recent_tokens=window, calibration=calibration if calibrated else None)
+    file = calibration_of(tmp_path, version) if version else None
+    cache = PackedCache(name, recent_tokens=window, calibration=file)
     read_key, read_value = fill(layer_of(cache), key, value, at_once=tokens - 1)
     query = gaussian(1, HEADS * group, HEAD_DIM, seed=3)
     scores = torch.einsum("hgd,htd->hgt", query.view(HEADS, group, HEAD_DIM), read_key[0]) * HEAD_DIM**-0.5
     ours = torch.einsum("hgt,htd->hgd", scores.softmax(-1), read_value[0]).reshape(1, HEADS * group, HEAD_DIM)
 
     fmt = FORMATS[name]
-    rows = {field: getattr(load(calibration).layers[0], field) for field in fields_for(fmt)} if calibrated else {}
-    codec = PagedCodec(fmt, HEAD_DIM, **rows)
+    rows = {field: getattr(load(file).layers[0], field) for field in fields_for(fmt)} if file else {}
+    codec, blocks, positions = PagedCodec(fmt, HEAD_DIM, **rows), -(-tokens // 16), torch.arange(tokens)
     flat = [x[0].transpose(0, 1) for x in (key, value)]
-    pages = torch.zeros(4, HEADS, 16, fmt.slot_bytes(HEAD_DIM), dtype=torch.uint8)
-    codec.write(pages, torch.arange(tokens), *flat, positions=torch.arange(tokens))
+    pages = torch.zeros(blocks, HEADS, 16, fmt.slot_bytes(HEAD_DIM), dtype=torch.uint8)
+    codec.write(pages, positions, *flat, positions=positions)
     recent = None
     if window:
-        held = [ring.round_trip(x)[-window:].transpose(0, 1) for x in codec.prepare(*flat, torch.arange(tokens))]
-        recent = RecentTokens(tokens - window, window, *held)
-    engine = attend(codec, pages, torch.arange(4), tokens, query, AttentionOptions(HEAD_DIM**-0.5), recent)[0]
+        held = [ring.round_trip(x)[-window:].transpose(0, 1) for x in codec.prepare(*flat, positions)]
+        recent = RecentTokens(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
+    engine = attend(codec, pages, torch.arange(blocks), tokens, query, AttentionOptions(HEAD_DIM**-0.5), recent)[0]
     assert relative_rms(ours, engine) < 1e-5
 
 

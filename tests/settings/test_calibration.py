@@ -14,6 +14,8 @@ from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
 from packed_kv.calibration_file import CalibrationError
 from packed_kv.formats import FORMATS
+from packed_kv.layout import MEAN_BLOCK
+from packed_kv.rope import Rope, rope_parameters
 from packed_kv.settings import calibration
 from packed_kv.settings.options import OptionError
 from tiny_models import true_logits
@@ -21,6 +23,8 @@ from vllm import SamplingParams
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
 TOKEN_IDS = torch.randint(tiny_models.VOCAB, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+LONG = torch.randint(tiny_models.VOCAB, (MEAN_BLOCK + 40,), generator=torch.Generator().manual_seed(2)).tolist()
+"""Over two blocks of positions."""
 ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 512}
 
 
@@ -54,9 +58,9 @@ def start(model: Path, kv_cache_dtype: str, **options: object):
     return engine(str(model), kv_cache_dtype, **{**ENGINE, "tokenizer": str(tokenizer), **options})
 
 
-def logits(model: Path, kv_cache_dtype: str, **options: object) -> torch.Tensor:
+def logits(model: Path, kv_cache_dtype: str, tokens: list[int] = TOKEN_IDS, **options: object) -> torch.Tensor:
     with start(model, kv_cache_dtype, **options) as llm:
-        return teacher_forced_logits(llm, TOKEN_IDS, 37)
+        return teacher_forced_logits(llm, tokens, 37)
 
 
 def named(path: object) -> dict[str, object]:
@@ -72,31 +76,50 @@ def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
     elif fmt.rotation != "hadamard":
         fields["channel_order"] = f"{role}_channel_order"
     if role == "key":
-        fields |= {"mean": "key_channel_mean", "first_mean": "key_first_token_mean", "scale": "key_channel_scale"}
+        mean = "key_channel_mean_before_rope" if "rope" in entry else "key_channel_mean"
+        fields |= {"mean": mean, "first_mean": "key_first_token_mean", "scale": "key_channel_scale"}
     elif fmt.outlier_bits:
         fields["scale"] = "value_channel_scale"
-    return {argument: entry[field] for argument, field in fields.items() if field in entry}
+    found = {argument: entry[field] for argument, field in fields.items() if field in entry}
+    if role == "key" and "rope" in entry:
+        rope = file["ropes"][entry["rope"]]
+        found["rope"] = Rope(tuple(rope["frequencies"]), rope["interleaved"])
+    return found
 
 
-def used(kv_cache_dtype: str, *, means: bool = True) -> str:
+def used(kv_cache_dtype: str, means: str | None = "means of keys by position") -> str:
     """What the log says of a file."""
     fmt = FORMATS[kv_cache_dtype]
-    if fmt.outlier_bits:
-        return "outlier channels, means of keys, scales of keys and scales of values" if means else "outlier channels"
-    if fmt.rotation == "hadamard":
-        return "means of keys and scales of keys" if means else "nothing"
-    return "channel orders, means of keys and scales of keys" if means else "channel orders"
+    channels = "outlier channels" if fmt.outlier_bits else "" if fmt.rotation == "hadamard" else "channel orders"
+    scales = "scales of keys and scales of values" if fmt.outlier_bits else "scales of keys"
+    if means is None:
+        return channels or "nothing"
+    parts = [part for part in (channels, means) if part]
+    return ", ".join([*parts, scales]) if fmt.outlier_bits else f"{', '.join(parts)} and {scales}"
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_calibrated_codec(name: str, model: Path, log: list[str]) -> None:
+    """Over two blocks of positions."""
+    file = content(LAYERS, KV_HEADS, HEAD_DIM, version=3)
+    path = write(model, file)
+    ours = logits(model, name, tokens=LONG)
+    expected = true_logits(str(model), LONG, name, channels=lambda *at: channels(file, name, *at))
+    uncalibrated = true_logits(str(model), LONG, name)
+    assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 100
+    assert {*log} == {f"info: KV cache calibration: {used(name)} for {name} from {path}, made for turboquant35"}
+
+
+@pytest.mark.parametrize("name", ["tq4", "turboquant25"])
+def test_a_file_with_one_mean_is_read(name: str, model: Path, log: list[str]) -> None:
     file = content(LAYERS, KV_HEADS, HEAD_DIM, version=2)
     path = write(model, file)
     ours = logits(model, name)
     expected = true_logits(str(model), TOKEN_IDS, name, channels=lambda *at: channels(file, name, *at))
-    uncalibrated = true_logits(str(model), TOKEN_IDS, name)
-    assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 100
-    assert {*log} == {f"info: KV cache calibration: {used(name)} for {name} from {path}, made for turboquant35"}
+    assert mean_kl(expected, ours) < mean_kl(true_logits(str(model), TOKEN_IDS, name), ours) / 100
+    hint = f"its means of keys are for short contexts, tq-calibrate model {model} makes them for all"
+    use = used(name, "means of keys")
+    assert {*log} == {f"info: KV cache calibration: {use} for {name} from {path}, made for turboquant35; {hint}"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -115,7 +138,7 @@ def test_first_channels_in_their_order_are_what_is_taken_without_a_file(name: st
     path = write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))
     assert torch.equal(logits(model, name), without)
     hint = f"; it has no means of keys, which tq-calibrate model {model} would find"
-    use = used(name, means=False)
+    use = used(name, means=None)
     assert log[-1] == f"info: KV cache calibration: {use} for {name} from {path}, made for turboquant35{hint}"
 
 
@@ -138,11 +161,23 @@ def test_a_file_by_name_comes_first(model: Path, tmp_path: Path, monkeypatch: py
 )
 def test_means_beside_sinks_and_in_padded_heads(config, name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
     """A sink sees the constant that a mean takes off the scores of all keys."""
-    model, file = Path(tiny_models.save(config, tmp_path)), content(*sizes, version=2)
+    model, file = Path(tiny_models.save(config, tmp_path)), content(*sizes, version=3)
+    file["ropes"][0]["parameters"] = rope_parameters(config)[""]
     write(model, file)
-    ours = logits(model, name)
-    expected = true_logits(str(model), TOKEN_IDS, name, channels=lambda *at: channels(file, name, *at))
-    assert mean_kl(expected, ours) < 1e-4
+    ours = logits(model, name, tokens=LONG)
+    expected = true_logits(str(model), LONG, name, channels=lambda *at: channels(file, name, *at))
+    uncalibrated = true_logits(str(model), LONG, name)
+    print(f"KL {mean_kl(expected, ours):.6f}, to no file {mean_kl(uncalibrated, ours):.6f}")
+    assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 1000
+
+
+def test_keys_in_the_recent_window_have_their_means(model: Path) -> None:
+    """With a window as long as the text, 8 bits of it are all that is lost, over blocks of positions."""
+    write(model, content(LAYERS, KV_HEADS, HEAD_DIM, version=3))
+    exact = true_logits(str(model), LONG)
+    packed, recent = (mean_kl(exact, logits(model, "tq4", tokens=LONG, recent_tokens=n)) for n in (0, len(LONG)))
+    print(f"KL without a window {packed:.6f}, with {recent:.6f}")
+    assert recent < packed / 100
 
 
 def test_layers_that_share_a_cache_read_it_with_the_channels_of_its_layer(tmp_path: Path) -> None:
@@ -192,7 +227,11 @@ REFUSED = {
     "layers": (lambda: content(2, 2, 64), "made for another model: layer 2 is missing, this model has layers 0 to 2"),
     "kv_heads": (lambda: content(3, 4, 64), "made for another model: KV heads 4, this model has 2"),
     "head_size": (lambda: content(3, 2, 128), "made for another model: head_size 128, this model has 64"),
-    "version": (lambda: content(3) | {"version": 3}, "version 3 is newer than this packed-kv reads (1 to 2)"),
+    "version": (lambda: content(3) | {"version": 4}, "version 4 is newer than this packed-kv reads (1 to 3)"),
+    "rope": (
+        lambda: content(3, version=3, theta=5e5),
+        'made for another RoPE: rope_type "default", rope_theta 500000.0; this model has rope_type "default", rope_the',
+    ),
     "scale": (
         lambda: zero_scale(content(3, version=2)),
         "layer 1: key_channel_scale: head 0, channel 9 must be a number",
@@ -299,7 +338,7 @@ def test_tensor_parallel_ranks_take_their_heads(tmp_path: Path) -> None:
     """Four KV heads on two ranks. These round otherwise than one, and a 2-bit code that flips by it moves the tokens
     behind it a little; heads of another rank, or none of the file, move all of them much."""
     model = Path(tiny_models.save(tiny_models.llama(num_key_value_heads=4), tmp_path))
-    path = write(model, content(LAYERS, 4, HEAD_DIM, version=2))
+    path = write(model, content(LAYERS, 4, HEAD_DIM, version=3))
     one, two = (prompt_logprobs(model, size) for size in (1, 2))
     path.unlink()
     without = prompt_logprobs(model, 1)

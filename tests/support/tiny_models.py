@@ -183,8 +183,8 @@ def true_logits(
 
     def through(codec, x, order):
         heads_last = x[..., order].float().transpose(1, 2)  # [batch, tokens, KV heads, head_dim]
-        first = (torch.arange(x.shape[2]) == 0)[:, None]
-        decoded = codec.decode(codec.encode(heads_last, first), first)
+        positions = torch.arange(x.shape[2])[:, None]
+        decoded = codec.decode(codec.encode(heads_last, positions), positions)
         return decoded[..., order.argsort()].transpose(1, 2).double()
 
     def through_codec(layer, query, key, value, *args, **kwargs):
