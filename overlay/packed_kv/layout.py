@@ -186,7 +186,7 @@ def ring_slot_bytes(head_dim: int) -> int:
 RECENT_TOKENS = 64
 """Tokens of the recent window by default; docs/quality.md has the figures by window."""
 MEAN_BLOCK = 256
-"""Positions that share a mean of K behind RoPE (`codecs/rope.py`); a multiple of 32. It is part of the format."""
+"""Positions that share a mean of K (`codecs/rope.py`); a multiple of 32. Another number is another format."""
 RING_BLOCK_SIZES = (16, 8, 4, 2, 1)
 MIN_RING_BLOCK = 4
 """Tokens. Shorter ring blocks make long block tables; they are used only where a page holds no longer one."""

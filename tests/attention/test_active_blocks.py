@@ -14,7 +14,10 @@ import torch
 from packed_kv import FORMATS
 from packed_kv.attention import active_blocks
 from packed_kv.attention.active_blocks import AttentionOptions, attend
+from packed_kv.attention.context_shard import ContextShard
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.layout import MEAN_BLOCK
+from packed_kv.rope import Rope
 
 HEAD_DIM = 64
 SINKS = torch.tensor([-1.0, 1.5, 3.0, 6.0])
@@ -48,6 +51,7 @@ class Request:
         positions = torch.arange(seq_len)
         slots = self.table[positions // block_size].long() * block_size + positions % block_size
         key, value = gaussian(seq_len, kv_heads, HEAD_DIM), gaussian(seq_len, kv_heads, HEAD_DIM, seed=1)
+        self.raw_key, self.raw_value = key, value
         self.codec.write(self.cache, slots, key, value, positions)
         places = positions[:, None]
         self.key = self.codec.key.decode(self.codec.key.encode(key, places), places)
@@ -183,6 +187,41 @@ def test_centred_and_scaled_pages(name, options, monkeypatch):
     Request(name, 150, **transforms()).assert_correct(options)
 
 
+def by_position() -> dict[str, object]:
+    """As `transforms`, with the mean before RoPE."""
+    frequencies = tuple(100.0 ** (-pair / 24) for pair in range(24))
+    return transforms() | {"key_rope": Rope(frequencies, interleaved=True), "positions": 4096}
+
+
+@every_option
+@pytest.mark.usefixtures("tile")
+def test_pages_centred_by_position(options):
+    Request("isoquant4", 2 * MEAN_BLOCK + 30, **by_position()).assert_correct(options)
+
+
+@pytest.mark.parametrize(("ranks", "run"), [(2, 1), (4, 16), (3, 5)])
+def test_ranks_of_a_request_add_up_to_it(ranks, run, monkeypatch):
+    """Tokens dealt out, also in runs that cut blocks of positions; results are weighed by their lse."""
+    monkeypatch.setattr(active_blocks, "KV_TILE", 64)
+    request, options = Request("tq4", MEAN_BLOCK + 50, **by_position()), AttentionOptions(HEAD_DIM**-0.5)
+    outputs, lses = [], []
+    for rank in range(ranks):
+        shard = ContextShard(ranks, rank, run)
+        mine = shard.position(torch.arange(shard.count(request.seq_len)))
+        cache = torch.full((len(mine) // 16 + 1, 2, 16, request.codec.slot_bytes), 0xFF, dtype=torch.uint8)
+        table = torch.randperm(len(cache), generator=torch.Generator().manual_seed(rank)).to(torch.int32)
+        index = torch.arange(len(mine))
+        slots = table[index // 16].long() * 16 + index % 16
+        request.codec.write(cache, slots, request.raw_key[mine], request.raw_value[mine], mine)
+        batch = (cache, table, request.seq_len, request.query[-40:], options)
+        output, lse = attend(request.codec, *batch, shard=shard)
+        outputs.append(output)
+        lses.append(lse)
+    weights = torch.stack(lses).softmax(0).unsqueeze(-1)
+    whole = request.attend(options, request.seq_len - 40)
+    assert relative_rms((torch.stack(outputs) * weights).sum(0), whole) < 1e-6
+
+
 class ExactCodec(PagedCodec):
     """What `PagedCodec` would code, kept as it is: float64, beside the pages."""
 
@@ -200,14 +239,21 @@ class ExactCodec(PagedCodec):
         return super().rotate_query(query.double())
 
 
-@pytest.mark.parametrize("without", [None, "key_mean", "key_first_mean"], ids="without {}".format)
+CENTRED = {
+    "all": transforms(),
+    "without mean": {key: value for key, value in transforms().items() if key != "key_mean"},
+    "without first mean": {key: value for key, value in transforms().items() if key != "key_first_mean"},
+    "by position": by_position(),
+}
+
+
+@pytest.mark.parametrize("chosen", CENTRED.values(), ids=CENTRED)
 @every_option
-def test_without_quantisation_centred_and_scaled_attention_is_plain_attention(options, without, monkeypatch):
+def test_without_quantisation_centred_and_scaled_attention_is_plain_attention(options, chosen, monkeypatch):
     monkeypatch.setattr(active_blocks, "KV_TILE", 64)
     monkeypatch.setitem(Request.__init__.__globals__, "PagedCodec", ExactCodec)
-    chosen = {key: value for key, value in transforms().items() if key != without}
-    request = Request("tq4", 150, **chosen)
-    request.key, request.value = gaussian(150, 2, HEAD_DIM), gaussian(150, 2, HEAD_DIM, seed=1)
+    request = Request("tq4", MEAN_BLOCK + 50, **chosen)
+    request.key, request.value = request.raw_key, request.raw_value
     assert relative_rms(request.attend(options), request.naive(options, torch.float64)) < 1e-6
 
 

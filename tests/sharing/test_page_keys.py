@@ -122,6 +122,13 @@ def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
         assert differ(calibrated, fingerprints(tmp_path, file=write(tmp_path / "other", changed))) == users
     renamed = file | {"model_name": "another model", "calibration": {"num_prompts": 5}}
     assert fingerprints(tmp_path, file=write(tmp_path / "other", renamed)) == calibrated
+    by_position = content(LAYERS, KV_HEADS, HEAD_DIM, version=3)
+    calibrated = fingerprints(tmp_path, file=write(tmp_path, by_position))
+    for pair, interleaved in ((31, False), (0, True)):
+        changed = deepcopy(by_position)
+        changed["ropes"][0]["interleaved"] = interleaved
+        changed["ropes"][0]["frequencies"][pair] += 1e-9
+        assert differ(calibrated, fingerprints(tmp_path, file=write(tmp_path / "other", changed))) == {*FORMATS}
     for entry in file["layers"].values():
         for field in ORDERS:
             del entry[field]
