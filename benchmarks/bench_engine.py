@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MODEL_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 32000, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
-    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 32000, "max_position_embeddings": 65536, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16", "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 CHUNK = 8192
 """Tokens of a step, and so of a prefill chunk."""
@@ -34,9 +34,14 @@ WARM_UP_STEPS, SPARE_TOKENS = 5, 8
 """Steps before the timed ones; tokens that requests have left after them, so that none ends while others are timed."""
 
 
-def write_model(folder: str) -> str:
-    """Write the config of the 8B-shaped model into `folder`; returns the folder."""
+def write_model(folder: str, means: str | None = None) -> str:
+    """Write the config of the 8B-shaped model into `folder`, and a made-up calibration file with `means` of keys of a
+    kind of `made_up_calibration.KINDS`; None: no file. Returns the folder."""
     Path(folder, "config.json").write_text(json.dumps(MODEL_8B))
+    if means:
+        import made_up_calibration
+
+        made_up_calibration.write(folder, means)
     return folder
 
 

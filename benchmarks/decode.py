@@ -25,6 +25,7 @@ from contextlib import nullcontext
 
 import rows
 import workers
+from made_up_calibration import KINDS
 from packed_kv import FORMATS
 
 DTYPES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", *FORMATS)
@@ -48,8 +49,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--recent-tokens", type=int, help="of the packed dtypes' recent window (default: theirs; 0: none)")
     add("--tensor-parallel", type=int, default=1, help="devices that share the model (default: %(default)s)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
+    add(
+        "--means", choices=KINDS, help="of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
+    )
     workers.add_arguments(parser, timeout=300)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.means and options.model:
+        parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
+    return options
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:
@@ -67,10 +74,16 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     ranks = options.tensor_parallel
     memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
-        model = folder if options.model else engine.write_model(folder)
+        model = folder if options.model else engine.write_model(folder, options.means)
         longest, recent = max(lengths) + SPARE_TOKENS, options.recent_tokens
         device = engine.Engine(engine.start(model, dtype, longest, most, memory, ranks, recent))
-    made_with = {"ranks": ranks, "recent_tokens": recent, "attention": device.attention(), **rows.machine()}
+    made_with = {
+        "ranks": ranks,
+        "recent_tokens": recent,
+        **({"means": options.means} if options.means else {}),
+        "attention": device.attention(),
+        **rows.machine(),
+    }
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
 
     def emit(file: str, **measured: object) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import rows
 import workers
+from made_up_calibration import KINDS
 
 SHAPES = ("64x2048", "32x8192")
 PROMPTS = (0, 128, 512, 1900, 12000)
@@ -52,10 +53,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--together", action="store_true", help="start all engines at once, to save time; measure one after the other")
     add("--after", type=Path, help="with --together: measure when this file is there, and not before")
     add("--no-compile", action="store_true", help="neither torch.compile nor piecewise graphs, to start sooner")
+    add(
+        "--means", choices=KINDS, help="of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
+    )
     workers.add_arguments(parser, timeout=400)
     options = parser.parse_args()
     if options.together and not options.kv_cache_memory:
         parser.error("--together needs --kv-cache-memory: bytes of KV cache of each dtype")
+    if options.means and options.model:
+        parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
     return options
 
 
@@ -76,12 +82,17 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     compilation = None if options.no_compile else {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
     with tempfile.TemporaryDirectory() as folder:
         llm = engine.start(
-            options.model or engine.write_model(folder), dtype, longest, most, memory,
+            options.model or engine.write_model(folder, options.means), dtype, longest, most, memory,
             recent_tokens=options.recent_tokens, chunk=options.step_tokens, compilation=compilation,
             memory_share=0.1 if options.together else 0.9,
         )  # fmt: skip
         device = engine.Engine(llm)
-    made_with = {"recent_tokens": options.recent_tokens, "attention": device.attention(), **rows.machine()}
+    made_with = {
+        "recent_tokens": options.recent_tokens,
+        **({"means": options.means} if options.means else {}),
+        "attention": device.attention(),
+        **rows.machine(),
+    }
     print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
     if options.together and not workers.wait_for_device():
         return

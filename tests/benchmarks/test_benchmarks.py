@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -231,3 +232,16 @@ def test_the_cases_of_the_memory_check_exist() -> None:
     command = ["bash", str(REPO / "scripts" / "gpu_tests.sh"), "collect"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("means", ["one", "blocks"])
+def test_a_made_up_calibration_fits_its_model(means: str, tmp_path: Path) -> None:
+    from bench_engine import write_model
+    from packed_kv.calibration_file import FILE_NAME, load
+    from packed_kv.rope import rope_parameters
+
+    found = load(Path(write_model(str(tmp_path), means), FILE_NAME))
+    config = json.loads((tmp_path / "config.json").read_text())
+    found.check_model(layers=config["num_hidden_layers"], kv_heads=8, head_size=128)
+    found.check_rope(rope_parameters(config))
+    assert all((layer.key_rope is not None) == (means == "blocks") for layer in found.layers.values())

@@ -1,0 +1,48 @@
+"""A calibration file of random numbers for a model with dummy weights: the time of a step does not depend on them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from packed_kv.calibration_file import FILE_NAME, RECIPES, VERSION
+from packed_kv.formats import FORMATS
+from packed_kv.rope import rope_parameters
+
+KINDS = ("one", "blocks")
+"""Of means of keys: one for all positions, or before RoPE, so that blocks of positions have theirs."""
+
+
+def write(folder: str, means: str) -> Path:
+    """Write a file beside the config.json of a Llama, with means of keys of a kind of `KINDS`; returns its path."""
+    config = json.loads(Path(folder, "config.json").read_text())
+    heads, size = config["num_key_value_heads"], config["head_dim"]
+    count = FORMATS[RECIPES[0]].outlier_channels(size)
+    source = random.Random(0)
+
+    def numbers(low: float, high: float) -> list[list[float]]:
+        return [[round(source.uniform(low, high), 4) for _ in range(size)] for _ in range(heads)]
+
+    outliers = [[*range(count)]] * heads
+    mean = "key_channel_mean" if means == "one" else "key_channel_mean_before_rope"
+    ropes = {}
+    if means == "blocks":
+        parameters = rope_parameters(config)[""]
+        frequencies = [parameters["rope_theta"] ** (-2 * pair / size) for pair in range(size // 2)]
+        ropes = {"ropes": [{"parameters": parameters, "interleaved": False, "frequencies": frequencies}]}
+
+    def layer() -> dict[str, object]:
+        return {
+            **{f"{role}_high_precision_indices": outliers for role in ("key", "value")},
+            mean: numbers(-2, 2),
+            "key_first_token_mean": numbers(-2, 2),
+            **{f"{role}_channel_scale": numbers(0.5, 2) for role in ("key", "value")},
+            **({"rope": 0} if ropes else {}),
+        }
+
+    layers = {f"model.layers.{number}.self_attn": layer() for number in range(config["num_hidden_layers"])}
+    content = {"version": VERSION, "recipe": RECIPES[0], "head_size": size, **ropes, "layers": layers}
+    path = Path(folder, FILE_NAME)
+    path.write_text(json.dumps(content))
+    return path
