@@ -9,8 +9,9 @@ import torch
 from .errors import UserError
 from .sums import LayerSums, Sums
 
-OF_KEYS_AND_VALUES = ("key", "before_rope", "key_squares", "first_key", "value_squares", "key_max", "value_max")
+OF_KEYS_AND_VALUES = ("key", "key_before_rope", "key_squares", "first_key", "value_squares", "key_max", "value_max")
 OF_ATTENTION = ("attention", "attended_key", "attended_before_rope", "attended_squares")
+OF_QUERIES = ("query_squares", "query_before_rope")
 
 
 def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
@@ -46,12 +47,14 @@ def _join_heads(ranks: list[LayerSums]) -> LayerSums:
     # Query heads are split among these ranks: take means and sums over them.
     columns = torch.cat([_stack(same, "value_weight").sum(0) for same in sharing])
     whole = LayerSums(len(columns), (first.key.shape[1], first.value_weight.shape[1]), columns, first.ropes)
-    whole.query_squares = torch.cat([_stack(same, "query_squares").mean(0) for same in sharing])
+    for name in OF_QUERIES:
+        setattr(whole, name, torch.cat([_stack(same, name).mean(0) for same in sharing]))
     for name in OF_ATTENTION:
         setattr(whole, name, torch.cat([_stack(same, name).sum(0) for same in sharing]))
     for name in OF_KEYS_AND_VALUES:
         setattr(whole, name, torch.cat([getattr(same[0], name) for same in sharing]))
-    whole.tokens, whole.first_tokens = first.tokens, first.first_tokens
+    for name in ("tokens", "first_tokens", "sampled_queries"):
+        setattr(whole, name, getattr(first, name))
     return whole
 
 

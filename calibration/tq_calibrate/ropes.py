@@ -10,15 +10,19 @@ from packed_kv.codecs.rope import block_table
 from packed_kv.rope import VARYING, Rope, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+CONTEXT = 1 << 15
+"""Tokens of a model whose configuration does not tell."""
 CLEARLY = 1.02
 """How many times a RoPE's energy the mean behind RoPE must have to be taken for a layer's without RoPE."""
 
 
 class ModelRope(NamedTuple):
-    """A RoPE that layers may have. `parameters`: as `packed_kv.rope.rope_parameters` gives them, for the file."""
+    """A RoPE that layers may have. `parameters`: as `packed_kv.rope.rope_parameters` gives them, for the file.
+    `positions`: the model's context in tokens."""
 
     rope: Rope
     parameters: dict[str, Any]
+    positions: int = CONTEXT
 
 
 def ropes_of(config: Any) -> list[ModelRope]:
@@ -29,10 +33,11 @@ def ropes_of(config: Any) -> list[ModelRope]:
     if why_none(config):
         return []
     found: list[ModelRope] = []
+    positions = getattr(config, "max_position_embeddings", None) or CONTEXT
     for layer_type, parameters in rope_parameters(config).items():
         frequencies = tuple(_frequencies(config, layer_type, parameters).tolist())
         for interleaved in (False, True):
-            rope = ModelRope(Rope(frequencies, interleaved), parameters)
+            rope = ModelRope(Rope(frequencies, interleaved), parameters, positions)
             if rope not in found:
                 found.append(rope)
     return found
@@ -73,26 +78,55 @@ def before_rope(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.T
     return _joined(first * cos + second * sin, second * cos - first * sin, rest, rope)
 
 
-def over_all_angles(squares: torch.Tensor, rope: Rope | None) -> torch.Tensor:
-    """Mean squares of channels, [.., head_dim], averaged over all angles by which RoPE turns them: each pair's mean.
+def sums_before_rope(x: torch.Tensor, rope: Rope, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Sums over tokens of channels, of their squares, and of the products of pairs' two channels.
 
-    The average over the positions that a model serves differs where a pair turns slowly. It would need moments of
-    pairs, and scales that follow it have the same error of scores (docs/calibration.md).
+    Args:
+        x: float64 [tokens, heads, head_dim], before RoPE.
+        weights: of each token and head, float64 [tokens, heads]; None: 1.
+
+    Returns:
+        float64 [heads, 5 / 2 head_dim], zeros where there are fewer pairs than halves of channels.
     """
-    if rope is None:
-        return squares
-    first, second, rest = _pairs(squares, rope)
-    mean = (first + second) / 2
-    return _joined(mean, mean, rest, rope)
+    first, second, _ = _pairs(x, rope)
+    parts = (x, x.square(), first * second)
+    sums = [part.sum(0) if weights is None else torch.einsum("th,thc->hc", weights, part) for part in parts]
+    unused = x.shape[-1] // 2 - first.shape[-1]
+    return torch.nn.functional.pad(torch.cat(sums, -1), (0, unused))
 
 
-def squares_of_block_means(mean: torch.Tensor, rope: Rope | None) -> torch.Tensor:
-    """Mean squares of what is taken off keys, [.., head_dim]: of `mean` before RoPE, averaged over a block of positions
-    as the runtime does; without RoPE of `mean` itself."""
-    if rope is None:
-        return mean.square()
-    cos, sin = block_table(rope, mean.shape[-1], 1)[0].to(mean)
-    return over_all_angles(mean.square() * (cos.square() + sin.square()), rope)
+def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
+    """Mean squares of keys behind RoPE less their block's mean, over all positions of the model.
+
+    `means`: of what `sums_before_rope` sums, float64 [heads, 5 / 2 head_dim]; gives [heads, head_dim].
+    """
+    mean, squares, products = _split(means)
+    first, second, _ = _pairs(mean, found.rope)
+    varying = torch.cat((mean, squares - mean.square(), products), -1)
+    varying[..., 2 * mean.shape[-1] :][..., : first.shape[-1]] -= first * second
+    cos, sin = block_table(found.rope, mean.shape[-1], 1)[0].to(mean)
+    turned = mean.square() * (1 - cos.square() - sin.square())  # the constant's distance from its block's average
+    first, second, rest = _pairs(turned, found.rope)
+    within = _joined((first + second) / 2, (first + second) / 2, rest, found.rope)
+    return (turned_squares(varying, found) + within).clamp_min(0)
+
+
+def turned_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
+    """Mean squares of channels behind RoPE, over all positions of the model: as for `stored_squares`, of what is
+    stored whole."""
+    _, squares, products = _split(means)
+    first, second, rest = _pairs(squares, found.rope)
+    cos, sin = _double_angles(found)
+    product = products[..., : first.shape[-1]]
+    half, difference = (first + second) / 2, (first - second) / 2 * cos - product * sin
+    return _joined(half + difference, half - difference, rest, found.rope)
+
+
+def _double_angles(found: ModelRope) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means of cos(2 w p) and sin(2 w p) over the model's positions p, float64 [pairs]."""
+    w, count = torch.tensor(found.rope.frequencies, dtype=torch.float64), found.positions
+    length = torch.where(w.sin() == 0, 1.0, (count * w).sin() / (count * w.sin()))
+    return length * ((count - 1) * w).cos(), length * ((count - 1) * w).sin()
 
 
 def rope_of_layer(ropes: Sequence[ModelRope], before: torch.Tensor, behind: torch.Tensor) -> int | None:
@@ -122,3 +156,10 @@ def _pairs(x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, tor
 def _joined(first: torch.Tensor, second: torch.Tensor, rest: torch.Tensor, rope: Rope) -> torch.Tensor:
     turned = torch.stack((first, second), -1).flatten(-2) if rope.interleaved else torch.cat((first, second), -1)
     return torch.cat((turned, rest), -1)
+
+
+def _split(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim / 2]."""
+    size = means.shape[-1] * 2 // 5
+    mean, squares, products = means.split((size, size, size // 2), -1)
+    return mean, squares, products

@@ -20,8 +20,8 @@ class LayerStatistics:
     key_mean, key_variance: mean of K and mean square of K minus it, half over all keys equally, half by attention.
     key_weight: mean square of the queries in this channel.
     rope: what turns K behind `key_mean`, which then is K's mean before it; the runtime takes off what it makes of that
-        mean at a token's position, averaged over a block of them. `key_variance` and `key_weight` are then averaged
-        over the angles, so that they hold at every position.
+        mean at a token's position, averaged over a block of them. `key_variance` and `key_weight` are then of all
+        positions of the model, whatever the sequences' length.
     value_weight: squared norm of the column of the output projection that reads this channel of V.
     key_max, value_max: largest magnitudes.
     key_first_mean: mean of K at position 0, which all other statistics of K and of queries leave out.

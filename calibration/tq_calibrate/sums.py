@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .attended import Scores, attention_from_afar
-from .ropes import ModelRope, before_rope, over_all_angles, rope_of_layer, squares_of_block_means
+from .attended import STRIDE, Scores, attention_from_afar
+from .ropes import ModelRope, before_rope, rope_of_layer, stored_squares, sums_before_rope, turned_squares
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 EVEN = 0.5
@@ -67,8 +67,8 @@ class Sums:
 
 
 class LayerSums:
-    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Those of keys before RoPE are
-    float64 [KV heads, ropes, head_size].
+    """Sums of one layer, float64 [KV heads, head_size]; `head_sizes` are K's and V's. Those before RoPE are
+    `sums_before_rope`, float64 [KV heads, ropes, 5 / 2 head_size]; every eighth query is in them.
 
     Keys of position 0 are summed separately: they are stored minus a mean of their own and differ from all others
     (small, and heavily attended). Queries of position 0 are left out, as they see only one key.
@@ -86,11 +86,11 @@ class LayerSums:
         zeros = torch.zeros(7, kv_heads, head_sizes[0], dtype=torch.float64, device=self.value_weight.device)
         self.key, self.key_squares, self.first_key, self.query_squares, self.key_max = zeros[:5]
         self.attended_key, self.attended_squares = zeros[5:]
-        shape = kv_heads, len(self.ropes), head_sizes[0]
-        self.before_rope, self.attended_before_rope = zeros.new_zeros(2, *shape)
+        before_rope = zeros.new_zeros(3, kv_heads, len(self.ropes), head_sizes[0] * 5 // 2)
+        self.key_before_rope, self.attended_before_rope, self.query_before_rope = before_rope
         self.attention = zeros.new_zeros(kv_heads, 1)
         self.value_squares, self.value_max = zeros.new_zeros(2, kv_heads, head_sizes[1])
-        self.tokens = self.first_tokens = 0
+        self.tokens = self.first_tokens = self.sampled_queries = 0
 
     def add(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, scores: Scores
@@ -107,10 +107,14 @@ class LayerSums:
         self.attention += attention.sum(0)
         self.attended_key += (attention * later).sum(0)
         self.attended_squares += (attention * later.square()).sum(0)
-        for at, (rope, _) in enumerate(self.ropes):
-            before = before_rope(later, positions[~first], rope)
-            self.before_rope[:, at] += before.sum(0)
-            self.attended_before_rope[:, at] += (attention * before).sum(0)
+        sampled, turns = query[~first][::STRIDE].double(), positions[~first]
+        self.sampled_queries += len(sampled)
+        for at, (rope, *_) in enumerate(self.ropes):
+            before = before_rope(later, turns, rope)
+            self.key_before_rope[:, at] += sums_before_rope(before, rope)
+            self.attended_before_rope[:, at] += sums_before_rope(before, rope, attention[..., 0])
+            queries = sums_before_rope(before_rope(sampled, turns[::STRIDE], rope), rope)
+            self.query_before_rope[:, at] += queries.unflatten(0, (len(self.key), -1)).mean(1)
         self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
         self.value_squares += _squares(value)
         for largest, seen in ((self.key_max, key), (self.value_max, value)):
@@ -119,26 +123,28 @@ class LayerSums:
     def statistics(self, even: float = EVEN) -> LayerStatistics:
         """The means so far. even: share of the weights that is equal for all keys."""
         later = max(1, self.tokens - self.first_tokens)
-        at = rope_of_layer(self.ropes, self.before_rope, self.key)
-        found = None if at is None else self.ropes[at]
-        rope = None if found is None else found.rope
-        constant = (self.key, self.attended_key)
-        if at is not None:
-            constant = (self.before_rope[:, at], self.attended_before_rope[:, at])
         energy = self.key_squares / later
-        mean = self._weighed(constant[0] / later, constant[1], even)
-        squares = over_all_angles(self._weighed(energy, self.attended_squares, even), rope)
+        at = rope_of_layer(self.ropes, self.key_before_rope[..., : self.key.shape[1]], self.key)
+        if at is None:
+            rope, mean = None, self._weighed(self.key / later, self.attended_key, even)
+            squares = self._weighed(energy, self.attended_squares, even)
+            variance, weight = (squares - mean.square()).clamp_min(0.0), self.query_squares / later
+        else:
+            rope = self.ropes[at]
+            means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
+            mean, variance = means[:, : self.key.shape[1]], stored_squares(means, rope)
+            weight = turned_squares(self.query_before_rope[:, at] / max(1, self.sampled_queries), rope)
         return LayerStatistics(
             key_energy=energy,
-            key_variance=(squares - squares_of_block_means(mean, rope)).clamp_min(0.0),
+            key_variance=variance,
             value_energy=self.value_squares / self.tokens,
-            key_weight=over_all_angles(self.query_squares / later, rope),
+            key_weight=weight,
             value_weight=self.value_weight,
             key_max=self.key_max,
             value_max=self.value_max,
             key_mean=mean,
             key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
-            rope=found,
+            rope=rope,
         )
 
     def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:

@@ -44,7 +44,7 @@ def file_content(
         "model_name": model_name,
         "transform_version": TRANSFORM_VERSION,
         "codebook_version": CODEBOOK_VERSION,
-        "ropes": [{"parameters": parameters, **rope._asdict()} for rope, parameters in ropes],
+        "ropes": [{"parameters": parameters, **rope._asdict()} for rope, parameters, _ in ropes],
         "calibration": {**statistics.source, "num_observed_tokens": statistics.tokens},
         "layers": layers,
     }
