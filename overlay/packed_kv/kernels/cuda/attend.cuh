@@ -28,7 +28,7 @@ constexpr u32 LARGE_SCALES = 0x80808080;
 
 struct State {
     float output[GROUPS][2][4];  // [group][channels 0-15, 16-31]; rows are channels
-    float maximum[2], total[2];  // of this lane's columns; a total is of this lane's tokens
+    float maximum[2], total[2];  // of this lane's columns, see `BiasRows`; a total is of this lane's tokens
     float ceiling;
     u32 watched;  // bits of scales that end the headroom; 0 once it has ended
 
@@ -55,22 +55,13 @@ struct Queries {
     }
 };
 
-// What the mean of a tile's block adds to the scores of this lane's columns, in log2 units; unused without HAS_BIAS.
-struct TileBias {
-    float of_column[2];
-};
-
-// Computes the weights of TILES micro-blocks, 2^(score * over_unit + bias - maximum), and their sums per column.
+// Computes the weights of TILES micro-blocks, 2^(score * over_unit - maximum), and their sums per column.
 template <int TILES>
-INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float over_unit, const TileBias& bias,
+INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float over_unit,
                             float (&weights)[TILES][4], float (&sums)[2]) {
-    float shift[2];
-    for_each<2>([&](auto c) {
-        shift[c.value] = HAS_BIAS ? bias.of_column[c.value] - state.maximum[c.value] : -state.maximum[c.value];
-    });
     for_each<TILES * 4>([&](auto i) {
         constexpr int tile = i.value / 4, r = i.value % 4;
-        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, shift[r % 2]));
+        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, -state.maximum[r % 2]));
     });
     for_each<TILES * 2>([&](auto i) {
         constexpr int tile = i.value / 2, c = i.value % 2;
@@ -79,13 +70,13 @@ INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4],
     });
 }
 
-// Updates the state for the scores of TILES micro-blocks of one block of means, and returns their weights as right
-// operands of `mma`, [TILES][n3]. `scales` are those of V.
+// Updates the state for the scores of TILES micro-blocks, and returns their weights as right operands of `mma`,
+// [TILES][n3]. `scales` are those of V.
 template <int TILES>
-INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float over_unit, const TileBias& bias,
+INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float over_unit,
                                   const u32 (&scales)[TILES][SETS], u32 (&operands)[TILES][2]) {
     float weights[TILES][4], sums[2];
-    softmax_weights(state, scores, over_unit, bias, weights, sums);
+    softmax_weights(state, scores, over_unit, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
@@ -98,13 +89,11 @@ INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4],
                 top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
             });
             for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
-            if constexpr (HAS_BIAS) top = __fmaf_rn(top, over_unit, bias.of_column[c.value]);
-            else top *= over_unit;
-            float maximum = maximum_of(state.maximum[c.value], top - headroom);
+            float maximum = maximum_of(state.maximum[c.value], top * over_unit - headroom);
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });
-        softmax_weights(state, scores, over_unit, bias, weights, sums);
+        softmax_weights(state, scores, over_unit, weights, sums);
     }
     state.total[0] += sums[0], state.total[1] += sums[1];
     for_each<TILES>([&](auto t) {
@@ -181,33 +170,48 @@ struct Request {
 // The request's column of this lane's accumulator column c, 0 or 1.
 INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
 
-// The rows of the query bias of this lane's columns, fp32 [1 + blocks of means]: the correction of token 0, whose key
-// has a mean of its own, and then what the mean of each block adds to scores. A column that the request lacks takes the
-// row of its first one: any finite number will do.
+// The biases of this lane's columns: what centred keys lack in their scores, which is one number for all keys of a block
+// of means, and a correction of token 0, whose key has a mean of its own.
+//
+// Tiles are attended without the bias of their block; instead, `State::maximum` is less by it. So it changes where a
+// warp goes on to another block, and is that of whole scores again at the end.
 struct BiasRows {
-    // The query heads of a lane's two columns follow each other, so one row tells where the other is.
+    // The query heads of a lane's two columns follow each other where they are even, so one row tells of both.
     static constexpr int KNOWN = QUERY_GROUP % 2 ? 2 : 1;
-    u32 first[KNOWN];
+    static constexpr u32 DIVISOR = TILES_A_BLOCK ? TILES_A_BLOCK : 1;  // a divisor must not be 0
+    u32 first[KNOWN];  // element of `query_bias`: the correction of token 0, then the bias of each block
 
+    // A column that the request lacks takes the row of its first one: any finite number will do.
     INLINE BiasRows(const Arguments& a, const Request& request, int head, const Lane& lane) {
         for_each<KNOWN>([&](auto c) {
             const int column = own_column(lane, c.value);
             first[c.value] = (u32)request.row(head, request.has(column) ? column : 0) * a.bias_stride;
         });
     }
-    INLINE float load_one(const Arguments& a, int c, u32 element) const {
-        return load_constant(a.query_bias + (c < KNOWN ? first[c] + element : first[0] + a.bias_stride + element));
+    INLINE float load(const Arguments& a, int c, u32 element) const {
+        return a.query_bias[c < KNOWN ? first[c] + element : first[0] + a.bias_stride + element];
     }
-    // The bias of the keys of a tile of pages. Positions beyond the last block of means take that one.
-    INLINE TileBias load(const Arguments& a, int tile) const {
-        TileBias bias;
-        const u32 block = TILES_A_BLOCK ? min((u32)tile / (TILES_A_BLOCK + !TILES_A_BLOCK), a.bias_stride - 2) : 0;
-        if constexpr (HAS_BIAS) for_each<2>([&](auto c) { bias.of_column[c.value] = load_one(a, c.value, 1 + block); });
-        return bias;
+    INLINE static bool ends_block(int tile) { return TILES_A_BLOCK && (tile + 1) % DIVISOR == 0; }
+    // The element of the bias of a tile of pages. Tiles behind the last block of means have that one's.
+    INLINE static u32 element(const Arguments& a, int tile) {
+        return TILES_A_BLOCK ? min((u32)tile / DIVISOR + 1, a.bias_stride - 1) : 1;
+    }
+    // Makes the maximum one for tile `to` that is one for tile `from`.
+    INLINE void go_on(const Arguments& a, State& state, int from, int to) const {
+        if constexpr (!HAS_BIAS || !TILES_A_BLOCK) return;
+        const u32 old = element(a, from), now = element(a, to);
+        if (old != now) for_each<2>([&](auto c) {
+            state.maximum[c.value] += load(a, c.value, old) - load(a, c.value, now);
+        });
+    }
+    // Makes the maximum one of whole scores that is one for `tile`.
+    INLINE void make_whole(const Arguments& a, State& state, int tile) const {
+        if constexpr (HAS_BIAS)
+            for_each<2>([&](auto c) { state.maximum[c.value] += load(a, c.value, element(a, tile)); });
     }
     // Adds the correction of token 0 to its scores.
     INLINE void add_first(const Arguments& a, const Lane& lane, float over_unit, float (&scores)[4]) const {
-        if (lane.row == 0) for_each<2>([&](auto c) { scores[c.value] += load_one(a, c.value, 0) / over_unit; });
+        if (lane.row == 0) for_each<2>([&](auto c) { scores[c.value] += load(a, c.value, 0) / over_unit; });
     }
 };
 

@@ -183,12 +183,12 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
 }
 
 // Turns a tile's scores into weights; `operands` are as `online_softmax_update` returns them.
-INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, const TileBias& bias, int first_token,
-                           int masked_from, float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
+INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, int first_token, int masked_from,
+                           float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
                            u32 (&operands)[TILE_BLOCKS][2]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane, first_token, scores, scales);
-    online_softmax_update(state, scores, 1 / SCORE_UNIT, bias, scales, operands);
+    online_softmax_update(state, scores, 1 / SCORE_UNIT, scales, operands);
 }
 
 // Adds a tile's V, multiplied by its weights, to the output.
@@ -260,21 +260,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
 
     State state;
     Queries queries = load_queries(a, request, head, lane);
-    const BiasRows bias_rows(a, request, head, lane);
+    const BiasRows bias(a, request, head, lane);
     if (RING_BLOCK && range.ring) {
 #pragma unroll 1
         for (int number = 0; number < range.ring; number++) {
             u32 next[TILE_BLOCKS];
             load_blocks(number + STAGES, next);
             const int tile = split + number * splits;
-            const TileBias bias = bias_rows.load(a, page_tile(request, tile));
+            if (number) bias.go_on(a, state, page_tile(request, tile - splits), page_tile(request, tile));
             barrier_wait(stages.barrier, stages.parity);
-            attend_ring_tile(a, request, bias_rows, bias, tile, stages.stage, queries, lane, state);
+            attend_ring_tile(a, request, bias, tile, stages.stage, queries, lane, state);
             sync_warp();
             copy(number + STAGES, next, stages.stage, stages.barrier);
             stages.next();
         }
         to_page_unit(state);
+        const int ring_tile = page_tile(request, split + (range.ring - 1) * splits);
+        if (range.count) bias.go_on(a, state, ring_tile, range.low);
+        else bias.make_whole(a, state, ring_tile);
     }
     queries.to_page_unit();
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
@@ -285,15 +288,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         pages.load_blocks(tile + STAGES, next);
         float scores[TILE_BLOCKS][4];
         u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
-        const TileBias bias = bias_rows.load(a, tile);
         barrier_wait(stages.barrier, stages.parity);
         score_tile(queries, tables, lane, stages.stage, scores, scales);
-        update_softmax(a, state, lane, bias, TILE_TOKENS * tile, masked_from, scores, scales, operands);
+        update_softmax(a, state, lane, TILE_TOKENS * tile, masked_from, scores, scales, operands);
         add_tile(state, tables, lane, stages.stage, scales, operands);
         sync_warp();
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();
+        if (BiasRows::ends_block(tile) && tile + 1 < last) bias.go_on(a, state, tile, tile + 1);
     }
+    if (range.count) bias.make_whole(a, state, last - 1);
     finish(state);
     if constexpr (IS_FINAL) combine_warps(a, request, head, shared_work_item(), warp, lane, state);
     else store_partial(a, request, head, split, splits, lane, state);
