@@ -260,22 +260,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
 
     State state;
     Queries queries = load_queries(a, request, head, lane);
-    const BiasRows bias(a, request, head, lane);
     if (RING_BLOCK && range.ring) {
 #pragma unroll 1
         for (int number = 0; number < range.ring; number++) {
             u32 next[TILE_BLOCKS];
             load_blocks(number + STAGES, next);
             const int tile = split + number * splits;
-            if (number) bias.go_on(a, state, page_tile(request, tile - splits), page_tile(request, tile));
+            if (number) BiasRows(a, request, head, lane).go_on(a, state, page_tile(request, tile - splits), page_tile(request, tile));
             barrier_wait(stages.barrier, stages.parity);
-            attend_ring_tile(a, request, bias, tile, stages.stage, queries, lane, state);
+            attend_ring_tile(a, request, head, tile, stages.stage, queries, lane, state);
             sync_warp();
             copy(number + STAGES, next, stages.stage, stages.barrier);
             stages.next();
         }
         to_page_unit(state);
         const int ring_tile = page_tile(request, split + (range.ring - 1) * splits);
+        const BiasRows bias(a, request, head, lane);
         if (range.count) bias.go_on(a, state, ring_tile, range.low);
         else bias.make_whole(a, state, ring_tile);
     }
@@ -295,9 +295,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         sync_warp();
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();
-        if (BiasRows::ends_block(tile) && tile + 1 < last) bias.go_on(a, state, tile, tile + 1);
+        if (BiasRows::ends_block(tile) && tile + 1 < last) {
+            const Request again(a, shared_work_item());
+            BiasRows(a, again, hide_from_optimizer(blockIdx.y), lane).go_on(a, state, tile, tile + 1);
+        }
     }
-    if (range.count) bias.make_whole(a, state, last - 1);
+    if (HAS_BIAS && range.count) {
+        const Request again(a, shared_work_item());
+        BiasRows(a, again, hide_from_optimizer(blockIdx.y), lane).make_whole(a, state, last - 1);
+    }
     finish(state);
     if constexpr (IS_FINAL) combine_warps(a, request, head, shared_work_item(), warp, lane, state);
     else store_partial(a, request, head, split, splits, lane, state);

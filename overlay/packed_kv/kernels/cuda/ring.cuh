@@ -103,12 +103,12 @@ INLINE void ring_value_scales(const Request& request, u32 tile, int first, const
 INLINE int page_tile(const Request& request, int number) { return (request.first_ring_tile() + number) / TILE_BLOCKS; }
 
 // Adds a tile to the state, whose outputs are in units of RING_UNIT until `to_page_unit`.
-INLINE void attend_ring_tile(const Arguments& a, const Request& request, const BiasRows& bias, int number, u32 tile,
+INLINE void attend_ring_tile(const Arguments& a, const Request& request, int head, int number, u32 tile,
                              const Queries& queries, const Lane& lane, State& state) {
     const int first = 16 * (request.first_ring_tile() + number);
     float scores[1][4];
     ring_scores(tile, queries, lane, scores[0]);
-    if (HAS_BIAS && first == 0) bias.add_first(a, lane, RING_UNIT, scores[0]);
+    if (HAS_BIAS && first == 0) BiasRows(a, request, head, lane).add_first(a, lane, RING_UNIT, scores[0]);
     for_each<4>([&](auto r) {
         const int token = first + lane.row + r.value / 2 * 8, limit = request.limit(own_column(lane, r.value % 2));
         if (token >= limit || token < max(limit - RECENT, request.recent)) scores[0][r.value] = minus_infinity();
