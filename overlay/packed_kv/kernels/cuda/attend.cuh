@@ -16,6 +16,12 @@ struct Lane {
     INLINE Lane()
         : index(hide_from_optimizer(threadIdx.x % 32)), row(hide_from_optimizer(index / 4)),
           column(hide_from_optimizer(index % 4)) {}
+    // A copy for rare branches of a loop: what depends on it is not computed ahead of the loop.
+    INLINE Lane in_rare_branch() const {
+        Lane copy = *this;
+        copy.row = hide_from_optimizer(row), copy.column = hide_from_optimizer(column);
+        return copy;
+    }
 };
 
 // What a warp carries from tile to tile. Weights are 2^(score - maximum), where `maximum` is any number that keeps
@@ -28,7 +34,7 @@ constexpr u32 LARGE_SCALES = 0x80808080;
 
 struct State {
     float output[GROUPS][2][4];  // [group][channels 0-15, 16-31]; rows are channels
-    float maximum[2], total[2];  // of this lane's columns, see `BiasRows`; a total is of this lane's tokens
+    float maximum[2], total[2];  // of this lane's columns, see `Biases`; a total is of this lane's tokens
     float ceiling;
     u32 watched;  // bits of scales that end the headroom; 0 once it has ended
 
@@ -170,26 +176,24 @@ struct Request {
 // The request's column of this lane's accumulator column c, 0 or 1.
 INLINE int own_column(const Lane& lane, int c) { return (2 * lane.column + c) % COLUMNS; }
 
-// The biases of this lane's columns: what centred keys lack in their scores, which is one number for all keys of a block
-// of means, and a correction of token 0, whose key has a mean of its own.
+// The biases of this lane's columns: what the scores of centred keys lack. It is one number for all keys of a block of
+// means, and a correction of token 0, whose key has a mean of its own.
 //
 // Tiles are attended without the bias of their block; instead, `State::maximum` is less by it. So it changes where a
-// warp goes on to another block, and is that of whole scores again at the end.
-struct BiasRows {
-    // The query heads of a lane's two columns follow each other where they are even, so one row tells of both.
-    static constexpr int KNOWN = QUERY_GROUP % 2 ? 2 : 1;
+// warp goes on to another block, and is that of whole scores again at the end. The loop holds no bias, and no rows.
+struct Biases {
     static constexpr u32 DIVISOR = TILES_A_BLOCK ? TILES_A_BLOCK : 1;  // a divisor must not be 0
-    u32 first[KNOWN];  // element of `query_bias`: the correction of token 0, then the bias of each block
+    u32 rows[2];  // first elements in `query_bias`: the correction of token 0, then come the biases of blocks
 
     // A column that the request lacks takes the row of its first one: any finite number will do.
-    INLINE BiasRows(const Arguments& a, const Request& request, int head, const Lane& lane) {
-        for_each<KNOWN>([&](auto c) {
+    INLINE Biases(const Arguments& a, const Request& request, int head, const Lane& lane) {
+        for_each<2>([&](auto c) {
             const int column = own_column(lane, c.value);
-            first[c.value] = (u32)request.row(head, request.has(column) ? column : 0) * a.bias_stride;
+            rows[c.value] = (u32)request.row(head, request.has(column) ? column : 0) * a.bias_stride;
         });
     }
     INLINE float load(const Arguments& a, int c, u32 element) const {
-        return a.query_bias[c < KNOWN ? first[c] + element : first[0] + a.bias_stride + element];
+        return a.query_bias[rows[c] + element];
     }
     INLINE static bool ends_block(int tile) { return TILES_A_BLOCK && (tile + 1) % DIVISOR == 0; }
     // The element of the bias of a tile of pages. Tiles behind the last block of means have that one's.

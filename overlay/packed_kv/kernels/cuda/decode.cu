@@ -31,7 +31,7 @@ struct Arguments {
     const int* block_table;    // [requests, blocks]
     const int* query_start;    // [requests + 1], first query token of each request, and their number
     const int* seq_lens;       // [requests], tokens in the cache, those of the query included
-    const float* query_bias;   // [tokens, query heads, bias_stride]; see `BiasRows`
+    const float* query_bias;   // [tokens, query heads, bias_stride]; see `Biases`
     const int* ring_table;     // [requests, ring blocks]
     const int* ring_first;     // [requests], the first token that is in the ring
     const int* schedule;       // [items, 4], the words of `WorkItem`
@@ -146,7 +146,7 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
     const Request request(a, shared_work_item());
     if (HAS_BIAS && first_token == 0)
-        BiasRows(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, 1 / SCORE_UNIT, scores[0]);
+        Biases(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, 1 / SCORE_UNIT, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
         for_each<4>([&](auto r) {
@@ -187,7 +187,7 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
                            float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
                            u32 (&operands)[TILE_BLOCKS][2]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
-        mask(a, lane, first_token, scores, scales);
+        mask(a, lane.in_rare_branch(), first_token, scores, scales);
     online_softmax_update(state, scores, 1 / SCORE_UNIT, scales, operands);
 }
 
@@ -266,7 +266,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
             u32 next[TILE_BLOCKS];
             load_blocks(number + STAGES, next);
             const int tile = split + number * splits;
-            if (number) BiasRows(a, request, head, lane).go_on(a, state, page_tile(request, tile - splits), page_tile(request, tile));
+            if (number)
+                Biases(a, request, head, lane).go_on(a, state, page_tile(request, tile - splits),
+                                                     page_tile(request, tile));
             barrier_wait(stages.barrier, stages.parity);
             attend_ring_tile(a, request, head, tile, stages.stage, queries, lane, state);
             sync_warp();
@@ -275,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         }
         to_page_unit(state);
         const int ring_tile = page_tile(request, split + (range.ring - 1) * splits);
-        const BiasRows bias(a, request, head, lane);
+        const Biases bias(a, request, head, lane);
         if (range.count) bias.go_on(a, state, ring_tile, range.low);
         else bias.make_whole(a, state, ring_tile);
     }
@@ -295,14 +297,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
         sync_warp();
         if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();
-        if (BiasRows::ends_block(tile) && tile + 1 < last) {
+        if (Biases::ends_block(tile) && tile + 1 < last) {
             const Request again(a, shared_work_item());
-            BiasRows(a, again, hide_from_optimizer(blockIdx.y), lane).go_on(a, state, tile, tile + 1);
+            Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).go_on(a, state, tile, tile + 1);
         }
     }
     if (HAS_BIAS && range.count) {
         const Request again(a, shared_work_item());
-        BiasRows(a, again, hide_from_optimizer(blockIdx.y), lane).make_whole(a, state, last - 1);
+        Biases(a, again, hide_from_optimizer(blockIdx.y), lane.in_rare_branch()).make_whole(a, state, last - 1);
     }
     finish(state);
     if constexpr (IS_FINAL) combine_warps(a, request, head, shared_work_item(), warp, lane, state);

@@ -108,7 +108,7 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
     const int first = 16 * (request.first_ring_tile() + number);
     float scores[1][4];
     ring_scores(tile, queries, lane, scores[0]);
-    if (HAS_BIAS && first == 0) BiasRows(a, request, head, lane).add_first(a, lane, RING_UNIT, scores[0]);
+    if (HAS_BIAS && first == 0) Biases(a, request, head, lane).add_first(a, lane, RING_UNIT, scores[0]);
     for_each<4>([&](auto r) {
         const int token = first + lane.row + r.value / 2 * 8, limit = request.limit(own_column(lane, r.value % 2));
         if (token >= limit || token < max(limit - RECENT, request.recent)) scores[0][r.value] = minus_infinity();
