@@ -1,13 +1,15 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
-    python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S] [--csv FILE]
+    python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
+        [--means {one,blocks}] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
 of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
 of what a copy of 4 GB moves on the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model. With
---spread S requests have 1 - S to 1 + S times the context, in any order. The CUDA kernel's scheduler, which
-runs once per step, is timed separately, at the end.
+--spread S requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean, or one of each
+block of positions; its product with the queries is made beside their rotation. The CUDA kernel's scheduler, which runs
+once per step, is timed separately, at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -27,13 +30,17 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton import decode as decode_module
 from packed_kv.kernels.triton.decode import decode
+from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.merge import merge
 from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
-from packed_kv.layout import page_layout, ring_slot_bytes
+from packed_kv.layout import MICRO_BLOCK, page_layout, ring_slot_bytes
+from packed_kv.rope import Rope
 from rows import append, commit_here, machine
 
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
+ROPE = Rope(tuple(10000.0 ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2)))
+TILE_TOKENS = cuda.TILE_BLOCKS * MICRO_BLOCK
 
 
 def copy_bandwidth() -> float:
@@ -45,10 +52,22 @@ def copy_bandwidth() -> float:
 
 
 class Layers:
-    """A batch and several layers' caches of it, of random codes and of scales as data has them."""
+    """A batch and several layers' caches of it, of random codes and of scales as data has them.
 
-    def __init__(self, name: str, requests: int, context: int, recent: int, spread: float = 0) -> None:
-        self.codec, self.page = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda"), page_layout(FORMATS[name], HEAD_DIM)
+    `means`: of keys, "one", "blocks" of positions, or None.
+    """
+
+    def __init__(
+        self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None
+    ) -> None:
+        centring: dict[str, Any] = {}
+        if means:
+            centring = dict(key_mean=torch.randn(KV_HEADS, HEAD_DIM), key_first_mean=torch.randn(KV_HEADS, HEAD_DIM))
+        if means == "blocks":
+            centring |= dict(key_rope=ROPE, positions=int((1 + spread) * context))
+        self.codec = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda", **centring)
+        self.page = page_layout(FORMATS[name], HEAD_DIM)
+        self.means = Means.of(self.codec.key.transform)
         blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes
         shape = (blocks, KV_HEADS, BLOCK_SIZE, slot_bytes)
         self.caches = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
@@ -96,25 +115,32 @@ class Layers:
         output = self.output.view(rotated.shape)
         matrix = cuda.pack_matrix(backward)
         counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
+        bias, positions, tiles_a_block = None, self.seq_lens.long() - 1, 0
+        if self.means:
+            bias = torch.full((requests, QUERY_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
+            tiles_a_block = self.means.block_tokens // TILE_TOKENS
+        rotation = rotated, HEAD_DIM**-0.5, self.means, positions, bias
         bound, steps = [], []
         for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
-            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, has_bias=False))
-            batch = (rotated, table, self.start, self.seq_lens, partial, stats, None, ring, None, schedule)
+            flags = dict(has_bias=bias is not None, tiles_a_block=tiles_a_block)
+            bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, **flags))
+            batch = (rotated, table, self.start, self.seq_lens, partial, stats, bias, ring, None, schedule)
             steps.append((cuda.step_arguments(*batch), batch))  # which are addresses: the tensors have to stay
 
         def round_of_layers(rotates: bool) -> None:
             for i, (cache, table, ring) in enumerate(zip(self.caches, self.tables, self.rings, strict=True)):
                 if rotates:
-                    rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
+                    rotate_query(self.query, forward, *rotation)
                 if kernel == "cuda":
                     bound[i](grid, 1, requests, steps[i][0], output)
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
-                    decode(self.page, *batch, max_query_len=1, max_registers=registers, ring=ring)
+                    centred = dict(query_bias=bias, tiles_a_block=tiles_a_block)
+                    decode(self.page, *batch, max_query_len=1, max_registers=registers, ring=ring, **centred)
                 if not grid.is_final:
                     merge(partial, stats, backward, output)
 
-        rotate_query(self.query, forward, rotated, HEAD_DIM**-0.5)
+        rotate_query(self.query, forward, *rotation)
         return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
 
 
@@ -170,6 +196,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda"))
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
+    parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
     parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel")
@@ -183,7 +210,7 @@ def main() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for name in options.dtypes:
         for requests, context in (map(int, shape.split("x")) for shape in options.shapes):
-            layers = Layers(name, requests, context, options.recent, options.spread)
+            layers = Layers(name, requests, context, options.recent, options.spread, options.means)
             rounds: dict[str, Callable[[], None]] = {}
             for kernel in options.kernels:
                 rounds |= layers.rounds(kernel, options.splits, options.max_registers)
@@ -196,8 +223,8 @@ def main() -> None:
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
-                    "recent": options.recent,
-                    "kernel": kernel, "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
+                    "recent": options.recent, "means": options.means or "none", "kernel": kernel,
+                    "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
                 if options.csv:
