@@ -92,6 +92,13 @@ def test_rounding_is_as_it_is_written() -> None:
     assert not padding.any() and not rows[..., 80:].any()
 
 
+def test_tables_are_made_on_the_cpu() -> None:
+    """Whatever PyTorch's default device is: a GPU's sines differ."""
+    with torch.device("meta"):
+        table = block_table(Rope((0.5, 0.25)), 64, 3)
+    assert table.device.type == "cpu" and table.dtype == torch.float32
+
+
 def test_layers_of_a_rope_share_a_table() -> None:
     one, other = (
         ChannelTransform(64, 64, gaussian(64, seed=seed), None, None, torch.device("cpu"), Rope(frequencies(32)), 4096)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -35,12 +36,13 @@ def block_table(
         ValueError: more pairs than head_dim has, a frequency that is not from 0 to pi.
     """
     check(rope, head_dim)
-    frequency = torch.tensor(rope.frequencies, dtype=torch.float64)
-    middle = torch.arange(blocks, dtype=torch.float64)[:, None] * MEAN_BLOCK + (MEAN_BLOCK - 1) / 2
+    on_cpu: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    frequency = torch.tensor(rope.frequencies, **on_cpu)
+    middle = torch.arange(blocks, **on_cpu)[:, None] * MEAN_BLOCK + (MEAN_BLOCK - 1) / 2
     under = MEAN_BLOCK * torch.sin(frequency / 2)
     length = torch.where(under == 0, 1.0, torch.sin(MEAN_BLOCK * frequency / 2) / under)
     angle = middle * frequency
-    table = torch.zeros(blocks, 2, head_dim if stored_dim is None else stored_dim, dtype=torch.float64)
+    table = torch.zeros(blocks, 2, head_dim if stored_dim is None else stored_dim, **on_cpu)
     table[:, 0] = 1
     for channels in zip(*rope.pairs(), strict=True):
         table[:, 0, list(channels)] = length * torch.cos(angle)
