@@ -107,13 +107,13 @@ class LayerSums:
         self.attention += attention.sum(0)
         self.attended_key += (attention * later).sum(0)
         self.attended_squares += (attention * later.square()).sum(0)
-        sampled, turns = query[~first][::STRIDE].double(), positions[~first]
-        self.sampled_queries += len(sampled)
+        asked = positions % STRIDE == 1
+        self.sampled_queries += int(asked.sum())
         for at, (rope, *_) in enumerate(self.ropes):
-            before = before_rope(later, turns, rope)
+            before = before_rope(later, positions[~first], rope)
             self.key_before_rope[:, at] += sums_before_rope(before, rope)
             self.attended_before_rope[:, at] += sums_before_rope(before, rope, attention[..., 0])
-            queries = sums_before_rope(before_rope(sampled, turns[::STRIDE], rope), rope)
+            queries = sums_before_rope(before_rope(query[asked].double(), positions[asked], rope), rope)
             self.query_before_rope[:, at] += queries.unflatten(0, (len(self.key), -1)).mean(1)
         self.query_squares += _squares(query[~first]).unflatten(0, (len(self.key), -1)).mean(1)
         self.value_squares += _squares(value)

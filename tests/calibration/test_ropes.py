@@ -113,7 +113,7 @@ def test_statistics_are_those_of_all_positions_of_the_model(interleaved: bool) -
         assert_close(found.sum(1), left[:, [first, second]].sum(1), rtol=1e-5, atol=1e-9)
         assert_close(found, left[:, [first, second]], rtol=0.1, atol=0.02 * float(left[:, [first, second]].max()))
     assert_close(seen.key_variance[:, 48:], left[:, 48:])
-    sampled = [before_rope(x.double().expand(len(every), -1, -1), -every, rope).square().mean(0) for x in raw[1][::8]]
+    sampled = [before_rope(x.double().expand(len(every), -1, -1), -every, rope).square().mean(0) for x in raw[1][7::8]]
     assert_close(seen.key_weight, torch.stack(sampled).mean(0).unflatten(0, (2, 2)).mean(1), rtol=1e-5, atol=1e-9)
     slow = seen.key_variance[:, list(rope.pairs()[-1])]
     assert (slow.amax(1) > 2 * slow.amin(1)).any()  # a pair that stays as it is keeps its two sizes
