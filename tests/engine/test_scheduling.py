@@ -14,16 +14,18 @@ import pytest
 import torch
 from harness import count_preemptions, engine, scheduler
 from packed_kv.formats import FORMATS
+from packed_kv.rope import Rope
 from packed_kv.vllm_compat import no_scratch_groups
 from vllm import LLM, SamplingParams
 
 TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
 HEAD_DIM = 128
 CENTRED = ("tq4", "turboquant25", "isoquant3")
-"""Served with means and scales: those of a first token must find it, however the request was cut."""
+"""Served with means by position and scales: each token must find its own mean, however the request was cut."""
 TRANSFORMS = {
     "key_mean": torch.linspace(-2, 2, HEAD_DIM),
     "key_scale": torch.logspace(1, -1, HEAD_DIM, base=2),
+    "key_rope": Rope(tuple(10000.0 ** (-pair / 64) for pair in range(64))),
     "key_first_mean": torch.linspace(1, -3, HEAD_DIM),
     "value_scale": torch.logspace(-1, 1, HEAD_DIM, base=2),
 }

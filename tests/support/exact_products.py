@@ -21,8 +21,8 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
     ).to(x.dtype)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **transforms: torch.Tensor) -> None:
-    """For engines that this process starts from now on; their codecs have these means and scales."""
+def install(monkeypatch: pytest.MonkeyPatch, **transforms: object) -> None:
+    """For engines that this process starts from now on; their codecs have these means, scales and RoPE."""
     from fake_codecs import Float64Codec
     from packed_kv.attention import impl
     from vllm.model_executor.layers import utils
