@@ -1,0 +1,70 @@
+"""The experiment reads far keys from the codecs and near ones raw, and its tables name each file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import long_context
+import pytest
+import tiny_models
+import torch
+from calibration_files import content, write
+from checkout import DEMO_MODEL
+from packed_kv.layout import RECENT_TOKENS
+from torch.testing import assert_close
+from tq_calibrate.collect import ATTENTION, Collector
+from transformers import AutoModelForCausalLM, DynamicCache
+
+SCORED, LENGTH = 20, 200
+
+
+class Shifted:
+    """In the place of a codec: gives back vectors as they were, plus a constant."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+
+def test_far_tokens_are_read_from_codecs_and_near_ones_as_they_are() -> None:
+    Collector()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_models.llama(), attn_implementation=ATTENTION).eval()
+    run, cache = long_context.FarPacked(model), DynamicCache()
+    ids = torch.randint(tiny_models.VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def with_codecs(ids: torch.Tensor, by: float) -> torch.Tensor:
+        codec = SimpleNamespace(key=Shifted(0.0), value=Shifted(by))
+        run.codecs = dict.fromkeys(range(len(cache.layers)), codec)
+        found = run.log_probs(ids, cache, SCORED)
+        run.codecs = {}
+        return found
+
+    with torch.inference_mode():
+        expected = model(ids).logits[0, -SCORED:].log_softmax(-1)
+        model.base_model(ids[:, :-SCORED], past_key_values=cache, use_cache=True)
+        assert_close(run.log_probs(ids, cache, SCORED), expected, rtol=1e-4, atol=1e-4)
+        assert_close(with_codecs(ids, 0.0), expected, rtol=1e-4, atol=1e-4)
+        assert (with_codecs(ids, 1.0) - expected).abs().max() > 0.1
+        near, cache = ids[:, :RECENT_TOKENS], DynamicCache()
+        model.base_model(near[:, :-SCORED], past_key_values=cache, use_cache=True)
+        assert_close(with_codecs(near, 1.0), model(near).logits[0, -SCORED:].log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, content(6, 2, 128, version=2))
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    arguments = ["--text", str(text), "--calibration", str(file), "--lengths", "200", "300", "--dtypes", "tq4"]
+    long_context.main([str(DEMO_MODEL), *arguments])
+    energy, kl = capsys.readouterr().out.strip().split("\n\n")
+    assert energy.split() == ["energy", "left", "from", "0", str(file), energy.split()[-1]]
+    assert [line.split()[0] for line in kl.splitlines()] == ["dtype", "tq4", "tq4"]
+    none, ours = (line.split()[-4:] for line in kl.splitlines()[1:])
+    assert none[2:] == ["1.00", "1.00"] and float(ours[2]) > 1.5  # random means do harm
