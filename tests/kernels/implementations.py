@@ -47,8 +47,7 @@ def attend_pages(
     sinks, lse = options.pop("sinks", None), options.pop("lse", None)
     if kernel == "triton":
         decode(page, *batch, partial, stats, max_query_len=max_query_len, **options)
-        bias = None if options.get("logits_soft_cap") else options.get("query_bias")
-        merge(partial, stats, matrix, output, sinks, bias, lse)
+        merge(partial, stats, matrix, output, sinks, lse)
         return
     assert sinks is None
     assert not options.pop("sliding_window", None) and not options.pop("logits_soft_cap", None), options

@@ -13,12 +13,14 @@ from packed_kv.formats import Format
 from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
-from packed_kv.kernels.triton import decode, merge, ring, rotate, store
+from packed_kv.kernels.triton import decode, gather, means, merge, ring, rotate, store
 from packed_kv.layout import page_layout, ring_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
-"""Name -> whether calibrated: outliers, means and scales. Every rotation and width, with and without half words."""
+"""Name -> whether calibrated: outliers, scales and means by blocks of positions. Every rotation and width, with and
+without half words."""
+MEAN_BLOCKS = 512
 
 
 TWO_SIZES = ("tq4",)
@@ -32,7 +34,7 @@ def store_case(
 ) -> Case:
     strides = ("cache_block", "cache_head", "key_token", "key_head", "value_token", "value_head", "key_channels",
                "value_channels", "key_table", "value_table", "ring_block", "ring_head",
-               "query_token", "query_head", "matrix_head", "bias_rows_head")  # fmt: skip
+               "query_token", "query_head", "matrix_head", "means_head")  # fmt: skip
     return Case(
         kernel="packed_kv.kernels.triton.store:store_kernel",
         arch=arch,
@@ -41,13 +43,16 @@ def store_case(
             key_channels_ptr="*i64", value_channels_ptr="*i64", ring_ptr="*u8", ring_slots_ptr="*i32",
             ring_tokens="i32", positions_ptr="*i64", key_table_ptr="*fp32", value_table_ptr="*fp32",
             query_ptr="*bf16", rotated_ptr="*fp16", query_bias_ptr="*fp32", query_rows="i32", matrix_ptr="*fp16",
-            query_scale="fp32", bias_rows_ptr="*fp32", **{f"{name}_stride": "i32" for name in strides},
+            query_scale="fp32", means_ptr="*fp32", spectrum_ptr="*fp32",
+            **{f"{name}_stride": "i32" for name in strides},
         ),
         constants=dict(
             QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
-            QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim), HAS_BIAS=calibrated,
-            VALUE_DIM=value_dim or head_dim,
-            HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated, FIRST=calibrated,
+            QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim),
+            BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS) if calibrated else 0, COLUMNS=means.COLUMNS,
+            MEAN_BLOCKS=MEAN_BLOCKS if calibrated else 1, MEAN_BLOCK_TOKENS=256 if calibrated else 0,
+            VALUE_DIM=value_dim or head_dim, HAS_POSITIONS=calibrated,
+            HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated,
             HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), HEAD_DIM=head_dim,
             ROTATION=fmt.rotation, LAYOUT=kernel_layout(page_layout(fmt, head_dim)),
         ),
@@ -117,7 +122,7 @@ RINGS = (("isoquant4", 8), ("turboquant25", 4))
 DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 
-def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False, ring_block: int = 0) -> Case:
+def decode_case(fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0) -> Case:
     return Case(
         kernel="packed_kv.kernels.triton.decode:_decode_kernel",
         arch=arch,
@@ -128,7 +133,8 @@ def decode_case(fmt: Format, arch: int, head_dim: int = 128, bias: bool = False,
             ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, WINDOW=0, HAS_SOFT_CAP=False, HAS_BIAS=bias, MICRO_BLOCKS_A_BLOCK=1,
+            KV_HEADS=8, QUERY_GROUP=4, WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
+            MEAN_BLOCKS=mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
             LAYOUT=kernel_layout(page_layout(fmt, head_dim)), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
         ),
         options=dict(
@@ -182,9 +188,10 @@ def test_decode_with_a_ring_stays_in_registers(arch):
         assert resources.shared_bytes <= 12 * 1024, case  # 16 programs share the 228 KB of an SM
 
 
-def test_a_bias_stays_in_registers():
+@pytest.mark.parametrize("mean_blocks", [1, MEAN_BLOCKS])
+def test_a_bias_stays_in_registers(mean_blocks):
     names = ("isoquant4", "turboquant25")
-    cases = [decode_case(FORMATS[name], 90, bias=True) for name in names]
+    cases = [decode_case(FORMATS[name], 90, mean_blocks=mean_blocks) for name in names]
     for name, resources in zip(names, compile_kernels(cases), strict=True):
         assert not resources.spills, name
         assert resources.registers <= decode.MAX_REGISTERS, name
@@ -231,11 +238,11 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool 
         types=dict(
             partial_output="*fp32", partial_stats="*fp32", matrix="*fp16", output="*bf16", rows="i32",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", splits="i32",
-            sinks="*bf16", bias="*fp32", lse="*fp32",
+            sinks="*bf16", lse="*fp32",
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, PART=head_dim & -head_dim,
-            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_BIAS=sinks, HAS_LSE=lse,
+            ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse,
         ),
         options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
         unaligned=("rows", "splits"),
@@ -248,14 +255,34 @@ def rotate_query_case() -> Case:
         kernel="packed_kv.kernels.triton.rotate:_rotate_query_kernel",
         arch=90,
         types=dict(
-            query="*bf16", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16", token_stride="i32",
-            head_stride="i32", matrix_head_stride="i32", scale="fp32", bias_rows="*fp32", bias_rows_head_stride="i32",
+            query="*bf16", positions="*i64", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16",
+            token_stride="i32", head_stride="i32", matrix_head_stride="i32", scale="fp32", means="*fp32",
+            means_head_stride="i32", spectrum="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=rotate.QUERY_ROWS, HAS_BIAS=True
+            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=rotate.QUERY_ROWS,
+            BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=256,
+            COLUMNS=means.COLUMNS,
         ),
         options=dict(num_warps=4),
-        unaligned=("rows",),
+        unaligned=("rows", "positions"),
+    )  # fmt: skip
+
+
+def unrotate_case(head_dim: int) -> Case:
+    return Case(
+        kernel="packed_kv.kernels.triton.gather:_unrotate_kernel",
+        arch=90,
+        types=dict(
+            vectors="*fp16", positions="*i32", result="*bf16", rows="i32", matrix="*fp16", means="*fp32",
+            spectrum="*fp32", matrix_head_stride="i32", means_head_stride="i32",
+        ),
+        constants=dict(
+            KV_HEADS=8, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=gather.ROWS_A_PROGRAM,
+            MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=256,
+        ),
+        options=dict(num_warps=4),
+        unaligned=("rows", "positions"),
     )  # fmt: skip
 
 
@@ -332,9 +359,20 @@ def test_what_stands_around_decode_stays_in_registers():
     ]
     cases = [merge_case(*key) for key in merges]
     cases += [rotate_query_case(), sinks_case(), share_case(), plan_ring_case(), gather_ring_case()]
+    cases += [unrotate_case(head_dim) for head_dim in (128, 256)]
     schedules = [(66, True), (256, False), (256, True)]
     cases += [schedule_case(*key) for key in schedules]
-    keys = [*merges, "rotate_query", "sinks", "share", "plan_ring", "gather_ring", *schedules]
+    keys = [
+        *merges,
+        "rotate_query",
+        "sinks",
+        "share",
+        "plan_ring",
+        "gather_ring",
+        "unrotate 128",
+        "unrotate 256",
+        *schedules,
+    ]
     for key, resources in zip(keys, compile_kernels(cases), strict=True):
         assert not resources.spills, key
         assert resources.shared_bytes <= 99 * 1024, key  # what a program of sm_120 can have

@@ -23,6 +23,7 @@ from ..kernels.cuda.schedule import Scheduler
 from ..kernels.triton.decode import (
     COLUMNS,
     MAX_REGISTERS,
+    TILE_TOKENS,
     DecodeShape,
     bind_decode,
     decode_arguments,
@@ -30,6 +31,7 @@ from ..kernels.triton.decode import (
     split_count,
 )
 from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.means import Means
 from ..kernels.triton.merge import bind_merge, merge_arguments, merge_grid, merge_tile
 from ..kernels.triton.rotate import (
     QueryRotation,
@@ -106,18 +108,20 @@ class FusedDecode:
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
         self.longest_decode, self.max_requests = longest_decode, max_requests
-        self.bias_rows = codec.key.transform.mean_rows()
-        if self.bias_rows is not None and not shard.has_first:
-            self.bias_rows = self.bias_rows * self.bias_rows.new_tensor([[1.0], [0.0]])  # of token 0, which others have
         self.has_lse = shard.ranks > 1
-        self.merges_bias = self.bias_rows is not None and options.sinks is not None and not options.logits_soft_cap
-        self.rotation = QueryRotation(rotation_matrix(codec.key, kv_heads), options.scale, self.bias_rows)
+        means = Means.of(codec.key.transform, has_first=shard.has_first)
+        self.mean_blocks = 0 if means is None else means.blocks
+        """Blocks of positions for which queries have a bias; 0: they have none."""
+        tile_tokens = TILE_TOKENS * shard.ranks
+        assert means is None or means.block_tokens % tile_tokens == 0, (means.block_tokens, shard)
+        tiles_a_block = 0 if means is None else means.block_tokens // tile_tokens
+        self.rotation = QueryRotation(rotation_matrix(codec.key, kv_heads), options.scale, means)
         self.from_rotated = rotation_matrix(codec.value, kv_heads, inverse=True)
         properties = torch.cuda.get_device_properties(codec.key.device)
         self.sm_count = properties.multi_processor_count
         self.shape = DecodeShape(
             kv_heads, query_heads // kv_heads, codec.key.stored_dim, options.sliding_window, options.logits_soft_cap,
-            self.bias_rows is not None, MAX_REGISTERS if properties.major == 9 else None,
+            self.mean_blocks, tiles_a_block, MAX_REGISTERS if properties.major == 9 else None,
         )  # fmt: skip
         self.programs = kv_heads * -(-self.shape.group // COLUMNS)
         """Of a query token and split."""
@@ -155,7 +159,7 @@ class FusedDecode:
         if not len(slots):
             return None
         rotate, rows = (None, 0) if decodes is None else (decodes.rotate[1], decodes.rows)
-        grid = store_grid(self.codec, len(slots), self.kv_heads, rows)
+        grid = store_grid(self.codec, len(slots), self.kv_heads, rows, self.rotation.bias_programs)
         return StoreStep(grid, store_arguments(self.codec, slots, positions, ring_slots, rotate), rotate is not None)
 
     def store(
@@ -192,7 +196,7 @@ class FusedDecode:
 
     def decode_step(
         self,
-        tokens: int,
+        positions: torch.Tensor,
         block_table: torch.Tensor,
         query_start: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -203,7 +207,7 @@ class FusedDecode:
         """For the decodes of a step, and layers of the same heads.
 
         Args:
-            tokens: query tokens.
+            positions: int64 [query tokens].
             block_table: int32 [requests, blocks].
             query_start: int32 [requests + 1].
             seq_lens: int32 [requests], tokens in this rank's pages.
@@ -212,7 +216,7 @@ class FusedDecode:
             lse: with several ranks, fp32 [tokens, query heads], contiguous, filled; else None.
         """
         assert self.has_lse == (lse is not None)
-        shape = self.shape
+        shape, tokens = self.shape, len(positions)
         requests, schedule = len(seq_lens), None
         if self.of_cuda is None:
             grid = cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
@@ -234,9 +238,9 @@ class FusedDecode:
         tile, merge = (0, 0), None
         if not grid.is_final:
             tile = merge_tile(grid.blocks)
-            arguments = merge_arguments(partial, stats, shape.group, query_bias, lse)
+            arguments = merge_arguments(partial, stats, shape.group, lse)
             merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
-        rotate = rotate_query_grid(rotated), rotate_query_arguments(rotated, query_bias)
+        rotate = rotate_query_grid(rotated, self.rotation), rotate_query_arguments(rotated, positions, query_bias)
         return DecodeStep(rotate, decode, merge, tokens * shape.group, tile)
 
     def attend(self, cache: torch.Tensor, step: DecodeStep, output: torch.Tensor, ring: Ring | None = None) -> None:
@@ -263,8 +267,8 @@ class FusedDecode:
             return
         merge = merges.get(step.tile)
         if merge is None:
-            apart, flags = self._heads_apart(output), {"has_bias": self.merges_bias, "has_lse": self.has_lse}
-            merge = bind_merge(apart, self.from_rotated, step.tile, sinks, **flags)
+            apart = self._heads_apart(output)
+            merge = bind_merge(apart, self.from_rotated, step.tile, sinks, has_lse=self.has_lse)
             merges[step.tile] = merge
         merge(step.merge[0], (output,), step.merge[1])
 
@@ -275,7 +279,7 @@ class FusedDecode:
         if self.of_cuda is None:
             return bind_decode(self.codec.layout, self.shape, cache, ring), {}
         apart = self._heads_apart(output)
-        flags = self.shape.has_bias, self.has_lse
+        flags = self.mean_blocks > 0, self.has_lse, self.shape.tiles_a_block
         decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, *flags)
         decode.compile_variants(self.longest_decode)
         return decode, {}
@@ -287,7 +291,7 @@ class FusedDecode:
         """Size the workspace for any batch, and compile the schedulers."""
         counts, query_len = range(1, self.max_requests + 1), min(self.longest_decode, longest_fused(self.shape.group))
         rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len
-        self.reserve(rows, (rows, self.query_heads, 1))
+        self.reserve(self.max_requests * query_len, (rows, self.query_heads, 1))
         for scheduler in self.schedulers.values():
             scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))
             self.reserve(self.max_requests * query_len, (len(scheduler.items), self.kv_heads, cuda.COLUMNS))
@@ -296,7 +300,7 @@ class FusedDecode:
         """Workspace for rotated queries, partial outputs of that shape, their softmax state; for queries' biases if
         there are."""
         head_dim = self.shape.head_dim
-        bias = [] if self.bias_rows is None else [((tokens, self.query_heads, 2), torch.float32)]
+        bias = [((tokens, self.query_heads, 1 + self.mean_blocks), torch.float32)] if self.mean_blocks else []
         return current_workspace_manager().get_simultaneous(
             ((tokens, self.kv_heads, self.shape.group, head_dim), torch.float16),
             ((*partial, head_dim), torch.float32),

@@ -142,15 +142,14 @@ class LayerAttention:
 
         def make() -> DecodeStep:
             return fused.decode_step(
-                metadata.decode_tokens, metadata.block_table[:requests], metadata.query_start_loc[: requests + 1],
+                metadata.positions[: metadata.decode_tokens], metadata.block_table[:requests],
+                metadata.query_start_loc[: requests + 1],
                 metadata.stored_lens[:requests], metadata.decode_query_len,
                 window.ring(0, requests) if window else None, lse,
             )  # fmt: skip
 
-        # Layers with sinks may need a bias that the others do not, and these and those with a window the other kernel.
-        return self.once_a_step(
-            metadata, window, ("decode", fused.bias_rows is not None, fused.of_cuda is not None), make
-        )
+        # Keys of some layers may have means, of more or fewer blocks, and layers with a window have the other kernel.
+        return self.once_a_step(metadata, window, ("decode", fused.mean_blocks, fused.of_cuda is not None), make)
 
     def once_a_step(
         self, metadata: PackedMetadata, window: WindowStep | None, name: tuple, make: Callable[[], Any]

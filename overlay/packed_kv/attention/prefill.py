@@ -27,6 +27,7 @@ from ..kernels.triton.gather import (
     unrotate_grid,
 )
 from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.means import Means
 from ..kernels.triton.ring import bind_gather_ring, gather_ring_arguments
 from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
@@ -88,8 +89,8 @@ class PartRead:
             (gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, part.rows, key, value)),
             of_ring,
             (
-                (unrotate_grid(key), (), unrotate_arguments(key, dtype, part.first_tokens)),
-                (unrotate_grid(value), (), unrotate_arguments(value, dtype, None)),
+                (unrotate_grid(key), (), unrotate_arguments(key, dtype, part.positions)),
+                (unrotate_grid(value), (), unrotate_arguments(value, dtype)),
             ),
         )
 
@@ -135,7 +136,7 @@ class FlashPrefill:
         self.max_tokens = max_tokens
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
-        self.means = codec.key.transform.mean_rows()
+        self.means = Means.of(codec.key.transform)
         self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
         self.bound = Launches()
 
@@ -296,10 +297,7 @@ class FlashPrefill:
             raw = [Span(request, count, 0, count) for request, count in enumerate(query_lens)]
             own = key_part(own_part(query_lens, prefixes) if shared else raw, query_starts, blocks, block_size)
             recent_from = [prefix - recent + 1 for prefix in prefixes]
-            has_first = self.shard.has_first
-            parts = [
-                key_part(part, query_starts, blocks, block_size, recent_from, has_first=has_first) for part in spans
-            ]
+            parts = [key_part(part, query_starts, blocks, block_size, recent_from, self.shard) for part in spans]
             key, value, over_parts, *padded = self.reserve(dtype)
             return PrefillStep(
                 own,
@@ -319,12 +317,11 @@ class FlashPrefill:
         )
         if ring is not None and read.ring is not None:
             self.bound.get("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
-        has_first = read.part.first_tokens is not None
         for name, arguments, matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):
-            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means, has_first)
-            self.bound.get((name, has_first), None, bind)(*arguments)
+            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means)
+            self.bound.get(name, None, bind)(*arguments)
         return read.key[..., : self.codec.key.head_dim], read.value[..., : self.flash_attention.value_dim]
 
     def _flash(

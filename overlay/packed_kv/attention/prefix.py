@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout import MICRO_BLOCK
+from .context_shard import UNSHARDED, ContextShard
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class KeyPart:
 
     `first_row` .. `end_row` are its rows of the prefill; `query_starts` and `key_starts`, int32 [requests + 1] on the
     device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`;
-    `first_tokens`, bool [tokens], says which keys are the first of a request; None if none is; `recent` are the spans
-    of `gather_ring`, or None.
+    `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of `gather_ring`, or
+    None.
     """
 
     first_row: int
@@ -114,7 +115,7 @@ class KeyPart:
     left: int
     micro_blocks: torch.Tensor
     rows: torch.Tensor
-    first_tokens: torch.Tensor | None
+    positions: torch.Tensor
     recent: torch.Tensor | None
 
 
@@ -124,8 +125,7 @@ def key_part(
     block_table: torch.Tensor,
     block_size: int,
     recent_from: Sequence[int] | None = None,
-    *,
-    has_first: bool = True,
+    shard: ContextShard = UNSHARDED,
 ) -> KeyPart:
     """Put a part's indices on the device, without waiting for it.
 
@@ -135,33 +135,34 @@ def key_part(
         block_table: int32 [requests, blocks], of the same requests.
         block_size: tokens of a block, a multiple of 16.
         recent_from: of each request, the token from which on its ring is asked first; None: no ring is.
-        has_first: whether a span from 0 on begins with the first token of the request.
+        shard: which tokens of the requests the spans count.
     """
     first_row = query_starts[spans[0].request]
     queries, keys, rows = [0], [0], [0]
-    requests, numbers, first_tokens, recent = [], [], [], []
+    requests, numbers, recent = [], [], []
     for span in spans:
         row = query_starts[span.request] - first_row
         assert row == queries[-1], "rows of a part are neighbours"
         queries.append(row + span.queries)
         keys.append(keys[-1] + span.end - span.start)
-        if has_first and span.start == 0 < span.end:
-            first_tokens.append(keys[-2])
         if recent_from is not None and (low := max(span.start, recent_from[span.request])) < span.end:
             recent += [span.request, keys[-2] - span.start, low, span.end]
-        starts = range(span.start, span.end, MICRO_BLOCK)
-        requests += [span.request] * len(starts)
-        numbers += [start // MICRO_BLOCK for start in starts]
-        rows += [keys[-2] + min(start + MICRO_BLOCK, span.end) - span.start for start in starts]
-    lists = (queries, keys, rows, requests, numbers, first_tokens, recent)
+        tokens = range(span.start, span.end, MICRO_BLOCK)
+        requests += [span.request] * len(tokens)
+        numbers += [token // MICRO_BLOCK for token in tokens]
+        rows += [keys[-2] + min(token + MICRO_BLOCK, span.end) - span.start for token in tokens]
+    starts = [span.start - key for span, key in zip(spans, keys, strict=False)]
+    lists = (queries, keys, rows, requests, numbers, recent, starts)
     host = torch.tensor([index for indices in lists for index in indices], dtype=torch.int32)
     if block_table.is_cuda:
         host = host.pin_memory()
     on_device = host.to(block_table.device, non_blocking=True).split([len(indices) for indices in lists])
-    queries_, keys_, rows_, requests_, numbers_, first_, recent_ = on_device
+    queries_, keys_, rows_, requests_, numbers_, recent_, starts_ = on_device
     a_block = block_size // MICRO_BLOCK
     micro_blocks = block_table[requests_, numbers_ // a_block] * a_block + numbers_ % a_block
-    first = torch.zeros(keys[-1], dtype=torch.bool, device=block_table.device) if first_tokens else None
+    # Of each key: what its index in the part is short of its place. A known size saves waiting for the device.
+    offsets = starts_.repeat_interleave(keys_.diff(), output_size=keys[-1])
+    indices = torch.arange(keys[-1], dtype=torch.int32, device=block_table.device) + offsets
     return KeyPart(
         first_row=first_row,
         end_row=first_row + queries[-1],
@@ -173,6 +174,6 @@ def key_part(
         left=spans[0].left,
         micro_blocks=micro_blocks,
         rows=rows_,
-        first_tokens=None if first is None else first.index_fill_(0, first_.long(), True),
+        positions=indices if shard == UNSHARDED else shard.position(indices),
         recent=recent_.view(-1, 4) if recent else None,
     )

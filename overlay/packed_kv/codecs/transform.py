@@ -92,8 +92,8 @@ class ChannelTransform:
 
     @property
     def block_tokens(self) -> int:
-        """Positions of a block; 0 where one block has all."""
-        return MEAN_BLOCK if self.mean_blocks > 1 else 0
+        """Positions of a block; 0 without RoPE: one block has all."""
+        return 0 if self.rope is None else MEAN_BLOCK
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [..., stored_dim] -> the same; `positions`: int, broadcastable to [...], of each vector in its sequence,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from implementations import attend_pages
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
+from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
 from packed_kv.layout import page_layout
+from packed_kv.rope import Rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = 2e-3
@@ -45,30 +45,31 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
         codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
-        first = (ids == 0).to(DEVICE)[:, None]
-        key = codec.key.decode(codec.key.encode(key, first), first)
+        places = ids.to(DEVICE)[:, None]
+        key = codec.key.decode(codec.key.encode(key, places), places)
         value = codec.value.decode(codec.value.encode(value))
         rows = slice(int(start[i]), int(start[i]) + count)
         expected[rows], expected_lse[rows] = attention(
             query[rows].double(), key.double(), value.double(), scale, window, soft_cap, sinks
         )
     rotated = torch.empty(len(query), kv_heads, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
-    bias_rows, bias = codec.query_bias_rows(whole=soft_cap is not None or sinks is not None), None
-    if bias_rows is not None:
-        bias = torch.full((len(query), kv_heads * group, 2), float("nan"), device=DEVICE)
-    rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, bias_rows, bias)
+    means, bias = Means.of(codec.key.transform), None
+    if means is not None:
+        bias = torch.full((len(query), kv_heads * group, 1 + means.blocks), float("nan"), device=DEVICE)
+    new = [torch.arange(n - count, n) for n, count in zip(seq_lens, query_lens, strict=True)]
+    positions = torch.cat(new).to(DEVICE)
+    rotate_query(query, rotation_matrix(codec.key, kv_heads), rotated, scale, means, positions, bias)
     output = torch.full(of_output, float("nan"), dtype=dtype, device=DEVICE)
     lse = torch.full(query.shape[:2], float("nan"), device=DEVICE) if returns_lse else None
     attend_pages(
         kernel, page_layout(FORMATS[name], head_dim), rotated, cache, table.to(DEVICE), start.to(DEVICE),
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), rotation_matrix(codec.value, kv_heads, inverse=True),
         output, splits, max_query_len=max(query_lens), query_bias=bias, sliding_window=window, logits_soft_cap=soft_cap,
-        sinks=sinks, lse=lse,
+        sinks=sinks, lse=lse, tiles_a_block=codec.key.transform.block_tokens // 32,
     )  # fmt: skip
     if lse is not None:
         assert relative_rms(output.double(), expected) < BOUND
-        lacks = 0 if bias is None or soft_cap else bias[..., 0].double() * math.log(2)  # what the scores lack
-        return lse.double(), expected_lse - lacks
+        return lse.double(), expected_lse
     return output.double(), expected
 
 
@@ -165,6 +166,11 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
     return dict(key_mean=3 * mean, key_scale=scale.exp2(), key_first_mean=first_mean, value_scale=value_scale.exp2())
 
 
+def rope(pairs: int, *, interleaved: bool = False) -> Rope:
+    """Of pairs that turn within a token, and that turn within thousands."""
+    return Rope(tuple(3.0 * 1e-4 ** (pair / pairs) for pair in range(pairs)), interleaved)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -185,5 +191,28 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
 def test_centred_and_scaled_pages(name, options):
     options = {"head_dim": 64, **options}
     given = transforms(options["head_dim"], options.get("kv_heads", 2))
+    given.pop(options.pop("without", None), None)
+    assert relative_rms(*run(name, **options, **given)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tq4", {"seq_lens": (1, 300, 530)}),
+        ("turboquant35", {"head_dim": 128, "seq_lens": (513,), "splits": 1, "without": "key_first_mean"}),
+        ("tq4", {"seq_lens": (300, 257), "sinks": torch.bfloat16, "soft_cap": 5.0}),
+        ("isoquant3", {"head_dim": 80, "seq_lens": (290, 600), "window": 40, "sinks": torch.float32}),
+        # Drafts on both sides of a block's border, in other blocks of rows.
+        ("turboquant25", {"seq_lens": (257, 258), "query_lens": (3, 2), "group": 16, "kv_heads": 1}),
+        ("tq4", {"seq_lens": (700,), "positions": 300}),  # beyond the table
+        ("tq4", {"seq_lens": (100,), "positions": 100}),  # one block, which turns
+    ],
+    ids=str,
+)
+def test_pages_centred_by_blocks_of_positions(name, options):
+    options = {"head_dim": 64, "kv_heads": 2, "positions": 768, **options}
+    given = transforms(options["head_dim"], options["kv_heads"])
+    given["key_mean"] *= 3
+    given |= {"key_rope": rope(options["head_dim"] // 2 - 3), "positions": options.pop("positions")}
     given.pop(options.pop("without", None), None)
     assert relative_rms(*run(name, **options, **given)) < BOUND

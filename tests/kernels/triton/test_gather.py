@@ -13,7 +13,9 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.combine import combine
 from packed_kv.kernels.triton.gather import gather, unrotate
+from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
+from test_decode import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -79,16 +81,20 @@ def transforms(heads: int, head_dim: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["one", "each"])
-@pytest.mark.parametrize("has_first", [False, True], ids=["later", "first"])
-def test_unrotated_vectors_have_their_mean_again(per_head: bool, has_first: bool) -> None:
-    given = {name: x if per_head else x[0] for name, x in transforms(2, 96).items()}
-    codec = PagedCodec(FORMATS["turboquant35"], 96, device=DEVICE, **given).key
-    first = (torch.arange(70) % 33 == 2).to(DEVICE) if has_first else None
-    marked = None if first is None else first[:, None]
-    packed = codec.encode(torch.randn(70, 2, 96, generator=torch.Generator().manual_seed(0)).to(DEVICE), marked)
+@pytest.mark.parametrize("turns", [False, True], ids=["one mean", "blocks"])
+def test_unrotated_vectors_have_their_mean_again(per_head: bool, turns: bool) -> None:
+    """Of two requests, and positions beyond the table."""
+    given = {name: x if per_head else x[0] for name, x in transforms(2, 80).items()}
+    if turns:
+        given |= {"key_rope": rope(30, interleaved=per_head), "positions": 600}
+    codec = PagedCodec(FORMATS["turboquant35"], 80, device=DEVICE, **given).key
+    positions = torch.cat((torch.arange(5), 23 * torch.arange(65))).to(DEVICE)
+    x = torch.randn(70, 2, 80, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    packed = codec.encode(x, positions[:, None])
     rotated = codec.dequantize(*codec.unpack(packed)).half()
-    matrix, means = rotation_matrix(codec, 2, inverse=True), codec.transform.mean_rows()
-    result, expected = unrotate(rotated, matrix, torch.float16, means, first).float(), codec.decode(packed, marked)
+    matrix, means = rotation_matrix(codec, 2, inverse=True), Means.of(codec.transform)
+    result = unrotate(rotated, matrix, torch.float16, means, positions.to(torch.int32))[..., :80].float()
+    expected = codec.decode(packed, positions[:, None])
     assert ((result - expected).norm(dim=-1) < 2**-9 * expected.norm(dim=-1)).all()
 
 
@@ -178,6 +184,12 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], device=DEVICE)
         (False, {"transformed": True, "sliding_window": 60, "sinks": True, "head_dim": 96, "value_dim": 64, "pads": 1}),
         (True, {"capacity": 48, "head_dim": 80, "value_dim": 48, "pads": 1}),
         (True, {"capacity": 48, "head_dim": 80, "value_dim": 48}),
+        (False, {"transformed": True, "turns": True, "lengths": ((5, 17, 3), (250, 0, 530))}),
+        (
+            False,
+            {"transformed": True, "turns": True, "lengths": ((5, 7), (0, 600)), "sliding_window": 90, "sinks": True},
+        ),
+        (True, {"transformed": True, "turns": True, "lengths": ((5, 7), (0, 270)), "capacity": 112}),
     ],
     ids=str,
 )
@@ -190,49 +202,52 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     value_dim, pads = options.pop("value_dim", head_dim), options.pop("pads", False)
     capacity = options.pop("capacity", 4096)
     given = transforms(heads, head_dim) if options.pop("transformed", False) else {}
+    query_lens, prefixes = options.pop("lengths", (QUERY_LENS, PREFIXES))
+    if options.pop("turns", False):
+        given |= {"key_rope": rope(head_dim // 2), "positions": 1000}
     if given:
         given["value_scale"] = given["value_scale"][:, :value_dim]
     codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)
-    seq_lens = tuple(a + b for a, b in zip(QUERY_LENS, PREFIXES, strict=True))
+    seq_lens = tuple(a + b for a, b in zip(query_lens, prefixes, strict=True))
     cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
     options["sinks"] = SINKS if options.pop("sinks", False) else None
     attention = AttentionOptions(scale=0.2, **options)
     flash = FlashAttention(one_size_attention if pads else flash_attention, head_dim if pads else value_dim)
     prefill = FlashPrefill(codec, heads * group, heads, attention, 1, 1, flash)
-    prefill.capacity = capacity if not shared else max(capacity, sum(QUERY_LENS) + 16 * len(QUERY_LENS))
+    prefill.capacity = capacity if not shared else max(capacity, sum(query_lens) + 16 * len(query_lens))
     gathered = (prefill.capacity, heads, codec.key.stored_dim)
-    own = [((sum(QUERY_LENS), n, flash.value_dim), None) for n in (heads * group, heads, heads * group)]
+    own = [((sum(query_lens), n, flash.value_dim), None) for n in (heads * group, heads, heads * group)]
     shapes = ((gathered, torch.float16), (gathered, torch.float16), *(own if pads else own[:1]))
     monkeypatch.setattr(
         prefill,
         "reserve",
         lambda dtype: [torch.full(shape, float("nan"), dtype=kind or dtype, device=DEVICE) for shape, kind in shapes],
     )
-    starts = torch.tensor([0, *QUERY_LENS]).cumsum(0).tolist()
+    starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     metadata = SimpleNamespace(
         query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table,
         once=lambda _name, make: make(),
     )  # fmt: skip
     query = torch.randn(starts[-1] + 3, heads * group, head_dim, generator=generator).to(DEVICE, torch.float16)
-    key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, QUERY_LENS, strict=True)]).half() for i in (0, 1))
+    key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, query_lens, strict=True)]).half() for i in (0, 1))
     output = torch.full_like(query[..., :value_dim], float("nan"))
     prefill.attend(query, *((None, None) if shared else (key, value)), cache, metadata, first, output)
 
     assert output[: starts[first]].isnan().all() and output[starts[-1] :].isnan().all()
     for i in range(first, len(seq_lens)):
         rows = slice(starts[i], starts[i + 1])
-        marked = (torch.arange(seq_lens[i], device=DEVICE) == 0)[:, None]
+        places = torch.arange(seq_lens[i], device=DEVICE)[:, None]
         whole = [
-            part.decode(part.encode(x, marked), marked)
+            part.decode(part.encode(x, places), places)
             for part, x in zip((codec.key, codec.value), vectors[i], strict=True)
         ]
         if not shared:
             whole = [
-                torch.cat((x[: PREFIXES[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
+                torch.cat((x[: prefixes[i]], raw[rows].float())) for x, raw in zip(whole, (key, value), strict=True)
             ]
-        expected = torch.empty(QUERY_LENS[i], heads * group, value_dim, device=DEVICE)
+        expected = torch.empty(query_lens[i], heads * group, value_dim, device=DEVICE)
         _, lse = flash_attention(
-            query[rows], *whole, cu_seqlens_q=torch.tensor([0, QUERY_LENS[i]]),
+            query[rows], *whole, cu_seqlens_q=torch.tensor([0, query_lens[i]]),
             cu_seqlens_k=torch.tensor([0, seq_lens[i]]), max_seqlen_k=seq_lens[i], softmax_scale=0.2, causal=True,
             window_size=((attention.sliding_window or 0) - 1, 0), softcap=attention.logits_soft_cap, out=expected,
         )  # fmt: skip

@@ -136,8 +136,8 @@ def test_the_decode_kernel_over_null_codes_is_dense(monkeypatch: pytest.MonkeyPa
     """`run` compares with attention over what its codec decodes: here the K and V that were given.
 
     The poison of tokens that are not there is finite, as their scales of 0 do not hide NaN, which no other code has."""
-    monkeypatch.setattr("packed_kv.codecs.codec.Codec.encode", lambda self, x, first=None: x)
-    monkeypatch.setattr("packed_kv.codecs.codec.Codec.decode", lambda self, x, first=None: x.float())
+    monkeypatch.setattr("packed_kv.codecs.codec.Codec.encode", lambda self, x, positions=None: x)
+    monkeypatch.setattr("packed_kv.codecs.codec.Codec.decode", lambda self, x, positions=None: x.float())
     assert relative_rms(*run("null", head_dim=64, query_lens=(1, 2, 2), dtype=torch.bfloat16, poison=0x77)) < 2**-8
 
 

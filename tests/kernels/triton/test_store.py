@@ -7,7 +7,11 @@ import torch
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels.triton import store
+from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import QueryRotation, rotate_query, rotate_query_arguments, rotation_matrix
+from packed_kv.kernels.units import LOG2_E
+from packed_kv.layout import MEAN_BLOCK
+from test_decode import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 3
@@ -74,9 +78,12 @@ def to_device(x: torch.Tensor) -> torch.Tensor:
 
 def channels_of(codec, role: str) -> dict[str, torch.Tensor]:
     transform = codec.transform
-    given = {f"{role}_scale": None if transform.scale is None else transform.scale[..., : codec.head_dim]}
+    parts = ("scale", "mean", "first_mean") if role == "key" else ("scale",)
+    numbers = {part: getattr(transform, part) for part in parts}
+    given = {f"{role}_{part}": None if x is None else x[..., : codec.head_dim] for part, x in numbers.items()}
     if role == "key":
-        given |= {"key_mean": transform.mean, "key_first_mean": transform.first_mean}
+        given["key_rope"] = transform.rope
+        given["positions"] = None if transform.grows else transform.mean_blocks * MEAN_BLOCK
     if codec.order is not None and codec.outlier_count:
         given[f"{role}_outlier_channels"] = codec.order[..., : codec.outlier_count]
     elif codec.order is not None:
@@ -191,6 +198,34 @@ def test_centred_and_scaled_bytes(name, head_dim, ordered):
     check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim), positions)
 
 
+@every_dtype
+@pytest.mark.parametrize("has_first", [False, True], ids=["as its block", "first"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_bytes_centred_by_blocks_of_positions(name, interleaved, has_first):
+    """Positions of several requests in any order, 0 and the borders of blocks among them, and some beyond the table."""
+    channels = transforms(96)
+    if not has_first:
+        del channels["key_first_mean"]
+    order = torch.stack([torch.randperm(80, generator=torch.Generator().manual_seed(i)) for i in range(HEADS)])
+    channels = {key: x[:, :80] for key, x in channels.items()}
+    if count := FORMATS[name].outlier_channels(80):
+        channels["key_outlier_channels"] = order[:, :count].sort(-1).values
+    else:
+        channels["key_channel_order"] = order
+    channels |= {"key_rope": rope(33, interleaved=interleaved), "positions": 5 * MEAN_BLOCK - 3}
+    codec = PagedCodec(FORMATS[name], 80, **channels)
+    borders = MEAN_BLOCK * torch.arange(9)
+    positions = torch.cat((borders, borders[1:] - 1, borders + 1, 31 * torch.arange(64)))
+    positions = positions[torch.randperm(90, generator=torch.Generator().manual_seed(2))]
+    check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, 80), positions)
+
+
+def test_bytes_of_one_block_that_turns():
+    codec = PagedCodec(FORMATS["tq4"], 64, **transforms(64), key_rope=rope(32), positions=MEAN_BLOCK)
+    assert codec.key.transform.mean_blocks == 1
+    check(codec, poisoned(codec, 4, 16), shuffled(40, 4, 16), *vectors(40, 64), torch.arange(40) % 30)
+
+
 @pytest.mark.parametrize(
     "given",
     [("key_mean",), ("key_scale",), ("key_first_mean",), ("value_scale",), ("key_mean", "value_scale")],
@@ -272,33 +307,65 @@ def test_cuda_graph():
     assert torch.equal(cache, expected)
 
 
-@pytest.mark.parametrize(("head_dim", "has_bias", "tokens"), [(64, False, 40), (80, True, 7), (96, True, 1)])
-def test_queries_are_rotated_in_the_same_launch(head_dim, has_bias, tokens):
+@pytest.mark.parametrize(
+    ("head_dim", "means", "tokens"),
+    [(64, "", 40), (80, "one", 7), (96, "one", 1), (80, "blocks", 7), (64, "blocks", 40)],
+)
+def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
     """As by `rotate_query`, those of the first tokens; and the pages are as without."""
-    means = {}
-    if has_bias:
-        means = {"key_mean": torch.randn(HEADS, head_dim), "key_first_mean": torch.randn(HEADS, head_dim)}
-    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **means)
+    given = {}
+    if means:
+        given = {"key_mean": torch.randn(HEADS, head_dim), "key_first_mean": torch.randn(HEADS, head_dim)}
+    if means == "blocks":
+        given |= {"key_rope": rope(head_dim // 2), "positions": 20000}
+    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
     group, decodes = 5, -(-tokens // 2)
     query = to_device(torch.randn(tokens, HEADS * group + 2, head_dim).to(torch.bfloat16))[:, 1:-1]
-    rows = codec.query_bias_rows(whole=False)
-    assert (rows is not None) == has_bias
-    rotation = QueryRotation(rotation_matrix(codec.key, HEADS), 0.3, rows)
+    rotation = QueryRotation(rotation_matrix(codec.key, HEADS), 0.3, Means.of(codec.key.transform))
+    assert (rotation.means is not None) == bool(means)
     shape = (decodes, HEADS, group, codec.key.stored_dim)
     rotated, expected = (torch.full(shape, 7.0, dtype=torch.float16, device=DEVICE) for _ in range(2))
     bias = expected_bias = None
-    if has_bias:
-        bias, expected_bias = (torch.full((decodes, HEADS * group, 2), 7.0, device=DEVICE) for _ in range(2))
-    rotate_query(query[:decodes], rotation.matrix, expected, rotation.scale, rows, expected_bias)
+    if rotation.means is not None:
+        of_bias = (decodes, HEADS * group, 1 + rotation.means.blocks)
+        bias, expected_bias = (torch.full(of_bias, 7.0, device=DEVICE) for _ in range(2))
+    slots, positions = shuffled(tokens, 3, 16).to(DEVICE), (137 * torch.arange(tokens, device=DEVICE) + 200)
+    rotate_query(query[:decodes], rotation.matrix, expected, rotation.scale, rotation.means, positions, expected_bias)
 
-    slots, positions = shuffled(tokens, 3, 16).to(DEVICE), torch.arange(tokens, device=DEVICE)
     key, value = map(to_device, vectors(40, head_dim)[:, :tokens].contiguous())
     pages, alone = (to_device(poisoned(codec, 3, 16)) for _ in range(2))
     store.store_tokens(codec, alone, slots, key, value, positions)
     launch = store.bind_store(codec, pages, key, value, None, (query, rotation))
-    rotate = rotate_query_arguments(rotated, bias)
-    grid = store.store_grid(codec, tokens, HEADS, decodes * group)
+    rotate = rotate_query_arguments(rotated, positions, bias)
+    grid = store.store_grid(codec, tokens, HEADS, decodes * group, rotation.bias_programs)
     launch(grid, (key, value, query), store.store_arguments(codec, slots, positions, None, rotate))
     assert torch.equal(pages, alone)
     assert torch.equal(rotated, expected) if DEVICE == "cpu" else torch.allclose(rotated, expected, atol=2e-3)
     assert bias is None or torch.allclose(bias, expected_bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("head_dim", "positions"), [(80, None), (64, 3 * MEAN_BLOCK), (128, 5000)])
+def test_biases(head_dim, positions, dtype):
+    """In float64 from what the reference takes off keys, at scales where less than fp32 would show."""
+    given = transforms(head_dim)
+    given["key_mean"] *= 100
+    if positions is not None:
+        given |= {"key_rope": rope(head_dim // 2 - 1), "positions": positions}
+    codec = PagedCodec(FORMATS["tq4"], head_dim, device=DEVICE, **given)
+    means, group = Means.of(codec.key.transform), 3
+    last = torch.tensor([5, 4990, 191, 192, 0, 1100, 1001], device=DEVICE).clamp(max=(positions or 9999) - 1)
+    query = torch.randn(7, HEADS * group, head_dim, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    rotated = torch.empty(7, HEADS, group, codec.key.stored_dim, dtype=torch.float16, device=DEVICE)
+    bias = torch.full((7, HEADS * group, 1 + means.blocks), float("nan"), device=DEVICE)
+    rotate_query(query, rotation_matrix(codec.key, HEADS), rotated, 0.5, means, last, bias)
+    block = torch.arange(means.blocks, device=DEVICE)
+    of_blocks = codec.key.transform.means((block * MEAN_BLOCK).clamp(min=1)[:, None]).expand(means.blocks, HEADS, -1)
+    of_first = codec.key.transform.means(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)) - of_blocks[:1]
+    removed = torch.cat((of_first, of_blocks))[..., :head_dim].double().repeat_interleave(group, 1)
+    expected = torch.einsum("thd,bhd->thb", query.double(), removed) * 0.5 * LOG2_E
+    needed = (block * MEAN_BLOCK <= last[:, None] + 63) if positions else block == block + 0 * last[:, None]
+    needed = torch.nn.functional.pad(needed, (1, 0), value=True)[:, None].expand(bias.shape)
+    bound = 2**-11 if dtype == torch.float32 else 1e-6  # queries in fp32 are rounded to 11 bits
+    assert (bias - expected)[needed].norm() < bound * expected[needed].norm()
+    assert bias[-1, 0, -1].isnan() == (means.blocks > 16)

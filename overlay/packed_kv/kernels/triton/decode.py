@@ -19,6 +19,7 @@ from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch
+from .means import add_first_bias, bias_of_block, bias_step, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
@@ -28,6 +29,7 @@ MAX_REGISTERS = 128
 """32 x 8192 tokens of isoquant4 on an H200 (version 5 of docs/notes/triton-decode.md) take 88.7 us at 128 registers,
 93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
 head_dim 128."""
+TILE_TOKENS = 32
 COLUMNS = 8
 """Of a tile: the right operand of `mma.m16n8k16`."""
 PROGRAMS_PER_SM = 16
@@ -44,21 +46,40 @@ def _decode_kernel(
     table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
     soft_cap,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits, KV heads times tiles of columns, requests). RING_BLOCK: tokens of a ring's block; 0: no ring."""
+    """Partial attention of 8 columns over a split of a request's keys.
+
+    Grid: (splits, KV heads times tiles of columns, requests).
+
+    Args:
+        query: fp16 [tokens, KV_HEADS, QUERY_GROUP, head_dim], contiguous, rotated and in powers of 2.
+        query_bias: fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS], contiguous, what scores lack: at position 0,
+            beyond block 0's, then in each block of TILES_A_BLOCK tiles (0: all are in the one block). Not read where
+            MEAN_BLOCKS is 0: scores lack nothing.
+        block_table: int32 [requests, blocks], with `table_stride`.
+        query_start, seq_lens: int32 [requests + 1] and [requests].
+        partial_output, partial_stats: fp32 [tokens, KV_HEADS * QUERY_GROUP, splits, head_dim] and [.., .., splits, 2],
+            contiguous; filled with sums, and with maximum and total of the weights.
+        ring_table, ring_first: int32 [requests, ring blocks], with `ring_table_stride`, and [requests].
+        cache: uint8 [blocks, KV_HEADS, block_size, slot_bytes]; `block_stride` and `head_stride` in int32 words.
+        ring: uint8 [blocks, KV_HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
+            where RING_BLOCK is 0 there is none. A query sees RECENT tokens of it.
+        soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
+        WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
+    """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.groups)
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
-    OVER_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
+    INVERSE_SCORE_UNIT: tl.constexpr = 1 / SCORE_UNIT
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
     splits = tl.num_programs(0)
     split, head, request = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(2)
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    columns, rows = _columns_and_rows(tl.program_id(1) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = columns_and_rows(tl.program_id(1) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     if tl.program_id(1) // KV_HEADS * 8 >= count * QUERY_GROUP:
         return
 
@@ -72,18 +93,19 @@ def _decode_kernel(
     recent = seq_len
     if RING_BLOCK > 0:
         recent = tl.maximum(tl.load(ring_first + request), first_visible)
-    low, high, page_tiles = _share(split, splits, seq_len, recent, first_tile, RING_BLOCK, RECENT)
+    low, high, page_tiles = _split_tiles(split, splits, seq_len, recent, first_tile, RING_BLOCK, RECENT)
     low, high = first_tile + low, first_tile + tl.minimum(high, page_tiles)
 
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
     for _ in tl.static_range(GROUPS):
         outputs = outputs + (tl.zeros([32, 8], tl.float32),)
+    # Of the tiles of a block of positions, less what their scores lack: adding that to each score takes registers.
     maximum = tl.full([8], _MASKED, tl.float32)
     total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
-    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # see `_in_registers` of fragments.py
+    zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # which the compiler cannot tell; see `decode_codes`
     last_micro_block = (seq_len - 1) // 16
     table = block_table + request.to(tl.int64) * table_stride
     cache_head = cache.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * head_stride
@@ -96,40 +118,44 @@ def _decode_kernel(
         queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
         queries = _in_score_unit(queries, LAYOUT)
         for tile in range(low, high):
+            if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
+                former, own = tl.maximum(tile - 1, low) // TILES_A_BLOCK, tile // TILES_A_BLOCK
+                maximum -= bias_step(query_bias, former, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
             scores = tl.zeros([32, 8], tl.float32)
             for g in tl.static_range(GROUPS):
                 key = decode_key(key_words, zero, g, LAYOUT)
                 scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
-            if HAS_SOFT_CAP and HAS_BIAS:
-                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
-                scores += bias[None, :] / OVER_SCORE_UNIT
+            if HAS_SOFT_CAP and MEAN_BLOCKS > 0:
+                bias = bias_of_block(
+                    query_bias, block_of(tile, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS
+                )
+                scores += bias[None, :] / INVERSE_SCORE_UNIT
                 if tile == 0:
-                    tokens = tl.arange(0, 32)
-                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT,
-                                             KV_HEADS, QUERY_GROUP)  # fmt: skip
+                    scores = add_first_bias(scores, tl.arange(0, 32), query_bias, first_row, count, INVERSE_SCORE_UNIT,
+                                            KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
             # Scores are in units of their own up to the subtraction of the maximum: fused with it, the multiplication
             # is free.
-            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else OVER_SCORE_UNIT
+            unit: tl.constexpr = 1.0 if HAS_SOFT_CAP else INVERSE_SCORE_UNIT
             if HAS_SOFT_CAP:  # in units of log2 e; tanh(x) = 1 - 2 / (exp(2 x) + 1)
-                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (OVER_SCORE_UNIT * 2 * _LOG2_E / soft_cap)) + 1))
+                scores = soft_cap * (1 - 2 / (tl.exp2(scores * (INVERSE_SCORE_UNIT * 2 * _LOG2_E / soft_cap)) + 1))
 
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
             at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
             if WINDOW > 0:
                 at_end = at_end | (tile * 32 < seq_len - WINDOW)
-            if HAS_BIAS and not HAS_SOFT_CAP:
+            if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
                 at_end = at_end | (tile == 0)
             if at_end:
                 tokens = tile * 32 + tl.arange(0, 32)
-                if HAS_BIAS and not HAS_SOFT_CAP:
-                    scores = _add_first_bias(scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT,
-                                             KV_HEADS, QUERY_GROUP)  # fmt: skip
+                if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
+                    scores = add_first_bias(scores, tokens, query_bias, first_row, count, INVERSE_SCORE_UNIT,
+                                            KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
                 column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
@@ -157,37 +183,39 @@ def _decode_kernel(
                 new_outputs = new_outputs + (tl.dot(value, scaled, outputs[g] * shrink[None, :]),)
             outputs = new_outputs
             value_words, value_scales = load_value(base0, base1, lanes, LAYOUT)
+        if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
+            maximum += bias_of_block(
+                query_bias, block_of(high - 1, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS
+            )
 
-    columns, rows = _columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
     valid = columns < count * QUERY_GROUP
     output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
     outputs = _in_unit(outputs, output_unit, LAYOUT)
     if RING_BLOCK > 0:
         # Recomputed: as few registers as can be are taken while the loop runs.
-        ring_low, ring_high, page_tiles = _share(
+        ring_low, ring_high, page_tiles = _split_tiles(
             hide_from_optimizer(tl.program_id(0)), splits, seq_len, recent, first_visible // 32, RING_BLOCK, RECENT
         )
         ring_low = recent + 32 * tl.maximum(ring_low - page_tiles, 0)
         ring_high = tl.minimum(recent + 32 * (ring_high - page_tiles), seq_len)
         if ring_low < ring_high:
-            bias, first_bias = maximum, maximum
-            if HAS_BIAS:
-                bias = _bias_of_columns(query_bias, first_row, count, KV_HEADS, QUERY_GROUP)
-                first_bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP)
             outputs, maximum, total = attend_ring(
                 _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, valid, GROUPS),
                 outputs, maximum, total,
                 ring + head.to(tl.int64) * ring_head_stride,
                 ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
-                bias, first_bias, RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, HAS_BIAS, LAYOUT,
+                query_bias, first_row, count,
+                RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, TILES_A_BLOCK,
+                LAYOUT,
             )  # fmt: skip
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
 
 
 @triton.jit
-def _share(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
+def _split_tiles(split, splits, seq_len, recent, first_tile, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
     """A split's tiles, low .. high - 1 of those of the pages and, behind these, of the ring; tiles of the pages."""
     page_tiles = tl.cdiv(_page_limit(seq_len, recent, RING_BLOCK, RECENT), 32) - first_tile
     tiles = page_tiles
@@ -259,31 +287,6 @@ def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
 
 
 @triton.jit
-def _bias_of_columns(query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
-    """A bias of each column's query, fp32 [8]. Read where it is needed: registers are scarce."""
-    columns, rows = _columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
-    pointers = query_bias + (first_row.to(tl.int64) + rows) * 2
-    return tl.load(pointers, mask=columns < count * QUERY_GROUP, other=0.0)
-
-
-@triton.jit
-def _add_first_bias(
-    scores, tokens, query_bias, first_row, count, OVER_SCORE_UNIT: tl.constexpr, KV_HEADS: tl.constexpr,
-    QUERY_GROUP: tl.constexpr,
-):  # fmt: skip
-    """Scores [32 tokens, 8 columns] with the second bias on token 0: see `PagedCodec.query_bias`."""
-    bias = _bias_of_columns(query_bias + 1, first_row, count, KV_HEADS, QUERY_GROUP) / OVER_SCORE_UNIT
-    return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
-
-
-@triton.jit
-def _columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
-    """The columns of a tile, and each one's row in queries and outputs, from that of column 0."""
-    columns = column_tile * 8 + tl.arange(0, 8)
-    return columns, columns // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + columns % QUERY_GROUP
-
-
-@triton.jit
 def _tile_bases(
     cache_head, table, tile, last_micro_block, block_stride,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, MICRO_BLOCK_WORDS: tl.constexpr,
@@ -311,8 +314,9 @@ class DecodeShape:
     """What decides the variant of the kernel, beside the cache: heads of a rank, and a layer's options.
 
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
-    softmax, or None; `has_bias`: the queries come with a bias (`rotate_query`); `max_registers` of a thread at head_dim
-    up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
+    softmax, or None; `mean_blocks`: blocks of positions for which queries come with a bias (`rotate_query`), 0: with
+    none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of a
+    thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
     """
 
     kv_heads: int
@@ -320,7 +324,8 @@ class DecodeShape:
     head_dim: int
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
-    has_bias: bool = False
+    mean_blocks: int = 0
+    tiles_a_block: int = 0
     max_registers: int | None = None
 
 
@@ -342,7 +347,7 @@ def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring:
         ),
         dict(
             KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
-            HAS_SOFT_CAP=bool(soft_cap), HAS_BIAS=shape.has_bias,
+            HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
             MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
             RECENT=ring.window if ring else 0, LAYOUT=kernel_layout(page),
         ),
@@ -363,7 +368,7 @@ def decode_arguments(
     """A step's arguments: `query` fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; int32 `block_table`
     and `ring.block_table` [requests, blocks], `query_start` [requests + 1], `seq_lens` and `ring.first` [requests];
     fp32 `partial_output` [tokens, query heads, splits, head_dim], `partial_stats` [tokens, query heads, splits, 2] and
-    `query_bias` [tokens, query heads, 2]."""
+    `query_bias` [tokens, query heads, 1 + blocks], contiguous."""
     assert query.is_contiguous(), query.stride()
     table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
     return Arguments(
@@ -389,6 +394,7 @@ def decode(
     *,
     max_query_len: int,
     query_bias: torch.Tensor | None = None,
+    tiles_a_block: int = 0,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     max_registers: int | None = None,
@@ -408,13 +414,14 @@ def decode(
         partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, their maximum or up to 15
             less, and the sum of weights, in powers of 2.
         max_query_len: most query tokens of a request, known on the host.
-        query_bias: of `rotate_query`, fp32 [tokens, query heads, 2], contiguous; None where scores need none.
-        sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
+        query_bias: of `rotate_query`, fp32 [tokens, query heads, 1 + blocks], contiguous; None where scores need none.
+        tiles_a_block, sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
         ring: of the layer's recent tokens, read there and not in the pages; None: there is none.
     """
     _, kv_heads, group, head_dim = query.shape
-    has_bias = query_bias is not None
-    shape = DecodeShape(kv_heads, group, head_dim, sliding_window, logits_soft_cap, has_bias, max_registers)
+    blocks = 0 if query_bias is None else query_bias.shape[2] - 1
+    options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers)
+    shape = DecodeShape(kv_heads, group, head_dim, *options)
     launch = bind_decode(page, shape, cache, ring)
     grid = decode_grid(shape, partial_output.shape[2], seq_lens.shape[0], max_query_len)
     step = decode_arguments(

@@ -177,7 +177,7 @@ def decode_codes(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
 
     Args:
         words: of the lane, a tuple of int32 [32, 2].
-        zero: int32 [32, 2], all 0, which the compiler cannot tell (`_in_registers`).
+        zero: int32 [32, 2], all 0, which the compiler cannot tell: it keeps the assembly's constants in registers.
         group: number of the group.
         LAYOUT: `KernelLayout`.
 

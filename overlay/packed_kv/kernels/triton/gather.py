@@ -16,6 +16,7 @@ from .. import power_of_2
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
 from .launch import Arguments, Launch, head_stride
+from .means import Means
 from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
 
@@ -28,10 +29,16 @@ def _gather_kernel(
     micro_blocks, rows, count, key, value, cache, block_stride, head_stride,
     KV_HEADS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pairs of micro-blocks, KV heads). One warp decodes both of a pair, 32 tokens.
+    """Decode micro-blocks. One warp decodes both of a pair, 32 tokens.
 
-    int32 `micro_blocks` [count] and `rows` [count + 1]; fp16 `key` and `value` [tokens, KV_HEADS, HEAD_DIM]; `cache`
-    uint8 [blocks, KV_HEADS, block_size, slot_bytes], its strides in int32 words."""
+    Grid: (pairs of micro-blocks, KV heads).
+
+    Args:
+        micro_blocks, rows: int32 [count] and [count + 1]; see `gather`. count: int32.
+        key, value: fp16 [tokens, KV_HEADS, head_dim], contiguous; filled.
+        cache: uint8 [blocks, KV_HEADS, block_size, slot_bytes]; `block_stride` and `head_stride` in int32 words.
+        MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
+    """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.groups)
     MICRO_BLOCK_WORDS: tl.constexpr = LAYOUT.micro_block_bytes // 4
@@ -135,63 +142,77 @@ def gather(
     launch(gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, rows, key, value))
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["first"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def _unrotate_kernel(
-    vectors, first, result, rows, matrix, means, matrix_head_stride, means_head_stride,
+    vectors, positions, result, rows, matrix, means, spectrum, matrix_head_stride, means_head_stride,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
-    CENTRED: tl.constexpr, HAS_FIRST: tl.constexpr,
+    MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows / ROWS, KV heads). A program overwrites only what it alone has read.
+    """Rotate vectors back and add the means of keys. A program overwrites only what it alone has read.
 
-    `vectors` fp16 and, in the same memory, `result` fp16 or bf16 [rows, KV_HEADS, HEAD_DIM]; `first` uint8 [rows];
-    `matrix` fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM]; `means` fp32 [1 or KV_HEADS, 2, HEAD_DIM]."""
+    Grid: (rows / ROWS, KV heads).
+
+    Args:
+        vectors: fp16 [rows, KV_HEADS, HEAD_DIM], contiguous; rows: int32.
+        positions: int32 [rows]; read where MEAN_BLOCKS is not 0.
+        result: fp16 or bf16 [rows, KV_HEADS, HEAD_DIM], the memory of `vectors`.
+        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
+        means: fp32 [1 or KV_HEADS, 3, HEAD_DIM] of `Means.rows`, with `means_head_stride` (int32).
+        spectrum: fp32 [MEAN_BLOCKS, 2, HEAD_DIM]; not read where MEAN_BLOCK_TOKENS is 0.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
     place = (row * KV_HEADS + head) * HEAD_DIM
     matrix += head * matrix_head_stride
     x = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if MEAN_BLOCKS > 0:
+        there = channel < HEAD_DIM
+        means += head * means_head_stride + channel
+        mean = tl.load(means, mask=there, other=0.0)[None, :]
+        of_first = tl.load(means + 2 * HEAD_DIM, mask=there, other=0.0)[None, :]
+        position = tl.load(positions + row, mask=row < rows, other=0)
+        if MEAN_BLOCK_TOKENS > 0:
+            partner = tl.load(means + HEAD_DIM, mask=there, other=0.0)[None, :]
+            block = tl.minimum(position // MEAN_BLOCK_TOKENS, MEAN_BLOCKS - 1)
+            turn = spectrum + block[:, None] * (2 * HEAD_DIM) + channel[None, :]
+            mean = mean * tl.load(turn, mask=there[None, :], other=0.0)
+            mean += partner * tl.load(turn + HEAD_DIM, mask=there[None, :], other=0.0)
+        x += tl.where(position[:, None] == 0, of_first, mean)  # before the products: they take the most registers
     for start in tl.static_range(0, HEAD_DIM, 32):
         y = tl.load(vectors + place[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
         m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         x = tl.dot(y, m, x)
-    if CENTRED:
-        means += head * means_head_stride
-        x += tl.load(means + channel, mask=channel < HEAD_DIM, other=0.0)[None, :]
-    if HAS_FIRST:
-        further = tl.load(means + HEAD_DIM + channel, mask=channel < HEAD_DIM, other=0.0)
-        is_first = tl.load(first + row, mask=row < rows, other=0) != 0
-        x += tl.where(is_first[:, None], further[None, :], 0.0)
     tl.store(result + place[:, None] + channel[None, :], x.to(result.dtype.element_ty),
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
-def bind_unrotate(
-    matrix: torch.Tensor, kv_heads: int, head_dim: int, means: torch.Tensor | None, has_first: bool
-) -> Launch:
-    """The kernel bound to one layer's `matrix` of K or V, fp16 [1 or KV heads, head_dim, head_dim], and `means`, fp32
-    [1 or KV heads, 2, head_dim]. `has_first`: the step's arguments say which tokens are the first."""
-    assert means is None or means.is_contiguous(), means.stride()
-    means_stride = 0 if means is None else head_stride(means)
+def bind_unrotate(matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> Launch:
+    """The kernel bound to one layer's `matrix` of K or V, fp16 [1 or KV heads, head_dim, head_dim], and `means`."""
+    rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)
+    assert rows.is_contiguous() and spectrum.is_contiguous(), (rows.stride(), spectrum.stride())
     return Launch(
         _unrotate_kernel,
-        Arguments(matrix, matrix if means is None else means, head_stride(matrix), means_stride),
+        Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows)),
         dict(
             KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
-            CENTRED=means is not None, HAS_FIRST=has_first and means is not None,
+            MEAN_BLOCKS=0 if means is None else means.blocks,
+            MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens,
         ),
         num_warps=4,
     )  # fmt: skip
 
 
-def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, first: torch.Tensor | None) -> Arguments:
+def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> Arguments:
     """A step's arguments: `vectors` fp16 [rows, KV heads, head_dim], contiguous, overwritten as `dtype` (fp16 or bf16);
-    `first` bool [rows]."""
+    `positions` int32 [rows], needed with means."""
     assert vectors.is_contiguous(), vectors.stride()
-    assert first is None or (len(first) == len(vectors) and first.dtype == torch.bool), (first.shape, vectors.shape)
-    flags = vectors.view(torch.uint8) if first is None else first.view(torch.uint8)
-    return Arguments(vectors, flags, vectors.view(dtype), len(vectors))
+    if positions is None:
+        positions = vectors.view(torch.int32)  # not read
+    else:
+        assert positions.shape == (len(vectors),) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
+    return Arguments(vectors, positions, vectors.view(dtype), len(vectors))
 
 
 def unrotate_grid(vectors: torch.Tensor) -> tuple[int, int, int]:
@@ -202,8 +223,8 @@ def unrotate(
     vectors: torch.Tensor,
     matrix: torch.Tensor,
     dtype: torch.dtype,
-    means: torch.Tensor | None = None,
-    first: torch.Tensor | None = None,
+    means: Means | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn what `gather` wrote back into the model's basis, in place.
 
@@ -211,14 +232,14 @@ def unrotate(
         vectors: fp16 [rows, KV heads, head_dim], contiguous; overwritten.
         matrix: `rotation_matrix(..., inverse=True)` of the codec.
         dtype: fp16 or bf16.
-        means: what to add to every row, and what to add beyond that to rows of first tokens: fp32 [1 or KV heads, 2,
-            head_dim], contiguous, `ChannelTransform.mean_rows`; None without means.
-        first: with `means`: bool [rows], which rows are the first token of a sequence; None: none is.
+        means: of keys, added to the rows by their positions; None without means.
+        positions: with `means`: int32 [rows], contiguous, each row's place in its sequence.
 
     Returns:
         the memory of `vectors` as `dtype`, [rows, KV heads, head_dim].
     """
+    assert (means is None) == (positions is None)
     _, kv_heads, head_dim = vectors.shape
-    launch = bind_unrotate(matrix, kv_heads, head_dim, means, first is not None)
-    launch(unrotate_grid(vectors), (), unrotate_arguments(vectors, dtype, first))
+    launch = bind_unrotate(matrix, kv_heads, head_dim, means)
+    launch(unrotate_grid(vectors), (), unrotate_arguments(vectors, dtype, positions))
     return vectors.view(dtype)

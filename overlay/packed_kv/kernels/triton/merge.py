@@ -19,17 +19,26 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
-    output, partial_output, partial_stats, bias, lse, rows, splits, matrix, token_stride, head_stride,
+    output, partial_output, partial_stats, lse, rows, splits, matrix, token_stride, head_stride,
     matrix_head_stride, sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows / ROWS, KV heads); a row is a query head of a token. SPLITS: at least `splits`, a power of two.
+    """Combine the splits of rows (query heads of a token) and rotate them back.
 
-    `partial_output` fp32 [tokens, query heads, splits, HEAD_DIM]; `partial_stats` the same with 2 for HEAD_DIM; `bias`
-    fp32 [tokens, query heads, 2]; `lse` fp32 [tokens, query heads]; `matrix` fp16 [1 or KV heads, HEAD_DIM, HEAD_DIM];
-    `sinks` [query heads] and `output` [tokens, query heads, OUTPUT_DIM] fp16, bf16 or fp32."""
+    Grid: (rows / ROWS, KV heads).
+
+    Args:
+        output: fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, OUTPUT_DIM], with `token_stride` and `head_stride`
+            (int32); filled.
+        partial_output, partial_stats: fp32 [tokens, KV_HEADS * QUERY_GROUP, splits, HEAD_DIM] and [.., .., splits, 2].
+        lse: fp32 [tokens, KV_HEADS * QUERY_GROUP]; filled where HAS_LSE.
+        rows, splits: int32, tokens times QUERY_GROUP, and at most SPLITS, a power of 2.
+        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
+        sinks: fp16, bf16 or fp32 [KV_HEADS * QUERY_GROUP]; read where HAS_SINKS.
+        PADDED_DIM: a power of 2, at least OUTPUT_DIM. PART: channels of HEAD_DIM at a time.
+    """
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -42,8 +51,6 @@ def _merge_kernel(
     top = tl.max(maxima, 1)
     if HAS_SINKS:
         sink = tl.load(sinks + head * QUERY_GROUP + row % QUERY_GROUP).to(tl.float32) * _LOG2_E
-        if HAS_BIAS:  # which the scores of all keys lack
-            sink -= tl.load(bias + place * 2, mask=row < rows, other=0.0)
         top = tl.maximum(top, sink)
     weights = tl.exp2(maxima - top[:, None])
     total = tl.sum(totals * weights, 1)
@@ -90,13 +97,11 @@ def bind_merge(
     tile: tuple[int, int],
     sinks: torch.Tensor | None = None,
     *,
-    has_bias: bool = False,
     has_lse: bool = False,
 ) -> Launch:
     """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, KV heads, queries a KV
     head, value_dim]) and a tile of `merge_tile`, bound to `matrix`, fp16 [1 or KV heads, stored_dim, stored_dim], and
-    `sinks`, fp16, bf16 or fp32 [query heads]. `has_bias`: take the step's bias off the sinks; `has_lse`: fill its
-    lse."""
+    `sinks`, fp16, bf16 or fp32 [query heads]. `has_lse`: fill the step's lse."""
     _, kv_heads, group, output_dim = output.shape
     assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
     assert output.stride(-1) == 1, output.stride()
@@ -110,27 +115,21 @@ def bind_merge(
         dict(
             KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
             PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-            ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_BIAS=has_bias,
-            HAS_LSE=has_lse,
+            ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
         ),
         num_warps=8 if rows >= 8 or head_dim > 128 else 4,
     )  # fmt: skip
 
 
 def merge_arguments(
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-    group: int,
-    query_bias: torch.Tensor | None,
-    lse: torch.Tensor | None = None,
+    partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
 ) -> Arguments:
     """A step's arguments: `partial_output` fp32 [tokens, query heads of `group` a KV head, splits, stored_dim],
-    `partial_stats` fp32 [tokens, query heads, splits, 2], `query_bias` fp32 [tokens, query heads, 2] and `lse` fp32
-    [tokens, query heads], contiguous."""
-    bias, lse = (partial_stats if x is None else x for x in (query_bias, lse))
+    `partial_stats` fp32 [tokens, query heads, splits, 2] and `lse` fp32 [tokens, query heads], contiguous."""
+    lse = partial_stats if lse is None else lse
     assert lse.is_contiguous(), lse.stride()
     rows, splits = partial_output.shape[0] * group, partial_output.shape[2]
-    return Arguments(partial_output, partial_stats, bias, lse, rows, splits)
+    return Arguments(partial_output, partial_stats, lse, rows, splits)
 
 
 def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
@@ -143,7 +142,6 @@ def merge(
     matrix: torch.Tensor,
     output: torch.Tensor,
     sinks: torch.Tensor | None = None,
-    query_bias: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
     """Combine the splits of `decode` and rotate the result back, once.
@@ -155,12 +153,11 @@ def merge(
         output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, value_dim], unit stride over channels and the
             heads evenly strided; filled.
         sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
-        query_bias: with `sinks`: of `rotate_query`, where the scores of `decode` lack its first column; else None.
-        lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exp of the scores as `decode` has
-            them, sinks included; -inf where a query sees no key. None: nobody asks.
+        lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exp of the scores, sinks included;
+            -inf where a query sees no key. None: nobody asks.
     """
     tokens, kv_heads, group, _ = output.shape
     tile = merge_tile(partial_output.shape[2])
-    step = merge_arguments(partial_output, partial_stats, group, query_bias, lse)
-    launch = bind_merge(output, matrix, tile, sinks, has_bias=query_bias is not None, has_lse=lse is not None)
+    step = merge_arguments(partial_output, partial_stats, group, lse)
+    launch = bind_merge(output, matrix, tile, sinks, has_lse=lse is not None)
     launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)

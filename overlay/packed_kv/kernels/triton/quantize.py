@@ -41,11 +41,21 @@ def _stages(groups):
 @triton.jit
 def load_rotated(
     x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
-    mean_row, scale_row, TRANSFORMED: tl.constexpr, dim, HAS_PADDING: tl.constexpr,
+    mean_row, scale_row, TRANSFORMED: tl.constexpr, turn_row, turned, STORED_DIM: tl.constexpr, TURNS: tl.constexpr,
+    dim, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Channels of each row's group, 0 past the `dim` of x_row if it HAS_PADDING, as a tuple of 8 fp32 [lanes], cleaned,
-    centred and scaled if TRANSFORMED, and multiplied by the rotation's constants: for Givens and quaternions,
-    rotated."""
+    """Channels of each row's group, cleaned, centred and scaled if TRANSFORMED, and multiplied by the rotation's
+    constants: for Givens and quaternions, rotated. Returns a tuple of 8 fp32 [lanes].
+
+    Args:
+        x_row: pointers to fp16, bf16 or fp32 [dim] [lanes]; with HAS_PADDING, channels past `dim` are 0.
+        channels_row: pointers to int64 [STORED_DIM] [lanes], the channels in packing order; not read unless ORDERED.
+        constants_ptr: pointer to fp32 [STORED_DIM], of the rotation, in packing order.
+        group, exists, index: int32, bool and int32 [lanes]; only what `exists` is read.
+        mean_row, scale_row: pointers to fp32 [STORED_DIM] [lanes], in packing order; behind a mean is its partner.
+        turn_row: pointers to fp32 [2, STORED_DIM] [lanes], cosine and sine in the model's order. With TURNS, the mean
+            of rows that are `turned`, bool [lanes], is mean * cosine + partner * sine.
+    """
     lane = index % 4
     d0 = tl.arange(0, 2)[None, :]
     mask = exists[:, None]
@@ -54,22 +64,29 @@ def load_rotated(
         channel = (group * 32 + d43 * 8 + lane * 2)[:, None] + d0
         source = channel
         if ORDERED:
-            source = tl.load(channels_row[:, None] + channel, mask=mask, other=0)
+            source = tl.load(channels_row[:, None] + channel, mask=mask, other=0).to(tl.int32)
         there = mask
         if HAS_PADDING:
             there = mask & (source < dim)
         value = tl.load(x_row[:, None] + source, mask=there, other=0.0).to(tl.float32)
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
         if TRANSFORMED:
-            value -= tl.load(mean_row[:, None] + channel, mask=mask, other=0.0)
-            value = _product(value, tl.load(scale_row[:, None] + channel, mask=mask, other=0.0))
+            mean = tl.load(mean_row[:, None] + channel, mask=mask, other=0.0)
+            if TURNS:
+                turns = turned[:, None]
+                cosine = tl.load(turn_row[:, None] + source, mask=turns, other=1.0)
+                sine = tl.load(turn_row[:, None] + STORED_DIM + source, mask=turns, other=0.0)
+                partner = tl.load(mean_row[:, None] + STORED_DIM + channel, mask=turns, other=0.0)
+                mean = product(mean, cosine) + product(partner, sine)
+            value -= mean
+            value = product(value, tl.load(scale_row[:, None] + channel, mask=mask, other=0.0))
         value = tl.minimum(tl.maximum(value, -_INPUT_LIMIT), _INPUT_LIMIT)
         if ROTATION == "hadamard":
-            x += tl.split(_product(value, tl.load(constants_ptr + channel, mask=mask, other=0.0)))
+            x += tl.split(product(value, tl.load(constants_ptr + channel, mask=mask, other=0.0)))
         elif ROTATION == "givens":
             x0, x1 = tl.split(value)
             cos, sin = tl.split(tl.load(constants_ptr + channel, mask=mask, other=0.0))
-            x += (_product(cos, x0) - _product(sin, x1), _product(sin, x0) + _product(cos, x1))
+            x += (product(cos, x0) - product(sin, x1), product(sin, x0) + product(cos, x1))
         elif ROTATION == "identity":
             x += tl.split(value)
         else:
@@ -82,14 +99,14 @@ def load_rotated(
             c, d = tl.split(tl.load(parts + 2, mask=mask, other=0.0))
             c, d = tl.where(lane % 2 == 1, -c, c), tl.where(lane % 2 == 1, -d, d)
             x += (
-                _product(a, x0) - _product(b, x1) - _product(c, y0) - _product(d, y1),
-                _product(a, x1) + _product(b, x0) + _product(c, y1) - _product(d, y0),
+                product(a, x0) - product(b, x1) - product(c, y0) - product(d, y1),
+                product(a, x1) + product(b, x0) + product(c, y1) - product(d, y0),
             )
     return x
 
 
 @triton.jit
-def _product(a, b):
+def product(a, b):
     """a * b in a form that no compiler fuses with an add: LLVM packs plain multiplies for Blackwell, and ptxas 12.9
     (Triton 3.6) makes FFMA2 of those, though they say .rn and it is told --fmad=false."""
     if IS_INTERPRETED:
@@ -116,7 +133,7 @@ def hadamard(x, group, index, GROUPS: tl.constexpr):
         normalisation = tl.where(mixed, of(_NORMALISATIONS, stage + 1), normalisation)
     y = ()
     for k in tl.static_range(8):
-        y += (_product(x[k], normalisation),)
+        y += (product(x[k], normalisation),)
     return y
 
 
@@ -136,7 +153,7 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
     sign = tl.where((index & BIT) != 0, -1.0, 1.0)
     y = ()
     for k in tl.static_range(8):
-        y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + _product(x[k], sign), x[k]),)
+        y += (tl.where(mixed, tl.gather(x[k], index ^ BIT, 0) + product(x[k], sign), x[k]),)
     return y
 
 
@@ -178,7 +195,7 @@ def _group_error(x, step, index, CODE: tl.constexpr):
         nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
         for level in tl.static_range(1, len(LEVELS)):
             nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step * LEVELS[level]))
-        terms += (_product(nearest, nearest),)
+        terms += (product(nearest, nearest),)
     even = (terms[0] + terms[4]) + (terms[2] + terms[6])
     odd = (terms[1] + terms[5]) + (terms[3] + terms[7])
     even += tl.gather(even, index ^ 2, 0)

@@ -18,8 +18,9 @@ from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch
+from .means import add_first_bias, bias_of_block, bias_step, block_of
 from .pages import KEY, VALUE
-from .quantize import _product, of
+from .quantize import of, product
 from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
 
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
@@ -74,7 +75,7 @@ def store_ring(slot, x, group, index, stored, VECTOR: tl.constexpr, RING: tl.con
     for half in tl.static_range(2):
         word = tl.zeros(index.shape, tl.int32)
         for byte in tl.static_range(4):
-            code = _product(x[4 * half + byte if IS_KEY else 2 * byte + half], inverse)
+            code = product(x[4 * half + byte if IS_KEY else 2 * byte + half], inverse)
             code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
             word |= (code.to(tl.int32) + 128) << (8 * byte)
         tl.store(pointer + half, word, mask=stored)
@@ -143,15 +144,25 @@ def _byte(word, index: tl.constexpr):
 @triton.jit
 def attend_ring(
     queries, outputs, maximum, total, ring_head, table, block_stride, first, end, seq_len, limit, soft_cap,
-    bias, first_bias, BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, LAYOUT: tl.constexpr,
+    query_bias, first_row, count,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KV_HEADS: tl.constexpr,
+    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Attention of 8 columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
 
-    The arguments are those of `decode.py`; `ring_head` points to bytes, `limit` [8] is a column's last token and one,
-    of which it sees WINDOW tokens here; `bias` and `first_bias` [8] are those of `rotate_query`. Outputs are sums of
-    codes times scales; times `RING_UNIT` they are the values. As with pages, a lane loads what it feeds to the tensor
-    core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t + n0 (V). Past the end it loads the last token again.
+    As with pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t +
+    n0 (V). Past the end it loads the last token again.
+
+    Args:
+        queries: a tuple of fp16 [32 channels, 8] for each group.
+        outputs: likewise fp32 [32 channels, 8], sums of codes times scales; times `RING_UNIT` they are the values.
+        maximum, total: fp32 [8] and [8, 8]; see `online_softmax_update`.
+        ring_head: pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, with `block_stride`.
+        table: pointer to int32 [ring blocks], of the request.
+        first, end, seq_len: int32.
+        limit: int32 [8], of a column the last token that it sees and one; it sees WINDOW tokens here.
+        soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
+        query_bias, first_row, count: see `bias_of_block`.
     """
     GROUPS: tl.constexpr = len(LAYOUT.groups)
     SLOT: tl.constexpr = LAYOUT.ring.slot_bytes
@@ -187,11 +198,20 @@ def attend_ring(
             high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
         token = base + tl.arange(0, 32)
-        if HAS_BIAS:
-            scores += tl.where((token == 0)[:, None], first_bias[None, :], 0.0)
+        if MEAN_BLOCKS > 0:
+            block = block_of(base // 32, TILES_A_BLOCK)
+            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+            scores += bias[None, :]
+            if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
+                next_block = (block + 1) * (32 * TILES_A_BLOCK)
+                if base + 31 >= next_block:
+                    further = bias_step(query_bias, block, block + 1, first_row, count, KV_HEADS, QUERY_GROUP,
+                                        MEAN_BLOCKS)  # fmt: skip
+                    scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
+            if base == 0:
+                scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, KV_HEADS, QUERY_GROUP,
+                                        MEAN_BLOCKS)  # fmt: skip
         if HAS_SOFT_CAP:
-            if HAS_BIAS:
-                scores += bias[None, :]
             scores = soft_cap * (1 - 2 / (tl.exp2(scores * (2 * _LOG2_E / soft_cap)) + 1))
         visible = (token[:, None] < limit[None, :]) & (token[:, None] >= limit[None, :] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))

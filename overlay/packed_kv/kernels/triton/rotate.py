@@ -17,6 +17,7 @@ from ...codecs.codec import Codec
 from .. import power_of_2
 from ..units import LOG2_E
 from .launch import Arguments, Launch, head_stride
+from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
 """Of a program: the least that the tensor core takes. A row is a query head of a token."""
@@ -34,22 +35,27 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 
 @dataclass(frozen=True)
 class QueryRotation:
-    """Of a layer: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and `bias_rows` fp32 [1 or
-    KV heads, 2, stored_dim] or None."""
+    """Of a layer: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and `means` of its keys or
+    None."""
 
     matrix: torch.Tensor
     scale: float
-    bias_rows: torch.Tensor | None = None
+    means: Means | None = None
 
     def fixed(self, query: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
-        """A kernel's arguments from the matrix on, for queries of these strides."""
+        """A kernel's arguments from the matrix to the means' stride, for queries of these strides."""
         assert query.stride(2) == 1, query.stride()
-        rows = self.matrix if self.bias_rows is None else self.bias_rows
+        rows = self.matrix if self.means is None else self.means.rows
         assert rows.is_contiguous(), rows.stride()
         return (
             self.matrix, query.stride(0), query.stride(1), head_stride(self.matrix), self.scale * LOG2_E, rows,
             head_stride(rows),
         )  # fmt: skip
+
+    @property
+    def bias_programs(self) -> int:
+        """Programs that share the biases of a block of rows; 0: there are none."""
+        return 0 if self.means is None else bias_programs(self.means.blocks)
 
 
 @triton.jit
@@ -58,7 +64,18 @@ def rotate_rows(
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """CHANNELS channels, from `first_channel` on, of a block of ROWS rows of a KV head."""
+    """Rotate a block of ROWS rows (query heads of one KV head, by token), multiply them by `scale`, and store CHANNELS
+    of their channels, from `first_channel` on.
+
+    Args:
+        query: pointer to fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, QUERY_DIM], with `token_stride` and
+            `head_stride`.
+        rotated: pointer to fp16 [tokens, KV_HEADS * QUERY_GROUP, HEAD_DIM], contiguous.
+        rows: int32, rows of a KV head: tokens times QUERY_GROUP.
+        block, head, first_channel: int32.
+        matrix: pointer to fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride`.
+        scale: fp32.
+    """
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, member = row // QUERY_GROUP, head * QUERY_GROUP + row % QUERY_GROUP
     source = query + token * token_stride + member * head_stride
@@ -76,79 +93,80 @@ def rotate_rows(
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
-@triton.jit
-def bias_of_rows(
-    query, bias, rows, block, head, token_stride, head_stride, scale, bias_rows, bias_rows_head_stride,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """The two biases of such a block; in fp32: a mean may be large, and in a soft cap its product counts as it is."""
-    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    token, member = row // QUERY_GROUP, head * QUERY_GROUP + row % QUERY_GROUP
-    source = query + token * token_stride + member * head_stride
-    bias_rows += head.to(tl.int64) * bias_rows_head_stride
-    part = tl.arange(0, 32)
-    first, second = tl.zeros([ROWS, 32], tl.float32), tl.zeros([ROWS, 32], tl.float32)
-    for start in tl.static_range(0, HEAD_DIM, 32):
-        known = (row < rows)[:, None] & (start + part < QUERY_DIM)[None, :]
-        x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0).to(tl.float32)
-        first += x * tl.load(bias_rows + start + part)[None, :]
-        second += x * tl.load(bias_rows + HEAD_DIM + start + part)[None, :]
-    target = bias + (token * KV_HEADS * QUERY_GROUP + member) * 2
-    tl.store(target, tl.sum(first, 1) * scale, mask=row < rows)
-    tl.store(target + 1, tl.sum(second, 1) * scale, mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def _rotate_query_kernel(
-    query, rotated, bias, rows, matrix, token_stride, head_stride, matrix_head_stride, scale,
-    bias_rows, bias_rows_head_stride,
+    query, positions, rotated, bias, rows, matrix, token_stride, head_stride, matrix_head_stride, scale,
+    means, means_head_stride, spectrum,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, BIAS_PROGRAMS: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    MEAN_BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of rows, KV heads). `query` fp16, bf16 or fp32 [tokens, query heads, QUERY_DIM]; `rotated` fp16
-    [tokens, query heads, HEAD_DIM]; `bias` fp32 [tokens, query heads, 2]; `matrix` fp16 [1 or KV_HEADS, HEAD_DIM,
-    HEAD_DIM]; `bias_rows` fp32 [1 or KV_HEADS, 2, HEAD_DIM]."""
-    block, head = tl.program_id(0), tl.program_id(1)
-    rotate_rows(
-        query, rotated, rows, block, head, 0, matrix, token_stride, head_stride, matrix_head_stride, scale,
-        KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, PADDED_DIM, ROWS,
-    )  # fmt: skip
-    if HAS_BIAS:
+    """Rotate queries and, with BIAS_PROGRAMS, compute their biases.
+
+    Grid: (blocks of ROWS rows, KV heads, 1 + BIAS_PROGRAMS).
+
+    Args:
+        query: fp16, bf16 or fp32 [tokens, query heads, QUERY_DIM], with `token_stride` and `head_stride` (int32).
+        positions: int64 [tokens]; read where MEAN_BLOCK_TOKENS is not 0.
+        rotated: fp16 [tokens, query heads, HEAD_DIM], contiguous; filled.
+        bias: fp32 [tokens, query heads, 1 + MEAN_BLOCKS], contiguous; filled as by `bias_of_rows`.
+        rows: int32, tokens times QUERY_GROUP.
+        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
+        scale: fp32.
+        means: fp32 [1 or KV_HEADS, 3, HEAD_DIM], with `means_head_stride` (int32).
+        spectrum: fp32 [MEAN_BLOCKS, 2, HEAD_DIM].
+    """
+    block, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if program == 0:
+        rotate_rows(
+            query, rotated, rows, block, head, 0, matrix, token_stride, head_stride, matrix_head_stride, scale,
+            KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, PADDED_DIM, ROWS,
+        )  # fmt: skip
+    elif BIAS_PROGRAMS > 0:
         bias_of_rows(
-            query, bias, rows, block, head, token_stride, head_stride, scale, bias_rows, bias_rows_head_stride,
-            KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, ROWS,
+            query, bias, positions, rows, block, head, program - 1, token_stride, head_stride, scale,
+            means, means_head_stride, spectrum,
+            KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, ROWS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS, COLUMNS, BIAS_PROGRAMS,
         )  # fmt: skip
 
 
 def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> Launch:
     """The kernel for queries of the dtype and strides of `query` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
-    bound to `rotation`: its matrix fp16 [1 or KV heads, stored_dim, stored_dim], its bias rows fp32 [1 or KV heads, 2,
-    stored_dim]."""
-    head_dim = rotation.matrix.shape[2]
+    bound to `rotation`."""
+    head_dim, means = rotation.matrix.shape[2], rotation.means
+    spectrum = rotation.matrix if means is None else means.spectrum
     return Launch(
         _rotate_query_kernel,
-        Arguments(*rotation.fixed(query)),
+        Arguments(*rotation.fixed(query), spectrum),
         dict(
             KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-            PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, HAS_BIAS=rotation.bias_rows is not None,
+            PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, BIAS_PROGRAMS=rotation.bias_programs,
+            MEAN_BLOCKS=0 if means is None else means.blocks,
+            MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
         ),
         num_warps=4,
     )  # fmt: skip
 
 
-def rotate_query_arguments(rotated: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
-    """A step's arguments: `rotated` fp16 [tokens, KV heads, queries a KV head, stored_dim], `bias` fp32 [tokens, query
-    heads, 2]."""
+def rotate_query_arguments(
+    rotated: torch.Tensor, positions: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> Arguments:
+    """A step's arguments: `positions` int64 [tokens or more], contiguous, needed where keys have means by blocks of
+    positions; `rotated` fp16 [tokens, KV heads, queries a KV head, stored_dim]; `bias` fp32 [tokens, query heads,
+    1 + blocks]."""
     tokens, kv_heads, group, _ = rotated.shape
     assert rotated.is_contiguous(), rotated.stride()
-    assert bias is None or (bias.shape == (tokens, kv_heads * group, 2) and bias.is_contiguous()), bias.shape
-    return Arguments(rotated, rotated if bias is None else bias, tokens * group)
+    assert bias is None or (bias.shape[:2] == (tokens, kv_heads * group) and bias.is_contiguous()), bias.shape
+    if positions is None:
+        assert bias is None or bias.shape[2] == 2, bias.shape
+        positions = rotated.view(torch.int64)  # not read
+    assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
+    return Arguments(positions, rotated, rotated if bias is None else bias, tokens * group)
 
 
-def rotate_query_grid(rotated: torch.Tensor) -> tuple[int, int, int]:
+def rotate_query_grid(rotated: torch.Tensor, rotation: QueryRotation) -> tuple[int, int, int]:
     tokens, kv_heads, group, _ = rotated.shape
-    return -(-tokens * group // QUERY_ROWS), kv_heads, 1
+    return -(-tokens * group // QUERY_ROWS), kv_heads, 1 + rotation.bias_programs
 
 
 def rotate_query(
@@ -156,7 +174,8 @@ def rotate_query(
     matrix: torch.Tensor,
     rotated: torch.Tensor,
     scale: float,
-    bias_rows: torch.Tensor | None = None,
+    means: Means | None = None,
+    positions: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
     """Rotate queries and multiply them by `scale` and log2 e, once.
@@ -166,10 +185,14 @@ def rotate_query(
         matrix: `rotation_matrix` of the K codec.
         rotated: fp16 [tokens, KV heads, queries a KV head, stored_dim], contiguous; filled.
         scale: attention scale.
-        bias_rows: `PagedCodec.query_bias_rows`, fp32 [1 or KV heads, 2, stored_dim], contiguous, or None.
-        bias: with `bias_rows`: fp32 [tokens, query heads, 2], contiguous; filled with the queries' products with them,
-            times `scale` and log2 e too.
+        means: of the keys, or None.
+        positions: int64 [tokens], contiguous, of the queries; needed where `means` has several blocks.
+        bias: with `means`: fp32 [tokens, query heads, 1 + blocks], contiguous; filled with what scores lack, times
+            `scale` and log2 e too: for the key of position 0, beyond what the others of block 0 lack; for the keys of
+            each block of positions, up to the last that this step reads.
     """
-    assert (bias is None) == (bias_rows is None)
-    launch = bind_rotate_query(query, rotated.shape[1], QueryRotation(matrix, scale, bias_rows))
-    launch(rotate_query_grid(rotated), (query,), rotate_query_arguments(rotated, bias))
+    assert (bias is None) == (means is None)
+    assert means is None or bias is None or bias.shape[2] == 1 + means.blocks, bias.shape
+    rotation = QueryRotation(matrix, scale, means)
+    launch = bind_rotate_query(query, rotated.shape[1], rotation)
+    launch(rotate_query_grid(rotated, rotation), (query,), rotate_query_arguments(rotated, positions, bias))

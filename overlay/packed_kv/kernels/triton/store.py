@@ -28,17 +28,18 @@ from ...layout import MICRO_BLOCK, ring_slot_bytes
 from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout
 from .launch import Arguments, Launch, head_stride
+from .means import COLUMNS, bias_of_rows
 from .pages import KEY, VALUE
 from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
 from .ring import store_ring
-from .rotate import QUERY_ROWS, QueryRotation, bias_of_rows, rotate_rows
+from .rotate import QUERY_ROWS, QueryRotation, rotate_rows
 from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
 QUERY_CHANNELS = 32
-"""Of a program that rotates queries, or takes their biases: 76 registers a thread on sm_90, where 64 take 146, and the
-programs that store have as many."""
+"""Of a program that rotates queries: 76 registers a thread on sm_90, where 64 take 146, and the programs that store
+have as many."""
 
 
 def bind_store(
@@ -71,6 +72,7 @@ def bind_store(
         assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
         assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
     channels = [codec.key.channels, codec.value.channels]
+    transform = codec.key.transform
     tables = channels if codec.transform_tables is None else codec.transform_tables
     of_ring = cache if ring is None else ring
     unread = codec.key.rotation_constants
@@ -85,19 +87,20 @@ def bind_store(
             codec.key.rotation_constants,
             *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
             *(x for table in tables for x in (table, head_stride(table))),
+            transform.spectrum,
             of_ring, of_ring.stride(0), of_ring.stride(1),
             *of_query,
         ),
         dict(
-            TRANSFORMED=codec.transform_tables is not None,
-            FIRST=codec.transform_tables is not None and codec.key.transform.first_mean is not None,
+            TRANSFORMED=codec.transform_tables is not None, HAS_POSITIONS=transform.needs_positions,
+            MEAN_BLOCKS=transform.mean_blocks, MEAN_BLOCK_TOKENS=transform.block_tokens,
             HEADS=heads, BLOCK_SIZE=block_size, ROWS=_rows(layout), ROTATION=codec.key.fmt.rotation,
             ORDERED=codec.key.order is not None or codec.value.order is not None,
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
             QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
             QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
-            HAS_BIAS=queries is not None and queries[1].bias_rows is not None, HEAD_DIM=codec.key.head_dim,
-            VALUE_DIM=codec.value.head_dim, LAYOUT=layout,
+            BIAS_PROGRAMS=0 if queries is None else queries[1].bias_programs, COLUMNS=COLUMNS,
+            HEAD_DIM=codec.key.head_dim, VALUE_DIM=codec.value.head_dim, LAYOUT=layout,
         ),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -110,29 +113,32 @@ def store_arguments(
     ring_slots: torch.Tensor | None,
     rotate: Arguments | None = None,
 ) -> Arguments:
-    """A step's arguments: `slots` int32 or int64 [tokens], `positions` int64 [tokens or more], None where the codec
-    does not look at them, `ring_slots` int32 [up to tokens], and `rotate` of `rotate_query_arguments`, for the launch
-    with queries."""
+    """A step's arguments: `slots` int32 or int64 [tokens], `positions` int64 [tokens or more], None where nothing of
+    the codec depends on them, `ring_slots` int32 [up to tokens], and `rotate` of `rotate_query_arguments` with the same
+    positions, for the launch with queries."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
-    if codec.transform_tables is None or codec.key.transform.first_mean is None:
+    if positions is None:
+        assert not codec.key.transform.needs_positions
         positions = slots  # not read
     else:
-        assert positions is not None and positions.is_contiguous() and positions.dtype == torch.int64, positions
+        assert positions.is_contiguous() and positions.dtype == torch.int64, (positions.dtype, positions.stride())
         assert len(positions) >= len(slots), (positions.shape, slots.shape)
     if ring_slots is None:
         ring_slots = slots[:0]
     assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
     nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
-    of_queries = (nothing, nothing, 0) if rotate is None else rotate.values
+    _, *of_queries = (positions, nothing, nothing, 0) if rotate is None else rotate.values
     return Arguments(slots, len(slots), positions, ring_slots, len(ring_slots), *of_queries)
 
 
-def store_grid(codec: PagedCodec, tokens: int, heads: int, query_rows: int = 0) -> tuple[int, int, int]:
-    """For so many tokens and, of the launch with queries, rows a KV head of these."""
+def store_grid(
+    codec: PagedCodec, tokens: int, heads: int, query_rows: int = 0, bias_programs: int = 0
+) -> tuple[int, int, int]:
+    """For so many tokens and, of the launch with queries, rows a KV head of these and `QueryRotation.bias_programs`."""
     layout = kernel_layout(codec.layout)
     groups = [power_of_2(section.groups) for section in layout.sections]
     programs = sum(-(-tokens * heads // (_rows(layout) // count)) for count in groups)
-    parts = power_of_2(codec.key.stored_dim) // QUERY_CHANNELS + (codec.key.transform.mean is not None)
+    parts = power_of_2(codec.key.stored_dim) // QUERY_CHANNELS + bias_programs
     of_queries = -(-query_rows // QUERY_ROWS) * heads * parts
     return programs + -(-of_queries // 2), 2, 1
 
@@ -159,8 +165,8 @@ def store_tokens(
             are distinct.
         key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] and [.., .., value_dim] of one dtype,
             channels contiguous; rows beyond the slots are padding.
-        positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the codec has a mean for
-            first tokens, else not looked at.
+        positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the mean of keys depends
+            on it, else not looked at.
         ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], or None: none.
         ring_slots: int32 [up to tokens], contiguous: where the first so many tokens go in the ring; as `slots`.
         only_ring: leave the pages alone.
@@ -214,6 +220,7 @@ def store_kernel(
     key_table_stride,
     value_table_ptr,
     value_table_stride,
+    spectrum_ptr,
     ring_ptr,
     ring_block_stride,
     ring_head_stride,
@@ -222,10 +229,12 @@ def store_kernel(
     query_head_stride,
     matrix_head_stride,
     query_scale,
-    bias_rows_ptr,
-    bias_rows_head_stride,
+    means_ptr,
+    means_head_stride,
     TRANSFORMED: tl.constexpr,
-    FIRST: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    MEAN_BLOCKS: tl.constexpr,
+    MEAN_BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -237,14 +246,41 @@ def store_kernel(
     QUERY_ROWS: tl.constexpr,
     QUERY_CHANNELS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BIAS_PROGRAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ROTATION: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Grid: (programs of each section in turn, K and V); behind these, those of the queries, in pairs. Arguments: see
-    `store_tokens`, `kernel_layout` and `rotate_query`."""
+    """Store new tokens and, with QUERY_GROUP, rotate a step's queries and compute their biases.
+
+    Grid: (programs of each section in turn, K and V); behind these, those of the queries, in pairs.
+
+    Args:
+        key_ptr, value_ptr: fp16, bf16 or fp32 [tokens, HEADS, HEAD_DIM] and [tokens, HEADS, VALUE_DIM], with
+            `key_token_stride`, `key_head_stride`, `value_token_stride` and `value_head_stride` (int32).
+        query_ptr: fp16, bf16 or fp32 [query tokens, HEADS * QUERY_GROUP, QUERY_DIM], with `query_token_stride` and
+            `query_head_stride` (int32).
+        slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
+        positions_ptr: int64 [tokens]; read where HAS_POSITIONS, or MEAN_BLOCK_TOKENS is not 0.
+        ring_slots_ptr: int32 [ring_tokens], -1: not stored; ring_tokens: int32.
+        rotated_ptr: fp16 [query tokens, HEADS * QUERY_GROUP, stored_dim], contiguous; filled.
+        query_bias_ptr: fp32 [query tokens, HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS], contiguous; see `bias_of_rows`.
+        query_rows: int32, query tokens times QUERY_GROUP.
+        cache_ptr: uint8 [blocks, HEADS, BLOCK_SIZE, slot_bytes], with `cache_block_stride` and `cache_head_stride`.
+        constants_ptr: fp32 [stored_dim], the rotations' constants by packed channel.
+        key_channels_ptr, value_channels_ptr: int64 [1 or HEADS, stored_dim], the channels in packing order, with
+            `key_channels_stride` and `value_channels_stride` over heads; read where ORDERED.
+        key_table_ptr, value_table_ptr: fp32 [1 or HEADS, 4, stored_dim] of `ChannelTransform.table`, with
+            `key_table_stride` and `value_table_stride` over heads; read where TRANSFORMED.
+        spectrum_ptr: fp32 [MEAN_BLOCKS, 2, stored_dim]; read where MEAN_BLOCK_TOKENS is not 0.
+        ring_ptr: uint8 [blocks, HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
+            written where RING_BLOCK is not 0.
+        matrix_ptr: fp16 [1 or HEADS, stored_dim, stored_dim], with `matrix_head_stride`; query_scale: fp32.
+        means_ptr: fp32 [1 or HEADS, 3, stored_dim] of `Means.rows`, with `means_head_stride`.
+        LAYOUT: `KernelLayout`, which has stored_dim.
+    """
     STORED_DIM: tl.constexpr = LAYOUT.head_dim
     is_key = tl.program_id(1) == 0
     x_ptr = key_ptr if is_key else value_ptr
@@ -262,21 +298,24 @@ def store_kernel(
                 cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
                 x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
                 ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
-                positions_ptr, table_ptr, table_stride, TRANSFORMED, FIRST,
+                positions_ptr, table_ptr, table_stride, spectrum_ptr,
+                TRANSFORMED, HAS_POSITIONS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS,
                 HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM,
                 s, LAYOUT,
             )  # fmt: skip
         program -= programs
     if QUERY_GROUP > 0:
-        PARTS: tl.constexpr = PADDED_DIM // QUERY_CHANNELS + HAS_BIAS
+        ROTATED: tl.constexpr = PADDED_DIM // QUERY_CHANNELS
+        PARTS: tl.constexpr = ROTATED + BIAS_PROGRAMS
         program = 2 * program + tl.program_id(1)
         part, head, block = program % PARTS, program // PARTS % HEADS, program // (PARTS * HEADS)
         if (program >= 0) & (block * QUERY_ROWS < query_rows):
-            if HAS_BIAS and part == PARTS - 1:
+            if BIAS_PROGRAMS > 0 and part >= ROTATED:
                 bias_of_rows(
-                    query_ptr, query_bias_ptr, query_rows, block, head, query_token_stride, query_head_stride,
-                    query_scale, bias_rows_ptr, bias_rows_head_stride,
-                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_ROWS,
+                    query_ptr, query_bias_ptr, positions_ptr, query_rows, block, head, part - ROTATED,
+                    query_token_stride, query_head_stride, query_scale, means_ptr, means_head_stride, spectrum_ptr,
+                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_ROWS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS, COLUMNS,
+                    BIAS_PROGRAMS,
                 )  # fmt: skip
             else:
                 rotate_rows(
@@ -291,12 +330,17 @@ def _store_section(
     cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
     x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
     ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
-    positions_ptr, table_ptr, table_stride, TRANSFORMED: tl.constexpr, FIRST: tl.constexpr,
+    positions_ptr, table_ptr, table_stride, spectrum_ptr,
+    TRANSFORMED: tl.constexpr, HAS_POSITIONS: tl.constexpr, MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     NUMBER: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head)."""
+    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`.
+
+    `x_ptr`, `channels_ptr` and `table_ptr` with their strides are those of K, with `is_key`, or of V; the other
+    arguments are `store_kernel`'s.
+    """
     SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
     CODE: tl.constexpr = SECTION.code
     GROUPS: tl.constexpr = SECTION.groups
@@ -319,15 +363,20 @@ def _store_section(
     x_row = x_ptr + token * token_stride + head * head_stride
     channels_row = channels_ptr + head * channels_stride
     table_row = table_ptr + head * table_stride
-    mean_row = table_row
-    if FIRST:
+    mean_row, turn_row, turned = table_row, spectrum_ptr, tl.where(is_key, exists, False)
+    if HAS_POSITIONS:
         position = tl.load(positions_ptr + token, mask=exists, other=1)
-        mean_row += tl.where(position == 0, HEAD_GROUPS * 32, 0)
-    scale_row = table_row + 2 * HEAD_GROUPS * 32
+        mean_row += tl.where(position == 0, 2 * HEAD_GROUPS * 32, 0)
+        if MEAN_BLOCK_TOKENS > 0:
+            block = tl.minimum(tl.maximum(position, 0) // MEAN_BLOCK_TOKENS, MEAN_BLOCKS - 1).to(tl.int32)
+            turn_row += block * (2 * HEAD_GROUPS * 32)
+            turned = turned & (position != 0)
+    scale_row = table_row + 3 * HEAD_GROUPS * 32
     dim = HEAD_DIM if is_key else VALUE_DIM
     x = load_rotated(
         x_row, channels_row, constants_ptr, FIRST_GROUP + group, exists, index, ORDERED, ROTATION,
-        mean_row, scale_row, TRANSFORMED, dim, HEAD_DIM % 32 != 0 or VALUE_DIM != HEAD_DIM,
+        mean_row, scale_row, TRANSFORMED, turn_row, turned, HEAD_GROUPS * 32, MEAN_BLOCK_TOKENS > 0,
+        dim, HEAD_DIM % 32 != 0 or VALUE_DIM != HEAD_DIM,
     )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)

@@ -1,0 +1,180 @@
+"""The means of a layer's keys as kernels have them: by channel, position's block and head (`codecs/transform.py`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...codecs.transform import ChannelTransform
+from .fragments import hide_from_optimizer
+from .quantize import product
+
+COLUMNS = 16
+"""Of a query's biases that a program computes at a time: the fewer, the sooner the launch is done."""
+MAX_BIAS_PROGRAMS = 8
+"""That share the biases of a block of rows. Of more, most would find nothing to do: contexts are shorter than a model's
+longest."""
+LATER_TOKENS = tl.constexpr(64)
+"""How far behind a query a request's last one may be (`attention/routes.MAX_COLUMNS`), whose tiles both go through."""
+
+
+class Means(NamedTuple):
+    """Of keys, in the model's order of channels.
+
+    `rows`: fp32 [1 or KV heads, 3, stored_dim], contiguous: a and p of the mean a * cosine + p * sine, and the mean of
+    position 0. `spectrum`: fp32 [blocks, 2, stored_dim], contiguous: cosine and sine of each block of positions.
+    `block_tokens`: positions of a block, a multiple of 32; 0: all are in the one block, whose mean is a.
+    """
+
+    rows: torch.Tensor
+    spectrum: torch.Tensor
+    block_tokens: int
+
+    @classmethod
+    def of(cls, transform: ChannelTransform, *, has_first: bool = True) -> Means | None:
+        """Those of K's transform, None if it takes off nothing. Without `has_first`, position 0 is like any other of
+        its block: for a rank that does not have it."""
+        rows = transform.mean_rows()
+        if rows is None:
+            return None
+        if not has_first:
+            cosine, sine = transform.spectrum[0]
+            rows = torch.stack((rows[:, 0], rows[:, 1], rows[:, 0] * cosine + rows[:, 1] * sine), dim=1)
+        return cls(rows, transform.spectrum, transform.block_tokens)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.spectrum)
+
+
+def bias_programs(blocks: int) -> int:
+    """Programs that share the biases of a block of rows."""
+    return min(MAX_BIAS_PROGRAMS, -(-(1 + blocks) // COLUMNS))
+
+
+@triton.jit
+def bias_of_rows(
+    query, bias, positions, rows, block, head, program, token_stride, head_stride, scale, means, means_head_stride,
+    spectrum,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """What the scores of a block of ROWS rows (query heads of one KV head, by token) lack, in columns: the query's
+    product with the mean of position 0 less that of block 0, then with the mean of each block of positions; all times
+    `scale`. Program `program` of PROGRAMS computes every PROGRAMS-th run of COLUMNS columns, up to those that a tile
+    of these requests needs; the others stay as they are.
+
+    The products are as exact as fp32: a mean may be large, and scores of different blocks are compared. A query is as
+    it is in tf32 (of fp32, rounded), a mean is two such numbers.
+
+    Args:
+        query: pointer to fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, QUERY_DIM], with `token_stride` and
+            `head_stride`.
+        bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + BLOCKS], contiguous; filled.
+        positions: pointer to int64 [tokens]; not read where BLOCK_TOKENS is 0.
+        rows: int32, rows of a KV head: tokens times QUERY_GROUP.
+        block, head, program: int32.
+        scale: fp32.
+        means: pointer to fp32 [1 or KV_HEADS, 3, HEAD_DIM], with `means_head_stride`; see `Means.rows`.
+        spectrum: pointer to fp32 [BLOCKS, 2, HEAD_DIM].
+    """
+    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token, member = row // QUERY_GROUP, head * QUERY_GROUP + row % QUERY_GROUP
+    source = query + token * token_stride + member * head_stride
+    means += head.to(tl.int64) * means_head_stride
+    end = 1 + BLOCKS
+    if BLOCK_TOKENS > 0:
+        position = tl.load(positions + token, mask=row < rows, other=0)
+        last = (tl.max(position, 0) + (LATER_TOKENS - 1)) // BLOCK_TOKENS
+        end = tl.minimum(last, BLOCKS - 1).to(tl.int32) + 2
+    part = tl.arange(0, 16)
+    for first in tl.range(program * COLUMNS, end, PROGRAMS * COLUMNS, num_stages=1):
+        column = first + tl.arange(0, COLUMNS)
+        of_block = tl.minimum(tl.maximum(column - 1, 0), BLOCKS - 1)
+        result = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in tl.range(0, HEAD_DIM, 16, num_stages=1):
+            known = (row < rows)[:, None] & (start + part < QUERY_DIM)[None, :]
+            x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0).to(tl.float32)
+            mean = tl.load(means + start + part)[:, None]
+            partner = tl.load(means + HEAD_DIM + start + part)[:, None]
+            of_first = tl.load(means + 2 * HEAD_DIM + start + part)[:, None]
+            turn = spectrum + of_block[None, :] * (2 * HEAD_DIM) + start + part[:, None]
+            turned = product(mean, tl.load(turn)) + product(partner, tl.load(turn + HEAD_DIM))
+            turned = tl.where(column[None, :] == 0, of_first - turned, turned)
+            high = _to_tf32(turned)
+            if query.dtype.element_ty == tl.float32:
+                x = _to_tf32(x)
+            result = tl.dot(x, high, result, input_precision="tf32")
+            result = tl.dot(x, turned - high, result, input_precision="tf32")
+        # Computed anew: as few registers as can be are taken while the loop runs.
+        own = hide_from_optimizer(block) * ROWS + tl.arange(0, ROWS)
+        place = own // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + own % QUERY_GROUP
+        target = bias + place.to(tl.int64)[:, None] * (1 + BLOCKS) + column[None, :]
+        tl.store(target, result * scale, mask=(own < rows)[:, None] & (column < 1 + BLOCKS)[None, :])
+
+
+@triton.jit
+def _to_tf32(x):
+    """fp32 rounded to what a tensor core reads of it, which else it truncates."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
+    """The columns of a tile of 8, int32 [8], and each one's row in queries and outputs, from that of column 0."""
+    columns = column_tile * 8 + tl.arange(0, 8)
+    return columns, columns // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + columns % QUERY_GROUP
+
+
+@triton.jit
+def _bias_pointers(
+    query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Pointers to the biases of a program's 8 columns, and which columns there are, bool [8]. Made where they are
+    needed: registers are scarce."""
+    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    return query_bias + (first_row.to(tl.int64) + rows) * (1 + MEAN_BLOCKS), columns < count * QUERY_GROUP
+
+
+@triton.jit
+def block_of(tile, TILES_A_BLOCK: tl.constexpr):
+    """The block of positions of a tile of keys."""
+    return tile // TILES_A_BLOCK if TILES_A_BLOCK > 0 else 0
+
+
+@triton.jit
+def bias_of_block(
+    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr
+):  # fmt: skip
+    """What the scores of 8 columns lack with the keys of a block of positions (of the last one where there are not so
+    many), fp32 [8]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS]; block, first_row
+    (that of column 0), count (query tokens): int32."""
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+    return tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
+
+
+@triton.jit
+def bias_step(
+    query_bias, former, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr,
+    MEAN_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """`bias_of_block` of a block less that of a former one."""
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+    own = tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
+    return own - tl.load(pointers + 1 + tl.minimum(former, MEAN_BLOCKS - 1), mask=valid, other=0.0)
+
+
+@triton.jit
+def add_first_bias(
+    scores, tokens, query_bias, first_row, count, INVERSE_UNIT: tl.constexpr, KV_HEADS: tl.constexpr,
+    QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Scores fp32 [32 tokens, 8 columns], in a unit, with what that of token 0 lacks beyond the others' of its block.
+    tokens: int32 [32]; the rest as in `bias_of_block`."""
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+    bias = tl.load(pointers, mask=valid, other=0.0) / INVERSE_UNIT
+    return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)
