@@ -279,8 +279,10 @@ class FusedDecode:
         if self.of_cuda is None:
             return bind_decode(self.codec.layout, self.shape, cache, ring), {}
         apart = self._heads_apart(output)
-        flags = self.mean_blocks > 0, self.has_lse, self.shape.tiles_a_block
-        decode = cuda.CudaDecode(self.codec.layout, *self.of_cuda, cache, ring, apart, *flags)
+        decode = cuda.CudaDecode(
+            self.codec.layout, *self.of_cuda, cache, ring, apart, self.mean_blocks > 0, self.has_lse,
+            self.shape.tiles_a_block,
+        )  # fmt: skip
         decode.compile_variants(self.longest_decode)
         return decode, {}
 
