@@ -118,9 +118,6 @@ def _decode_kernel(
         queries = _load_queries(query + first_row.to(tl.int64) * HEAD_DIM, rows, columns < count * QUERY_GROUP, GROUPS)
         queries = _in_score_unit(queries, LAYOUT)
         for tile in range(low, high):
-            if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
-                former, own = tl.maximum(tile - 1, low) // TILES_A_BLOCK, tile // TILES_A_BLOCK
-                maximum -= bias_step(query_bias, former, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
             scores = tl.zeros([32, 8], tl.float32)
@@ -135,6 +132,9 @@ def _decode_kernel(
                 if tile == 0:
                     scores = add_first_bias(scores, tl.arange(0, 32), query_bias, first_row, count, INVERSE_SCORE_UNIT,
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
+            if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
+                own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
+                maximum -= bias_step(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)

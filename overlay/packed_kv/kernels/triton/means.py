@@ -159,13 +159,12 @@ def bias_of_block(
 
 @triton.jit
 def bias_step(
-    query_bias, former, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr,
-    MEAN_BLOCKS: tl.constexpr,
+    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """`bias_of_block` of a block less that of a former one."""
+    """`bias_of_block` of a block less that of the one before, or a finite number for block 0."""
     pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
     own = tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
-    return own - tl.load(pointers + 1 + tl.minimum(former, MEAN_BLOCKS - 1), mask=valid, other=0.0)
+    return own - tl.load(pointers + tl.minimum(block, MEAN_BLOCKS), mask=valid, other=0.0)
 
 
 @triton.jit

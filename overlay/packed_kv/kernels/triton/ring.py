@@ -205,8 +205,7 @@ def attend_ring(
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
-                    further = bias_step(query_bias, block, block + 1, first_row, count, KV_HEADS, QUERY_GROUP,
-                                        MEAN_BLOCKS)  # fmt: skip
+                    further = bias_step(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
                 scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, KV_HEADS, QUERY_GROUP,
