@@ -109,7 +109,7 @@ class Layers:
         rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
         parts, schedule = (requests, QUERY_HEADS, grid.blocks), None
         if grid.is_final:
-            scheduler = cuda.make_schedulers(requests, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps]
+            scheduler = cuda.make_schedulers(requests, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps, False]
             schedule, parts = scheduler(self.seq_lens), (grid.blocks, KV_HEADS, group)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
@@ -156,7 +156,7 @@ def time_schedulers() -> None:
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
             grid = cuda.grid(requests, KV_HEADS, sm_count)
-            scheduler = cuda.make_schedulers(max_num_seqs, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps]
+            scheduler = cuda.make_schedulers(max_num_seqs, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps, False]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
             times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
             case = f"schedule of {requests} requests, max_num_seqs {max_num_seqs}"
