@@ -18,7 +18,7 @@ from packed_kv.attention.plain import PlainAttention
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from test_decode import DEVICE, relative_rms, transforms
+from test_decode import DEVICE, relative_rms, rope, transforms
 from test_gather import flash_attention
 from vllm.v1.worker import workspace
 
@@ -158,6 +158,7 @@ def batch(shard: ContextShard, lengths: list[tuple[int, int]]) -> tuple[PackedMe
         ([(24, 1), (40, 3), (3, 3)], {"value_dim": 48}),
         ([(20, 1), (20, 2)], {"in_pytorch": True}),
         ([(40, 1), (20, 2)], {"has_nccl": False}),
+        ([(530, 1), (290, 2)], {"run": 4, "turns": True}),
     ],
     ids=str,
 )
@@ -170,6 +171,8 @@ def test_two_ranks_are_as_one(
     value_dim = options.get("value_dim", HEAD_DIM)
     channels = transforms(HEAD_DIM, 1)
     channels["value_scale"] = channels["value_scale"][:, :value_dim]
+    if options.get("turns"):
+        channels |= {"key_rope": rope(HEAD_DIM // 2), "positions": 1000}
     codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
     attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
     vectors = [torch.randn(2, tokens, 1, HEAD_DIM, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
