@@ -1,15 +1,15 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--csv FILE]
+        [--means {one,blocks}] [--group N] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
 of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
-of what a copy of 4 GB moves on the same card. 32 query and 8 KV heads of 128 channels, as in an 8B model. With
---spread S requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean, or one of each
-block of positions; its product with the queries is made beside their rotation. The CUDA kernel's scheduler, which runs
-once per step, is timed separately, at the end.
+of what a copy of 4 GB moves on the same card. 8 KV heads of 128 channels, and --group query heads of each: 4, as in an
+8B model, if it is not given. With --spread S requests have 1 - S to 1 + S times the context, in any order. With --means
+keys have one mean, or one of each block of positions; its product with the queries is made beside their rotation. The
+CUDA kernel's scheduler, which runs once per step, is timed separately, at the end.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def copy_bandwidth() -> float:
 class Layers:
     """A batch and several layers' caches of it, of random codes and of scales as data has them.
 
-    `means`: of keys, "one", "blocks" of positions, or None.
+    `means`: of keys, "one", "blocks" of positions, or None. `group`: query heads of a KV head.
     """
 
     def __init__(
-        self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None
-    ) -> None:
+        self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None,
+        group: int = QUERY_HEADS // KV_HEADS,
+    ) -> None:  # fmt: skip
         centring: dict[str, Any] = {}
         if means:
             centring = dict(key_mean=torch.randn(KV_HEADS, HEAD_DIM), key_first_mean=torch.randn(KV_HEADS, HEAD_DIM))
@@ -78,7 +79,8 @@ class Layers:
         lengths = [int(step * context) // BLOCK_SIZE * BLOCK_SIZE for step in steps]
         self.tokens = sum(lengths)
         self.tables = [_deal_out(torch.randperm(blocks), lengths) for _ in self.caches]
-        self.query = torch.randn(requests, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.group = group
+        self.query = torch.randn(requests, group * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         self.output = torch.empty_like(self.query)
         self.start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
@@ -99,25 +101,27 @@ class Layers:
 
     def rounds(self, kernel: str, splits: int | None, registers: int) -> dict[str, Callable[[], None]]:
         """Attention of all layers by `kernel`, with the rotation of the query and without."""
-        requests, group = len(self.query), QUERY_HEADS // KV_HEADS
+        requests, group = len(self.query), self.group
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-        grid = cuda.Grid(1, splits or decode_module.split_count(requests * KV_HEADS, sm_count), is_final=False)
+        programs = requests * KV_HEADS * -(-group // decode_module.COLUMNS)
+        grid = cuda.Grid(1, splits or decode_module.split_count(programs, sm_count), is_final=False)
         if kernel == "cuda" and splits is None:
-            grid = cuda.grid(requests, KV_HEADS, sm_count)
+            grid = cuda.grid(requests, KV_HEADS, sm_count, cuda.column_count(group, 1))
         rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
-        parts, schedule = (requests, QUERY_HEADS, grid.blocks), None
+        parts, schedule = (requests, group * KV_HEADS, grid.blocks), None
         if grid.is_final:
-            scheduler = cuda.make_schedulers(requests, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps, False]
-            schedule, parts = scheduler(self.seq_lens), (grid.blocks, KV_HEADS, group)
+            schedulers = cuda.make_schedulers(requests, KV_HEADS, sm_count, torch.device("cuda"), has_wide=True)
+            columns = cuda.column_count(group, 1)
+            schedule, parts = schedulers[grid.warps, grid.is_wide](self.seq_lens), (grid.blocks, KV_HEADS, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
         matrix = cuda.pack_matrix(backward)
         counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
         bias, positions, tiles_a_block = None, self.seq_lens.long() - 1, 0
         if self.means:
-            bias = torch.full((requests, QUERY_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
+            bias = torch.full((requests, group * KV_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
             tiles_a_block = self.means.block_tokens // TILE_TOKENS
         rotation = rotated, HEAD_DIM**-0.5, self.means, positions, bias
         bound, steps = [], []
@@ -197,6 +201,9 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
+    parser.add_argument(
+        "--group", type=int, default=4, help="query heads of a KV head (default: 4; at most 16 for cuda)"
+    )
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
     parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel")
@@ -210,7 +217,7 @@ def main() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     for name in options.dtypes:
         for requests, context in (map(int, shape.split("x")) for shape in options.shapes):
-            layers = Layers(name, requests, context, options.recent, options.spread, options.means)
+            layers = Layers(name, requests, context, options.recent, options.spread, options.means, options.group)
             rounds: dict[str, Callable[[], None]] = {}
             for kernel in options.kernels:
                 rounds |= layers.rounds(kernel, options.splits, options.max_registers)
@@ -223,7 +230,8 @@ def main() -> None:
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
-                    "recent": options.recent, "means": options.means or "none", "kernel": kernel,
+                    "recent": options.recent, "means": options.means or "none",
+                    "group": options.group, "kernel": kernel,
                     "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
