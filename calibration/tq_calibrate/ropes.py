@@ -116,15 +116,15 @@ def turned_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
     stored whole."""
     _, squares, products = _split(means)
     first, second, rest = _pairs(squares, found.rope)
-    cos, sin = _double_angles(found)
+    cos, sin = _double_angles(found, means.device)
     product = products[..., : first.shape[-1]]
     half, difference = (first + second) / 2, (first - second) / 2 * cos - product * sin
     return _joined(half + difference, half - difference, rest, found.rope)
 
 
-def _double_angles(found: ModelRope) -> tuple[torch.Tensor, torch.Tensor]:
+def _double_angles(found: ModelRope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Means of cos(2 w p) and sin(2 w p) over the model's positions p, float64 [pairs]."""
-    w, count = torch.tensor(found.rope.frequencies, dtype=torch.float64), found.positions
+    w, count = torch.tensor(found.rope.frequencies, dtype=torch.float64, device=device), found.positions
     length = torch.where(w.sin() == 0, 1.0, (count * w).sin() / (count * w.sin()))
     return length * ((count - 1) * w).cos(), length * ((count - 1) * w).sin()
 

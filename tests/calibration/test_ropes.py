@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny_models import VOCAB
 from torch.testing import assert_close
 from tq_calibrate.attended import Scores
 from tq_calibrate.collect import ATTENTION, Collector
-from tq_calibrate.ropes import ModelRope, before_rope, ropes_of, why_none
+from tq_calibrate.ropes import ModelRope, before_rope, ropes_of, stored_squares, turned_squares, why_none
 from tq_calibrate.sums import Sums
 from transformers import PreTrainedModel
 
@@ -117,6 +118,12 @@ def test_statistics_are_those_of_all_positions_of_the_model(interleaved: bool) -
     assert_close(seen.key_weight, torch.stack(sampled).mean(0).unflatten(0, (2, 2)).mean(1), rtol=1e-5, atol=1e-9)
     slow = seen.key_variance[:, list(rope.pairs()[-1])]
     assert (slow.amax(1) > 2 * slow.amin(1)).any()  # a pair that stays as it is keeps its two sizes
+
+
+@pytest.mark.parametrize("read", [stored_squares, turned_squares])
+def test_statistics_stay_on_the_device_of_their_sums(read: Callable[[torch.Tensor, ModelRope], torch.Tensor]) -> None:
+    sums = torch.zeros(2, HEAD_SIZE * 5 // 2, dtype=torch.float64, device="meta")  # it meets no tensor of a CPU
+    assert read(sums, ModelRope(Rope((1.0, 0.5)), {})).device == sums.device
 
 
 def test_keys_without_a_mean_before_rope_have_one_mean() -> None:
