@@ -80,9 +80,9 @@ def test_the_turned_mean_costs_nothing_to_store(rope: Rope) -> None:
 def test_rounding_is_as_it_is_written() -> None:
     """Both factors rounded once to fp32 from float64, products and sum rounded each: kernels write the same bytes."""
     rope, mean, first = ROPES["yarn"], 20 * gaussian(HEADS, 80), gaussian(HEADS, 80, seed=1)
-    transform = ChannelTransform(80, 96, mean, None, first, torch.device("cpu"), rope, positions=1000)
+    transform = ChannelTransform(80, 96, mean, None, first, torch.device("cpu"), rope, positions=4 * MEAN_BLOCK - 24)
     assert transform.spectrum.shape == (4, 2, 96) and transform.spectrum.dtype == torch.float32
-    rows, positions = transform.mean_rows(), torch.tensor([0, 1, 255, 256, 999, 10**6])
+    rows, positions = transform.mean_rows(), torch.tensor([0, 1, MEAN_BLOCK - 1, MEAN_BLOCK, 4 * MEAN_BLOCK - 25, 10**6])
     for position, found in zip(positions, transform.means(positions[:, None]), strict=True):
         cosine, sine = transform.spectrum[min(int(position) // MEAN_BLOCK, 3)]
         expected = rows[:, 2] if position == 0 else rows[:, 0] * cosine + rows[:, 1] * sine
@@ -104,7 +104,7 @@ def test_layers_of_a_rope_share_a_table() -> None:
         ChannelTransform(64, 64, gaussian(64, seed=seed), None, None, torch.device("cpu"), Rope(frequencies(32)), 4096)
         for seed in (0, 1)
     )
-    assert one.spectrum is other.spectrum and one.mean_blocks == 16 and one.block_tokens == MEAN_BLOCK
+    assert one.spectrum is other.spectrum and one.mean_blocks == 4096 // MEAN_BLOCK and one.block_tokens == MEAN_BLOCK
     plain = ChannelTransform(64, 64, gaussian(64), None, None, torch.device("cpu"), positions=4096)
     assert plain.spectrum.tolist() == [[[1.0] * 64, [0.0] * 64]] and plain.block_tokens == 0
 

@@ -25,7 +25,7 @@ LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
 TOKEN_IDS = torch.randint(tiny_models.VOCAB, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 LONG = torch.randint(tiny_models.VOCAB, (MEAN_BLOCK + 40,), generator=torch.Generator().manual_seed(2)).tolist()
 """Over two blocks of positions."""
-ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 512}
+ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 2 * MEAN_BLOCK}
 
 
 @pytest.fixture(scope="module")
