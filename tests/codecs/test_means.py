@@ -82,7 +82,8 @@ def test_rounding_is_as_it_is_written() -> None:
     rope, mean, first = ROPES["yarn"], 20 * gaussian(HEADS, 80), gaussian(HEADS, 80, seed=1)
     transform = ChannelTransform(80, 96, mean, None, first, torch.device("cpu"), rope, positions=4 * MEAN_BLOCK - 24)
     assert transform.spectrum.shape == (4, 2, 96) and transform.spectrum.dtype == torch.float32
-    rows, positions = transform.mean_rows(), torch.tensor([0, 1, MEAN_BLOCK - 1, MEAN_BLOCK, 4 * MEAN_BLOCK - 25, 10**6])
+    rows = transform.mean_rows()
+    positions = torch.tensor([0, 1, MEAN_BLOCK - 1, MEAN_BLOCK, 4 * MEAN_BLOCK - 25, 10**6])
     for position, found in zip(positions, transform.means(positions[:, None]), strict=True):
         cosine, sine = transform.spectrum[min(int(position) // MEAN_BLOCK, 3)]
         expected = rows[:, 2] if position == 0 else rows[:, 0] * cosine + rows[:, 1] * sine
