@@ -93,8 +93,8 @@ REFUSED = [
         "--decode-context-parallel-size with means of keys by position: 3 ranks in runs of 1, which",
     ),
     (
-        Facts(dcp=8, dcp_run=64, has_mean_blocks=True),
-        "--decode-context-parallel-size with means of keys by position: 8 ranks in runs of 64, which",
+        Facts(dcp=8, dcp_run=128, has_mean_blocks=True),
+        "--decode-context-parallel-size with means of keys by position: 8 ranks in runs of 128, which",
     ),
     (Facts(skipped_dtype="auto"), "skipped layers of chunked attention: a layer with auto pages, which"),
     (

@@ -320,7 +320,7 @@ RULES: tuple[Rule, ...] = (
     _dcp("attention sinks", lambda f: f.sinks, "a layer"),
     _dcp("another layer's KV cache", lambda f: f.shares_cache, "a layer"),
     Rule("--decode-context-parallel-size with means of keys by position", "a calibration file", _cut_mean_block,
-         "use 2, 4 or 8 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
+         "use 2, 4, 8 or 16 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
     Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
          and f"a layer with {f.skipped_dtype} pages, which cannot lie beside packed ones",
