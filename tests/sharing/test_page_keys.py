@@ -6,7 +6,7 @@ import shutil
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from inspect import signature
+from inspect import getsource, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from packed_kv.sharing.fingerprint import fingerprint
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config.cache import kv_cache_page_format
+from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash as nixl_hash
@@ -193,11 +194,15 @@ def test_nixl_refuses_a_peer_with_another_format(tmp_path: Path, monkeypatch: py
     hashes = [nixl_hash(config, "PACKED_KV_ISOQUANT4", **options) for config in (plain, calibrated)]
     found = [fingerprint(config, FORMATS["isoquant4"]) for config in (plain, calibrated)]
     assert found[0] != found[1]
+    larger = deepcopy(plain)
+    larger.cache_config.block_size *= 2
+    merges_tokens_first = "# use physical order" in getsource(kv_postprocess_blksize_on_receive)  # before 0.32
+    assert (nixl_hash(larger, "PACKED_KV_ISOQUANT4", **options) != hashes[0]) == merges_tokens_first
     worker = MagicMock(_is_csa_linear=False, enforce_compat_hash=True, compat_hash=hashes[0])
     worker.transfer_topo.handshake_target_ranks.return_value = [0]
     payload = NixlHandshakePayload(compatibility_hash=hashes[1], agent_metadata_bytes=b"")
     peer = MagicMock()
     peer.recv_multipart.return_value = [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(0.0)]
     monkeypatch.setattr(base_worker, "zmq_ctx", lambda *_args: nullcontext(peer))
-    with pytest.raises(RuntimeError, match=f"Local: .*-isoquant4-{found[0]}, Remote: .*-isoquant4-{found[1]}"):
+    with pytest.raises(RuntimeError, match=f"Local: .*-isoquant4-{found[0]}(-\\d+)?, Remote: .*-isoquant4-{found[1]}"):
         base_worker.NixlBaseConnectorWorker._nixl_handshake(worker, "host", 1, 1, "engine")

@@ -6,6 +6,7 @@ import random
 import socket
 import sys
 from collections.abc import Iterator
+from inspect import getsource
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ def test_what_nixl_takes_for_granted_of_a_block(name: str) -> None:
         part = {field: table and table[own] for field, table in tables.items()}
         kept = pages_of(PagedCodec(fmt, HEAD_DIM, **part), key[:, own], value[:, own], BLOCK)
         assert torch.equal(sent.flatten(1).chunk(2, dim=1)[rank], kept.flatten(1))
+    if "# use physical order" in getsource(kv_postprocess_blksize_on_receive):
+        return  # before 0.32, tokens first: peers of another block size are refused (test_page_keys.py)
     larger = pages_of(PagedCodec(fmt, HEAD_DIM, **tables), key, value, 4 * BLOCK)
     received = sent.reshape(larger.shape).clone()
     assert not torch.equal(received, larger)
