@@ -75,9 +75,9 @@ def resident_blocks(warps: int, kv_heads: int, sm_count: int, *, is_wide: bool =
 class Variant(NamedTuple):
     """The constants of the kernel that depend on the batch and the layer.
 
-    columns is 4, 8 or 16; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the tokens of the
-    recent window; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps
-    too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
+    columns is 4, 8 or 16; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the recent window's
+    tokens; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps too;
+    tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
     """
 
     warps: int

@@ -70,7 +70,7 @@ def item_count(requests: int, resident_blocks: int) -> int:
 
 
 def reference_schedule(
-    lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS, *, stream_k: bool | None = None
+    lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS, *, stream_k: bool
 ) -> list[WorkItem]:
     """Return the schedule that `_schedule_kernel` makes.
 
@@ -79,9 +79,8 @@ def reference_schedule(
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
         buckets: see `BUCKETS`.
-        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
+        stream_k: whether requests are cut as stream-K does.
     """
-    stream_k = warps >= 8 if stream_k is None else stream_k
     tiles = [-(-n // TILE_TOKENS) for n in lengths]
     cut = _stream_k_cuts if stream_k else _equal_cuts
     sized: list[tuple[int, WorkItem]] = []
@@ -205,13 +204,12 @@ class Scheduler:
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
         device: of the schedules.
-        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
+        stream_k: whether requests are cut as stream-K does.
     """
 
     def __init__(
-        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool | None = None
+        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool
     ) -> None:
-        stream_k = warps >= 8 if stream_k is None else stream_k
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
         assert count <= 1 << (31 - SLOT_SHIFT), count  # what the words of an item have room for
