@@ -102,7 +102,7 @@ def test_calibrated_channels(model: str, tmp_path: Path) -> None:
         layer = file.layers[number]
         if role == "value":
             return {"outliers": layer.value_outlier_channels, "scale": layer.value_scale}
-        means = {"mean": layer.key_mean, "first_mean": layer.key_first_mean}
+        means = {"mean": layer.key_mean, "first_mean": layer.key_first_mean, "rope": layer.key_rope}
         return {"outliers": layer.key_outlier_channels, "scale": layer.key_scale, **means}
 
     with start(model, "turboquant35", additional_config={"packed_kv": {"calibration": str(path)}}) as llm:

