@@ -42,6 +42,6 @@ def engine_facts(config: VllmConfig) -> Facts:
 
 
 def platform_name() -> str:
-    """"cpu", "cuda", or what vLLM calls another platform's device."""
+    """What vLLM runs on: cpu, cuda, or its own name of another device."""
     name = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     return name or current_platform.device_name

@@ -108,8 +108,8 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
-    """NVRTC, which needs no GPU, compiles the kernel: 128 registers, so that an SM holds 16 warps, and few words spilled,
-    outside of the loop."""
+    """NVRTC, which needs no GPU, compiles the kernel: 128 registers, so that an SM holds 16 warps, and few words
+    spilled, outside of the loop."""
     pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
 
