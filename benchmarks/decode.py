@@ -23,9 +23,9 @@ import tempfile
 import time
 from contextlib import nullcontext
 
+import made_up_calibration
 import rows
 import workers
-from made_up_calibration import KINDS
 from packed_kv import FORMATS
 
 DTYPES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", *FORMATS)
@@ -49,14 +49,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--recent-tokens", type=int, help="of the packed dtypes' recent window (default: theirs; 0: none)")
     add("--tensor-parallel", type=int, default=1, help="devices that share the model (default: %(default)s)")
     add("--kv-cache-memory", type=float, help="bytes of KV cache of the engine (default: what the device has left)")
-    add(
-        "--means", choices=KINDS, help="of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
-    )
     workers.add_arguments(parser, timeout=300)
-    options = parser.parse_args()
-    if options.means and options.model:
-        parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
-    return options
+    return made_up_calibration.parse(parser)
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:
@@ -80,7 +74,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
     made_with = {
         "ranks": ranks,
         "recent_tokens": recent,
-        **({"means": options.means} if options.means else {}),
+        **made_up_calibration.columns(options),
         "attention": device.attention(),
         **rows.machine(),
     }

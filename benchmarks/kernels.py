@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
     parser.add_argument(
-        "--group", type=int, default=4, help="query heads of a KV head (default: 4; at most 16 for cuda)"
+        "--group", type=int, default=4, help="query heads of a KV head (default: 4; at most 8 for cuda)"
     )
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -12,6 +13,21 @@ from packed_kv.rope import rope_parameters
 
 KINDS = ("one", "blocks")
 """Of means of keys: one for all positions, or before RoPE, so that blocks of positions have theirs."""
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with `--means` of `KINDS` or None."""
+    what = "of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
+    parser.add_argument("--means", choices=KINDS, help=what)
+    options = parser.parse_args()
+    if options.means and options.model:
+        parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
+    return options
+
+
+def columns(options: argparse.Namespace) -> dict[str, str]:
+    """Of rows that were measured with `--means`; rows without have none."""
+    return {"means": options.means} if options.means else {}
 
 
 def write(folder: str, means: str) -> Path:

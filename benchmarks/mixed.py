@@ -25,9 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import made_up_calibration
 import rows
 import workers
-from made_up_calibration import KINDS
 
 SHAPES = ("64x2048", "32x8192")
 PROMPTS = (0, 128, 512, 1900, 12000)
@@ -53,15 +53,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--together", action="store_true", help="start all engines at once, to save time; measure one after the other")
     add("--after", type=Path, help="with --together: measure when this file is there, and not before")
     add("--no-compile", action="store_true", help="neither torch.compile nor piecewise graphs, to start sooner")
-    add(
-        "--means", choices=KINDS, help="of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
-    )
     workers.add_arguments(parser, timeout=400)
-    options = parser.parse_args()
+    options = made_up_calibration.parse(parser)
     if options.together and not options.kv_cache_memory:
         parser.error("--together needs --kv-cache-memory: bytes of KV cache of each dtype")
-    if options.means and options.model:
-        parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
     return options
 
 
@@ -89,7 +84,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
         device = engine.Engine(llm)
     made_with = {
         "recent_tokens": options.recent_tokens,
-        **({"means": options.means} if options.means else {}),
+        **made_up_calibration.columns(options),
         "attention": device.attention(),
         **rows.machine(),
     }
