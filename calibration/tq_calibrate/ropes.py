@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from packed_kv.codecs.rope import block_table
-from packed_kv.rope import VARYING, Rope, rope_parameters
+from packed_kv.rope import VARYING, Rope, average_length, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CONTEXT = 1 << 15
@@ -124,8 +124,9 @@ def turned_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
 
 def _double_angles(found: ModelRope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Means of cos(2 w p) and sin(2 w p) over the model's positions p, float64 [pairs]."""
-    w, count = torch.tensor(found.rope.frequencies, dtype=torch.float64, device=device), found.positions
-    length = torch.where(w.sin() == 0, 1.0, (count * w).sin() / (count * w.sin()))
+    frequencies, count = found.rope.frequencies, found.positions
+    lengths = [average_length(2 * frequency, count) for frequency in frequencies]
+    w, length = torch.tensor([frequencies, lengths], dtype=torch.float64, device=device)
     return length * ((count - 1) * w).cos(), length * ((count - 1) * w).sin()
 
 

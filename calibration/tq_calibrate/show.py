@@ -10,7 +10,7 @@ from typing import Any
 
 from packed_kv.calibration_file import Calibration, LayerCalibration, load
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.rope import Rope
+from packed_kv.rope import Rope, average_length
 
 ROLES = ("key", "value")
 Rows = list[list[float]]
@@ -120,14 +120,8 @@ def _taken_off(layer: LayerCalibration) -> Rows:
     lengths = [1.0] * len(means[0])
     for frequency, channels in zip(layer.key_rope.frequencies, layer.key_rope.pairs(), strict=True):
         for channel in channels:
-            lengths[channel] = _length(frequency)
+            lengths[channel] = abs(average_length(frequency, MEAN_BLOCK))
     return [[mean * length for mean, length in zip(head, lengths, strict=True)] for head in means]
-
-
-def _length(frequency: float) -> float:
-    """Of the average of a vector of length 1 that turns by `frequency` a position, over a block."""
-    one = MEAN_BLOCK * math.sin(frequency / 2)
-    return abs(math.sin(MEAN_BLOCK * frequency / 2) / one) if one else 1.0
 
 
 def _energy(numbers: list[float]) -> float:

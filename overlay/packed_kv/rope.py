@@ -3,6 +3,7 @@ no vLLM."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from .json_file import shown
@@ -26,6 +27,13 @@ class Rope(NamedTuple):
         """The channels of each pair."""
         n = len(self.frequencies)
         return [(2 * c, 2 * c + 1) if self.interleaved else (c, c + n) for c in range(n)]
+
+
+def average_length(frequency: float, positions: int) -> float:
+    """Of the average of vectors of length 1 at so many positions in a row, each turned by `frequency` radians more than
+    the one before; negative where it points away from the middle one. A geometric series."""
+    under = positions * math.sin(frequency / 2)
+    return math.sin(positions * frequency / 2) / under if under else 1.0
 
 
 DEFAULTS: Parameters = {"partial_rotary_factor": 1.0, "mrope_interleaved": False}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..layout import MEAN_BLOCK
-from ..rope import Rope
+from ..rope import Rope, average_length
 
 __all__ = ["Rope", "block_table", "partner"]
 
@@ -39,8 +39,7 @@ def block_table(
     on_cpu: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     frequency = torch.tensor(rope.frequencies, **on_cpu)
     middle = torch.arange(blocks, **on_cpu)[:, None] * MEAN_BLOCK + (MEAN_BLOCK - 1) / 2
-    under = MEAN_BLOCK * torch.sin(frequency / 2)
-    length = torch.where(under == 0, 1.0, torch.sin(MEAN_BLOCK * frequency / 2) / under)
+    length = torch.tensor([average_length(w, MEAN_BLOCK) for w in rope.frequencies], **on_cpu)
     angle = middle * frequency
     table = torch.zeros(blocks, 2, head_dim if stored_dim is None else stored_dim, **on_cpu)
     table[:, 0] = 1

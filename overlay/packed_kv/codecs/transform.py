@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..layout import MEAN_BLOCK
-from .rope import Rope, block_table, check, partner
+from .rope import Rope, block_table, partner
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -67,7 +67,6 @@ class ChannelTransform:
         elif self.mean is None:
             raise ValueError("rope is given without the mean that it turns; give the mean of keys before RoPE, too")
         else:
-            check(rope, head_dim)
             self.spectrum = self._spectrum(rope, -(-(positions or 1) // MEAN_BLOCK))
         self.partner = None if rope is None or self.mean is None else partner(rope, self.mean)
         self.grows = rope is not None and positions is None
