@@ -106,7 +106,7 @@ def _write(folder: int, path: Path, code: bytes) -> None:
             file.flush()
             os.fsync(descriptor)
         os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
+    except BaseException:  # an interrupt, too, must leave no temporary file; raised again below
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise

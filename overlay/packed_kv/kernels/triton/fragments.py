@@ -272,3 +272,9 @@ def hide_from_optimizer(x):
     if not IS_INTERPRETED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     return x
+
+
+@triton.jit
+def to_tf32(x):
+    """fp32 rounded to what a tensor core reads of it, which else it truncates."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

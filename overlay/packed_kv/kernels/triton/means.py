@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...codecs.transform import ChannelTransform
-from .fragments import hide_from_optimizer
+from .fragments import hide_from_optimizer, to_tf32
 from .quantize import product
 
 COLUMNS = 16
@@ -105,9 +105,9 @@ def bias_of_rows(
             turn = spectrum + of_block[None, :] * (2 * HEAD_DIM) + start + part[:, None]
             turned = product(mean, tl.load(turn)) + product(partner, tl.load(turn + HEAD_DIM))
             turned = tl.where(column[None, :] == 0, of_first - turned, turned)
-            high = _to_tf32(turned)
+            high = to_tf32(turned)
             if query.dtype.element_ty == tl.float32:
-                x = _to_tf32(x)
+                x = to_tf32(x)
             result = tl.dot(x, high, result, input_precision="tf32")
             result = tl.dot(x, turned - high, result, input_precision="tf32")
         # Computed anew: as few registers as can be are taken while the loop runs.
@@ -115,12 +115,6 @@ def bias_of_rows(
         place = own // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + own % QUERY_GROUP
         target = bias + place.to(tl.int64)[:, None] * (1 + BLOCKS) + column[None, :]
         tl.store(target, result * scale, mask=(own < rows)[:, None] & (column < 1 + BLOCKS)[None, :])
-
-
-@triton.jit
-def _to_tf32(x):
-    """fp32 rounded to what a tensor core reads of it, which else it truncates."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 from ...formats import stored_dim
 from .. import power_of_2
 from ..units import LOG2_E
+from .fragments import to_tf32
 from .launch import Arguments, Launch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -69,9 +70,8 @@ def _merge_kernel(
         values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + part[None, None, :],
                          mask=known[:, :, None], other=0.0)  # fmt: skip
         combined = tl.sum(values * weights[:, :, None], 1) * norm[:, None]
-        # Rounded to tf32 here, as the tensor core truncates; as exact as fp16, but for V of any size.
-        combined = ((combined.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        combined = tl.broadcast_to(combined[None, :, :], [16 // ROWS, ROWS, PART])
+        # As exact as fp16, but for V of any size.
+        combined = tl.broadcast_to(to_tf32(combined)[None, :, :], [16 // ROWS, ROWS, PART])
         result = tl.dot(tl.reshape(combined, [16, PART]), m.to(tl.float32), result, input_precision="tf32")
     row = tl.arange(0, 16)  # of the product: those past ROWS repeat the first
     index = (tl.program_id(0) * ROWS + row).to(tl.int64)
