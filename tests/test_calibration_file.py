@@ -196,19 +196,12 @@ def test_refused(what: str, tmp_path: Path) -> None:
     assert words in refusal(write(tmp_path, file))
 
 
-@pytest.mark.parametrize("what", NUMBERS_REFUSED)
-def test_means_and_scales_that_are_refused(what: str, tmp_path: Path) -> None:
-    change, words = NUMBERS_REFUSED[what]
-    file = content(version=2)
-    change(file)
-    assert words in refusal(write(tmp_path, file))
-    load(write(tmp_path, file | {"version": 1}))  # does not know these fields
-
-
-@pytest.mark.parametrize("what", ROPES_REFUSED)
-def test_ropes_that_are_refused(what: str, tmp_path: Path) -> None:
-    change, words = ROPES_REFUSED[what]
-    file = content(version=3)
+@pytest.mark.parametrize(
+    ("version", "what"), [*((2, what) for what in NUMBERS_REFUSED), *((3, what) for what in ROPES_REFUSED)]
+)
+def test_means_scales_and_ropes_that_are_refused(version: int, what: str, tmp_path: Path) -> None:
+    change, words = (NUMBERS_REFUSED if version == 2 else ROPES_REFUSED)[what]
+    file = content(version=version)
     change(file)
     assert words in refusal(write(tmp_path, file))
     load(write(tmp_path, file | {"version": 1}))  # does not know these fields

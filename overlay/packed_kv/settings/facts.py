@@ -42,6 +42,7 @@ def engine_facts(config: VllmConfig) -> Facts:
 
 
 def platform_name() -> str:
-    """What vLLM runs on: cpu, cuda, or its own name of another device."""
-    name = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
-    return name or current_platform.device_name
+    """Return "cpu", "cuda", or vLLM's name of another platform."""
+    if current_platform.is_cpu():
+        return "cpu"
+    return "cuda" if current_platform.is_cuda() else current_platform.device_name
