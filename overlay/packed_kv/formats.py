@@ -119,8 +119,15 @@ NULL_CODE = Code(
     magnitude_shift=tuple(16 * (e & 1) for e in _E),
     sign_shift=tuple(16 * (e & 1) + 15 for e in _E),
 )
-"""For tests (`tests/support/null_code.py`), no entry of `CODES`: fp16 numbers, which hold bf16 ones of 2^-14 to 32768
-exactly, through the same store, gather and attention. A bug of paging shows with it, an error of quantisation not."""
+"""No entry of `CODES`: fp16 numbers, which hold bf16 ones of 2^-14 to 32768 exactly. RoPE channels of latent pages have
+it; and tests (`tests/support/null_code.py`) send whole vectors through the same store, gather and attention: a bug of
+paging shows with it, an error of quantisation not."""
+
+
+def code_of(bits: int) -> Code:
+    """The code of a width, `NULL_CODE` of 16 bits."""
+    return NULL_CODE if bits == NULL_CODE.bits else CODES[bits]
+
 
 MAX_SCALE_BYTE = 0xF2
 """The largest scale written: fp16 bits `byte << 7` = 40960. Times the largest magnitude, 3/2, it is 61440, so every
@@ -180,6 +187,11 @@ class Format:
     def slot_bytes(self, head_dim: int) -> int:
         """Bytes of K and V of one token and one KV head."""
         return 2 * self.vector_bytes(head_dim)
+
+    def latent_bytes(self, rank: int, rope_dim: int) -> int:
+        """Bytes of one token of latent attention: a vector of `rank` channels, and `rope_dim` channels of RoPE at 16
+        bits."""
+        return self.vector_bytes(rank) + NULL_CODE.bits // 8 * rope_dim
 
     def compression(self, head_dim: int) -> float:
         """How many times smaller a slot is than in bf16."""

@@ -39,6 +39,12 @@ row g are together; its V codes belong to 4 tokens (n3, n0), so those of a row t
     K scales     [g = n2 n1 n0][group][n3]
     V scales     [t = n2 n1][group][n3][n0]
 
+A page of latent attention (MLA) has one vector of each token, the latent one, which is K and V at once, and the key's
+RoPE channels beside it, as fp16. Its tokens are the run of bytes of a single head, and both lie in K's order; a lane
+holds 16 RoPE channels of a group as 8 words, code e in half e & 1 of word e >> 1, in chunks of 4:
+
+    micro-block:       | latent codes | RoPE channels | latent scales |   16 * latent_bytes bytes
+
 Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a byte a channel, and a token of a head in
 one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
 
@@ -54,13 +60,15 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .formats import CODES, CODES_PER_LANE, GROUP_SIZE, NIBBLES, Format, stored_dim
+from .formats import CODES_PER_LANE, GROUP_SIZE, NIBBLES, NULL_CODE, Format, code_of, stored_dim
 
 MICRO_BLOCK = 16
 """Tokens of one micro-block."""
 LANES = 32
 PAIR = ("key", "value")
 """Orders of the vectors of a page: K, then V."""
+ROPE = "RoPE"
+"""Content of the plane of RoPE channels in a page of latent attention."""
 
 SIGN_WORD_SHIFT = tuple(4 * NIBBLES[e] + 3 - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in a sign word, for the first of the two groups that share it."""
@@ -79,12 +87,12 @@ class VectorLayout:
     @property
     def code_words(self) -> int:
         """Code words of a lane."""
-        return sum(CODES[bits].code_words for bits in self.group_bits)
+        return sum(code_of(bits).code_words for bits in self.group_bits)
 
     @property
     def signed_groups(self) -> int:
         """Groups whose signs lie in sign words."""
-        return sum(CODES[bits].has_sign_words for bits in self.group_bits)
+        return sum(code_of(bits).has_sign_words for bits in self.group_bits)
 
     @property
     def sign_words(self) -> int:
@@ -106,7 +114,8 @@ class VectorLayout:
 class Plane(NamedTuple):
     """A run of bytes of a micro-block that holds one kind of content of one of its vectors.
 
-    `content`: "words" (code words, then sign words), "half words" or "scales"; `vector`: index of the page's vector;
+    `content`: "words" (code words, then sign words), "half words", "scales" or `ROPE` (words of fp16 channels);
+    `vector`: index of the page's vector;
     `order`: in which order of the drawing, "key" or "value"; `width`: bits of an element; `elements`: of a
     lane (of words and half words) or of a token (of scales); `offset`: in bytes from the start of the micro-block.
     """
@@ -159,6 +168,27 @@ def page_layout(fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR) -> P
                 end = planes[-1].offset + planes[-1].bytes if planes else 0
                 planes.append(Plane(content, i, order, width, count, end))
     return PageLayout(vector, tuple(planes))
+
+
+def rope_vector(rope_dim: int) -> VectorLayout:
+    """The words of a lane for the RoPE channels of latent pages. Raises ValueError where they are no whole groups."""
+    if rope_dim <= 0 or rope_dim % GROUP_SIZE:
+        raise ValueError(f"RoPE channels must be a positive multiple of {GROUP_SIZE}, got {rope_dim}")
+    return VectorLayout((NULL_CODE.bits,) * (rope_dim // GROUP_SIZE))
+
+
+def latent_layout(fmt: Format, rank: int, rope_dim: int) -> PageLayout:
+    """Layout of the pages of `fmt` for latent vectors of `rank` channels with `rope_dim` channels of RoPE.
+
+    Raises ValueError if one of them is no positive multiple of 32.
+    """
+    if rank <= 0 or rank % GROUP_SIZE:
+        raise ValueError(f"the rank of latent vectors must be a positive multiple of {GROUP_SIZE}, got {rank}")
+    page = page_layout(fmt, rank, ("key",))
+    *codes, scales = page.planes
+    end = codes[-1].offset + codes[-1].bytes
+    rope = Plane(ROPE, 0, "key", 32, rope_vector(rope_dim).code_words, end)
+    return PageLayout(page.vector, (*codes, rope, scales._replace(offset=end + rope.bytes)))
 
 
 class RingLayout(NamedTuple):

@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from ..formats import CODES, CODES_PER_LANE, GROUP_SIZE, Format, runs
+from ..formats import CODES_PER_LANE, GROUP_SIZE, Format, code_of, runs
 from ..layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT, VectorLayout, page_layout
 from .codec import Channels, Codec, split_runs
 from .rope import Rope
@@ -117,14 +117,14 @@ class PagedCodec:
         touched, where = torch.unique(slots // MICRO_BLOCK, return_inverse=True)
         token = slots % MICRO_BLOCK
         block, inner = self._locate(cache, touched)
-        pages = _micro_blocks(cache)
+        pages = micro_blocks_of(cache)
         old = pages[block, :, inner]
         codes, scales = [], []
         for i, (codec, vectors, place) in enumerate(zip(self.codecs, (key, value), places, strict=True)):
             own_codes, own_scales = self._unpack(i, old)
             own_codes[where, :, token], own_scales[where, :, token] = codec.quantize(vectors, place)
-            codes.append(_pack_codes(own_codes, self.layout.vector, codec.role))
-            scales.append(_pack_scales(own_scales, codec.role))
+            codes.append(pack_codes(own_codes, self.layout.vector, codec.role))
+            scales.append(pack_scales(own_scales, codec.role))
         pages[block, :, inner] = torch.cat((*codes, *scales), dim=-1)
 
     def prepare(
@@ -148,7 +148,7 @@ class PagedCodec:
             K and V, scaled and rotated, float32 [KV heads, n * 16, stored_dim].
         """
         block, inner = self._locate(cache, micro_blocks)
-        packed = _micro_blocks(cache)[block, :, inner]
+        packed = micro_blocks_of(cache)[block, :, inner]
         key, value = (
             codec.dequantize(*self._unpack(i, packed)).transpose(0, 1).flatten(1, 2)
             for i, codec in enumerate(self.codecs)
@@ -182,26 +182,26 @@ class PagedCodec:
         codes = packed[..., words.offset : halves.offset + halves.bytes]
         order = words.order
         return (
-            _unpack_codes(codes, self.layout.vector, order),
-            _unpack_scales(packed[..., scales.offset : scales.offset + scales.bytes], order),
+            unpack_codes(codes, self.layout.vector, order),
+            unpack_scales(packed[..., scales.offset : scales.offset + scales.bytes], order),
         )
 
 
-def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
+def micro_blocks_of(cache: torch.Tensor) -> torch.Tensor:
     """View uint8 [blocks, heads, block_size, slot_bytes] as [blocks, heads, block_size / 16, 16 * slot_bytes]."""
     blocks, heads, block_size, slot_bytes = cache.shape
     assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
     return cache.view(blocks, heads, block_size // MICRO_BLOCK, MICRO_BLOCK * slot_bytes)
 
 
-def _pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
     """codes uint8 [..., 16, head_dim] -> uint8 [..., code_bytes] in fragment order."""
     lead, groups = codes.shape[:-2], len(vector.group_bits)
     axes = codes.reshape(-1, MICRO_BLOCK, groups, GROUP_SIZE).transpose(1, 2).reshape(-1, groups, *_AXES[role])
     lanes = axes.permute(0, 1, *(2 + axis for axis in _TO_LANES[role])).reshape(-1, groups, LANES, CODES_PER_LANE)
     words, signs = [], []
     for bits, code in split_runs(vector.group_bits, lanes.to(torch.int32), dim=1):
-        width = CODES[bits]
+        width = code_of(bits)
         sign, magnitude = code >> (bits - 1), code & (1 << (bits - 1)) - 1
         word = magnitude << _shifts(width.magnitude_shift, code.device)
         if width.has_sign_words:
@@ -222,8 +222,8 @@ def _pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.T
     return torch.cat(parts, dim=-1).unflatten(0, lead)
 
 
-def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
-    """Inverse of `_pack_codes`: uint8 [..., code_bytes] -> codes uint8 [..., 16, head_dim]."""
+def unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
+    """Inverse of `pack_codes`: uint8 [..., code_bytes] -> codes uint8 [..., 16, head_dim]."""
     lead, groups = packed.shape[:-1], len(vector.group_bits)
     packed = packed.reshape(-1, packed.shape[-1])
     word_bytes = 4 * LANES * sum(vector.chunks)
@@ -236,7 +236,7 @@ def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torc
     signs = torch.cat((paired.flatten(1, 2), single), dim=1)  # of the groups that have sign words
     codes, at = [], 0
     for bits, count in runs(vector.group_bits):
-        width = CODES[bits]
+        width = code_of(bits)
         word = code_words[..., at : at + width.code_words * count]
         word = word.unflatten(-1, (count, width.code_words)).transpose(1, 2)
         at += width.code_words * count
@@ -252,15 +252,15 @@ def _unpack_codes(packed: torch.Tensor, vector: VectorLayout, role: str) -> torc
     return tokens.transpose(1, 2).reshape(*lead, MICRO_BLOCK, groups * GROUP_SIZE)
 
 
-def _pack_scales(scales: torch.Tensor, role: str) -> torch.Tensor:
+def pack_scales(scales: torch.Tensor, role: str) -> torch.Tensor:
     """uint8 [..., 16, groups] -> uint8 [..., 16 * groups] in the order of layout.py."""
     if role == "key":
         return scales.unflatten(-2, (2, 8)).movedim(-3, -1).flatten(-3)  # n3 g group -> g group n3
     return scales.unflatten(-2, (2, 4, 2)).movedim((-3, -1), (-4, -3)).flatten(-4)  # n3 t n0 group -> t group n3 n0
 
 
-def _unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
-    """Inverse of `_pack_scales`: uint8 [..., 16 * groups] -> a new uint8 [..., 16, groups]."""
+def unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
+    """Inverse of `pack_scales`: uint8 [..., 16 * groups] -> a new uint8 [..., 16, groups]."""
     if role == "key":
         return packed.unflatten(-1, (8, -1, 2)).movedim(-1, -3).flatten(-3, -2).contiguous()
     return packed.unflatten(-1, (4, -1, 2, 2)).movedim((-4, -3), (-3, -1)).flatten(-4, -2).contiguous()

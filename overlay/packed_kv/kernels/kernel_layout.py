@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..formats import CODES, GROUP_SIZE, Code
+from ..formats import GROUP_SIZE, Code, code_of
 from ..layout import PageLayout, RingLayout, ring_layout
 from .units import score_unit
 
@@ -80,7 +80,7 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
     sections: list[Section] = []
     word = signed = 0
     for number, bits in enumerate(vector.group_bits):
-        code = CODES[bits]
+        code = code_of(bits)
         if not sections or sections[-1].code != code:
             sections.append(Section(number, vector.group_bits.count(bits), code, word, signed))
         sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0

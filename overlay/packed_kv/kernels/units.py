@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 
-from ..formats import CODES
+from ..formats import CODES, code_of
 
 LOG2_E = math.log2(math.e)
 """Exponentials are powers of 2 on a GPU."""
@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 def score_unit(group_bits: tuple[int, ...]) -> float:
     """Of scores over groups of these bits: the unit of all, or one between. A group's queries are multiplied by it over
     the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled queries up to 8188 stay finite."""
-    exponents = [math.frexp(CODES[bits].unit)[1] - 1 for bits in group_bits]
+    exponents = [math.frexp(code_of(bits).unit)[1] - 1 for bits in group_bits]
     return 2.0 ** ((min(exponents) + max(exponents)) // 2)
 
 

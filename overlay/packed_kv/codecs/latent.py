@@ -1,0 +1,159 @@
+"""Reference of latent attention (MLA): one latent vector a token, which is K and V at once, and the key's RoPE channels.
+
+A latent c is stored as y = R diag(scale) (c - mean) in codes of the format, with R its rotation. Both sides of the
+rotation, scale and mean fold into the layer's weights (`fold`), so that attention reads y alone:
+
+    scores    (W_UK q) . c = (R diag(1 / scale) W_UK q) . y + one number a query, which the softmax ignores
+    output    sum p c      = diag(1 / scale) R^T (sum p y) + mean, as the weights p sum to 1
+
+V's gain (docs/formats.md, section 8) multiplies W_UV alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import GROUP_SIZE, Format, code_of
+from ..layout import MICRO_BLOCK, ROPE, latent_layout, rope_vector
+from .codec import Channels, Codec
+from .pages import micro_blocks_of, pack_codes, pack_scales, unpack_codes, unpack_scales
+from .transform import INPUT_LIMIT, Numbers
+
+
+class LatentCodec:
+    """Writes and reads one layer's pages of latent vectors.
+
+    A cache is vLLM's view of the pages: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous and
+    block_size a multiple of 16.
+
+    Args:
+        fmt: the format.
+        rank: channels of a latent vector, vLLM's `kv_lora_rank`; a multiple of 32.
+        rope_dim: channels of RoPE, `qk_rope_head_dim`; a multiple of 32.
+        device: where the constants live; inputs must be on it.
+        outliers, channel_order, mean, scale: of the latent's channels, [n] or [rank]; see `Codec`.
+
+    Raises:
+        ValueError: an unsupported size, or channels, means or scales that do not fit.
+    """
+
+    def __init__(
+        self,
+        fmt: Format,
+        rank: int,
+        rope_dim: int,
+        device: torch.device | str = "cpu",
+        outliers: Channels | None = None,
+        channel_order: Channels | None = None,
+        mean: Numbers | None = None,
+        scale: Numbers | None = None,
+    ) -> None:
+        self.layout = latent_layout(fmt, rank, rope_dim)
+        self.latent = Codec(fmt, rank, "key", outliers, device, channel_order, mean, scale)
+        if self.latent.heads is not None:
+            raise ValueError(f"latent vectors have no heads; expected channels, means and scales [{rank}]")
+        self.fmt, self.rank, self.rope_dim, self.device = fmt, rank, rope_dim, self.latent.device
+        self.slot_bytes = fmt.latent_bytes(rank, rope_dim)
+        self.rope_vector = rope_vector(rope_dim)
+
+    def write(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+        """Store tokens.
+
+        Args:
+            cache: see the class.
+            slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
+            latent, rope: float [tokens, rank] and [tokens, rope_dim].
+        """
+        stored = slots >= 0
+        slots, latent, rope = slots[stored], latent[stored], rope[stored]
+        if not len(slots):
+            return
+        touched, where = torch.unique(slots // MICRO_BLOCK, return_inverse=True)
+        token = slots % MICRO_BLOCK
+        pages = _micro_blocks(cache)
+        codes, scales, rope_codes = self._unpack(pages[touched])
+        codes[where, token], scales[where, token] = self.latent.quantize(latent)
+        rope_codes[where, token] = rope_codes_of(rope)
+        parts = (
+            pack_codes(codes, self.layout.vector, "key"),
+            pack_codes(rope_codes, self.rope_vector, "key"),
+            pack_scales(scales, "key"),
+        )
+        pages[touched] = torch.cat(parts, dim=-1)
+
+    def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantise micro-blocks.
+
+        Args:
+            cache: see the class.
+            micro_blocks: int [n], each (block * block_size + offset) / 16.
+
+        Returns:
+            latents as stored, y of the module's text, fp32 [n * 16, rank], and RoPE channels, fp32 [n * 16, rope_dim].
+        """
+        codes, scales, rope = self._unpack(_micro_blocks(cache)[micro_blocks])
+        return self.latent.dequantize(codes, scales).flatten(0, 1), _half(rope).flatten(0, 1)
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """Latents as stored, fp32 [..., rank] -> as the model has them."""
+        return self.latent.restore(stored)
+
+    def fold(self, key_up: torch.Tensor, value_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights that take latents as stored: new tensors of the same shapes, dtypes and strides.
+
+        Args:
+            key_up: vLLM's `W_UK_T` [heads, nope_dim, rank]: queries times this meet latents.
+            value_up: vLLM's `W_UV` [heads, rank, value_dim]: sums of latents times this are V. It gets V's gain.
+        """
+        unscale = self.latent.transform.unscale
+        key = self.latent.rotate(unscale(key_up.float()))
+        value = self.latent.rotate(unscale(value_up.float().transpose(1, 2))) * self.value_gain()
+        folded = []
+        for old, new in ((key_up, key), (value_up, value.transpose(1, 2))):
+            folded.append(torch.empty_like(old, memory_format=torch.preserve_format).copy_(new))
+        return folded[0], folded[1]
+
+    def value_gain(self) -> torch.Tensor:
+        """V's gain of each channel as stored, fp32 [rank]."""
+        gains = [code_of(bits).value_gain for bits in self.layout.vector.group_bits]
+        return torch.tensor(gains, device=self.device).repeat_interleave(GROUP_SIZE)
+
+    def stored_mean(self) -> torch.Tensor | None:
+        """What stored latents lack of whole ones, R diag(scale) mean, fp32 [rank]; None: nothing."""
+        transform = self.latent.transform
+        if transform.mean is None:
+            return None
+        return self.latent.rotate(transform.mean if transform.scale is None else transform.mean * transform.scale)
+
+    def output_constant(self) -> torch.Tensor | None:
+        """What sums of stored latents with weights of sum 1 lack before the folded `W_UV`, fp32 [rank]; None:
+        nothing. V's gain, which is for the codes, is taken off it."""
+        mean = self.stored_mean()
+        return None if mean is None else mean / self.value_gain()
+
+    def _unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Micro-blocks uint8 [n, bytes] -> codes [n, 16, rank], scales [n, 16, groups], RoPE codes [n, 16, rope_dim]."""
+        rope, scales = (self.layout.plane(0, content) for content in (ROPE, "scales"))
+        return (
+            unpack_codes(packed[..., : rope.offset], self.layout.vector, "key"),
+            unpack_scales(packed[..., scales.offset :], "key"),
+            unpack_codes(packed[..., rope.offset : scales.offset], self.rope_vector, "key"),
+        )
+
+
+def rope_codes_of(rope: torch.Tensor) -> torch.Tensor:
+    """RoPE channels of any float dtype -> codes of 16 bits, int32: as fp16, NaN and infinities 0, the rest clamped."""
+    rope = rope.float()
+    rope = torch.where(rope.isfinite(), rope, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
+    return rope.half().view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def _half(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 16 bits, int32 -> fp32."""
+    return codes.to(torch.int16).view(torch.float16).to(torch.float32)
+
+
+def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
+    """View uint8 [blocks, block_size, slot_bytes] as [micro-blocks, 16 * slot_bytes]."""
+    assert cache.is_contiguous(), cache.stride()
+    return micro_blocks_of(cache.unsqueeze(1)).flatten(0, 2)
