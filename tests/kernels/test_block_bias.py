@@ -132,6 +132,11 @@ CASES = [
      "recent": 48, "ring_block": 4, "tiles_a_block": 2, "blocks": 2, "block_size": 32},
     # All tokens are in the ring, token 0 too.
     {"name": "tq3", "requests": ((90, 0), (60, 44)), "recent": 200, "group": 7},
+    # 16 columns, one of them of no query.
+    {"name": "tq3", "requests": ((140, 0), (70, 60)), "query_lens": (5, 2), "group": 3, "recent": 48, "blocks": 3},
+    gpu_only(name="turboquant35", requests=((700, 0), (300, 260)), head_dim=128, kv_heads=2, group=16, recent=64),
+    gpu_only(name="tq4", requests=((3000, 0), (33, 0)), head_dim=128, group=4, query_lens=(4, 3), tiles_a_block=8,
+             blocks=12, recent=64),
     gpu_only(name="isoquant4", requests=((1000, 0), (257, 0)), tiles_a_block=8, blocks=4, group=3, recent=64),
     gpu_only(name="turboquant35", requests=((700, 0), (300, 260)), head_dim=128, kv_heads=2, group=8, recent=16),
     gpu_only(name="tq4", requests=((5000, 0), (400, 0)), tiles_a_block=8, blocks=32, head_dim=128, size=20),

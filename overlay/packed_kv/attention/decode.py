@@ -19,7 +19,6 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import refusal
-from ..kernels.cuda.schedule import Scheduler
 from ..kernels.triton.decode import (
     COLUMNS,
     MAX_REGISTERS,
@@ -140,12 +139,13 @@ class FusedDecode:
         )
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
-        self.schedulers: dict[int, Scheduler] = {}
+        self.schedulers: cuda.Schedulers = {}
         """Of the CUDA kernel, by the warps of a block."""
         if serves:
             device, card = self.from_rotated.device, (kv_heads, self.sm_count)
             self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
-            self.schedulers = cuda.make_schedulers(max_requests, *card, device)
+            has_wide = cuda.column_count(self.shape.group, longest_decode) > 8
+            self.schedulers = cuda.make_schedulers(max_requests, *card, device, has_wide=has_wide)
 
     def store_step(
         self,
@@ -221,9 +221,10 @@ class FusedDecode:
         if self.of_cuda is None:
             grid = cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
         else:
-            grid = cuda.grid(requests, self.kv_heads, self.sm_count)
+            columns = cuda.column_count(shape.group, max_query_len)
+            grid = cuda.grid(requests, self.kv_heads, self.sm_count, columns)
         if grid.is_final:
-            schedule, columns = self.schedulers[grid.warps](seq_lens), cuda.column_count(shape.group, max_query_len)
+            schedule = self.schedulers[grid.warps, grid.is_wide](seq_lens)
             rotated, partial, stats, *bias = self.reserve(tokens, (grid.blocks, self.kv_heads, columns))
         else:
             rotated, partial, stats, *bias = self.reserve(tokens, (tokens, self.query_heads, grid.blocks))
@@ -296,7 +297,8 @@ class FusedDecode:
         self.reserve(self.max_requests * query_len, (rows, self.query_heads, 1))
         for scheduler in self.schedulers.values():
             scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))
-            self.reserve(self.max_requests * query_len, (len(scheduler.items), self.kv_heads, cuda.COLUMNS))
+            columns = cuda.column_count(self.shape.group, self.longest_decode)
+            self.reserve(self.max_requests * query_len, (len(scheduler.items), self.kv_heads, columns))
 
     def reserve(self, tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
         """Workspace for rotated queries, partial outputs of that shape, their softmax state; for queries' biases if

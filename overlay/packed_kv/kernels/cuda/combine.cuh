@@ -9,12 +9,12 @@ constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
 
 // Converts outputs to values of unit 1, and sums the totals over the warp's lanes.
 INLINE void finish(State& state) {
-    for_each<GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8;
+    for_each<OCTETS * GROUPS * 8>([&](auto i) {
+        constexpr int group = i.value / 8 % GROUPS;
         constexpr float factor = group_layout(group).over_value_unit;
-        state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
+        state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
-    for_each<2>([&](auto c) {
+    for_each<OWN>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
     });
 }
@@ -22,13 +22,13 @@ INLINE void finish(State& state) {
 // Calls `store(column, channel, value)` for this lane's outputs, and `statistics(column, maximum, total)`.
 template <class Store, class Statistics>
 INLINE void for_outputs(const State& state, const Lane& lane, Store&& store, Statistics&& statistics) {
-    for_each<2>([&](auto c) {
+    for_each<OWN>([&](auto c) {
         const int column = own_column(lane, c.value);
         for_each<GROUPS * 4>([&](auto i) {
             constexpr int group = i.value / 4, half = i.value / 2 % 2, eight = i.value % 2;
             if (!TWICE || lane.column / 2 == group % 2)
                 store(column, group * 32 + half * 16 + eight * 8 + lane.row,
-                      state.output[group][half][2 * eight + c.value]);
+                      state.output[c.value / 2][group][half][2 * eight + c.value % 2]);
         });
         if (lane.row == 0 && (!TWICE || lane.column < 2))
             statistics(column, state.maximum[c.value], state.total[c.value]);
@@ -101,27 +101,30 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
     for_each<TILES_PER_WARP>([&](auto i) {
         const int tile = warp + i.value * WARPS;
         if (tile >= HEAD_DIM / 16) return;
-        const float* x = combined + lane.row % COLUMNS * ROW + lane.column;
-        float sums[4] = {0, 0, 0, 0};
-        for_each<FRAGMENTS>([&](auto f) {
-            const Quad& m = matrix.fragments[i.value][f.value];
-            auto tf32 = [&](u32 pair, bool upper) {
-                return __float_as_int(upper ? high_float(pair) : low_float(pair));
-            };
-            for_each<2>([&](auto k) {
-                const u32 first = k.value ? m.z : m.x, second = k.value ? m.w : m.y;
-                const float* b = x + 16 * f.value + 8 * k.value;
-                mma_tf32(sums, tf32(first, false), tf32(first, true), tf32(second, false), tf32(second, true),
-                         to_tf32(b[0]), to_tf32(b[4]));
+        for_each<OCTETS>([&](auto o) {
+            const float* x = combined + (8 * o.value + lane.row) % COLUMNS * ROW + lane.column;
+            float sums[4] = {0, 0, 0, 0};
+            for_each<FRAGMENTS>([&](auto f) {
+                const Quad& m = matrix.fragments[i.value][f.value];
+                auto tf32 = [&](u32 pair, bool upper) {
+                    return __float_as_int(upper ? high_float(pair) : low_float(pair));
+                };
+                for_each<2>([&](auto k) {
+                    const u32 first = k.value ? m.z : m.x, second = k.value ? m.w : m.y;
+                    const float* b = x + 16 * f.value + 8 * k.value;
+                    mma_tf32(sums, tf32(first, false), tf32(first, true), tf32(second, false), tf32(second, true),
+                             to_tf32(b[0]), to_tf32(b[4]));
+                });
             });
-        });
-        for_each<4>([&](auto r) {
-            const int column = 2 * lane.column + r.value % 2, channel = 16 * tile + lane.row + r.value / 2 * 8;
-            if (!request.has(column)) return;
-            const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
-            store_output(a, (long long)token * a.output_token_stride +
-                                (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
-                         sums[r.value]);
+            for_each<4>([&](auto r) {
+                const int column = 8 * o.value + 2 * lane.column + r.value % 2;
+                const int channel = 16 * tile + lane.row + r.value / 2 * 8;
+                if (!request.has(column)) return;
+                const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
+                store_output(a, (long long)token * a.output_token_stride +
+                                    (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
+                             sums[r.value]);
+            });
         });
     });
 }

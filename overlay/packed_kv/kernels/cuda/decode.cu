@@ -13,7 +13,7 @@
 //                                       the fields of `KernelLayout`; *_AT are offsets in a micro-block or ring slot
 //   TABLE_*, *_3, *_2                   values of `units.py`
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head
-//   COLUMNS                             at least QUERY_GROUP times the query tokens of a request: 4 or 8
+//   COLUMNS                             at least QUERY_GROUP times the query tokens of a request: 4, 8 or 16
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile
 //   CUT_TILES, SLOT_SHIFT, PART_SHIFT   the encoding of work items (`schedule.py`)
 //   RING_BLOCK, RECENT                  tokens of a ring block (0: no ring), and of the recent window
@@ -142,16 +142,16 @@ INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2
 
 // Masks a tile at an end of the sequence: the scores of tokens that a query does not see, and the V scales of tokens
 // that are not stored, whose bytes may be anything.
-INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][4],
+INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][SCORES],
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
     const Request request(a, shared_work_item());
     if (HAS_BIAS && first_token == 0)
         Biases(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, 1 / SCORE_UNIT, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
-        for_each<4>([&](auto r) {
-            const int limit = request.page_limit(request.limit(own_column(lane, r.value % 2)));
-            if (token + lane.row + r.value / 2 * 8 >= limit) scores[b.value][r.value] = minus_infinity();
+        for_each<SCORES>([&](auto r) {
+            const int limit = request.page_limit(request.limit(own_column(lane, own_of_score(r.value))));
+            if (token + lane.row + r.value / 2 % 2 * 8 >= limit) scores[b.value][r.value] = minus_infinity();
         });
         u32 stored = 0;
         for_each<4>([&](auto i) {
@@ -163,7 +163,7 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
 
 // Computes a tile's scores, and loads its V scales.
 INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane& lane, u32 tile,
-                       float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS]) {
+                       float (&scores)[TILE_BLOCKS][SCORES], u32 (&scales)[TILE_BLOCKS][SETS]) {
     const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
@@ -184,8 +184,8 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
 
 // Turns a tile's scores into weights; `operands` are as `online_softmax_update` returns them.
 INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, int first_token, int masked_from,
-                           float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
-                           u32 (&operands)[TILE_BLOCKS][2]) {
+                           float (&scores)[TILE_BLOCKS][SCORES], u32 (&scales)[TILE_BLOCKS][SETS],
+                           u32 (&operands)[TILE_BLOCKS][OWN]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane.in_rare_branch(), first_token, scores, scales);
     online_softmax_update(state, scores, 1 / SCORE_UNIT, scales, operands);
@@ -193,7 +193,7 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
 
 // Adds a tile's V, multiplied by its weights, to the output.
 INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
-                     const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][2]) {
+                     const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][OWN]) {
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
         Words words;
@@ -288,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __
     for (int tile = range.low; tile < last; tile++) {
         u32 next[TILE_BLOCKS];
         pages.load_blocks(tile + STAGES, next);
-        float scores[TILE_BLOCKS][4];
-        u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
+        float scores[TILE_BLOCKS][SCORES];
+        u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][OWN];
         barrier_wait(stages.barrier, stages.parity);
         score_tile(queries, tables, lane, stages.stage, scores, scales);
         update_softmax(a, state, lane, TILE_TOKENS * tile, masked_from, scores, scales, operands);

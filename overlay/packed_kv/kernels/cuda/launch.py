@@ -17,14 +17,14 @@ from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS
-from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, STREAM_K_WARPS, Scheduler, item_count
+from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-WARPS_PER_SM = 16
-"""Warps of 128 registers per thread that an SM holds."""
-FINAL_WARPS = (STREAM_K_WARPS, 4)
-"""Warps of a block that writes the output, in batches of up to `max_requests_of_large_blocks`, and in larger ones.
-There, smaller blocks leave less of the card idle (an H200 at 128 x 2048: 81 us instead of 88)."""
+WARPS_PER_SM = (16, 8)
+"""Warps that an SM holds: of 128 registers per thread, and of up to 255 where there are more than 8 columns."""
+FINAL_WARPS = ((8, 4), (4, 2))
+"""For each of these: warps of a block that writes the output, in batches of up to `max_requests_of_large_blocks`, and
+in larger ones. There, smaller blocks leave less of the card idle (an H200 at 128 x 2048: 81 us instead of 88)."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results, and `merge` follows.
@@ -41,39 +41,43 @@ class Grid(NamedTuple):
     """Blocks of `warps` warps.
 
     With `is_final`, they write the output, and `blocks` is the work items of each KV head (`schedule.py`). Otherwise
-    they write partial results, and `blocks` is the splits of each (request, KV head) pair.
+    they write partial results, and `blocks` is the splits of each (request, KV head) pair. `is_wide`: more than 8
+    columns.
     """
 
     warps: int
     blocks: int
     is_final: bool
+    is_wide: bool = False
 
 
-def grid(requests: int, kv_heads: int, sm_count: int) -> Grid:
+def grid(requests: int, kv_heads: int, sm_count: int, columns: int = 8) -> Grid:
     """Return the grid for a number of requests. It depends on no sequence length, so a CUDA graph can hold it."""
-    pairs, warps = requests * kv_heads, sm_count * WARPS_PER_SM
-    final = FINAL_WARPS[requests > max_requests_of_large_blocks(kv_heads, sm_count)]
+    is_wide = columns > 8
+    pairs, warps = requests * kv_heads, sm_count * WARPS_PER_SM[is_wide]
+    final = FINAL_WARPS[is_wide][requests > max_requests_of_large_blocks(kv_heads, sm_count)]
     if warps // final // pairs <= MAX_FINAL_BLOCKS:
-        return Grid(final, item_count(requests, resident_blocks(final, kv_heads, sm_count)), True)
-    return Grid(1, min(MAX_SPLITS, warps // pairs), False)
+        blocks = item_count(requests, resident_blocks(final, kv_heads, sm_count, is_wide=is_wide))
+        return Grid(final, blocks, True, is_wide)
+    return Grid(1, min(MAX_SPLITS, warps // pairs), False, is_wide)
 
 
 def max_requests_of_large_blocks(kv_heads: int, sm_count: int) -> int:
-    """Return the largest batch that blocks of FINAL_WARPS[0] serve: two requests per resident block."""
-    return 2 * resident_blocks(FINAL_WARPS[0], kv_heads, sm_count)
+    """Return the largest batch that the larger blocks serve: two requests per resident block."""
+    return 2 * resident_blocks(FINAL_WARPS[0][0], kv_heads, sm_count)
 
 
-def resident_blocks(warps: int, kv_heads: int, sm_count: int) -> int:
+def resident_blocks(warps: int, kv_heads: int, sm_count: int, *, is_wide: bool = False) -> int:
     """Return how many blocks of `warps` warps a card runs at a time, per KV head."""
-    return max(1, sm_count * WARPS_PER_SM // warps // kv_heads)
+    return max(1, sm_count * WARPS_PER_SM[is_wide] // warps // kv_heads)
 
 
 class Variant(NamedTuple):
     """The constants of the kernel that depend on the batch and the layer.
 
-    columns is 4 or 8; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the recent window's
-    tokens; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps too;
-    tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
+    columns is 4, 8 or 16; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the tokens of the
+    recent window; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps
+    too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
     """
 
     warps: int
@@ -118,7 +122,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
         "STAGES": STAGES,
-        "BLOCKS": WARPS_PER_SM // warps,
+        "BLOCKS": max(1, WARPS_PER_SM[columns > 8] // warps),
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
@@ -189,17 +193,25 @@ def make_counters(requests: int, kv_heads: int, sm_count: int, device: torch.dev
 
     Launches leave them 0. Layers may share them, because the launches of one stream do not overlap.
     """
-    blocks = resident_blocks(min(FINAL_WARPS), kv_heads, sm_count)
+    blocks = resident_blocks(FINAL_WARPS[0][1], kv_heads, sm_count)  # as many as of wide blocks
     return torch.zeros(item_count(requests, blocks) * kv_heads, dtype=torch.int32, device=device)
 
 
-def make_schedulers(requests: int, kv_heads: int, sm_count: int, device: torch.device) -> dict[int, Scheduler]:
-    """Return the schedulers for batches of up to `requests`, by the warps of a block."""
+Schedulers = dict[tuple[int, bool], Scheduler]
+"""By `warps` and `is_wide` of a grid."""
+
+
+def make_schedulers(
+    requests: int, kv_heads: int, sm_count: int, device: torch.device, *, has_wide: bool = False
+) -> Schedulers:
+    """Return the schedulers for batches of up to `requests`, with `has_wide` also those of wide grids."""
     few = min(requests, max_requests_of_large_blocks(kv_heads, sm_count))
-    return {
-        warps: Scheduler(most, resident_blocks(warps, kv_heads, sm_count), warps, device)
-        for warps, most in zip(FINAL_WARPS, (few, requests), strict=True)
-    }
+    made: Schedulers = {}
+    for is_wide in (False, True)[: 1 + has_wide]:
+        for warps, most, stream_k in zip(FINAL_WARPS[is_wide], (few, requests), (True, False), strict=True):
+            resident = resident_blocks(warps, kv_heads, sm_count, is_wide=is_wide)
+            made[warps, is_wide] = Scheduler(most, resident, warps, device, stream_k=stream_k)
+    return made
 
 
 CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x")
@@ -340,9 +352,10 @@ class CudaDecode:
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
-        for query_len in (1, longest_decode):
-            for shape in (*(Grid(warps, 1, True) for warps in FINAL_WARPS), Grid(1, 1, False)):
-                self._function(shape, query_len)
+        lengths = {column_count(self.group, length): length for length in range(1, longest_decode + 1)}
+        for columns, length in lengths.items():
+            for shape in (*(Grid(warps, 1, True) for warps in FINAL_WARPS[columns > 8]), Grid(1, 1, False)):
+                self._function(shape, length)
 
     def _function(self, shape: Grid, max_query_len: int) -> _Function:
         variant = Variant(
@@ -354,9 +367,9 @@ class CudaDecode:
 
 
 def column_count(group: int, max_query_len: int) -> int:
-    """Return the columns that the kernel is compiled for: 4 or 8."""
+    """Return the columns that the kernel is compiled for: 4, 8 or 16."""
     assert group * max_query_len <= COLUMNS, (group, max_query_len)
-    return 4 if group * max_query_len <= 4 else COLUMNS
+    return next(columns for columns in (4, 8, COLUMNS) if group * max_query_len <= columns)
 
 
 class _Function(NamedTuple):

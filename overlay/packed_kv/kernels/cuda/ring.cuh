@@ -43,7 +43,7 @@ struct Ring {
 // The group whose scale belongs to a lane's columns: with TWICE, an even one for columns 0 to 3, else an odd one.
 INLINE int group_of(int set, int upper_columns) { return set * GROUPS_PER_SET + (TWICE ? upper_columns : 0); }
 
-INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[4]) {
+INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[SCORES]) {
     const u32 slot = tile + lane.row * RING_SLOT_BYTES;  // and that of 8 tokens further
     const u32 keys = slot + RING_KEYS_AT + lane.column * 8;
     auto decode = [&](auto group, u32* pairs) {
@@ -67,7 +67,7 @@ INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, floa
 // The lane's token i = n3 n0 of the tile.
 INLINE int value_token(const Lane& lane, int i) { return 2 * lane.column + i % 2 + i / 2 * 8; }
 
-INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[2],
+INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[OWN],
                             const Lane& lane) {
     auto decode = [&](auto group, u32* pairs) {
         for_each<2>([&](auto n3) {
@@ -106,14 +106,15 @@ INLINE int page_tile(const Request& request, int number) { return (request.first
 INLINE void attend_ring_tile(const Arguments& a, const Request& request, int head, int number, u32 tile,
                              const Queries& queries, const Lane& lane, State& state) {
     const int first = 16 * (request.first_ring_tile() + number);
-    float scores[1][4];
+    float scores[1][SCORES];
     ring_scores(tile, queries, lane, scores[0]);
     if (HAS_BIAS && first == 0) Biases(a, request, head, lane).add_first(a, lane, RING_UNIT, scores[0]);
-    for_each<4>([&](auto r) {
-        const int token = first + lane.row + r.value / 2 * 8, limit = request.limit(own_column(lane, r.value % 2));
+    for_each<SCORES>([&](auto r) {
+        const int token = first + lane.row + r.value / 2 % 2 * 8;
+        const int limit = request.limit(own_column(lane, own_of_score(r.value)));
         if (token >= limit || token < max(limit - RECENT, request.recent)) scores[0][r.value] = minus_infinity();
     });
-    u32 scales[1][SETS], operands[1][2];
+    u32 scales[1][SETS], operands[1][OWN];
     ring_value_scales(request, tile, first, lane, scales[0]);
     online_softmax_update(state, scores, RING_UNIT, scales, operands);
     add_ring_values(state, tile, scales[0], operands[0], lane);
@@ -121,9 +122,9 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
 
 // Converts outputs of the ring to the units of those of pages.
 INLINE void to_page_unit(State& state) {
-    for_each<GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8;
+    for_each<OCTETS * GROUPS * 8>([&](auto i) {
+        constexpr int group = i.value / 8 % GROUPS;
         constexpr float factor = RING_UNIT / group_layout(group).over_value_unit;
-        state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
+        state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
 }

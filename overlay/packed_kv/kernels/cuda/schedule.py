@@ -5,7 +5,7 @@ longest. The host does not know the lengths, because a CUDA graph holds the grid
 schedule on the device, once per step. It cuts requests into parts and sorts the parts by size, because blocks start in
 order ("longest processing time first", Graham 1969). Blocks of different sizes are cut differently:
 
-- Few requests, blocks of `STREAM_K_WARPS` warps: the tiles of all requests form one sequence that is cut at multiples
+- Few requests, larger blocks: the tiles of all requests form one sequence that is cut at multiples
   of the part size, wherever a request ends, as stream-K does for matrix products (Osama et al., 2023). A part is two
   thirds of a resident block's load, so that the card can balance blocks of different speed. It is the whole load if
   there are three resident blocks per request. docs/kernels.md compares other sizes.
@@ -24,8 +24,6 @@ import triton.language as tl
 from .. import power_of_2
 from ..triton.launch import Arguments, Launch
 
-STREAM_K_WARPS = 8
-"""Warps of a block for which requests are cut as stream-K does."""
 MAX_PARTS = 32
 """Parts of a request: one warp combines them, a lane each."""
 TILE_TOKENS = 32
@@ -71,7 +69,9 @@ def item_count(requests: int, resident_blocks: int) -> int:
     return requests + -(-3 * resident_blocks // 2)
 
 
-def reference_schedule(lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS) -> list[WorkItem]:
+def reference_schedule(
+    lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS, *, stream_k: bool | None = None
+) -> list[WorkItem]:
     """Return the schedule that `_schedule_kernel` makes.
 
     Args:
@@ -79,9 +79,11 @@ def reference_schedule(lengths: list[int], resident_blocks: int, warps: int, buc
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
         buckets: see `BUCKETS`.
+        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
     """
+    stream_k = warps >= 8 if stream_k is None else stream_k
     tiles = [-(-n // TILE_TOKENS) for n in lengths]
-    cut = _stream_k_cuts if warps >= STREAM_K_WARPS else _equal_cuts
+    cut = _stream_k_cuts if stream_k else _equal_cuts
     sized: list[tuple[int, WorkItem]] = []
     for request, (n, cuts) in enumerate(zip(tiles, cut(tiles, resident_blocks, warps), strict=True)):
         ends = [0, *cuts, n]
@@ -203,16 +205,20 @@ class Scheduler:
         resident_blocks: blocks that the card runs at a time, per KV head.
         warps: warps of a block.
         device: of the schedules.
+        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
     """
 
-    def __init__(self, requests: int, resident_blocks: int, warps: int, device: torch.device) -> None:
+    def __init__(
+        self, requests: int, resident_blocks: int, warps: int, device: torch.device, *, stream_k: bool | None = None
+    ) -> None:
+        stream_k = warps >= 8 if stream_k is None else stream_k
         self.requests, self.resident_blocks, self.warps = requests, resident_blocks, warps
         count = item_count(requests, resident_blocks)
         assert count <= 1 << (31 - SLOT_SHIFT), count  # what the words of an item have room for
         self.items = torch.full((count, 4), -1, dtype=torch.int32, device=device)
         size = max(32, power_of_2(requests))
         self.constants = dict(
-            REQUESTS=size, STREAM_K=warps >= STREAM_K_WARPS, MIN_TILES=MIN_WARP_TILES * warps, TILE_TOKENS=TILE_TOKENS,
+            REQUESTS=size, STREAM_K=stream_k, MIN_TILES=MIN_WARP_TILES * warps, TILE_TOKENS=TILE_TOKENS,
             CUT_TILES=CUT_TILES, MIN_PART=MIN_PART, MAX_PARTS=MAX_PARTS,
             BUCKETS=max(1, min(BUCKETS, 2048 * BUCKETS // size)), SLOT_SHIFT=SLOT_SHIFT, PART_SHIFT=PART_SHIFT,
         )  # fmt: skip
