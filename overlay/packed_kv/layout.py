@@ -43,7 +43,7 @@ A page of latent attention (MLA) has one vector of each token, the latent one, w
 RoPE channels beside it, as fp16. Its tokens are the run of bytes of a single head, and both lie in K's order; a lane
 holds 16 RoPE channels of a group as 8 words, code e in half e & 1 of word e >> 1, in chunks of 4:
 
-    micro-block:       | latent codes | RoPE channels | latent scales |   16 * latent_bytes bytes
+    micro-block:       | latent codes | latent scales | RoPE channels |   16 * latent_bytes bytes
 
 Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a byte a channel, and a token of a head in
 one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
@@ -185,10 +185,8 @@ def latent_layout(fmt: Format, rank: int, rope_dim: int) -> PageLayout:
     if rank <= 0 or rank % GROUP_SIZE:
         raise ValueError(f"the rank of latent vectors must be a positive multiple of {GROUP_SIZE}, got {rank}")
     page = page_layout(fmt, rank, ("key",))
-    *codes, scales = page.planes
-    end = codes[-1].offset + codes[-1].bytes
-    rope = Plane(ROPE, 0, "key", 32, rope_vector(rope_dim).code_words, end)
-    return PageLayout(page.vector, (*codes, rope, scales._replace(offset=end + rope.bytes)))
+    rope = Plane(ROPE, 0, "key", 32, rope_vector(rope_dim).code_words, page.micro_block_bytes)
+    return PageLayout(page.vector, (*page.planes, rope))
 
 
 class RingLayout(NamedTuple):

@@ -53,7 +53,7 @@ def test_the_drawing():
     codec.write(cache, torch.tensor([10]), latent, rope[None])
     page = cache.flatten()
     plane = codec.layout.plane(0, ROPE)
-    assert plane.offset == 16 * 32
+    assert plane.offset == 16 * (32 + 2)
     halves = page[plane.offset : plane.offset + plane.bytes].view(torch.float16)
     for channel in range(32):
         d4, d3, t, d0 = channel >> 4, channel >> 3 & 1, channel >> 1 & 3, channel & 1
@@ -62,8 +62,8 @@ def test_the_drawing():
         assert halves[2 * (word // 4 * 128 + lane * 4 + word % 4) + code % 2] == channel + 1
     assert (halves != 0).sum() == 32
     scales = codec.layout.plane(0, "scales")
-    assert scales.offset + scales.bytes == len(page)
-    kept = page[scales.offset :].view(8, 2, 2)  # [n2 n1 n0][group][n3]
+    assert plane.offset + plane.bytes == len(page)
+    kept = page[scales.offset : plane.offset].view(8, 2, 2)  # [n2 n1 n0][group][n3]
     assert torch.equal(kept[2, :, 1], codec.latent.quantize(latent)[1][0])
 
 

@@ -1,4 +1,4 @@
-"""Reference of latent attention (MLA): one latent vector a token, which is K and V at once, and the key's RoPE channels.
+"""Reference of latent attention (MLA): one latent vector a token, K and V at once, and the key's RoPE channels.
 
 A latent c is stored as y = R diag(scale) (c - mean) in codes of the format, with R its rotation. Both sides of the
 rotation, scale and mean fold into the layer's weights (`fold`), so that attention reads y alone:
@@ -76,8 +76,8 @@ class LatentCodec:
         rope_codes[where, token] = rope_codes_of(rope)
         parts = (
             pack_codes(codes, self.layout.vector, "key"),
-            pack_codes(rope_codes, self.rope_vector, "key"),
             pack_scales(scales, "key"),
+            pack_codes(rope_codes, self.rope_vector, "key"),
         )
         pages[touched] = torch.cat(parts, dim=-1)
 
@@ -132,12 +132,12 @@ class LatentCodec:
         return None if mean is None else mean / self.value_gain()
 
     def _unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Micro-blocks uint8 [n, bytes] -> codes [n, 16, rank], scales [n, 16, groups], RoPE codes [n, 16, rope_dim]."""
-        rope, scales = (self.layout.plane(0, content) for content in (ROPE, "scales"))
+        """Micro-blocks uint8 [n, bytes] -> codes [n, 16, rank], scales [n, 16, groups], RoPE codes [n, 16, RoPE]."""
+        scales, rope = (self.layout.plane(0, content) for content in ("scales", ROPE))
         return (
-            unpack_codes(packed[..., : rope.offset], self.layout.vector, "key"),
-            unpack_scales(packed[..., scales.offset :], "key"),
-            unpack_codes(packed[..., rope.offset : scales.offset], self.rope_vector, "key"),
+            unpack_codes(packed[..., : scales.offset], self.layout.vector, "key"),
+            unpack_scales(packed[..., scales.offset : rope.offset], "key"),
+            unpack_codes(packed[..., rope.offset :], self.rope_vector, "key"),
         )
 
 
