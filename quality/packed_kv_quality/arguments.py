@@ -28,7 +28,7 @@ MAX_CONTEXT = 2048
 MAX_BASELINE_BYTES = 8 << 30
 LEAST = {
     "context": 1, "windows": 1, "top_k": 1, "facts": 1, "kv_cache_memory": 1, "parallel": 1,
-    "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0,
+    "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0, "batched_tokens": 1,
 }  # fmt: skip
 """Of numbers among the options, the least that makes sense."""
 CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
@@ -86,10 +86,15 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add("--windows", type=int, default=1, metavar="N", help="windows of each text (default: %(default)s)")
     add("--chunk", type=int, default=CHUNK, metavar="N",
         help="tokens of a prefill chunk (default: %(default)s; 1: decode)")  # fmt: skip
+    add_baseline_arguments(parser)
+
+
+def add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options about the file of the baseline's predictions."""
+    add = parser.add_argument
     add("--emit", type=Path, metavar="FILE", help="keep the baseline's predictions")
     add("--baseline", type=Path, metavar="FILE", help="compare with kept predictions")
-    add("--top-k", type=int, metavar="K",
-        help="keep the K likeliest tokens, and one remainder")  # fmt: skip
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens, and one remainder")
 
 
 def _add_recall_arguments(parser: argparse.ArgumentParser) -> None:

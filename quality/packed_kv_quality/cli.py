@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv-quality"
         print(printable(f"{prog}: {error}", LONGEST_LINE), file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted, nothing was written", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

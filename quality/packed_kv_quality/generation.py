@@ -29,8 +29,6 @@ from .uncertainty import block_means, standard_error
 if TYPE_CHECKING:
     from vllm import LLM
 
-BATCHED_TOKENS = 32768
-"""Of a step at most: prompts that are prefilled whole at once."""
 COPIED = 512
 """Tokens of a passage that a prompt for n-gram drafts repeats."""
 DRAFTED = 192
@@ -49,7 +47,8 @@ class Window:
 @dataclass(frozen=True)
 class GenerationSettings:
     """What all dtypes share. `windows` of one prompt length follow each other, as `tasks` do. `greedy`: tokens that are
-    decoded greedily behind each prompt. `drafts`: tokens of an n-gram draft, 0: none are measured."""
+    decoded greedily behind each prompt. `drafts`: tokens of an n-gram draft, 0: none are measured. `batched_tokens`: of
+    a step, which bounds how many prompts are prefilled whole at once."""
 
     model: str
     windows: list[Window]
@@ -60,6 +59,7 @@ class GenerationSettings:
     additional_config: dict[str, Any]
     dtype: str = "auto"
     parallel: int = 1
+    batched_tokens: int = 32768
 
     def max_model_len(self) -> int:
         lengths = [window.prompt + self.greedy for window in self.windows]
@@ -72,9 +72,9 @@ class GenerationSettings:
 class Continuation:
     """Positions of one text behind prompts of one length.
 
-    `kl_*`: KL divergence from the baseline in nats, its mean with the standard error, and quantiles. `top1_loss`: share
-    of positions with another likeliest token. `divergence`: by window, how many greedy tokens are the baseline's before
-    the first that is not (as many as were decoded: all).
+    `kl_*`: KL divergence from the baseline in nats, its mean with the standard error, quantiles, and the mean of each
+    window. `top1_loss`: share of positions with another likeliest token. `divergence`: by window, how many greedy
+    tokens are the baseline's before the first that is not (as many as were decoded: all).
     """
 
     text: str
@@ -87,6 +87,7 @@ class Continuation:
     kl_p999: float
     top1_loss: float
     divergence: list[int]
+    kl_windows: list[float]
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def acceptance(dtype: str, settings: GenerationSettings) -> float:
 
 
 def _engine(dtype: str, settings: GenerationSettings, **more: Any) -> Any:
-    return start_engine(dtype, settings, max_num_batched_tokens=max(BATCHED_TOKENS, settings.max_model_len()), **more)
+    tokens = max(settings.batched_tokens, settings.max_model_len())
+    return start_engine(dtype, settings, max_num_batched_tokens=tokens, **more)
 
 
 def _progress(dtype: str, settings: GenerationSettings, passes: int = 1) -> Any:
@@ -224,6 +226,7 @@ def _generation(
                 kl_p999=kl.quantile(0.999).item(),
                 top1_loss=1 - top1.mean().item(),
                 divergence=[row[0] for row in own],
+                kl_windows=[row[2][1].double().mean().item() for row in own],
             )
         )
     return Generation(dtype, bytes_per_token(llm), found, _answers(llm, settings.tasks, done), None, rounding)

@@ -7,11 +7,13 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from .arguments import (
     MAX_BASELINE_BYTES,
     BadInput,
+    add_baseline_arguments,
     add_engine_arguments,
     additional_config,
     check_dtypes,
@@ -54,7 +56,9 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="of tasks (default: all)")
     add("--drafts", type=int, default=0, metavar="N",
         help="acceptance of n-gram drafts of N tokens, in one more engine a dtype (default: none)")  # fmt: skip
-    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens, and one remainder")
+    add("--batched-tokens", type=int, default=GenerationSettings.batched_tokens, metavar="N",
+        help="of a step: as many prompts are prefilled at once (default: %(default)s)")  # fmt: skip
+    add_baseline_arguments(parser)
     add("--seed", type=int, default=0, metavar="N", help="of the tasks (default: %(default)s)")
 
 
@@ -62,20 +66,28 @@ def run_generation(options: argparse.Namespace) -> int:
     """The baseline first, then every dtype. Returns the exit code."""
     settings, identity = check_settings(options)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "baseline.safetensors")
-        run_baseline(generate_baseline, settings, path, identity, options.top_k)
-        baseline = Generation.from_dict(Baseline(path).facts["generation"])
+        path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
+        if not options.baseline:
+            run_baseline(generate_baseline, settings, path, identity, options.top_k)
+        made = Baseline(path)
+        made.check(identity)
+        baseline = Generation.from_dict(made.facts["generation"])
         if settings.drafts:
             baseline = replace(baseline, acceptance=run_baseline(acceptance, BASELINE, settings))
+        run = describe(options, settings, identity)
+        so_far, writing = [baseline], Lock()
 
         def one(dtype: str) -> Generation:
             found = apart(generate, dtype, settings, path)
-            return replace(found, acceptance=apart(acceptance, dtype, settings)) if settings.drafts else found
+            if settings.drafts:
+                found = replace(found, acceptance=apart(acceptance, dtype, settings))
+            with writing:  # a run that is broken off keeps what it found
+                so_far.append(found)
+                write(GenerationReport(so_far, {}, {}, run), options.output)
+            return found
 
         found = measure_all(options, one, describe_row)
-    report = GenerationReport(
-        [baseline, *found.rows], found.refused, found.failed, describe(options, settings, identity)
-    )
+    report = GenerationReport([baseline, *found.rows], found.refused, found.failed, run)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
     write(report, options.output)
     finish(options)
@@ -125,6 +137,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
         additional_config=additional_config(options),
         dtype=options.dtype,
         parallel=options.parallel,
+        batched_tokens=options.batched_tokens,
     )
     if settings.max_model_len() > longest:
         raise BadInput(
@@ -135,6 +148,8 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
         "dtype": options.dtype,
         "lengths": lengths,
         "tokens": digest(json.dumps([window.token_ids for window in windows])),
+        "tasks": digest(json.dumps([task.token_ids + task.answer_ids for task in asked])),
+        "greedy": options.greedy,
     }
     return settings, identity
 

@@ -118,7 +118,8 @@ def write(report: GenerationReport, folder: Path) -> None:
 
 
 def _columns(found: Continuation) -> dict[str, str]:
-    columns = {name: value for name, value in asdict(found).items() if name not in ("text", "prompt", "divergence")}
+    lists = ("divergence", "kl_windows")
+    columns = {name: value for name, value in asdict(found).items() if name not in ("text", "prompt", *lists)}
     return {
         "text": found.text,
         "prompt": str(found.prompt),

@@ -5,6 +5,7 @@ token by token behind the prompt, so a task gives the log-probability of its ans
 answer's tokens is the likeliest one, so that greedy decoding would write it.
 
     single        one number in prose, asked for
+    far           the same, in the first fifteenth of the prose: about as far back as the prompt is long
     multi_key     one of several numbers in prose, asked for by name
     multi_value   several numbers of one name, asked for in the order of the prose
     multi_query   several numbers of several names, asked for in turn
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .recall import FACT, NAMES, QUESTION, prose_of, sentences_of_prose
@@ -33,6 +34,8 @@ ASKED = 2
 """Numbers that a question for several asks for."""
 HOPS = 3
 """Assignments of a chain of variables."""
+FAR = 1 / 15
+"""Share of the prose, from its beginning, in which a far number lies."""
 WORDS = (
     "apple", "river", "stone", "cloud", "table", "garden", "window", "bridge", "candle", "forest", "mirror", "pocket",
     "bottle", "hammer", "island", "jacket", "kettle", "ladder", "market", "needle", "orange", "pencil", "rabbit",
@@ -58,12 +61,14 @@ class Task:
 @dataclass(frozen=True)
 class Puzzle:
     """A task in words: what is planted in the prose, the question at its end, and the answer. `words`: the words that
-    fill the prompt in place of prose, each followed by a space."""
+    fill the prompt in place of prose, each followed by a space. `within`: the share of the prose, from its beginning,
+    in which all that is planted lies."""
 
     planted: Sequence[str]
     question: str
     answer: str
     words: Sequence[str] = ()
+    within: float = 1
 
 
 def _number(rng: random.Random) -> str:
@@ -73,6 +78,10 @@ def _number(rng: random.Random) -> str:
 def _single(rng: random.Random) -> Puzzle:
     name, number = rng.choice(NAMES), _number(rng)
     return Puzzle([FACT.format(name=name, number=number)], QUESTION.format(name=name), f" {number}")
+
+
+def _far(rng: random.Random) -> Puzzle:
+    return replace(_single(rng), within=FAR)
 
 
 def _multi_key(rng: random.Random) -> Puzzle:
@@ -122,6 +131,7 @@ def _json(rng: random.Random) -> Puzzle:
 
 KINDS: dict[str, Callable[[random.Random], Puzzle]] = {
     "single": _single,
+    "far": _far,
     "multi_key": _multi_key,
     "multi_value": _multi_value,
     "multi_query": _multi_query,
@@ -153,7 +163,7 @@ def _task(tokenizer: PreTrainedTokenizerBase, kind: str, puzzle: Puzzle, tokens:
     planted = [encode(f"\n\n{fact}\n\n") for fact in puzzle.planted]
     sentences = [encode(f" {word}") for word in puzzle.words] or sentences_of_prose(tokenizer)
     filling = prose_of(sentences, tokens - len(before) - len(question) - sum(map(len, planted)))
-    places = sorted(rng.randrange(len(filling) + 1) for _ in planted)
+    places = sorted(rng.randrange(int(puzzle.within * len(filling)) + 1) for _ in planted)
     parts, start = [before], 0
     for place, fact in zip(places, planted, strict=True):
         parts += [*filling[start:place], fact]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from packed_kv_quality import generation_command
-from packed_kv_quality.baseline import Positions
-from packed_kv_quality.cli import main, parser
+from packed_kv_quality.baseline import BaselineWriter, Positions
+from packed_kv_quality.cli import EXIT_INTERRUPTED, main, parser
 from packed_kv_quality.engines import DEMO_MODEL
 from packed_kv_quality.generation import Answers, Continuation, Generation, first_difference
 from packed_kv_quality.generation_report import GenerationReport, kept, markdown, write
@@ -45,10 +45,12 @@ def test_kinds_plant_what_they_say(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = {task.kind: tokenizer.decode(task.token_ids) for task in tasks(tokenizer, list(KINDS), 1, 700)}
     planted = {kind: prompt.count("Remember this") for kind, prompt in prompts.items()}
     assert planted == {
-        "single": 1, "multi_key": MANY, "multi_value": ASKED, "multi_query": MANY, "variables": 0, "common_words": 0,
-        "json": 1,
+        "single": 1, "far": 1, "multi_key": MANY, "multi_value": ASKED, "multi_query": MANY, "variables": 0,
+        "common_words": 0, "json": 1,
     }  # fmt: skip
     assert prompts["variables"].count("VAR X") == HOPS + (HOPS - 1) + 2, "assigned, referred to, asked for"
+    starts = [tokenizer.decode(task.token_ids).index("Remember") for task in tasks(tokenizer, ["far"], 9, 1500)]
+    assert len(set(starts)) > 1 and max(starts) < 1500 * 5 / 15, "characters, of which a token has up to 5"
     answer = tokenizer.decode(tasks(tokenizer, ["common_words"], 1, 700)[0].answer_ids).strip()
     words = prompts["common_words"].split("Question")[0].split()
     assert max(set(words), key=words.count) == answer
@@ -66,7 +68,7 @@ def test_first_difference() -> None:
 
 
 def generation(dtype: str, solved: list[bool], log_probs: list[float], kl: float = 0.01) -> Generation:
-    found = Continuation("prose", 1000, 192, 9.5, kl, None, 0.1, 0.2, 0.03, [4, 128])
+    found = Continuation("prose", 1000, 192, 9.5, kl, None, 0.1, 0.2, 0.03, [4, 128], [kl, kl])
     return Generation(dtype, 1632.0, [found], [Answers("single", 1000, solved, log_probs)], 2.5, {"1000": 0.001})
 
 
@@ -131,6 +133,7 @@ def test_figures_of_windows_are_cut_where_they_end(monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
     assert settings.max_model_len() == 9
     assert asdict(found)["continuations"][0]["positions"] == 3
+    assert [part.kl_windows for part in found.continuations] == [[1.0], [4.0], [7.0]]
 
 
 def test_defaults_fit_the_model() -> None:
@@ -138,3 +141,24 @@ def test_defaults_fit_the_model() -> None:
     settings, identity = generation_command.check_settings(options)
     assert identity["lengths"] == [1000]
     assert settings.max_model_len() <= 2048
+
+
+def test_a_run_that_breaks_off_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a kept baseline, which must be of the same tasks."""
+    options = ["generate", "--no-plots", "--windows", "1", "--lengths", "200", "--dtypes", "tq4", "tq3"]
+    _, identity = generation_command.check_settings(parser().parse_args([*options, "--tasks", "1"]))
+    writer, path = BaselineWriter(), tmp_path / "base.safetensors"
+    writer.append(torch.zeros(1, 8).log_softmax(-1), torch.zeros(1, dtype=torch.long))
+    writer.save(path, identity, {"generation": asdict(generation("auto", [True], [-0.1])), "greedy": []})
+
+    def apart(function: object, dtype: str, *arguments: object) -> Generation:
+        if dtype == "tq3":
+            raise KeyboardInterrupt
+        return generation(dtype, [True], [-0.2])
+
+    monkeypatch.setattr(generation_command, "apart", apart)
+    options += ["--baseline", str(path), "--output", str(tmp_path)]
+    assert main([*options, "--tasks", "1"]) == EXIT_INTERRUPTED
+    found = json.loads((tmp_path / "generate.json").read_text())
+    assert [row["dtype"] for row in found["rows"]] == ["auto", "tq4"]
+    assert main([*options, "--tasks", "2"]) == 2
