@@ -55,9 +55,10 @@ class BadInput(ValueError):
 class Layer:
     """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
 
-    `value_size`: channels of a head of V, 0: as many as K's. `window`: tokens of a sliding layer's window or of a
-    chunk. `state_bytes`: of a state layer, for one rank, and `states` of them a request. `is_shared`: it reads the
-    pages of a layer before it and has none.
+    `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
+    `head_size` channels, which is K and V at once; 0: K and V are apart. `window`: tokens of a sliding layer's window
+    or of a chunk. `state_bytes`: of a state layer, for one rank, and `states` of them a request. `is_shared`: it reads
+    the pages of a layer before it and has none.
     """
 
     number: int
@@ -69,10 +70,13 @@ class Layer:
     states: int = 0
     is_shared: bool = False
     value_size: int = 0
+    rope_size: int = 0
 
     @property
     def channels(self) -> int:
         """Of a head's K and V together."""
+        if self.rope_size:
+            return self.head_size + self.rope_size
         return self.head_size + (self.value_size or self.head_size)
 
 
@@ -90,6 +94,10 @@ class Model:
     @property
     def is_hybrid(self) -> bool:
         return any(layer.kind == "state" for layer in self.layers)
+
+    @property
+    def has_latents(self) -> bool:
+        return any(layer.rope_size for layer in self.layers)
 
     @property
     def attention(self) -> tuple[Layer, ...]:
@@ -208,6 +216,10 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                     raise BadInput(f"{name} has states of {state.size:.3g} bytes by its config; give one that agrees")
                 yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
+            if reads_latents(text):  # one vector on every rank
+                sizes = {"head_size": whole(text, "kv_lora_rank"), "rope_size": whole(text, "qk_rope_head_dim")}
+                yield Layer(number, kind, 1, is_shared=number >= own, **sizes)
+                continue
             heads, size, value_size = _heads(text, kind)
             field = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
             window = whole(text, field) if field else 0
@@ -277,6 +289,8 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
 
 def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
+    if dtype in FORMATS and layer.rope_size:
+        return FORMATS[dtype].latent_bytes(layer.head_size, layer.rope_size)
     if dtype in FORMATS:
         return FORMATS[dtype].slot_bytes(layer.head_size)
     return layer.channels * (1 if dtype == FP8 else dtype_bytes)

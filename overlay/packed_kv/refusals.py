@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .formats import FORMATS, HEAD_DIM_STEP, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
-from .model_shape import MAX_PADDING, Config, Model, listed, part, reads_latents, text_config, word
+from .model_shape import MAX_PADDING, Config, Model, listed, part, reads_latents, text_config, whole, word
 
 AUTO = "use --kv-cache-dtype auto for this model"
 LEAST_CAPABILITY = (8, 0)
@@ -24,6 +24,9 @@ IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
 """Architectures that make their attention layers without a `cache_config` (vLLM's `falcon.py`)."""
 OWN_BACKENDS = ("DeepseekV4", "Inkling", "MiniMaxM3", "Qwen4Exp", "Step5")
 """Beginnings of the names of architectures whose layers choose an attention backend themselves (vLLM 0.33)."""
+OWN_LATENTS = ("BailingMoe", "KimiK3", "KimiLinear")
+"""Beginnings of the names of architectures with latent attention whose layers are of a class of their own, or lie
+beside state layers (vLLM 0.33)."""
 ALIBI = ("bloom", "mpt", "step1")
 """Model types with ALiBi, whatever else their configs say."""
 ENCODERS = ("bert", "clip", "gte", "modernbert", "new", "nomic_bert", "roberta", "siglip", "xlm-roberta")
@@ -79,6 +82,9 @@ class Facts:
         has_draft_cache: a draft has layers with a cache of their own.
         backend_reasons: what vLLM says against the backend.
         without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
+        without_latents: version of a vLLM whose latent attention has not what packed pages need.
+        has_lora: `--enable-lora`.
+        calibration: path of a calibration file, or "auto", where the model has latent attention.
 
     Of a layer:
         layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
@@ -88,6 +94,9 @@ class Facts:
         built_value_size: V's head size that its implementation was told.
         sinks: shape of its attention sinks.
         cache_of: name of the layer whose cache it reads, in a draft; `shares_cache`: it reads another's, in the model.
+        latent_rank, rope_size: channels of a latent vector, and of RoPE beside it.
+        latent_layer: class of a layer of latent attention that is none of vLLM's `MLAAttention`.
+        latent_size, built_latent_size: both together, and those that its backend was made for.
         page: bytes of a packed page, and bytes of it that are used.
         skipped_dtype: its KV-cache dtype, where its backend is that of packed layers.
     """
@@ -109,6 +118,9 @@ class Facts:
     has_draft_cache: bool | None = None
     has_one_cache_manager: bool | None = None
     without_scratch_groups: str | None = None
+    without_latents: str | None = None
+    has_lora: bool | None = None
+    calibration: str | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None
@@ -132,6 +144,11 @@ class Facts:
     value_size: int | None = None
     built_value_size: int | None = None
     query_heads: int | None = None
+    latent_rank: int | None = None
+    rope_size: int | None = None
+    latent_layer: str | None = None
+    latent_size: int | None = None
+    built_latent_size: int | None = None
     sinks: tuple[int, ...] | None = None
     sliding_window: int | None = None
     cache_of: str | None = None
@@ -211,6 +228,16 @@ def _value_size(facts: Facts) -> str | None:
     return f"V of {value} channels beside K of {key}; V may have up to as many as K, in multiples of {HEAD_DIM_STEP}"
 
 
+def _latent_size(facts: Facts) -> str | None:
+    """Latents and their RoPE channels come in whole groups, and of one size in a model."""
+    rank, rope = facts.latent_rank, facts.rope_size
+    if rank is not None and rope is not None and (rank <= 0 or rank % GROUP_SIZE or rope <= 0 or rope % GROUP_SIZE):
+        return f"{rank} channels beside {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
+    if facts.built_latent_size is not None and facts.latent_size != facts.built_latent_size:
+        return f"{facts.latent_size} channels with RoPE's in a layer, and the model's have {facts.built_latent_size}"
+    return None
+
+
 def _padded(facts: Facts) -> str | None:
     if not facts.skip_layers or not facts.page or facts.page[0] <= MAX_PADDING * facts.page[1]:
         return None
@@ -253,11 +280,33 @@ RULES: tuple[Rule, ...] = (
     Rule("models whose attention layers are not told the dtype", "`architectures`",
          lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
          is_of_model=True),
-    Rule("latent attention (MLA)", "`kv_lora_rank`; vLLM's `use_mla`",
-         lambda f: f.is_mla and f"{_model(f)}, one latent vector of which is both K and V",
+    Rule("sparse attention", "`index_topk`; vLLM's `use_sparse`",
+         lambda f: f.is_sparse and f"{_model(f)}, whose layers read some tokens of the cache",
          is_of_model=True),
-    Rule("sparse attention", "vLLM's `use_sparse`",
-         lambda f: f.is_sparse and f"{_model(f)}, whose layers read some tokens of the cache"),
+    Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
+         lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
+         or (f.is_mla and (f.architecture or "").startswith(OWN_LATENTS)
+             and f"{f.architecture}, whose layers write their cache themselves or lie beside state layers"),
+         is_of_model=True),
+    Rule("latent attention (MLA) beside state layers", "the model",
+         lambda f: f.is_mla and f.has_states and f"{_model(f)}, whose pages vLLM would size as plain ones"),
+    Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
+    Rule("latent attention (MLA) with this vLLM", "its version",
+         lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
+         "upgrade vLLM, or use --kv-cache-dtype auto"),
+    Rule("latent attention (MLA) on a GPU", "vLLM's platform",
+         lambda f: f.is_mla and f.platform == "cuda" and "its kernels are not there yet"),
+    Rule("latent attention (MLA) with a sliding window", "a layer",
+         lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),
+    Rule("latent attention (MLA) with skipped layers", "`--kv-cache-dtype-skip-layers`",
+         lambda f: f.is_mla and f.skip_layers and f"{' '.join(f.skip_layers)}, whose pages vLLM cannot pad to one size",
+         "leave out --kv-cache-dtype-skip-layers"),
+    Rule("latent attention (MLA) with a calibration", "`packed_kv.calibration`; the model's folder",
+         lambda f: f.is_mla and f.calibration and f"{f.calibration}, which describes keys and values of heads",
+         "leave it out"),
+    Rule("latent attention (MLA) with LoRA", "`--enable-lora`",
+         lambda f: f.is_mla and f.has_lora and "adapters of kv_b_proj would not reach the folded weights",
+         "leave out --enable-lora, or use --kv-cache-dtype auto"),
     Rule("encoders", "`is_encoder_decoder`, `model_type`, `is_causal`; a layer's `attn_type`",
          lambda f: f.attention not in (None, "decoder") and f"{f.attention} attention, and packed pages hold decoders'",
          is_of_model=True),
@@ -309,6 +358,7 @@ RULES: tuple[Rule, ...] = (
          "leave the option out"),
     Rule("--enable-dbo and --ubatch-size", "the options",
          lambda f: f.has_micro_batches and "two batches would share one schedule", "leave the options out"),
+    _dcp("latent attention (MLA)", lambda f: f.is_mla, "`kv_lora_rank`; vLLM's `use_mla`"),
     _dcp("vLLM's CPU platform", lambda f: f.platform == "cpu", "vLLM's platform", "it cannot place tokens by rank"),
     _dcp("--dcp-comm-backend a2a", lambda f: f.dcp_backend == "a2a", "the option", "ag_rs is supported"),
     _dcp("drafts", lambda f: f.speculative_method, "`--speculative-config`",
@@ -334,6 +384,8 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("this vLLM", "its version",
          lambda f: f.without_scratch_groups and f"{f.without_scratch_groups}, in which all layers' blocks take part in "
          "the prefix cache; 0.31.0 has groups that do not"),
+    Rule("latent attention (MLA)", "`kv_lora_rank`; vLLM's `use_mla`",
+         lambda f: f.is_mla and "one vector is both K and V, and all tokens are in packed pages"),
     Rule("decode context parallelism", "`--decode-context-parallel-size`",
          lambda f: (f.dcp or 1) > 1 and "it deals a request's tokens out to ranks"),
     Rule("--disable-hybrid-kv-cache-manager", "the option",
@@ -373,6 +425,9 @@ def facts_of_config(config: Config) -> Facts:
     return Facts(
         architecture=printable(names[0], 60) if names else None,
         is_mla=reads_latents(text),
+        is_sparse=reads_latents(text) and text.get("index_topk") is not None,
+        latent_rank=whole(text, "kv_lora_rank") if reads_latents(text) else None,
+        rope_size=whole(text, "qk_rope_head_dim") if reads_latents(text) else None,
         attention=attention,
         has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or part(text, "attn_config").get("alibi")),
         has_static_sinks=bool(text.get("param_sink_number")),

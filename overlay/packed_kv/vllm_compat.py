@@ -46,6 +46,14 @@ def no_scratch_groups() -> str:
     return "" if hasattr(cache_interface, "CircularBufferSpec") else vllm.__version__
 
 
+def no_latents() -> str:
+    """vLLM's version if its latent attention has not the seams that packed pages need, as 0.31; else ""."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    needed = ("init_mla_context_partial", "accumulate_mla_context_chunk", "split_kv_b_proj")
+    return "" if all(hasattr(mla_attention, name) for name in needed) else vllm.__version__
+
+
 def cache_layouts(*names: str) -> tuple[KVCacheLayout, ...]:
     """vLLM's layouts of a cache, by name. Not asked of a backend in 0.28."""
     from vllm.v1.kv_cache_layout import KVCacheLayout

@@ -11,13 +11,16 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 
-def config(name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0) -> SimpleNamespace:
+def config(
+    name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0, use_mla: bool = False
+) -> SimpleNamespace:
     """What routes and labels depend on; 8 KV heads."""
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="tq4"),
         model_config=SimpleNamespace(
             dtype=dtype,
+            use_mla=use_mla,
             served_model_name=name,
             get_num_attention_heads=lambda _parallel: heads,
             get_num_kv_heads=lambda _parallel: 8,
@@ -65,6 +68,7 @@ def test_tokens_and_requests_by_route() -> None:
         ({"dtype": torch.float32}, ("pytorch", "pytorch")),
         ({"drafts": 7}, ("prefill", "decode_kernel")),
         ({"heads": 128, "drafts": 7}, ("prefill", "prefill")),  # 16 query heads a KV head, 8 tokens: 128 columns
+        ({"heads": 128, "drafts": 7, "use_mla": True}, ("prefill", "decode_kernel")),
     ],
 )
 def test_routes_are_those_of_the_layers(options: dict, found: tuple[str, str]) -> None:

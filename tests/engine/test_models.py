@@ -140,13 +140,15 @@ def test_ngram_speculation_changes_no_token(folder_of, demo_model: str) -> None:
     assert steps < tokens, "no draft token was accepted"
 
 
-def generate_with_ngram(model: str, tokenizer: str, prompt: list[int], tokens: int) -> list:
+def generate_with_ngram(
+    model: str, tokenizer: str, prompt: list[int], tokens: int, name: str = "planarquant4", **options: object
+) -> list:
     """Greedy tokens and forward passes, without and with n-gram speculation."""
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     found: list = []
     for speculation in (None, ngram):
-        options = {**ENGINE, "tokenizer": tokenizer, "speculative_config": speculation}
-        with engine(model, "planarquant4", **options) as llm:
+        given = {**ENGINE, "tokenizer": tokenizer, "speculative_config": speculation, **options}
+        with engine(model, name, **given) as llm:
             passes: list[object] = []
             model_of(llm).register_forward_hook(lambda *_args, passes=passes: passes.append(None))
             sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)

@@ -40,10 +40,10 @@ def bert(architecture: str) -> PretrainedConfig:
 
 
 def deepseek_v2() -> PretrainedConfig:
-    """Latent attention, and no experts but in name."""
+    """Latents that are no whole groups, and no experts but in name."""
     options = {
         "num_key_value_heads": 4,
-        "kv_lora_rank": 512,
+        "kv_lora_rank": 520,
         "q_lora_rank": None,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64,
@@ -68,7 +68,7 @@ def save_whisper_processor(folder: Path) -> None:
 
 
 MODELS = {
-    "latent_attention": (deepseek_v2, "cannot serve latent attention (MLA): DeepseekV2ForCausalLM, "),
+    "latent_attention": (deepseek_v2, "cannot serve latent attention (MLA) of this size: 520 "),
     "encoder_decoder": (whisper, "cannot serve encoders: encoder_decoder attention"),
     "encoder_only": (lambda: bert("BertModel"), "cannot serve encoders: encoder_only attention"),
     "alibi": (lambda: small(transformers.BloomConfig, "BloomForCausalLM", hidden_size=128), "cannot serve ALiBi: "),
@@ -225,10 +225,13 @@ def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
     return SimpleNamespace(
         kv_transfer_config=connector,
         speculative_config=None,
+        lora_config=None,
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, kv_cache_dtype_skip_layers=[], cache_dtype="tq4"),
         parallel_config=ParallelConfig(),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=SimpleNamespace(architecture="LlamaForCausalLM", is_hybrid=False, attention_chunk_size=None),
+        model_config=SimpleNamespace(
+            architecture="LlamaForCausalLM", use_mla=False, is_hybrid=False, attention_chunk_size=None
+        ),
     )
 
 

@@ -336,6 +336,36 @@ def test_skipped_layers_that_would_blow_up_the_pages_are_refused(tmp_path: Path,
     assert "layers of several kinds share pages of one size" in " ".join(text.split())
 
 
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048,
+    "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "vocab_size": 154880, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "max_position_embeddings": 202752,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same vector on each rank; no window, and no figure that was measured on other models."""
+    (tmp_path / "config.json").write_text(json.dumps(GLM_4_7_FLASH))
+    command = [str(tmp_path), "--gpu", "H200", "--tensor-parallel", "2", "--context", "8k"]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = {row["dtype"]: row for row in plan["dtypes"]}
+    sizes = {"bf16": 1152, "fp8": 576, "tq4": 400, "tq3": 336, "turboquant35": 352, "turboquant25": 288}
+    assert {name: found[name]["bytes_per_token"] for name in sizes} == {name: 47 * n for name, n in sizes.items()}
+    assert found["tq4"]["kv_tokens"] == pytest.approx(2.88 * found["bf16"]["kv_tokens"], rel=1e-3)
+    assert {(row["step_ms"], row["recent_tokens"]) for row in found.values()} == {(None, 0)}
+    assert {row["kl"] for name, row in found.items() if name != "bf16"} == {None}
+    assert plan["recommendation"].startswith("none: what a dtype costs latent attention (MLA) was not measured")
+    assert main([*command, "--skip-layers", "0"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "47 layers of latents of 512 channels and 64 of RoPE" in text
+    assert "a packed dtype keeps 0.20 GiB of folded weights a card" in text
+    assert "cannot serve latent attention (MLA) with skipped layers: 0, whose" in text
+
+
 def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main([shape_8b, "--gpu", "H200", "--plot", str(tmp_path / "plan.png")]) == 0
@@ -347,7 +377,10 @@ def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 BAD_CONFIGS = {
     "no attention": ({**SHAPE_8B, "model_type": "mamba2"}, "has no attention layers"),
     "not a model": ({"a": 1}, "has no attention that its config describes"),
-    "MLA": ({**SHAPE_8B, "kv_lora_rank": 512}, "cannot serve latent attention (MLA): the model, one"),
+    "MLA": (
+        {**SHAPE_8B, "kv_lora_rank": 512},
+        "cannot serve latent attention (MLA) of this size: 512 channels beside 0",
+    ),
     "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "cannot serve encoders: encoder_decoder attention"),
     "head size": (
         {**SHAPE_8B, "head_dim": 72},

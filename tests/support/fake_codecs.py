@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from packed_kv.attention import impl
+from packed_kv.attention.latent import impl as latent_impl
+from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.engine import backend, registration
 from packed_kv.formats import FORMATS, Format
@@ -25,6 +27,32 @@ class NullFormat(Format):
 
     def slot_bytes(self, head_dim: int) -> int:
         return 2 * head_dim * NULL_DTYPES[self.name].itemsize
+
+    def latent_bytes(self, rank: int, rope_dim: int) -> int:
+        return (rank + rope_dim) * NULL_DTYPES[self.name].itemsize
+
+
+class ExactLatentCodec(LatentCodec):
+    """Latents as a format stores them, rotated, centred and scaled, but not coded: fp32 numbers."""
+
+    def __init__(self, fmt: Format, rank: int, rope_dim: int, device: object = "cpu", **_unused: object) -> None:
+        random = torch.Generator().manual_seed(7)
+        mean, scale = torch.randn(2, rank, generator=random).mul(0.5)
+        super().__init__(FORMATS["tq4"], rank, rope_dim, device, mean=mean, scale=scale.exp())
+        self.slot_bytes = fmt.latent_bytes(rank, rope_dim)
+
+    def write(self, cache, slots, latent, rope):
+        stored = slots >= 0
+        rows = torch.cat((self.latent.prepare(latent), rope.float()), dim=-1)[stored].contiguous().view(torch.uint8)
+        cache[slots[stored] // cache.shape[1], slots[stored] % cache.shape[1]] = rows
+
+    def read(self, cache, micro_blocks):
+        tokens = (micro_blocks[:, None] * MICRO_BLOCK + torch.arange(MICRO_BLOCK)).flatten()
+        rows = cache[tokens // cache.shape[1], tokens % cache.shape[1]].contiguous().view(torch.float32)
+        return rows.split([self.rank, self.rope_dim], dim=-1)
+
+    def value_gain(self):
+        return torch.ones(self.rank)
 
 
 class NullCodec:
@@ -63,6 +91,7 @@ def register_null_format(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make a name of `NULL_DTYPES` a KV-cache dtype of this process."""
     register_format(monkeypatch, NullFormat(name, rotation="none", bits=0))
     monkeypatch.setattr(impl, "PagedCodec", NullCodec)
+    monkeypatch.setattr(latent_impl, "LatentCodec", ExactLatentCodec)
 
 
 def register_format(monkeypatch: pytest.MonkeyPatch, fmt: Format) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -124,6 +125,24 @@ def llama4(**options: object) -> PretrainedConfig:
     return transformers.Llama4TextConfig(**{**SMALL, **special, "tie_word_embeddings": False, **options})
 
 
+def deepseek_v2(**options: object) -> PretrainedConfig:
+    """Latent attention, in layers without experts."""
+    special = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 64,
+        "tie_word_embeddings": False,
+    }
+    return transformers.DeepseekV2Config(**{**SMALL, **special, **options})
+
+
 def eagle(folder: Path, kv_heads: int, head_dim: int, target: PretrainedConfig) -> str:
     """Write an EAGLE draft of one layer for a Llama, and return its folder. It proposes the target's last token again,
     more or less, so that some drafts are accepted and most are not."""
@@ -157,6 +176,9 @@ def save(config: PretrainedConfig, folder: Path) -> str:
     if config.model_type == "gemma4_text":  # its scores have no scale but that of trained norms
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.data /= layer.self_attn.head_dim**0.5
+    if config.model_type == "deepseek_v2":  # else latents of all channels are alike
+        for layer in model.model.layers:
+            layer.self_attn.kv_a_layernorm.weight.data += 0.3 * torch.randn(config.kv_lora_rank)
     for module in model.modules():
         if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):  # random ones are all near 0
             module.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
@@ -170,11 +192,13 @@ def true_logits(
     kv_cache_dtype: str | None = None,
     skip_layers: Collection[int] = (),
     channels: Callable[[int, str], dict] = lambda _layer, _role: {},
+    latents: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Logits [tokens, vocabulary] of transformers in float64, without paging, chunks or vLLM.
 
     With a dtype, K and V of each layer but `skip_layers` go through its public codec before they are attended to.
-    `channels` gives, for layer and role, more arguments of the codec.
+    `channels` gives, for layer and role, more arguments of the codec. `latents` makes of latents fp32 [...,
+    rank] and RoPE channels fp32 [..., rope_dim] those for K, those for V and RoPE's.
     """
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, **eager)
@@ -200,6 +224,13 @@ def true_logits(
             )
         return attention(layer, query, key, value, *args, **kwargs)
 
+    def through_latents(expand, latent, rope):
+        for_key, for_value, rope = (x.to(latent.dtype) for x in latents(latent.float(), rope.float()))
+        return expand(for_key, rope)[0], expand(for_value, rope)[1]
+
+    if latents is not None:
+        for layer in reference.model.layers:
+            layer.self_attn.expand_kv = functools.partial(through_latents, layer.self_attn.expand_kv)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(modeling, "eager_attention_forward", through_codec)
         return reference(torch.tensor([token_ids])).logits[0]

@@ -71,7 +71,8 @@ class LatentCodec:
         touched, where = torch.unique(slots // MICRO_BLOCK, return_inverse=True)
         token = slots % MICRO_BLOCK
         pages = _micro_blocks(cache)
-        codes, scales, rope_codes = self._unpack(pages[touched])
+        block, inner = touched // pages.shape[1], touched % pages.shape[1]
+        codes, scales, rope_codes = self._unpack(pages[block, inner])
         codes[where, token], scales[where, token] = self.latent.quantize(latent)
         rope_codes[where, token] = rope_codes_of(rope)
         parts = (
@@ -79,7 +80,7 @@ class LatentCodec:
             pack_scales(scales, "key"),
             pack_codes(rope_codes, self.rope_vector, "key"),
         )
-        pages[touched] = torch.cat(parts, dim=-1)
+        pages[block, inner] = torch.cat(parts, dim=-1)
 
     def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantise micro-blocks.
@@ -91,27 +92,36 @@ class LatentCodec:
         Returns:
             latents as stored, y of the module's text, fp32 [n * 16, rank], and RoPE channels, fp32 [n * 16, rope_dim].
         """
-        codes, scales, rope = self._unpack(_micro_blocks(cache)[micro_blocks])
+        pages = _micro_blocks(cache)
+        codes, scales, rope = self._unpack(pages[micro_blocks // pages.shape[1], micro_blocks % pages.shape[1]])
         return self.latent.dequantize(codes, scales).flatten(0, 1), _half(rope).flatten(0, 1)
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """Latents as stored, fp32 [..., rank] -> as the model has them."""
         return self.latent.restore(stored)
 
-    def fold(self, key_up: torch.Tensor, value_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights that take latents as stored: new tensors of the same shapes, dtypes and strides.
+    def fold(self, key_up: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
+        """The weights that take latents as stored, in new memory and in the order of the model's `kv_b_proj`.
 
         Args:
             key_up: vLLM's `W_UK_T` [heads, nope_dim, rank]: queries times this meet latents.
             value_up: vLLM's `W_UV` [heads, rank, value_dim]: sums of latents times this are V. It gets V's gain.
+
+        Returns:
+            of `key_up`'s dtype, [heads, nope_dim + value_dim, rank]: a latent times this is K, then V, of each head.
         """
-        unscale = self.latent.transform.unscale
-        key = self.latent.rotate(unscale(key_up.float()))
-        value = self.latent.rotate(unscale(value_up.float().transpose(1, 2))) * self.value_gain()
-        folded = []
-        for old, new in ((key_up, key), (value_up, value.transpose(1, 2))):
-            folded.append(torch.empty_like(old, memory_format=torch.preserve_format).copy_(new))
-        return folded[0], folded[1]
+        up = torch.cat((key_up.float(), value_up.float().transpose(1, 2)), dim=1)
+        folded = self.latent.rotate(self.latent.transform.unscale(up))
+        folded[:, key_up.shape[1] :] *= self.value_gain()
+        return folded.to(key_up.dtype)
+
+    def lacking(self, folded: torch.Tensor, nope_dim: int) -> torch.Tensor | None:
+        """What `folded` times a stored latent lacks of K and V, fp32 [heads, nope_dim + value_dim]; None: nothing."""
+        mean, constant = self.stored_mean(), self.output_constant()
+        if mean is None or constant is None:
+            return None
+        key, value = folded[:, :nope_dim].float(), folded[:, nope_dim:].float()
+        return torch.cat((key @ mean, value @ constant), dim=1)
 
     def value_gain(self) -> torch.Tensor:
         """V's gain of each channel as stored, fp32 [rank]."""
@@ -154,6 +164,5 @@ def _half(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
-    """View uint8 [blocks, block_size, slot_bytes] as [micro-blocks, 16 * slot_bytes]."""
-    assert cache.is_contiguous(), cache.stride()
-    return micro_blocks_of(cache.unsqueeze(1)).flatten(0, 2)
+    """View uint8 [blocks, block_size, slot_bytes] as [blocks, block_size / 16, 16 * slot_bytes]."""
+    return micro_blocks_of(cache.unsqueeze(1)).squeeze(1)

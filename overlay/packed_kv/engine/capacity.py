@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
-from vllm.utils.torch_utils import get_dtype_size
+from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from .. import model_shape
@@ -37,8 +37,11 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         if not hasattr(layer, "kv_cache_dtype") or getattr(layer, "kv_sharing_target_layer_name", None):
             continue
-        shape = model_shape.Layer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
-        is_fp8 = get_dtype_size(layer.kv_cache_torch_dtype) == 1
+        if rank := getattr(layer, "kv_lora_rank", None):
+            shape = model_shape.Layer(0, "full", 1, rank, rope_size=layer.qk_rope_head_dim)
+        else:
+            shape = model_shape.Layer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
+        is_fp8 = get_dtype_size(kv_cache_dtype_str_to_dtype(layer.kv_cache_dtype, vllm_config.model_config)) == 1
         layers.append((shape, layer.kv_cache_dtype if layer.kv_cache_dtype in FORMATS else FP8 if is_fp8 else DENSE))
     stored = model_shape.bytes_per_token(layers, get_dtype_size(vllm_config.model_config.dtype))
     return stored, model_shape.bytes_per_token((layer, DENSE) for layer, _ in layers)

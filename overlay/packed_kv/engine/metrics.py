@@ -106,6 +106,8 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     model = config.model_config
     if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
         return PYTORCH, PYTORCH
+    if model.use_mla:
+        return PREFILL, DECODE
     group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
     return PREFILL, DECODE if fused_serves(group, longest_decode(config), model.dtype) else PREFILL
 

@@ -13,3 +13,8 @@ def registry_name(fmt: Format) -> str:
 def class_name(fmt: Format) -> str:
     """Of the class in `backend.py`."""
     return f"{fmt.name.capitalize()}Backend"
+
+
+def latent_registry_name(fmt: Format) -> str:
+    """What `get_name` of the format's backends of latent attention returns."""
+    return f"PACKED_KV_LATENT_{fmt.name.upper()}"

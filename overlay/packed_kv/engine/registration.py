@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from ..formats import FORMATS, Format
 from ..refusals import Facts, refuse
 from ..settings.facts import engine_facts
-from ..vllm_compat import is_patched
-from .names import class_name, registry_name
+from ..vllm_compat import is_patched, no_latents
+from .names import class_name, latent_registry_name, registry_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,6 +87,8 @@ class PackedDTypeHandler:
 
         from .backend import backend_of
 
+        if config.use_mla and not config.use_sparse:
+            return self._latent_backend(config)
         backend = backend_of(self.name)
         capability = current_platform.get_device_capability()
         facts = replace(
@@ -102,6 +104,30 @@ class PackedDTypeHandler:
         refuse(facts, self.name)
         return backend
 
+    def _latent_backend(self, config: AttentionSelectorConfig) -> type[AttentionBackend]:
+        """The backend of a layer of latent attention. Raises Refused."""
+        vllm_config = get_current_vllm_config()
+        text = vllm_config.model_config.hf_text_config
+        rank, rope_dim = int(text.kv_lora_rank), int(text.qk_rope_head_dim)
+        facts = replace(
+            engine_facts(vllm_config),
+            is_mla=True,
+            without_latents=no_latents(),
+            latent_rank=rank,
+            rope_size=rope_dim,
+            latent_size=config.head_size,
+            built_latent_size=rank + rope_dim,
+            block_size=config.block_size,
+        )
+        refuse(facts, self.name)
+        from .latent_backend import latent_backend_of
+
+        backend = latent_backend_of(self.name, rank, rope_dim)
+        capability = current_platform.get_device_capability()
+        reasons = tuple(backend.validate_configuration(device_capability=capability, **config._asdict()))
+        refuse(Facts(backend_reasons=reasons), self.name)
+        return backend
+
     def check_layer(self, layer_name: str, layer: AttentionLayerBase) -> None:
         """Have the layer make its codec: vLLM calls this once the model is loaded, before it profiles its memory.
 
@@ -111,6 +137,9 @@ class PackedDTypeHandler:
         from .backend import backend_of
 
         backend, impl = layer.get_attn_backend(), getattr(layer, "impl", None)
+        if backend.is_mla() and backend.get_name() == latent_registry_name(FORMATS[self.name]):
+            self._check_latent_layer(layer_name, layer)
+            return
         facts = Facts(
             layer=f"{layer_name} ({type(layer).__name__})",
             own_backend=None if issubclass(backend, backend_of(self.name)) else backend.get_name(),
@@ -120,6 +149,15 @@ class PackedDTypeHandler:
         refuse(facts, self.name)
         if impl is not None:
             impl.build(layer_name)
+
+    def _check_latent_layer(self, layer_name: str, layer: Any) -> None:
+        """The same for a layer of latent attention, whose weights are folded. Raises Refused for one of a class of its
+        own: these ask for the same backend and then write their pages themselves."""
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+        kind = type(layer)
+        refuse(Facts(layer=layer_name, latent_layer=None if kind is MLAAttention else kind.__name__), self.name)
+        layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:
         """Check the options, have a calibration file made if that was asked for, then see to tiers on disk.
@@ -136,6 +174,8 @@ class PackedDTypeHandler:
         find_window(vllm_config)
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
+        if hasattr(passes := vllm_config.compilation_config.pass_config, "fuse_rope_kvcache_cat_mla"):
+            passes.fuse_rope_kvcache_cat_mla = False  # it writes plain rows and asks no implementation
 
     def page_format(self, vllm_config: VllmConfig) -> str:
         """Dtype and fingerprint, for the keys of pages that leave the process."""

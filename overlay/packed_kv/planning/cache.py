@@ -97,7 +97,13 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
         return 0, ""
     has_chunks = any(layer.kind == "chunked" for layer in model.layers)
     platform = "cuda" if serving.on_gpu else "cpu"
-    if reason := no_window(Facts(platform=platform, has_other_dtypes=bool(serving.skip_layers), has_chunks=has_chunks)):
+    facts = Facts(
+        platform=platform,
+        is_mla=model.has_latents,
+        has_other_dtypes=bool(serving.skip_layers),
+        has_chunks=has_chunks,
+    )
+    if reason := no_window(facts):
         return 0, reason
     windows = [layer.window for layer in model.attention if layer.kind == "sliding"]
     tokens = RECENT_TOKENS if serving.recent_tokens is None else serving.recent_tokens
@@ -106,6 +112,8 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
 
 def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
     """What `memory` bytes of KV cache on each rank hold. Raises Refused."""
+    if dtype in FORMATS and model.has_latents:
+        refuse(Facts(is_mla=True, skip_layers=_skipped(serving)), dtype)
     groups = _groups(_specs(model, dtype, serving))
     if dtype in FORMATS and serving.skip_layers:
         _check_padding(model, dtype, serving, groups)
@@ -206,5 +214,8 @@ def _check_padding(model: Model, dtype: str, serving: Serving, groups: Sequence[
             continue
         heads, _, slot = spec.shape
         if slot in {slot_bytes(dtype, layer, model.dtype_bytes) for layer in model.attention}:
-            skipped = tuple(map(str, sorted(serving.skip_layers)))
-            refuse(Facts(skip_layers=skipped, page=(spec.page, heads * slot * spec.block_size)), dtype)
+            refuse(Facts(skip_layers=_skipped(serving), page=(spec.page, heads * slot * spec.block_size)), dtype)
+
+
+def _skipped(serving: Serving) -> tuple[str, ...]:
+    return tuple(map(str, sorted(serving.skip_layers)))

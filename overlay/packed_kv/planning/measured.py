@@ -25,9 +25,9 @@ MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encodi
 STEP, KL = MEASURED["step"], MEASURED["kl"]
 
 
-def kl(dtype: str, has_window: bool, calibrated: bool) -> float | None:
+def kl(dtype: str, has_window: bool, calibrated: bool, of_latents: bool = False) -> float | None:
     """Mean KL to bf16 in units of what fp8's rounding costs; None: not measured."""
-    table = KL["window" if has_window else "no_window"]
+    table = KL["latents" if of_latents else "window" if has_window else "no_window"]
     return table["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 

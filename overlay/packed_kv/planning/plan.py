@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..formats import FORMATS
-from ..model_shape import DENSE, FP8, BadInput, Model
+from ..model_shape import DENSE, FP8, BadInput, Model, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
@@ -79,12 +79,12 @@ def _row(target: Target, dtype: str, users: int) -> Row:
     except Refused as error:
         return Row(*known, refused=error.refusal.sentence())
     number, step = min(users, holds.requests), None
-    if number and target.card.bandwidth and dtype in STEP["share"]:
+    if number and target.card.bandwidth and dtype in STEP["share"] and not model.has_latents:
         seconds = step_seconds(model, dtype, serving, target.weights, number, target.card)
         step = round(seconds * 1e3, 3)
     return Row(
         *known, holds.tokens, holds.requests, holds.request_bytes, number, step,
-        kl(dtype, window > 0, calibrated=True), kl(dtype, window > 0, calibrated=False),
+        kl(dtype, window > 0, True, model.has_latents), kl(dtype, window > 0, False, model.has_latents),
     )  # fmt: skip
 
 
@@ -94,7 +94,18 @@ def recommend(target: Target, rows: list[Row]) -> str:
     if not any(row.requests for row in started.values()):
         context = f"{target.serving.context:,} tokens"
         return f"none: no dtype holds one request of {context}; give a shorter --context, or more memory."
+    if target.model.has_latents and not any(row.kl for row in started.values()):
+        return _unmeasured(target, started)
     return _most_room(target, started) if target.users is None else _least_loss(target, started, target.users)
+
+
+def _unmeasured(target: Target, rows: dict[str, Row]) -> str:
+    """What to know where no dtype's loss is known."""
+    most = max(rows.values(), key=lambda row: row.requests)
+    return (
+        f"none: what a dtype costs latent attention (MLA) was not measured; {most.dtype} holds the most requests of "
+        f"{target.serving.context:,} tokens ({most.requests}; bf16 {rows[DENSE].requests}, fp8 {rows[FP8].requests})."
+    )
 
 
 def _most_room(target: Target, rows: dict[str, Row]) -> str:
@@ -157,6 +168,11 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if model.is_hybrid:
         number = max(layer.states for layer in model.layers)
         lines.append(f"a request has {number} states a state layer (prefix caching); a page is as large as a state")
+    if model.has_latents:
+        copies = len(model.layers) * _folded_bytes(model) / model.ranks
+        lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights a card beside this (kv_b_proj)")
+        lines.append("no KL and no step: not measured for latent attention (MLA)")
+        return lines
     lines.append(f"KL: {KL['source']}; calibrated once with packed-kv calibrate (and in brackets without)")
     if target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
@@ -171,6 +187,12 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     return lines
 
 
+def _folded_bytes(model: Model) -> int:
+    """Of one layer's up-projections from latents to K and V, in the model's dtype, on all ranks."""
+    channels = sum(whole(model.config, name) for name in ("qk_nope_head_dim", "v_head_dim"))
+    return model.config["num_attention_heads"] * channels * whole(model.config, "kv_lora_rank") * model.dtype_bytes
+
+
 def layers(model: Model) -> str:
     """The layers in words: `24 full layers of 8 KV heads of 128 channels, 24 sliding ...`."""
     kinds = Counter(
@@ -179,6 +201,7 @@ def layers(model: Model) -> str:
             layer.kv_heads,
             layer.head_size,
             layer.value_size,
+            layer.rope_size,
             layer.window,
             layer.state_bytes,
             layer.is_shared,
@@ -186,13 +209,15 @@ def layers(model: Model) -> str:
         for layer in model.layers
     )
     words = []
-    for (kind, heads, size, value_size, window, state, shared), number in kinds.items():
+    for (kind, heads, size, value_size, rope_size, window, state, shared), number in kinds.items():
         if kind == "state":
             words.append(f"{number} state layers of {state:,} bytes")
             continue
         within = {"sliding": f" (window {window:,})", "chunked": f" (chunks of {window:,})"}.get(kind, "")
         sizes = f"{size} channels of K and {value_size} of V" if value_size else f"{size} channels"
         what = f"{number} {kind} layers{within} of {heads} KV heads of {sizes}"
+        if rope_size:
+            what = f"{number} layers of latents of {size} channels and {rope_size} of RoPE"
         words.append(f"{what}{' that read the pages of others' if shared else ''}")
     return ", ".join(words) + (f", on each of {model.ranks} cards" if model.ranks > 1 else "")
 

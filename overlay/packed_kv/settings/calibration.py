@@ -194,6 +194,16 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     return {layer: arguments for layer, arguments in layers.items() if arguments}
 
 
+def calibration_path(config: VllmConfig) -> str | None:
+    """What a model is calibrated by: the option, which may be "auto", or else the file in its folder, if there is one.
+
+    Raises OptionError.
+    """
+    named = read_options(config.additional_config).calibration
+    path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
+    return str(named or path) if named or path.is_file() else None
+
+
 def model_folder(model: str, revision: str | None) -> Path:
     """Where a model's files are: its own folder, that of its file, or the snapshot of one of the Hugging Face Hub."""
     path = Path(model)

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 
 from ..refusals import Facts
 from ..vllm_compat import has_draft_cache, no_scratch_groups
+from .calibration import calibration_path
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_fast_prefill=cache.kv_sharing_fast_prefill,
         has_micro_batches=parallel.use_ubatching,
         architecture=model.architecture,
+        is_mla=model.use_mla,
+        has_lora=config.lora_config is not None,
+        calibration=calibration_path(config) if model.use_mla else None,
+        skip_layers=tuple(cache.kv_cache_dtype_skip_layers) if model.use_mla else None,
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
     )

@@ -1,0 +1,185 @@
+"""vLLM's implementation of one layer's latent attention: store, decode, and the prefix of prompts.
+
+The rest is vLLM's: it multiplies queries by `W_UK_T` and the output of `forward_mqa` by `W_UV`, both folded so that
+they take latents as stored (`fold.py`), and attends within prompts by its prefill backend, on latents that were not
+stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonImpl,
+    accumulate_mla_context_chunk,
+    init_mla_context_partial,
+)
+
+from ...codecs.latent import LatentCodec
+from ...formats import FORMATS
+from ...refusals import Facts, refuse
+from .fold import FoldedWeights
+from .metadata import LatentMetadata
+from .plain import attend, read_tokens
+
+
+class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
+    """Stores latents into packed pages and attends over these. Raises Refused for what they do not support."""
+
+    supports_dcp = False
+    supports_pcp = False
+    can_return_lse_for_decode = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        indexer: object | None = None,
+        q_pad_num_heads: int | None = None,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        **unknown: object,
+    ) -> None:
+        facts = Facts(
+            skipped_dtype=kv_cache_dtype,
+            is_mla=True,
+            latent_rank=kv_lora_rank,
+            rope_size=qk_rope_head_dim,
+            sliding_window=sliding_window,
+            layer_options=tuple(name for name, value in unknown.items() if value is not None),
+        )
+        refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, qk_head_dim=qk_head_dim,
+            v_head_dim=v_head_dim, kv_b_proj=kv_b_proj, indexer=indexer, q_pad_num_heads=None,
+        )  # fmt: skip
+        self.supports_quant_query_input = False
+        self.device = torch.get_default_device()
+        self.config = get_current_vllm_config()
+        self.codec: LatentCodec
+        self.weights: FoldedWeights | None = None
+        """What `build` makes."""
+
+    def fused_output_quant_supported(self, quant_key: object) -> bool:
+        return False
+
+    def build(self, layer_name: str, layer: Any) -> None:
+        """Make the layer's codec and fold its weights, once: vLLM calls this when they are loaded, before it profiles
+        its memory."""
+        if self.weights is not None:
+            return
+        fmt = FORMATS[self.kv_cache_dtype]
+        self.codec = LatentCodec(fmt, self.kv_lora_rank, self.qk_rope_head_dim, self.device)
+        self.weights = FoldedWeights(self.codec, layer)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Store a batch.
+
+        Args:
+            kv_c_normed, k_pe: fp16, bf16 or fp32 [tokens or more, rank] and [tokens or more, 1, rope_dim].
+            kv_cache: uint8 [blocks, block_size, slot_bytes]; empty in vLLM's profiling run.
+            slot_mapping: int64 [tokens], block * block_size + offset; negative ones are skipped.
+        """
+        if not kv_cache.numel():
+            return
+        slots = slot_mapping.flatten()
+        tokens = len(slots)
+        self.codec.write(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1))
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: LatentMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of a batch's decodes over stored latents.
+
+        Args:
+            q: [tokens, heads, rank], times the folded `W_UK_T`, and [tokens, heads, rope_dim]; or both side by side.
+            kv_c_and_k_pe_cache: uint8 [blocks, block_size, slot_bytes].
+
+        Returns:
+            [tokens, heads, rank] of the queries' dtype, to be multiplied by the folded `W_UV`; no lse.
+        """
+        sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
+        q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
+        decode, weights = attn_metadata.decode, self.weights
+        assert decode is not None and weights is not None
+        output = attend(
+            self.codec, kv_c_and_k_pe_cache, decode.block_table, decode.query_starts.tolist(),
+            decode.seq_lens.tolist(), q_latent, q_rope, self.scale, weights.constant,
+        )  # fmt: skip
+        return output.to(q_latent.dtype), None
+
+    def _compute_prefill_context(
+        self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: LatentMetadata, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Attention of prompts' new tokens over their prefixes, a workspace of vLLM's at a time; its own method knows
+        dtypes of plain rows alone.
+
+        q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
+        """
+        prefill = attn_metadata.prefill
+        assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
+        context = prefill.chunked_context
+        output = output_lse = None
+        for chunk in context.chunks:
+            rows = context.workspace[: chunk.num_context_tokens]
+            self._gather(rows, kv_c_and_k_pe_cache, prefill.block_table[chunk.request_slice], chunk)
+            key, value = self._expand(rows)
+            part, part_lse = prefill.prefill_backend.run_prefill_context_chunk(
+                chunk=chunk, q=q[chunk.token_slice], k=key, v=value
+            )
+            if output is None:
+                if len(context.chunks) == 1 and not context.empty_token_slices:
+                    return part, part_lse
+                output, output_lse = init_mla_context_partial(context, part, part_lse, num_tokens=len(q))
+            accumulate_mla_context_chunk(chunk, part, part_lse, output, output_lse)
+        return output, output_lse
+
+    def _gather(self, rows: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any) -> None:
+        """Fill rows [tokens, rank + rope_dim] with stored latents and RoPE channels of a chunk's requests."""
+        row = 0
+        spans = zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True)
+        for blocks, start, count in spans:
+            rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
+            row += count
+
+    def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of stored latents: rows [tokens, rank + rope_dim] -> [tokens, heads, nope_dim + rope_dim] and
+        [tokens, heads, value_dim]."""
+        weights = self.weights
+        assert weights is not None
+        latent, rope = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        expanded = torch.nn.functional.linear(latent, weights.up.flatten(0, 1), weights.lacking)
+        expanded = expanded.view(len(rows), self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        nope, value = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        return self._concat_k_nope_k_pe(nope, rope.unsqueeze(1)), value

@@ -1,0 +1,79 @@
+"""Per-batch metadata of latent attention: vLLM's, with the queries of decodes that have drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class LatentDecodeMetadata(MLACommonDecodeMetadata):
+    """Of a batch's decodes, beside vLLM's `block_table` and `seq_lens`.
+
+    `query_start`: int32 [requests + 1], on the device; `query_starts`: the same on the host. `max_query_len`: most
+    query tokens of a request. `made` keeps what the first layer of a kind made for the others.
+    """
+
+    query_start: torch.Tensor
+    query_starts: torch.Tensor
+    max_query_len: int
+    made: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LatentMetadata(MLACommonMetadata[LatentDecodeMetadata]):
+    """vLLM's metadata, for latents of any size."""
+
+    def __post_init__(self) -> None:
+        pass  # vLLM's own allows three sizes
+
+
+class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
+    """Builds `LatentMetadata`. Decodes, drafts of any length included, are served by `forward_mqa`; on CUDA, batches of
+    decodes alone can be captured into CUDA graphs."""
+
+    query_len_support = QueryLenSupport.VARLEN
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        """Batches of decodes, drafts included, where a kernel serves them."""
+        if current_platform.is_cuda() and vllm_config.model_config.dtype != torch.float32:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> LatentDecodeMetadata:
+        return LatentDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start=query_start_loc_device,
+            query_starts=query_start_loc_cpu,
+            max_query_len=max_query_len,
+        )
