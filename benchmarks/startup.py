@@ -1,0 +1,244 @@
+"""Seconds from the start of a process to an engine's first token, and where they go.
+
+Each case is a process of its own, one after the other: first with empty caches (cold), then with what the first one
+left there (warm). The caches are those of packed-kv, Triton, torch.compile and vLLM, in a folder of this run. The
+engine runs in that one process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so its steps can be timed by name; a server adds
+the import of vLLM in the process that it starts.
+
+A row has the seconds until the first token and, of these, what vLLM's worker took for each step of the start. Of
+packed-kv's kernels it says how many were compiled and how many came from a cache, the sum of their seconds (several may
+be compiled at a time), and which were compiled when requests ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rows
+
+DTYPES = ("auto", "fp8", "tq4", "isoquant4", "turboquant25")
+STEPS = {
+    "init_device": "device_s",
+    "load_model": "load_s",
+    "determine_available_memory": "profile_s",
+    "initialize_from_config": "cache_s",
+    "compile_or_warm_up_model": "warm_up_s",
+}
+"""Methods of vLLM's worker, in order, and the columns of their seconds."""
+CACHES = {
+    "PACKED_KV_CACHE": "packed_kv",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "CUDA_CACHE_PATH": "cuda",
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # the package may be missing
+}
+PROMPT, MAX_LEN, MAX_REQUESTS, STEP_TOKENS, CACHE_BYTES = 300, 2048, 64, 2048, 2 << 30
+ROW = "ROW "
+
+
+@dataclass
+class Kernels:
+    """Packed-kv's kernels, as they are compiled or found in a cache."""
+
+    compiled: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, when it was ready, in seconds after the start, and the seconds it took."""
+    found: int = 0
+
+    def watch_triton(self, started: float) -> None:
+        """Hear of Triton's kernels."""
+        import triton
+
+        def listener(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+            function = getattr(src, "fn", None)
+            if not getattr(function, "__module__", "").startswith("packed_kv"):
+                return
+            if cache_hit:
+                self.found += 1
+            else:
+                self.compiled.append((function.__name__, time.monotonic() - started, times.total / 1e6))
+
+        triton.knobs.compilation.listener = listener
+
+    def watch_cuda(self, started: float) -> None:
+        """Hear of the CUDA kernel's variants."""
+        from packed_kv.kernels.cuda import nvrtc
+
+        load_or_compile = nvrtc.load_or_compile
+
+        def watched(name: str, compile_kernel: Callable[[], bytes]) -> bytes:
+            was_compiled = False
+
+            def compiled() -> bytes:
+                nonlocal was_compiled
+                was_compiled = True
+                begun = time.monotonic()
+                code = compile_kernel()
+                self.compiled.append(("decode.cu", time.monotonic() - started, time.monotonic() - begun))
+                return code
+
+            code = load_or_compile(name, compiled)
+            self.found += not was_compiled
+            return code
+
+        nvrtc.load_or_compile = watched
+
+
+def time_steps(seconds: dict[str, float]) -> None:
+    """Have vLLM's worker add the seconds of its `STEPS` to `seconds`."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+
+    def timed(method: Callable[..., Any], column: str) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            begun = time.monotonic()
+            result = method(*args, **options)
+            seconds[column] += time.monotonic() - begun
+            return result
+
+        return run
+
+    for name, column in STEPS.items():
+        setattr(Worker, name, timed(getattr(Worker, name), column))
+
+
+def measure(dtype: str, options: argparse.Namespace) -> dict[str, object]:
+    """In a worker: the row of an engine's start, without its first columns."""
+    started = options.started
+    import torch
+    from vllm import LLM, SamplingParams
+
+    imported = time.monotonic() - started
+    import bench_engine
+
+    kernels, seconds = Kernels(), dict.fromkeys(STEPS.values(), 0.0)
+    if torch.cuda.is_available() and dtype not in ("auto", "fp8"):
+        kernels.watch_cuda(started)
+        kernels.watch_triton(started)
+    time_steps(seconds)
+    compilation = {"cudagraph_capture_sizes": bench_engine.graph_sizes(MAX_REQUESTS)} if options.compile else None
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or _model(folder, options.layers)
+        llm: LLM = bench_engine.start(
+            model, dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory), chunk=STEP_TOKENS, prefix_caching=True,
+            compilation=compilation,
+        )  # fmt: skip
+    ready = time.monotonic() - started
+
+    def ask(prompts: list[list[int]], output: int) -> float:
+        begun = time.monotonic()
+        sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return time.monotonic() - begun
+
+    tokens = list(range(3, 3 + PROMPT))
+    first = ask([tokens], 1)
+    total = time.monotonic() - started
+    at_start = len(kernels.compiled)
+    # What other steps take: decodes, a prompt behind a cached prefix, and a batch of both.
+    batches = ([tokens], [tokens + [i] * 40 for i in range(3, 8)], [tokens[i:] for i in range(40)])
+    later = sum(ask(prompts, 4) for prompts in batches)
+    for name, when, took in kernels.compiled:
+        print(f"    {name:28} {took:6.2f} s, ready after {when:6.2f} s", flush=True)
+    return {
+        "first_token_s": f"{total:.2f}", "import_s": f"{imported:.2f}",
+        **{name: f"{value:.2f}" for name, value in seconds.items()},
+        "other_s": f"{ready - imported - sum(seconds.values()):.2f}", "first_request_s": f"{first:.2f}",
+        "later_requests_s": f"{later:.2f}",
+        "kernels_compiled": len(kernels.compiled), "compile_s": f"{sum(took for *_, took in kernels.compiled):.2f}",
+        "kernels_found": kernels.found,
+        "compiled_by_requests": " ".join(name for name, when, _ in kernels.compiled if when > ready),
+        "compiled_by_later_requests": " ".join(name for name, *_ in kernels.compiled[at_start:]),
+    }  # fmt: skip
+
+
+def _model(folder: str, layers: int) -> str:
+    """A folder with the config of an 8B-shaped model of `layers` layers."""
+    import bench_engine
+
+    Path(folder, "config.json").write_text(json.dumps({**bench_engine.MODEL_8B, "num_hidden_layers": layers}))
+    return folder
+
+
+def run_case(dtype: str, caches: Path, state: str, options: argparse.Namespace) -> bool:
+    """Start a worker, write and print its row; whether it ended well."""
+    environment = {**ENVIRONMENT, **os.environ, **{name: str(caches / folder) for name, folder in CACHES.items()}}
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", dtype, "--started", str(time.monotonic())]
+    if options.profile:
+        command += ["--profile", f"{options.profile}-{dtype}-{state}.prof"]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=options.timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{dtype} {state}: took more than {options.timeout} s", flush=True)
+        return False
+    lines = done.stdout.splitlines()
+    found = [json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW)]
+    if done.returncode or not found:
+        print(f"{dtype} {state} failed: {(done.stdout + done.stderr)[-3000:]}", flush=True)
+        return False
+    case = {"dtype": dtype, "caches": state, "torch_compile": "yes" if options.compile else "no",
+            "layers": "" if options.model else options.layers}  # fmt: skip
+    row = {**case, **found[0], "commit": options.commit or rows.commit_here()}
+    rows.append(options.csv, row)
+    print(*(f"{name} {value} " for name, value in row.items() if value != "" and name not in rows.MACHINE), flush=True)
+    print(*(line for line in lines if line.startswith("    ")), sep="\n", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--dtypes", nargs="+", default=DTYPES, help="default: %(default)s")
+    add("--csv", type=Path, default=Path("startup.csv"), help="file of the rows (default: %(default)s)")
+    add("--states", nargs="+", default=["cold", "warm"], choices=["cold", "warm"], help="default: both")
+    add("--caches", type=Path, help="folder of the caches, to go on with (default: a temporary one)")
+    add("--compile", action="store_true", help="torch.compile")
+    add("--layers", type=int, default=36, help="of the 8B-shaped model (default: %(default)s)")
+    add("--model", help="folder of another model, for its shape (default: 8B-shaped)")
+    add("--kv-cache-memory", type=float, default=CACHE_BYTES, help="bytes (default: %(default)s)")
+    add("--timeout", type=int, default=300, help="seconds of a start (default: %(default)s)")
+    add("--profile", help="prefix of files for cProfile, which slows the start down")
+    add("--commit", help="for the rows (default: what git says)")
+    add("--worker", help=argparse.SUPPRESS)
+    add("--started", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        profile = cProfile.Profile() if options.profile else None
+        row = profile.runcall(measure, options.worker, options) if profile else measure(options.worker, options)
+        if profile:
+            profile.dump_stats(options.profile)
+        print(ROW + json.dumps({**row, **rows.machine()}), flush=True)
+        return 0
+    ended_well = True
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in options.dtypes:
+            caches = (options.caches or Path(folder)) / dtype
+            for state in options.states:
+                ended_well &= run_case(dtype, caches, state, options)
+    return 0 if ended_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
