@@ -43,8 +43,8 @@ COUNTERS = {
 }
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="folder of a model")
     add("--dtype", default="isoquant4", help="KV-cache dtype (default: %(default)s)")
@@ -65,7 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--when", type=Path, help="begin when this file is there, with a server that has started")
     add("--start-seconds", type=float, default=240, help="how long the server may start (default: %(default)s)")
     add("--out", type=Path, default=Path("soak.json"), help="file of the report (default: %(default)s)")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def load_of(options: argparse.Namespace) -> soak_clients.Load:
@@ -181,7 +181,7 @@ def failures(report: dict[str, object], options: argparse.Namespace) -> list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    options = argument_parser(__doc__).parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
     more = shlex.split(options.server_options, posix=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Soak a server with a disk tier, whose engine is killed (-9) while "auto" calibrates and twice while the tier writes.
 
-    python experiments/soak_restarts.py MODEL --folder DIR [options of soak.py]
+    python experiments/soak_restarts.py MODEL --folder DIR [--connector JSON] [options of soak.py]
 
 The first server is killed while it calibrates, into an empty cache of its own below --folder. The next one calibrates,
 answers a few prompts, and again with their pages cached; then clients come, and its engine is killed while files are
@@ -45,9 +45,11 @@ FILES = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
-    rest = sys.argv[1:] if arguments is None else [*arguments]
-    folder = Path(rest.pop(rest.index("--folder") + 1)).absolute() if "--folder" in rest else Path("soak_restarts")
-    options = soak.parse_arguments([argument for argument in rest if argument != "--folder"])
+    parser = soak.argument_parser(__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("soak_restarts"), help="new folder (default: %(default)s)")
+    parser.add_argument("--connector", type=json.loads, default={}, help="more of kv_connector_extra_config, as JSON")
+    options = parser.parse_args(arguments)
+    folder = options.folder.absolute()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"soak_restarts: {folder} is not empty; name a new folder with --folder")
@@ -81,9 +83,10 @@ def restarts(folder: Path, options: Namespace) -> dict[str, object]:
                 found = asyncio.run(samples(server, options))
                 wrong += sum(a != b for a, b in zip(expected, found, strict=True))
             if number < KILLS:
-                kills.append(kill_under_load(server, options, pages))
+                kills.append(kill_under_load(server, options, pages, (number + 1) * options.clients))
             else:
                 report = soak.soak(server, options)
+    report["host_memory_left"] = clean_host_memory(before)
     return {
         "dtype": options.dtype, "seconds_in_all": round(time.monotonic() - started), "kills": kills,
         "answers_from_disk": KILLS * len(expected), "answers_from_disk_wrong": wrong, **report, **check_files(pages),
@@ -95,7 +98,7 @@ def server_of(folder: Path, options: Namespace, name: str) -> Iterator[Server]:
     """A server with `--server-options`, "auto" calibration and a disk tier in `folder`."""
     more = shlex.split(options.server_options, posix=False)
     tier = {"type": "fs", "root_dir": str(folder / "kv")}
-    transfer = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    transfer = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], **options.connector}
     more += ["--kv-transfer-config", json.dumps({"kv_connector_extra_config": transfer})]
     more += ["--additional-config", json.dumps({"packed_kv": {"calibration": "auto"}})]
     with soak_server.serve(options.model, options.dtype, more, folder / f"{name}.log") as server:
@@ -133,15 +136,15 @@ def kill_when(server: Server, find: Callable[[], list[psutil.Process]], seconds:
     return soak_server.kill_engine(server, 60, found)
 
 
-def kill_under_load(server: Server, options: Namespace, pages: Path) -> dict[str, object]:
-    """Kill the engine while clients stream and `FILES` files have just been written."""
+def kill_under_load(server: Server, options: Namespace, pages: Path, first: int) -> dict[str, object]:
+    """Kill the engine while clients, numbered from `first` on, stream and `FILES` files have just been written."""
     load, result = replace(soak.load_of(options), sample_share=0.0), soak_clients.Result()
     had = len([*pages.rglob("*.bin")])
 
     async def clients() -> dict[str, object]:
         end = time.monotonic() + 120
         running = [
-            asyncio.create_task(soak_clients.client(i, server.url, load, [], options.tokens, end, result))
+            asyncio.create_task(soak_clients.client(first + i, server.url, load, [], sys.maxsize, end, result))
             for i in range(options.clients)
         ]
         try:
