@@ -150,11 +150,15 @@ def _error(windows: list[torch.Tensor]) -> float:
     return float(means.std(correction=1) / len(means) ** 0.5) if len(means) > 1 else math.nan
 
 
-def pieces(tokenizer, text: str, tokens: int, most: int) -> list[list[int]]:
-    """Up to `most` consecutive pieces of a text, `tokens` tokens each with the one that a prompt begins with."""
+def pieces(tokenizer, text: str, tokens: int, scored: int, most: int) -> list[list[int]]:
+    """Up to `most` pieces of a text, `tokens` tokens each with the one that a prompt begins with, spread evenly. They
+    overlap where the text is short, but not in their last `scored` tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     size = tokens - 1
-    return [[tokenizer.bos_token_id, *ids[at : at + size]] for at in range(0, len(ids) - size + 1, size)][:most]
+    room = len(ids) - size
+    number = min(most, room // scored + 1) if room >= 0 else 0
+    starts = [room * i // max(1, number - 1) for i in range(number)]
+    return [[tokenizer.bos_token_id, *ids[at : at + size]] for at in starts]
 
 
 def save(file: Path, rows: list[dict[str, object]], made: dict[str, object]) -> None:
@@ -172,7 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     measurement = Measurement(model, options, load(str(options.calibration)) if options.calibration else None)
     texts = [path.read_text(encoding="utf-8") for path in options.text]
-    by_text = [pieces(tokenizer, text, options.length + options.tokens, options.windows) for text in texts]
+    size = options.length + options.tokens
+    by_text = [pieces(tokenizer, text, size, options.tokens, options.windows) for text in texts]
     windows = [window for same in itertools.zip_longest(*by_text) for window in same if window]
     asked = prompts(tokenizer, texts, options.length, options.prompts, options.each)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from argparse import Namespace
 from pathlib import Path
 
 import calibration_files
@@ -72,6 +73,14 @@ def test_the_rest_of_each_question_is_in_its_prompt(demo_model: str) -> None:
             asked = tokenizer.decode(question.ids).strip()
             parts = asked.split(".\n") if question.kind == "variables" else [asked.split()[-1]]
             assert question.answers and all(part in text for part in parts), asked
+
+
+def test_pieces_of_a_text_score_other_tokens() -> None:
+    """Of 100 tokens, 4 pieces of 70 that begin with one of the model's: their last 10 tokens are apart."""
+    tokenizer = Namespace(bos_token_id=-1, encode=lambda text, **_: [*range(int(text))])
+    found = page_selection.pieces(tokenizer, "100", 70, 10, 9)
+    assert [(ids[0], ids[1], len(ids)) for ids in found] == [(-1, 0, 70), (-1, 10, 70), (-1, 20, 70), (-1, 31, 70)]
+    assert [len(page_selection.pieces(tokenizer, str(size), 70, 10, 9)) for size in (68, 69, 1000)] == [0, 1, 9]
 
 
 def test_a_row_of_each_reading_is_written(demo_model: str, tmp_path: Path) -> None:
