@@ -180,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     by_text = [pieces(tokenizer, text, size, options.tokens, options.windows) for text in texts]
     windows = [window for same in itertools.zip_longest(*by_text) for window in same if window]
     asked = prompts(tokenizer, texts, options.length, options.prompts, options.each)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
     made = {"model": options.model.name, "stretch": options.stretch, "calibrated": bool(options.calibration),
-            "device": device, "torch": torch.__version__, "commit": options.commit}  # fmt: skip
+            "gpu": gpu, "torch": torch.__version__, "commit": options.commit}  # fmt: skip
     began = time.monotonic()
     for window, question in itertools.zip_longest(windows, asked):
         for what, parts in (("text", window), ("questions", question)):
