@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import mmap
 import os
 import shlex
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = soak.argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("soak_restarts"), help="new folder (default: %(default)s)")
     parser.add_argument("--connector", type=json.loads, default={}, help="more of kv_connector_extra_config, as JSON")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds; the load ends then, or after 20 s")
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def restarts(folder: Path, options: Namespace) -> dict[str, object]:
     os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")  # where "auto" has its files
-    pages, kills, wrong = folder / "kv", [], 0
+    pages, kills, wrong, read = folder / "kv", [], 0, 0
     pages.mkdir(parents=True)
     expected: list[list[int]] = []
     before = set(Path("/dev/shm").glob(HOST_MEMORY))
@@ -82,14 +84,17 @@ def restarts(folder: Path, options: Namespace) -> dict[str, object]:
             else:
                 found = asyncio.run(samples(server, options))
                 wrong += sum(a != b for a, b in zip(expected, found, strict=True))
+                read += round(server.counters().get(soak.COUNTERS["offloaded_hits"], 0))
             if number < KILLS:
                 kills.append(kill_under_load(server, options, pages, (number + 1) * options.clients))
             else:
+                options.seconds = min(options.seconds, max(20, started + options.within - time.monotonic()))
                 report = soak.soak(server, options)
     report["host_memory_left"] = clean_host_memory(before)
     return {
         "dtype": options.dtype, "seconds_in_all": round(time.monotonic() - started), "kills": kills,
-        "answers_from_disk": KILLS * len(expected), "answers_from_disk_wrong": wrong, **report, **check_files(pages),
+        "answers_from_disk": KILLS * len(expected), "answers_from_disk_wrong": wrong, "tokens_from_disk": read,
+        **report, **check_files(pages),
     }  # fmt: skip
 
 
@@ -198,6 +203,8 @@ def failures(report: dict, options: Namespace) -> list[str]:
     found = soak.failures(report, options)
     if report["answers_from_disk_wrong"]:
         found.append(f"{report['answers_from_disk_wrong']} of {report['answers_from_disk']} answers from disk differ")
+    if not report["tokens_from_disk"]:
+        found.append("no prompt was found on disk")
     if report["bad_files"] or not report["files"]:
         found.append(f"{len(report['bad_files'])} of {report['files']} files bad: {report['bad_files'][:3]}")
     for number, kill in enumerate(report["kills"]):

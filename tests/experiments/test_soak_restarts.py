@@ -12,8 +12,9 @@ from packed_kv.sharing.file_tier import write_pages
 
 WELL = {
     "errors": 0, "first_errors": [], "alone": 2, "alone_again_the_same": 2, "samples": 5, "samples_parted": 1,
-    "host_growth_mib": 1.0, "device_growth_mib": 0.0, "answers_from_disk": 4, "answers_from_disk_wrong": 0, "files": 9,
-    "bad_files": [], "kills": [{"processes_left": [], "shared_memory_left": [], "locks_held": []}],
+    "host_growth_mib": 1.0, "device_growth_mib": 0.0, "answers_from_disk": 4, "answers_from_disk_wrong": 0,
+    "tokens_from_disk": 64, "files": 9, "bad_files": [],
+    "kills": [{"processes_left": [], "shared_memory_left": [], "locks_held": []}],
 }  # fmt: skip
 
 
@@ -52,3 +53,4 @@ def test_what_fails_is_said() -> None:
         "kill 1: locks_held ['held.lock']",
     ]
     assert soak_restarts.failures({**WELL, "files": 0}, options) == ["0 of 0 files bad: []"]
+    assert soak_restarts.failures({**WELL, "tokens_from_disk": 0}, options) == ["no prompt was found on disk"]
