@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import LLM
 
+Stored = TypeVar("Stored", torch.Tensor, None)
 ROWS = 64
 """Positions whose log-probabilities exist at a time: 38 MB in fp32 at a vocabulary of 150,000."""
 
@@ -89,10 +90,10 @@ def fp8_storage(llm: LLM) -> Iterator[None]:
         yield
 
 
-def through_e4m3(x: torch.Tensor | None) -> torch.Tensor | None:
+def through_e4m3(x: Stored) -> Stored:
     """Values rounded to the nearest of e4m3, those beyond its range to its ends; None, of shared layers, stays None."""
     if x is None:
-        return None
+        return x
     largest = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-largest, largest).to(torch.float8_e4m3fn).to(x.dtype)
 
