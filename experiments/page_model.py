@@ -107,8 +107,8 @@ class Llama:
         positions = torch.arange(len(ids), device=self.device)
         for layer in range(self.layers):
             q, k, v = self.qkv(layer, hidden, positions)
-            heads = (x.repeat_interleave(self.heads // self.kv_heads, 0)[None] for x in (k, v))
-            attended = functional.scaled_dot_product_attention(q[None], *heads, is_causal=True)
+            keys_of_all, values_of_all = (x.repeat_interleave(self.heads // self.kv_heads, 0)[None] for x in (k, v))
+            attended = functional.scaled_dot_product_attention(q[None], keys_of_all, values_of_all, is_causal=True)
             hidden = self.rest(layer, hidden, attended[0])
             keys.append(k)
             values.append(v)

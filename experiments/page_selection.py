@@ -185,17 +185,14 @@ def main(arguments: list[str] | None = None) -> int:
             "gpu": gpu, "torch": torch.__version__, "commit": options.commit}  # fmt: skip
     began = time.monotonic()
     for window, question in itertools.zip_longest(windows, asked):
-        for what, parts in (("text", window), ("questions", question)):
-            if parts is None or time.monotonic() - began > options.seconds:
-                continue
-            if what == "text":
-                measurement.window(parts, options.tokens)
-            else:
-                measurement.ask(*parts)
-            rows = measurement.rows()
-            if options.out:
-                save(options.out, rows, made)
-            print(f"{time.monotonic() - began:.0f} s: {what}; {rows[-1]}", file=sys.stderr, flush=True)
+        if window and time.monotonic() - began < options.seconds:
+            measurement.window(window, options.tokens)
+        if question and time.monotonic() - began < options.seconds:
+            measurement.ask(*question)
+        rows = measurement.rows()
+        if options.out:
+            save(options.out, rows, made)
+        print(f"{time.monotonic() - began:.0f} s: {rows[-1]}", file=sys.stderr, flush=True)
     for row in measurement.rows():
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     return 0
