@@ -36,11 +36,11 @@ WARM_UP_STEPS, SPARE_TOKENS = 5, 8
 
 def write_model(folder: str, means: str | None = None) -> str:
     """Write the config of the 8B-shaped model into `folder`, and a made-up calibration file with `means` of keys of a
-    kind of `made_up_calibration.KINDS`; None: no file. Returns the folder."""
-    Path(folder, "config.json").write_text(json.dumps(MODEL_8B))
-    if means:
-        import made_up_calibration
+    kind of `made_up_calibration.KINDS`; none for another. Returns the folder."""
+    import made_up_calibration
 
+    Path(folder, "config.json").write_text(json.dumps(MODEL_8B))
+    if means in made_up_calibration.KINDS:
         made_up_calibration.write(folder, means)
     return folder
 

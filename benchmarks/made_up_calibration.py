@@ -13,14 +13,16 @@ from packed_kv.rope import rope_parameters
 
 KINDS = ("one", "blocks")
 """Of means of keys: one for all positions, or before RoPE, so that blocks of positions have theirs."""
+NONE = "none"
+"""No file, said in the rows."""
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments, with `--means` of `KINDS` or None."""
+    """The arguments, with `--means` of `KINDS`, `NONE` or None."""
     what = "of keys, from a made-up calibration file of the 8B-shaped model (default: none)"
-    parser.add_argument("--means", choices=KINDS, help=what)
+    parser.add_argument("--means", choices=(*KINDS, NONE), help=what)
     options = parser.parse_args()
-    if options.means and options.model:
+    if options.means in KINDS and options.model:
         parser.error("--means is for the 8B-shaped model; put a calibration file into the folder of --model")
     return options
 
