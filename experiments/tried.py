@@ -147,11 +147,13 @@ def encoders(references: dict[str, Dtype]) -> dict[str, Method]:
         found[f"{name}{CENTRED}, far scores right in sum"] = Method(
             code, code, "mean and first", oracle=True, **BEHIND_A_WINDOW
         )
-        found[f"{name}, weighed, W64 int8, V longer, K rounded jointly"] = Method(key, longer, **WEIGHED)
         found[f"{name}, weighed, W64 int8, V longer, K and V rounded jointly"] = Method(key, value, **WEIGHED)
-        found[f"{name}, weighed, W64 int8, V longer, K rounded jointly, rank 4"] = Method(
-            replace(key, rank=4), longer, **WEIGHED
-        )
+        jointly, single = f"{name}, weighed, W64 int8, V longer, K rounded jointly", replace(key, sweeps=1)
+        found[jointly] = Method(key, longer, **WEIGHED)
+        found[f"{jointly}, rank 4"] = Method(replace(key, rank=4), longer, **WEIGHED)
+        found[f"{jointly}, one sweep"] = Method(single, longer, **WEIGHED)
+        found[f"{jointly}, within groups"] = Method(replace(key, grouped=True), longer, **WEIGHED)
+        found[f"{jointly}, one sweep within groups"] = Method(replace(single, grouped=True), longer, **WEIGHED)
         found[f"{name}, weighed, W64 int8, K and V on a trellis"] = Method(trellis, trellis, **WEIGHED)
     return found
 

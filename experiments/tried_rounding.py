@@ -26,13 +26,16 @@ CHAINS = (32, 8, 4)
 class Joint(Dtype):
     """A dtype whose encoder chooses the codes of a vector together, so that its error e costs least, e^T M e, with the
     cost M of the site: a score's error is q . e, so M = E[q q^T] for K. Decoders need not know. Scales are the dtype's;
-    from the nearest codes on, `SWEEPS` times each channel in turn gets the code that is best beside the others'.
+    from the nearest codes on, `sweeps` times each channel in turn gets the code that is best beside the others'.
 
     M is mixed with `RIDGE` of its mean times the identity. With `rank`, all but so many of its largest eigenvectors are
     replaced by what they leave on the diagonal, so that a sweep takes `rank` products a channel instead of head_dim.
+    With `grouped`, so is what M has between groups: then it takes 32.
     """
 
     rank: int | None = None
+    sweeps: int = SWEEPS
+    grouped: bool = False
 
     def read_back(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         codec = self.codec(x.shape[-1], site)
@@ -58,15 +61,17 @@ class Joint(Dtype):
             values, vectors = (x[..., -self.rank :] for x in torch.linalg.eigh(cost))
             largest = (vectors * values.unsqueeze(-2)) @ vectors.transpose(-1, -2)
             cost = largest + torch.diag_embed((cost - largest).diagonal(dim1=-2, dim2=-1))
+        if self.grouped:
+            group = torch.arange(size) // GROUP_SIZE
+            cost = cost * (group[:, None] == group)
         return cost + RIDGE * torch.eye(size)
 
-    @staticmethod
     def _descend(
-        codec: Codec, x: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor, cost: torch.Tensor
+        self, codec: Codec, x: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor, cost: torch.Tensor
     ) -> torch.Tensor:
         """Better `decoded` for `x`; these and `scales` are [heads, tokens, head_dim]."""
         slope = (decoded - x) @ cost
-        for channel in list(range(x.shape[-1])) * SWEEPS:
+        for channel in list(range(x.shape[-1])) * self.sweeps:
             levels = torch.tensor(CODES[codec.group_bits[channel // GROUP_SIZE]].magnitudes)
             thresholds = torch.tensor([(low + high) / 2 for low, high in pairwise(levels.tolist())])
             old, scale = decoded[..., channel], scales[..., channel]
