@@ -18,6 +18,7 @@ FLOORS = (
 BESIDE = {
     "__init__": {"formats", "codecs"},
     "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
+    "lmcache": {"formats", "codecs"},
     "planning": {"formats", "layout", "json_file", "model_shape", "refusals"},
     "commands": {
         "formats",

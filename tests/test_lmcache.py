@@ -1,0 +1,121 @@
+"""The serializer for LMCache: bytes, round trips, and what it refuses. Its base classes are LMCache's if installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import lmcache_interface
+import pytest
+import torch
+from packed_kv import FORMATS, get_codec
+
+lmcache_interface.install()
+
+from packed_kv import lmcache  # noqa: E402
+
+SHAPE = torch.Size([2, 3, 20, 128])
+
+
+class Memory:
+    """As LMCache's `MemoryObj`: a flat buffer, cut into groups of layers of equal shape."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors, self.tensor = tensors, tensors[0]
+
+    def get_shapes(self) -> list[torch.Size]:
+        return [tensor.shape for tensor in self.tensors]
+
+    def get_tensor(self, group: int) -> torch.Tensor:
+        return self.tensors[group]
+
+
+def chunk(*shapes: torch.Size, dtype: torch.dtype = torch.bfloat16) -> Memory:
+    generator = torch.Generator().manual_seed(0)
+    return Memory(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
+
+
+def serve(source: Memory, dtype: str, head_dim: int = 64) -> tuple[torch.Tensor, Memory]:
+    """The chunk's bytes, and what they are read back as."""
+    serde = lmcache.create({"dtype": dtype, "head_dim": head_dim, "device": "cpu"})
+    size = serde.estimate_serialized_size(SimpleNamespace(shapes=source.get_shapes()))
+    packed = torch.full((size,), 0xFF, dtype=torch.uint8)
+    result = Memory(*(torch.full_like(x, float("nan")) for x in source.tensors))
+    assert serde._serializer.serialize(source, Memory(packed), None) == size
+    serde._deserializer.deserialize(Memory(packed), result, None)
+    serde.close()
+    return packed, result
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_vectors_are_those_of_the_codec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmcache, "TILE", 7)  # the last tile is shorter
+    source = chunk(SHAPE)
+    packed, result = serve(source, name)
+    vectors = [x.reshape(-1, 64) for x in source.tensor]
+    codecs = [get_codec(name, 64, role) for role in ("key", "value")]
+    expected = torch.cat([codec.encode(x).flatten() for codec, x in zip(codecs, vectors, strict=True)])
+    assert torch.equal(packed[lmcache.DIGEST_BYTES :], expected)
+    assert len(packed) == lmcache.DIGEST_BYTES + SHAPE.numel() // 64 * FORMATS[name].vector_bytes(64)
+    decoded = [codec.decode(codec.encode(x)) for codec, x in zip(codecs, vectors, strict=True)]
+    assert torch.equal(result.tensor, torch.stack(decoded).view(SHAPE).bfloat16())
+
+
+def test_groups_of_layers_lie_one_behind_the_other() -> None:
+    both = chunk(SHAPE, torch.Size([2, 1, 20, 256]), dtype=torch.float16)
+    _, result = serve(both, "tq4")
+    for x, alone in zip(result.tensors, both.tensors, strict=True):
+        assert torch.equal(x, serve(Memory(alone), "tq4")[1].tensor) and x.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "damaged"),
+    [("isoquant4", SHAPE, 0), ("turboquant25", SHAPE, 0), ("tq4", torch.Size([2, 3, 40, 64]), 0), ("tq4", SHAPE, 1)],
+    ids=["another rotation", "another width", "another shape", "damaged"],
+)
+def test_other_bytes_are_refused(dtype: str, shape: torch.Size, damaged: int) -> None:
+    """Which LMCache counts as a miss; it stores no name of a serializer in its keys."""
+    packed, _ = serve(chunk(SHAPE), "tq4")
+    packed[0] ^= damaged
+    reader = lmcache.create({"dtype": dtype, "head_dim": 64, "device": "cpu"})
+    result = Memory(torch.zeros(shape))
+    with pytest.raises(ValueError, match=f"packed_kv: not {dtype} of "):
+        reader._deserializer.deserialize(Memory(packed), result, None)
+    assert not result.tensor.any()
+    reader.close()
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 128), (1, 3, 20, 128), (2, 3, 20, 96)], ids=str)
+def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
+    serde = lmcache.create({"dtype": "tq4", "head_dim": 64})
+    with pytest.raises(ValueError, match="set head_dim, or use another serde"):
+        serde.estimate_serialized_size(SimpleNamespace(shapes=[torch.Size(shape)]))
+    serde.close()
+
+
+def test_a_buffer_that_is_too_small() -> None:
+    vectors = lmcache.PackedVectors("tq4", 64, "cpu")
+    with pytest.raises(ValueError, match="do not fit into a buffer of 99"):
+        vectors.pack([chunk(SHAPE).tensor], torch.zeros(99, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 64}, "dtype is missing"),
+        ({"dtype": "tq4"}, "head_dim is missing"),
+        ({"dtype": "tq4", "head_dim": 0}, "head_dim is 0; use a whole number"),
+        ({"dtype": "tq4", "head_dim": 64, "max_workers": "2"}, "max_workers is '2'"),
+        ({"dtype": "tq5", "head_dim": 64}, "unknown KV-cache dtype 'tq5'"),
+        ({"dtype": "tq4", "head_dim": 64, "bits": 4}, "unknown option 'bits'"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_options_that_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lmcache.create(options)
+
+
+def test_the_registry_takes_it_once() -> None:
+    lmcache.register()
+    with pytest.raises(ValueError, match="already registered"):
+        lmcache.register()
