@@ -60,6 +60,7 @@ def probed(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     asked = probed(H200)
     found = lines(str(DEMO_MODEL))
     assert asked == ["128"]
@@ -68,8 +69,16 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     heads = "heads of 128 channels, 2 query heads a KV head"
     served = f"OK    decodes of {heads} are served by the CUDA kernel"
     assert f"{served}, to be compiled at the first start, into {tmp_path}" in found
+    assert f"OK    Triton kernels: to be compiled at the first start, into {tmp_path}/triton" in found
     (tmp_path / "decode-1.cubin").touch()
-    assert f"{served}, 1 variants compiled in {tmp_path}" in lines(str(DEMO_MODEL))
+    for name, source in (("ours", "site-packages/packed_kv/kernels/triton/store.py"), ("theirs", "vllm/store.py")):
+        (tmp_path / "triton" / name).mkdir(parents=True)
+        (tmp_path / "triton" / name / "store_kernel.ttir").write_text(f'#loc = loc("/usr/{source}":7:0)')
+    (tmp_path / "triton" / "gone").mkdir()
+    (tmp_path / "triton" / "gone" / "store_kernel.ttir").symlink_to(tmp_path / "nowhere")
+    found = lines(str(DEMO_MODEL))
+    assert f"{served}, 1 variants compiled in {tmp_path}" in found
+    assert f"OK    Triton kernels: 1 variants compiled in {tmp_path}/triton" in found
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ LEAST_PYTHON = (3, 11)
 HEAD_DIM, GROUP = 128, 4
 """Of the heads for which kernels are named where no model is given; query heads a KV head."""
 PROBE_SECONDS = 300
+OWN_SOURCES = b"packed_kv/kernels/"
+"""In the path of each of our kernels' sources, which Triton keeps beside what it compiled."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ def _device(found: dict[str, Any], head_dim: int, group: int) -> Iterator[Findin
     else:
         yield Finding(True, f"FlashAttention {found['flash_attention']}")
     yield Finding(True, _decode_kernel(capability, head_dim, group))
+    yield Finding(True, _triton_kernels())
 
 
 def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> str:
@@ -196,6 +199,24 @@ def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> st
     number = len(list(folder.glob("decode-*.cubin")))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
     return f"decodes of {heads} are served by the CUDA kernel, {state} {folder}"
+
+
+def _triton_kernels() -> str:
+    """What is compiled of the kernels that all models need, in Triton's cache. With torch.compile, vLLM keeps another
+    one for each of its compilations."""
+    home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    number = sum(OWN_SOURCES in _content(file) for file in folder.glob("*/*.ttir"))
+    state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
+    return f"Triton kernels: {state} {folder}"
+
+
+def _content(file: Path) -> bytes:
+    """Of a file in a cache, which may go or be another user's."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def _heads(model: Model | None) -> tuple[int, int]:
