@@ -184,6 +184,12 @@ def decode_codes(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
     Returns:
         fp16 [g = 8, t = 4, micro-block, bit 3, bit 2, bit 1, bit 0 of the code].
     """
+    return tl.reshape(decode_words(words, zero, group, LAYOUT), [8, 4, 2, 2, 2, 2, 2])
+
+
+@triton.jit
+def decode_words(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
+    """`decode_codes` for words of any two dimensions: fp16 [.., .., 16] or [.., .., 2, 2, 2, 2], by code."""
     GROUP: tl.constexpr = LAYOUT.groups[group]
     CODE: tl.constexpr = GROUP.code
     WORD: tl.constexpr = GROUP.word
@@ -203,18 +209,19 @@ def decode_codes(words, zero, group: tl.constexpr, LAYOUT: tl.constexpr):
             _assembly(CODE.bits, GROUP.parity), _constraints(len(own)), _in_registers(zero, CODE.bits) + own,
             dtype=(tl.int32,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
-        values = _join_pairs(pairs)
-    return tl.reshape(values, [8, 4, 2, 2, 2, 2, 2])
+        values = join_pairs(pairs)
+    return values
 
 
 @triton.jit
 def from_pairs(pairs):
     """The 16 codes of a lane and group as 8 int32 [32, 2] of two fp16 each, as `decode_codes` returns them."""
-    return tl.reshape(_join_pairs(pairs), [8, 4, 2, 2, 2, 2, 2])
+    return tl.reshape(join_pairs(pairs), [8, 4, 2, 2, 2, 2, 2])
 
 
 @triton.jit
-def _join_pairs(pairs):
+def join_pairs(pairs):
+    """8 int32 of two fp16 each, by code -> fp16 [..., 2, 2, 2, 2]."""
     low = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
     high = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
     return halves(tl.join(low, high))

@@ -94,7 +94,7 @@ def bind_store(
         dict(
             TRANSFORMED=codec.transform_tables is not None, HAS_POSITIONS=transform.needs_positions,
             MEAN_BLOCKS=transform.mean_blocks, MEAN_BLOCK_TOKENS=transform.block_tokens,
-            HEADS=heads, BLOCK_SIZE=block_size, ROWS=_rows(layout), ROTATION=codec.key.fmt.rotation,
+            HEADS=heads, BLOCK_SIZE=block_size, ROWS=rows_of(layout), ROTATION=codec.key.fmt.rotation,
             ORDERED=codec.key.order is not None or codec.value.order is not None,
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
             QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
@@ -137,7 +137,7 @@ def store_grid(
     """For so many tokens and, of the launch with queries, rows a KV head of these and `QueryRotation.bias_programs`."""
     layout = kernel_layout(codec.layout)
     groups = [power_of_2(section.groups) for section in layout.sections]
-    programs = sum(-(-tokens * heads // (_rows(layout) // count)) for count in groups)
+    programs = sum(-(-tokens * heads // (rows_of(layout) // count)) for count in groups)
     parts = power_of_2(codec.key.stored_dim) // QUERY_CHANNELS + bias_programs
     of_queries = -(-query_rows // QUERY_ROWS) * heads * parts
     return programs + -(-of_queries // 2), 2, 1
@@ -179,7 +179,7 @@ def store_tokens(
         launch(grid, (key, value, key), store_arguments(codec, slots, positions, ring_slots))
 
 
-def _rows(layout: KernelLayout) -> int:
+def rows_of(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
     return max(ROWS, *(power_of_2(section.groups) for section in layout.sections))
 
@@ -294,7 +294,7 @@ def store_kernel(
     for s in tl.static_range(len(LAYOUT.sections)):
         programs = tl.cdiv(tokens * HEADS, ROWS // padded_groups(LAYOUT.sections[s].groups))
         if (program >= 0) & (program < programs):
-            _store_section(
+            store_section(
                 cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
                 x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
                 ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,
@@ -326,7 +326,7 @@ def store_kernel(
 
 
 @triton.jit
-def _store_section(
+def store_section(
     cache_ptr, cache_block_stride, cache_head_stride, slots_ptr, tokens,
     x_ptr, token_stride, head_stride, constants_ptr, channels_ptr, channels_stride,
     ring_ptr, ring_block_stride, ring_head_stride, ring_slots_ptr, ring_tokens, is_key, program,

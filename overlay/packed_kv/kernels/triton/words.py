@@ -90,10 +90,10 @@ def _store_word(
         new_signs, own_signs = _collect(signs, n, SIGN_SHIFT, IS_KEY, REGISTERS, 1)
         new, own = new | new_signs, own | own_signs
     if IS_KEY and CODE.code_words > 1:  # n3 selects the word, and all of it is this token's
-        pointer = codes + 4 * _word_index(word, word_lane, WORDS)
+        pointer = codes + 4 * word_index(word, word_lane, WORDS)
         tl.store(pointer.to(tl.pointer_type(tl.uint32)), new, mask=stored)
     else:
-        _flip(codes, _word_index(word, word_lane, WORDS), new, own, stored)
+        _flip(codes, word_index(word, word_lane, WORDS), new, own, stored)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def _store_sign_word(
     new, own = _collect(signs, n, _SIGN_WORD_SHIFT, IS_KEY, REGISTERS, 1)
     shift = (number % 2 * -_SIGN_PARITY_SHIFT).to(tl.uint32)
     new, own = new >> shift, own >> shift
-    index = _word_index(WORDS - SIGN_WORDS + number // 2, word_lane, WORDS)
+    index = word_index(WORDS - SIGN_WORDS + number // 2, word_lane, WORDS)
     if LAYOUT.has_half:
         last = number == 2 * SIGN_WORDS
         half, own_half = _collect(signs, n, _SIGN_HALF_SHIFT, IS_KEY, REGISTERS, 1)
@@ -145,7 +145,7 @@ def _shift(word, bit, BY: tl.constexpr):
 
 
 @triton.jit
-def _word_index(word, lane, WORDS: tl.constexpr):
+def word_index(word, lane, WORDS: tl.constexpr):
     """Place of a lane's word among the codes of a micro-block, in words: chunks of 4, then 2, then 1 (layout.py)."""
     FOURS: tl.constexpr = WORDS // 4 * 4
     index = word // 4 * 128 + lane * 4 + word % 4

@@ -1,0 +1,285 @@
+"""Split-KV decode of latent attention over packed pages: rows (heads times query tokens) attend to latents as stored.
+
+A tile of tokens is unpacked for the scores, and again for the sums: that takes fewer registers than to keep it. Any
+rank, any card from sm_80 on; where it serves, `kernels/cuda` has a faster one. `attention/latent/plain.attend` is the
+reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...layout import MICRO_BLOCK, ROPE, PageLayout
+from .. import power_of_2
+from ..kernel_layout import kernel_layout
+from ..units import LOG2_E
+from .fragments import hide_from_optimizer
+from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
+from .launch import Arguments, Launch
+
+MICRO_BLOCKS = 4
+"""Of a tile: one for each warp."""
+MAX_ROWS = 32
+"""Of a program. 16 at least: the left operand of `mma.m16n8k16`."""
+MAX_SPLITS = 128
+PROGRAMS_PER_SM = 2
+MERGED_CHANNELS = 64
+_MASKED = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """What decides the variant of the kernel, beside the page: `heads` of this rank, `rows` of a program, `scale` of
+    the scores."""
+
+    heads: int
+    rows: int
+    scale: float
+
+
+def latent_shape(heads: int, longest_decode: int, scale: float) -> LatentShape:
+    """For requests of up to `longest_decode` query tokens."""
+    return LatentShape(heads, max(16, min(MAX_ROWS, power_of_2(heads * longest_decode))), scale)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "splits"],
+    do_not_specialize_on_alignment=["q_latent", "q_rope", "block_table", "query_start", "seq_lens"],
+)
+def _decode_latents_kernel(
+    q_latent, q_rope, block_table, query_start, seq_lens, partial_output, partial_stats, table_stride, splits,
+    cache, block_stride, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_DIM: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Partial attention of ROWS rows over a split of a request's tokens.
+
+    Grid: (splits, tiles of rows, requests).
+
+    Args:
+        q_latent, q_rope: fp16, bf16 or fp32 [tokens, HEADS, rank] and [tokens, HEADS, ROPE_DIM], with
+            `latent_token_stride`, `latent_head_stride`, `rope_token_stride` and `rope_head_stride` (int32).
+        block_table: int32 [requests, blocks], with `table_stride`.
+        query_start, seq_lens: int32 [requests + 1] and [requests].
+        partial_output, partial_stats: fp32 [tokens, HEADS, splits, rank] and [tokens, HEADS, splits, 2], contiguous;
+            filled with sums of latents, and with maximum and sum of the weights.
+        cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
+        scale: fp32, of scores, times log2 e.
+        MICRO_BLOCKS: of a tile. MICRO_BLOCKS_A_BLOCK: block_size / 16. CHUNK: groups of a product. ROPE_AT: offset of
+            RoPE in a micro-block. LAYOUT: `KernelLayout`.
+    """
+    RANK: tl.constexpr = LAYOUT.head_dim
+    CHUNKS: tl.constexpr = len(LAYOUT.groups) // CHUNK
+    CHANNELS: tl.constexpr = 32 * CHUNK
+    TOKENS: tl.constexpr = 16 * MICRO_BLOCKS
+    split, request = tl.program_id(0), tl.program_id(2)
+    start = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
+    if tl.program_id(1) * ROWS >= count * HEADS:
+        return
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    valid = row < count * HEADS
+    token, head = (start + row // HEADS).to(tl.int64), row % HEADS
+
+    channel = tl.arange(0, CHANNELS)
+    source = q_latent + token * latent_token_stride + head * latent_head_stride
+    queries, outputs = (), ()
+    for c in tl.static_range(CHUNKS):
+        x = tl.load(source[:, None] + c * CHANNELS + channel[None, :], mask=valid[:, None], other=0.0)
+        queries = queries + ((x.to(tl.float32) * scale).to(tl.float16),)
+        outputs = outputs + (tl.zeros([ROWS, CHANNELS], tl.float32),)
+    source = q_rope + token * rope_token_stride + head * rope_head_stride
+    rope_queries = ()
+    for g in tl.static_range(ROPE_DIM // 32):
+        x = tl.load(source[:, None] + g * 32 + tl.arange(0, 32)[None, :], mask=valid[:, None], other=0.0)
+        rope_queries = rope_queries + ((x.to(tl.float32) * scale).to(tl.float16),)
+    maximum, total = tl.full([ROWS], _MASKED, tl.float32), tl.zeros([ROWS], tl.float32)
+
+    tiles = tl.cdiv(seq_len, TOKENS)
+    a_split = tl.cdiv(tiles, splits)
+    low, high = split * a_split, tl.minimum(split * a_split + a_split, tiles)
+    limit = seq_len - count + row // HEADS + 1  # a row sees the tokens below it
+    pages, table = cache.to(tl.pointer_type(tl.int32)), block_table + request.to(tl.int64) * table_stride
+    zero = hide_from_optimizer(tl.zeros([MICRO_BLOCKS, 32], tl.int32))
+    for tile in range(low, high):
+        pointers = micro_block_pointers(
+            pages, table, tile * MICRO_BLOCKS, (seq_len - 1) // 16, block_stride,
+            MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK, LAYOUT.micro_block_bytes // 4,
+        )  # fmt: skip
+        words, scales = load_latents(pointers, LAYOUT), load_scales(pointers, LAYOUT)
+        rope = load_rope(pointers, ROPE_AT, ROPE_DIM)
+        scores = tl.zeros([ROWS, TOKENS], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            latents = decode_groups(words, scales, zero, c * CHUNK, CHUNK, LAYOUT)
+            scores = tl.dot(queries[c], tl.trans(latents), scores)
+        scores *= 1 / LATENT_UNIT
+        for g in tl.static_range(ROPE_DIM // 32):
+            scores = tl.dot(rope_queries[g], tl.trans(rope[g]), scores)
+        position = tile * TOKENS + tl.arange(0, TOKENS)
+        scores = tl.where(position[None, :] < limit[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - new_maximum[:, None]), tl.exp2(maximum - new_maximum)
+        maximum, total = new_maximum, total * shrink + tl.sum(weights, 1)
+        halves, sums = weights.to(tl.float16), ()
+        for c in tl.static_range(CHUNKS):
+            latents = decode_groups(words, scales, hide_from_optimizer(zero), c * CHUNK, CHUNK, LAYOUT)
+            sums = sums + (tl.dot(halves, latents, outputs[c] * shrink[:, None]),)
+        outputs = sums
+
+    slot = (token * HEADS + head) * splits + split
+    for c in tl.static_range(CHUNKS):
+        target = partial_output + slot[:, None] * RANK + c * CHANNELS + channel[None, :]
+        tl.store(target, outputs[c] * (1 / LATENT_UNIT), mask=valid[:, None])
+    tl.store(partial_stats + slot * 2, maximum, mask=valid)
+    tl.store(partial_stats + slot * 2 + 1, total, mask=valid)
+
+
+def split_count(requests: int, tiles_of_rows: int, sm_count: int) -> int:
+    """Splits of each request: a wave of programs. It knows no sequence length, so that a CUDA graph can hold it."""
+    return max(1, min(MAX_SPLITS, PROGRAMS_PER_SM * sm_count // (requests * tiles_of_rows)))
+
+
+def row_tiles(shape: LatentShape, max_query_len: int) -> int:
+    return -(-shape.heads * max_query_len // shape.rows)
+
+
+def bind_decode_latents(
+    page: PageLayout, shape: LatentShape, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor
+) -> Launch:
+    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], for queries of the dtypes and strides of
+    these; they are the first arguments of the launch."""
+    assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
+    assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
+    layout, plane = kernel_layout(page), page.plane(0, ROPE)
+    groups = len(layout.groups)
+    return Launch(
+        _decode_latents_kernel,
+        Arguments(
+            cache, cache.stride(0) // 4, *q_latent.stride()[:2], *q_rope.stride()[:2], shape.scale * LOG2_E
+        ),
+        dict(
+            HEADS=shape.heads, ROWS=shape.rows, MICRO_BLOCKS=MICRO_BLOCKS,
+            MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, CHUNK=min(4, groups & -groups), ROPE_AT=plane.offset,
+            ROPE_DIM=2 * plane.elements * 32 // MICRO_BLOCK, LAYOUT=layout,
+        ),
+        num_warps=MICRO_BLOCKS, num_stages=1,
+    )  # fmt: skip
+
+
+def decode_latents_arguments(
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    partial_output: torch.Tensor,
+    partial_stats: torch.Tensor,
+) -> Arguments:
+    """A step's arguments: int32 `block_table` [requests, blocks], `query_start` [requests + 1], `seq_lens` [requests];
+    fp32 `partial_output` [tokens, heads, splits, rank] and `partial_stats` [tokens, heads, splits, 2], contiguous."""
+    assert partial_output.is_contiguous() and partial_stats.is_contiguous() and block_table.stride(1) == 1
+    splits = partial_output.shape[2]
+    return Arguments(
+        block_table, query_start, seq_lens, partial_output, partial_stats, block_table.stride(0), splits
+    )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_latents_kernel(
+    output, partial_output, partial_stats, splits, constant, token_stride, head_stride,
+    HEADS: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, HAS_CONSTANT: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of a row.
+
+    Grid: (tokens times HEADS, RANK / CHANNELS).
+
+    Args:
+        output: fp16, bf16 or fp32 [tokens, HEADS, RANK], with `token_stride` and `head_stride` (int32); filled.
+        partial_output, partial_stats: of the decode kernel; splits: int32, at most SPLITS, a power of 2.
+        constant: fp32 [RANK], added; read where HAS_CONSTANT.
+    """
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    slot, known = row * splits + split, split < splits
+    maxima = tl.load(partial_stats + slot * 2, mask=known, other=_MASKED)
+    weights = tl.exp2(maxima - tl.max(maxima, 0))
+    total = tl.sum(tl.load(partial_stats + slot * 2 + 1, mask=known, other=0.0) * weights, 0)
+    there = channel < RANK
+    parts = tl.load(partial_output + slot[:, None] * RANK + channel[None, :], mask=known[:, None] & there[None, :],
+                    other=0.0)  # fmt: skip
+    result = tl.sum(parts * weights[:, None], 0) / tl.maximum(total, 1.0e-30)
+    if HAS_CONSTANT:
+        result += tl.load(constant + channel, mask=there, other=0.0)
+    target = output + row // HEADS * token_stride + row % HEADS * head_stride + channel
+    tl.store(target, result.to(output.dtype.element_ty), mask=there)
+
+
+def bind_merge_latents(output: torch.Tensor, constant: torch.Tensor | None, splits: int) -> Launch:
+    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, heads, rank]), and up to
+    `splits` splits, a power of 2; bound to `constant`, fp32 [rank], or None."""
+    assert output.stride(2) == 1, output.stride()
+    _, heads, rank = output.shape
+    of_constant = output if constant is None else constant
+    return Launch(
+        _merge_latents_kernel,
+        Arguments(of_constant, *output.stride()[:2]),
+        dict(
+            HEADS=heads, RANK=rank, CHANNELS=min(MERGED_CHANNELS, power_of_2(rank)), SPLITS=splits,
+            HAS_CONSTANT=constant is not None,
+        ),
+        num_warps=4 if splits > 16 else 2,
+    )  # fmt: skip
+
+
+def merge_latents_arguments(partial_output: torch.Tensor, partial_stats: torch.Tensor) -> Arguments:
+    return Arguments(partial_output, partial_stats, partial_output.shape[2])
+
+
+def merge_latents_grid(output: torch.Tensor) -> tuple[int, int, int]:
+    tokens, heads, rank = output.shape
+    return tokens * heads, -(-rank // MERGED_CHANNELS), 1
+
+
+def decode_latents(
+    page: PageLayout,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    max_query_len: int,
+    splits: int,
+    constant: torch.Tensor | None = None,
+) -> None:
+    """Attend and merge, once, on a batch of requests with at most `max_query_len` query tokens each.
+
+    Args:
+        page: layout of the cache.
+        cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
+        block_table: int32 [requests, blocks].
+        query_start: int32 [requests + 1]; a request without query tokens is skipped.
+        seq_lens: int32 [requests], the query tokens included.
+        q_latent, q_rope: fp16, bf16 or fp32 [tokens, heads, rank], which meets stored latents, and [tokens, heads,
+            rope_dim], channels contiguous.
+        scale: of scores.
+        output: fp16, bf16 or fp32 [tokens, heads, rank], channels contiguous; filled.
+        max_query_len: known on the host.
+        splits: of each request, at most 128.
+        constant: fp32 [rank], added to each result, or None.
+    """
+    tokens, heads, rank = output.shape
+    shape = latent_shape(heads, max_query_len, scale)
+    partial = torch.empty((tokens, heads, splits, rank), dtype=torch.float32, device=output.device)
+    stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=output.device)
+    step = decode_latents_arguments(block_table, query_start, seq_lens, partial, stats)
+    decode = bind_decode_latents(page, shape, cache, q_latent, q_rope)
+    decode((splits, row_tiles(shape, max_query_len), len(seq_lens)), (q_latent, q_rope), step)
+    merge = bind_merge_latents(output, constant, power_of_2(splits))
+    merge(merge_latents_grid(output), (output,), merge_latents_arguments(partial, stats))

@@ -1,0 +1,113 @@
+"""Gather kernel of latent attention: tokens of packed pages as rows of latents, as stored, and RoPE channels.
+
+What vLLM's prefill attends to when a prompt continues: each row times the folded weights is K and V (`fold.py`). The
+reference is `LatentCodec.read`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...layout import MICRO_BLOCK, ROPE, PageLayout
+from ..kernel_layout import kernel_layout
+from .fragments import hide_from_optimizer
+from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
+from .launch import Arguments, Launch
+
+MICRO_BLOCKS = 4
+"""Of a tile: one for each warp."""
+TILE_TOKENS = MICRO_BLOCKS * MICRO_BLOCK
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["rows", "block_table", "starts", "first_rows"],
+)
+def _gather_latents_kernel(
+    rows, block_table, starts, first_rows, table_stride, cache, block_stride,
+    MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_DIM: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Decode a tile of a request's tokens.
+
+    Grid: (tiles of the longest request, requests).
+
+    Args:
+        rows: fp16, bf16 or fp32 [tokens, rank + ROPE_DIM], contiguous; filled.
+        block_table: int32 [requests, blocks], with `table_stride`.
+        starts, first_rows: int32 [requests] and [requests + 1]; see `gather_latents`.
+        cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
+        MICRO_BLOCKS_A_BLOCK: block_size / 16. ROPE_AT: offset of RoPE in a micro-block. LAYOUT: `KernelLayout`.
+    """
+    RANK: tl.constexpr = LAYOUT.head_dim
+    WIDTH: tl.constexpr = RANK + ROPE_DIM
+    TOKENS: tl.constexpr = MICRO_BLOCKS * 16
+    request = tl.program_id(1)
+    first_row, end = tl.load(first_rows + request), tl.load(first_rows + request + 1)
+    row = first_row + tl.program_id(0) * TOKENS
+    if row >= end:
+        return
+    first = tl.load(starts + request) // 16
+    last = first + (end - first_row - 1) // 16
+    pointers = micro_block_pointers(
+        cache.to(tl.pointer_type(tl.int32)), block_table + request.to(tl.int64) * table_stride,
+        first + tl.program_id(0) * MICRO_BLOCKS, last, block_stride,
+        MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK, LAYOUT.micro_block_bytes // 4,
+    )  # fmt: skip
+    row += tl.arange(0, TOKENS)
+    channel, known = tl.arange(0, 32), (row < end)[:, None]
+    target = rows + row.to(tl.int64)[:, None] * WIDTH + channel[None, :]
+    words, scales = load_latents(pointers, LAYOUT), load_scales(pointers, LAYOUT)
+    zero = hide_from_optimizer(tl.zeros([MICRO_BLOCKS, 32], tl.int32))
+    for g in tl.static_range(len(LAYOUT.groups)):
+        x = decode_groups(words, scales, zero, g, 1, LAYOUT).to(tl.float32) * (1 / LATENT_UNIT)
+        tl.store(target + g * 32, x.to(rows.dtype.element_ty), mask=known)
+    rope = load_rope(pointers, ROPE_AT, ROPE_DIM)
+    for g in tl.static_range(ROPE_DIM // 32):
+        tl.store(target + RANK + g * 32, rope[g].to(rows.dtype.element_ty), mask=known)
+
+
+def bind_gather_latents(page: PageLayout, cache: torch.Tensor) -> Launch:
+    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], 16-byte aligned."""
+    assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
+    plane = page.plane(0, ROPE)
+    return Launch(
+        _gather_latents_kernel,
+        Arguments(cache, cache.stride(0) // 4),
+        dict(
+            MICRO_BLOCKS=MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, ROPE_AT=plane.offset,
+            ROPE_DIM=2 * plane.elements * 32 // MICRO_BLOCK, LAYOUT=kernel_layout(page),
+        ),
+        num_warps=MICRO_BLOCKS, num_stages=1,
+    )  # fmt: skip
+
+
+def gather_latents(
+    page: PageLayout,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    first_rows: torch.Tensor,
+    longest: int,
+    rows: torch.Tensor,
+    launch: Launch | None = None,
+) -> None:
+    """Dequantise some tokens of each request: the values of `LatentCodec.read`.
+
+    Args:
+        page: layout of the cache.
+        cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
+        block_table: int32 [requests, blocks].
+        starts: int32 [requests], the first token of each, a multiple of 16.
+        first_rows: int32 [requests + 1]: tokens from `starts[i]` on go to rows `first_rows[i]` to `first_rows[i + 1]`.
+        longest: most tokens of a request, known on the host.
+        rows: fp16, bf16 or fp32 [tokens, rank + rope_dim], contiguous; filled. Latents in fp16 are exact, below 96.
+        launch: of `bind_gather_latents` for this cache; None: made here.
+    """
+    assert rows.is_contiguous() and block_table.stride(1) == 1, (rows.stride(), block_table.stride())
+    if launch is None:
+        launch = bind_gather_latents(page, cache)
+    step = Arguments(block_table, starts, first_rows, block_table.stride(0))
+    launch((-(-longest // TILE_TOKENS), len(starts), 1), (rows,), step)

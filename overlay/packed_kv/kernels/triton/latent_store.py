@@ -1,0 +1,134 @@
+"""Store kernel of latent attention: quantise and pack the latent vectors of new tokens, and write RoPE channels as fp16.
+
+The bytes equal those of `LatentCodec.write`; `store.py` has the arithmetic and its rounding rule.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...codecs.latent import LatentCodec
+from ...codecs.transform import INPUT_LIMIT
+from ...layout import MICRO_BLOCK, ROPE
+from .. import power_of_2
+from ..kernel_layout import kernel_layout
+from .launch import Arguments, Launch
+from .store import store_section, padded_groups, rows_of
+from .words import word_index
+
+_INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
+ROPE_CHANNELS = 256
+"""That a program writes."""
+
+
+def bind_store_latents(codec: LatentCodec, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> Launch:
+    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], for latents and RoPE channels of the dtypes
+    and strides of `latent` and `rope` (fp16, bf16 or fp32 [tokens, rank] and [tokens, rope_dim]), the first arguments
+    of the launch."""
+    _, block_size, slot_bytes = cache.shape
+    assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
+    assert cache.stride()[1:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
+    assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0, cache.stride()
+    assert latent.shape[1] == codec.rank and rope.shape[1] == codec.rope_dim, (latent.shape, rope.shape)
+    assert latent.stride(1) == rope.stride(1) == 1, (latent.stride(), rope.stride())
+    transform, channels = codec.latent.transform, codec.latent.channels
+    layout, plane = kernel_layout(codec.layout), codec.layout.plane(0, ROPE)
+    return Launch(
+        store_latents_kernel,
+        Arguments(
+            cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants, channels,
+            transform.table(channels) if transform.changes else transform.spectrum, transform.spectrum,
+        ),
+        dict(
+            TRANSFORMED=transform.changes, ORDERED=codec.latent.order is not None, ROTATION=codec.fmt.rotation,
+            BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank, ROPE_DIM=codec.rope_dim,
+            ROPE_AT=plane.offset, ROPE_WORDS=plane.elements, ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
+        ),
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def store_latents_arguments(slots: torch.Tensor) -> Arguments:
+    """A step's arguments: `slots` int32 or int64 [tokens]."""
+    assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
+    return Arguments(slots, len(slots))
+
+
+def store_latents_grid(codec: LatentCodec, tokens: int) -> tuple[int, int, int]:
+    layout = kernel_layout(codec.layout)
+    groups = [power_of_2(section.groups) for section in layout.sections]
+    programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups)
+    return programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
+
+
+def store_latents(
+    codec: LatentCodec, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
+) -> None:
+    """Store tokens: `LatentCodec.write` in one launch, with no host sync and no allocation.
+
+    Args:
+        codec: the codec of the layer, on the device of the tensors.
+        cache: uint8 [blocks, block_size, slot_bytes]; the last two dimensions contiguous, block_size a multiple of 16,
+            address and stride of blocks multiples of 4.
+        slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
+            are distinct.
+        latent, rope: fp16, bf16 or fp32 [tokens or more, rank] and [tokens or more, rope_dim], channels contiguous.
+    """
+    assert len(latent) >= len(slots) and len(rope) >= len(slots), (latent.shape, rope.shape, slots.shape)
+    launch = bind_store_latents(codec, cache, latent, rope)
+    if len(slots):
+        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(slots))
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def store_latents_kernel(
+    latent_ptr, rope_ptr, slots_ptr, tokens, cache_ptr, cache_block_stride, latent_token_stride, rope_token_stride,
+    constants_ptr, channels_ptr, table_ptr, spectrum_ptr,
+    TRANSFORMED: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_WORDS: tl.constexpr,
+    ROPE_CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Store new tokens.
+
+    Grid: programs of each section of the latents in turn, then those of RoPE.
+
+    Args:
+        latent_ptr, rope_ptr: fp16, bf16 or fp32 [tokens, RANK] and [tokens, ROPE_DIM], with `latent_token_stride` and
+            `rope_token_stride` (int32).
+        slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
+        cache_ptr: uint8 [blocks, BLOCK_SIZE, slot_bytes], with `cache_block_stride`.
+        constants_ptr: fp32 [RANK], the rotation's constants by packed channel.
+        channels_ptr: int64 [RANK], the channels in packing order; read where ORDERED.
+        table_ptr: fp32 [4, RANK] of `ChannelTransform.table`; read where TRANSFORMED.
+        spectrum_ptr: not read.
+        ROPE_AT, ROPE_WORDS: offset of the plane of RoPE in a micro-block, and its words a lane. LAYOUT: `KernelLayout`.
+    """
+    program = tl.program_id(0)
+    for s in tl.static_range(len(LAYOUT.sections)):
+        programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.sections[s].groups))
+        if (program >= 0) & (program < programs):
+            store_section(
+                cache_ptr, cache_block_stride, 0, slots_ptr, tokens, latent_ptr, latent_token_stride, 0,
+                constants_ptr, channels_ptr, 0, cache_ptr, 0, 0, slots_ptr, 0, True, program,
+                slots_ptr, table_ptr, 0, spectrum_ptr,
+                TRANSFORMED, False, 1, 0, 1, BLOCK_SIZE, ROWS, ORDERED, True, 0, ROTATION, RANK, RANK, s, LAYOUT,
+            )  # fmt: skip
+        program -= programs
+    if program >= 0:
+        index = program.to(tl.int64) * ROPE_CHANNELS + tl.arange(0, ROPE_CHANNELS)
+        token, channel = index // ROPE_DIM, (index % ROPE_DIM).to(tl.int32)
+        slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+        stored = slot >= 0
+        x = tl.load(rope_ptr + token * rope_token_stride + channel, mask=stored, other=0.0).to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        x = tl.minimum(tl.maximum(x, -_INPUT_LIMIT), _INPUT_LIMIT).to(tl.float16)
+        slot = tl.where(stored, slot, 0)
+        inside = slot % BLOCK_SIZE
+        n = (inside % 16).to(tl.int32)
+        code = n // 8 * 8 + channel % 32 // 8 * 2 + channel % 2
+        index = word_index(channel // 32 * 8 + code // 2, n % 8 * 4 + channel // 2 % 4, ROPE_WORDS)
+        target = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + inside // 16 * LAYOUT.micro_block_bytes
+        target += ROPE_AT + 4 * index + code % 2 * 2
+        tl.store(target.to(tl.pointer_type(tl.float16)), x, mask=stored)
