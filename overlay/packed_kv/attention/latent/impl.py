@@ -7,7 +7,7 @@ stored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -20,9 +20,13 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
 from ...refusals import Facts, refuse
+from ..metadata import longest_decode
 from .fold import FoldedWeights
 from .metadata import LatentMetadata
-from .plain import attend, read_tokens
+from .plain import PlainLatents
+
+if TYPE_CHECKING:
+    from .fused import FusedLatents
 
 
 class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
@@ -74,8 +78,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.supports_quant_query_input = False
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
-        self.codec: LatentCodec
         self.weights: FoldedWeights | None = None
+        self.pages: PlainLatents | FusedLatents | None = None
         """What `build` makes."""
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
@@ -87,8 +91,27 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         if self.weights is not None:
             return
         fmt = FORMATS[self.kv_cache_dtype]
-        self.codec = LatentCodec(fmt, self.kv_lora_rank, self.qk_rope_head_dim, self.device)
-        self.weights = FoldedWeights(self.codec, layer)
+        codec = LatentCodec(fmt, self.kv_lora_rank, self.qk_rope_head_dim, self.device)
+        self.weights = FoldedWeights(codec, layer)
+        self.pages = self._pages(codec, self.weights.constant)
+
+    def _pages(self, codec: LatentCodec, constant: torch.Tensor | None) -> PlainLatents | FusedLatents:
+        """With the kernels of CUDA, where they serve."""
+        dtype = self.config.model_config.dtype
+        if self.device.type != "cuda" or dtype == torch.float32:
+            return PlainLatents(codec, self.scale, constant)
+        from .decode import LatentDecode  # imports Triton, which the CPU platform may lack
+        from .fused import FusedLatents
+
+        requests = self.config.scheduler_config.max_num_seqs
+        return FusedLatents(
+            LatentDecode(codec, self.num_heads, self.scale, dtype, longest_decode(self.config), requests, constant)
+        )
+
+    def reserve_workspace(self) -> None:
+        """Size vLLM's workspace for any batch, in its profiling run."""
+        if self.pages is not None:
+            self.pages.reserve_any_batch()
 
     def do_kv_cache_update(
         self,
@@ -111,7 +134,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             return
         slots = slot_mapping.flatten()
         tokens = len(slots)
-        self.codec.write(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1))
+        assert self.pages is not None
+        self.pages.store(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1))
 
     def forward_mqa(
         self,
@@ -131,13 +155,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
-        decode, weights = attn_metadata.decode, self.weights
-        assert decode is not None and weights is not None
-        output = attend(
-            self.codec, kv_c_and_k_pe_cache, decode.block_table, decode.query_starts.tolist(),
-            decode.seq_lens.tolist(), q_latent, q_rope, self.scale, weights.constant,
-        )  # fmt: skip
-        return output.to(q_latent.dtype), None
+        assert attn_metadata.decode is not None and self.pages is not None
+        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope), None
 
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: LatentMetadata, k_scale: torch.Tensor
@@ -147,13 +166,14 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
         """
-        prefill = attn_metadata.prefill
+        prefill, pages = attn_metadata.prefill, self.pages
+        assert pages is not None
         assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
         context = prefill.chunked_context
         output = output_lse = None
         for chunk in context.chunks:
             rows = context.workspace[: chunk.num_context_tokens]
-            self._gather(rows, kv_c_and_k_pe_cache, prefill.block_table[chunk.request_slice], chunk)
+            pages.gather(kv_c_and_k_pe_cache, prefill.block_table[chunk.request_slice], chunk, rows)
             key, value = self._expand(rows)
             part, part_lse = prefill.prefill_backend.run_prefill_context_chunk(
                 chunk=chunk, q=q[chunk.token_slice], k=key, v=value
@@ -164,14 +184,6 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
                 output, output_lse = init_mla_context_partial(context, part, part_lse, num_tokens=len(q))
             accumulate_mla_context_chunk(chunk, part, part_lse, output, output_lse)
         return output, output_lse
-
-    def _gather(self, rows: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any) -> None:
-        """Fill rows [tokens, rank + rope_dim] with stored latents and RoPE channels of a chunk's requests."""
-        row = 0
-        spans = zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True)
-        for blocks, start, count in spans:
-            rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
-            row += count
 
     def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of stored latents: rows [tokens, rank + rope_dim] -> [tokens, heads, nope_dim + rope_dim] and

@@ -50,6 +50,8 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
+        layers = vllm_config.compilation_config.static_forward_context
+        layers[layer_names[0]].impl.reserve_workspace()  # 0.32 does not ask for it in its profiling run
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:

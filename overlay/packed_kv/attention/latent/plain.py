@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...codecs.latent import LatentCodec
 from ...layout import MICRO_BLOCK
+
+
+class PlainLatents:
+    """Pages of one layer's latents.
+
+    Args:
+        codec: of the layer.
+        scale: of scores.
+        constant: fp32 [rank], added to what `attend` returns, or None.
+    """
+
+    def __init__(self, codec: LatentCodec, scale: float, constant: torch.Tensor | None) -> None:
+        self.codec, self.scale, self.constant = codec, scale, constant
+
+    def store(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+        """Store tokens: cache uint8 [blocks, block_size, slot_bytes]; slots int [tokens], negative ones are skipped;
+        latent and rope float [tokens, rank] and [tokens, rope_dim]."""
+        self.codec.write(cache, slots, latent, rope)
+
+    def gather(self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor) -> None:
+        """Fill rows [tokens, rank + rope_dim] with stored latents and RoPE channels of requests of a prompt's chunk,
+        whose rows of the block table are `block_table`."""
+        row = 0
+        for blocks, start, count in zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True):
+            rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
+            row += count
+
+    def attend(self, cache: torch.Tensor, metadata: Any, q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        """Attention of a batch's decodes, whose `LatentDecodeMetadata` it is: q_latent [tokens, heads, rank] and q_rope
+        [tokens, heads, rope_dim] -> [tokens, heads, rank] of their dtype."""
+        starts, lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
+        tables = (cache, metadata.block_table, starts, lens)
+        return attend(self.codec, *tables, q_latent, q_rope, self.scale, self.constant).to(q_latent.dtype)
+
+    def reserve_any_batch(self) -> None:
+        """Make sure of memory for any batch: none is needed."""
 
 
 def read_tokens(

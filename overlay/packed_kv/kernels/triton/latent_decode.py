@@ -182,9 +182,7 @@ def decode_latents_arguments(
     fp32 `partial_output` [tokens, heads, splits, rank] and `partial_stats` [tokens, heads, splits, 2], contiguous."""
     assert partial_output.is_contiguous() and partial_stats.is_contiguous() and block_table.stride(1) == 1
     splits = partial_output.shape[2]
-    return Arguments(
-        block_table, query_start, seq_lens, partial_output, partial_stats, block_table.stride(0), splits
-    )
+    return Arguments(block_table, query_start, seq_lens, partial_output, partial_stats, block_table.stride(0), splits)
 
 
 @triton.jit(do_not_specialize=["splits"])

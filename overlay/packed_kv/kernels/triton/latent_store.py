@@ -1,4 +1,4 @@
-"""Store kernel of latent attention: quantise and pack the latent vectors of new tokens, and write RoPE channels as fp16.
+"""Store kernel of latent attention: quantise and pack the latents of new tokens, and write RoPE channels as fp16.
 
 The bytes equal those of `LatentCodec.write`; `store.py` has the arithmetic and its rounding rule.
 """
@@ -15,7 +15,7 @@ from ...layout import MICRO_BLOCK, ROPE
 from .. import power_of_2
 from ..kernel_layout import kernel_layout
 from .launch import Arguments, Launch
-from .store import store_section, padded_groups, rows_of
+from .store import padded_groups, rows_of, store_section
 from .words import word_index
 
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)

@@ -1,0 +1,99 @@
+"""Latent attention (MLA) on CUDA: stored, gathered and attended to by kernels, in graphs, with drafts.
+
+CI has no GPU; `scripts/gpu_tests.sh` runs these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import tiny_models
+import torch
+from harness import engine, mean_kl, teacher_forced_logits
+from packed_kv_quality.engines import attention_layers
+from test_latent import TOKEN_IDS, coded
+from tiny_models import true_logits
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SAMPLING = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+LENGTHS = (3, 17, 64, 129, 200)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = tiny_models.deepseek_v2(qk_nope_head_dim=128, v_head_dim=128)  # as DeepSeek's, for FlashAttention
+    return tiny_models.save(config, tmp_path_factory.mktemp("deepseek_v2"))
+
+
+@pytest.fixture
+def latent_engine(model: str, demo_model: str) -> Callable:
+    def start(name: str, **options: object):
+        given = {"dtype": "float16", "tokenizer": demo_model, "max_model_len": 512, **options}
+        return engine(model, name, **given)
+
+    return start
+
+
+def greedy(llm: LLM) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": TOKEN_IDS[:length]} for length in LENGTHS]
+    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, SAMPLING, use_tqdm=False)]
+
+
+def graphs(mode: str, tokens_each: int = 1) -> dict:
+    sizes = [tokens_each * n for n in (1, 2, 4, len(LENGTHS), 8)]
+    return {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes},
+    }
+
+
+@pytest.mark.parametrize("name", ["tq4", "isoquant3", "turboquant25"])
+def test_logits_are_those_of_the_codec(name: str, model: str, latent_engine) -> None:
+    """Decodes read all from pages. Chunks of 37 tokens see their own latents raw, so they are nearer to the truth."""
+    truth = true_logits(model, TOKEN_IDS)
+    expected = true_logits(model, TOKEN_IDS, latents=coded(name))
+    with latent_engine(name) as llm:
+        decodes, chunks = (teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, 37))
+    error, loss, of_chunks = mean_kl(expected, decodes), mean_kl(truth, expected), mean_kl(truth, chunks)
+    print(f"{name}: KL {error:.1e} from the codec in transformers, of {loss:.4f} that it costs; chunks {of_chunks:.4f}")
+    assert error < loss / 50
+    assert of_chunks < loss
+
+
+@pytest.mark.parametrize("name", ["tq4", "turboquant25"])
+def test_graphs_give_eager_tokens(name: str, latent_engine) -> None:
+    with latent_engine(name) as llm:
+        eager = greedy(llm)
+    with latent_engine(name, **graphs("FULL_DECODE_ONLY")) as llm:
+        assert greedy(llm) == eager
+
+
+def test_drafts_in_graphs_change_no_token(latent_engine) -> None:
+    """Of random weights many tokens are all but equally likely, so one other first token of the five is let pass."""
+    with latent_engine("tq4") as llm:
+        plain = greedy(llm)
+    with latent_engine("tq4", speculative_config=NGRAM, **graphs("FULL_DECODE_ONLY", 4)) as llm:
+        drafted = greedy(llm)
+    same = sum(ours == expected for ours, expected in zip(drafted, plain, strict=True))
+    print(f"{same} of {len(plain)} requests alike")
+    assert same >= len(plain) - 1
+
+
+def test_prefix_hits_and_weights_loaded_again(latent_engine) -> None:
+    with latent_engine("tq4", **graphs("FULL_DECODE_ONLY")) as llm:
+        prompt = {"prompt_token_ids": TOKEN_IDS}
+        first, again = (llm.generate(prompt, SAMPLING, use_tqdm=False)[0] for _ in range(2))
+        assert again.num_cached_tokens > 100
+        same = sum(a == b for a, b in zip(first.outputs[0].token_ids, again.outputs[0].token_ids, strict=True))
+        print(f"{same} of 40 tokens alike behind a prefix that is read back")
+        assert same > 0
+        for layer in attention_layers(llm):
+            addresses = layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()
+            layer.process_weights_after_loading(torch.float16)
+            assert addresses == (layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr())
+        (reloaded,) = llm.generate(prompt, SAMPLING, use_tqdm=False)
+        assert list(reloaded.outputs[0].token_ids) == list(again.outputs[0].token_ids)
