@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .attended import Scores
 from .errors import UserError, first_line
+from .latents import Latents, output_weight_of_latents
 from .ropes import ropes_of
 from .statistics import Statistics
 from .sums import Sums
@@ -35,6 +36,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.sums = Sums()
+        self.latents: Latents | None = None
         AttentionInterface.register(ATTENTION, self.attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
@@ -42,7 +44,10 @@ class Collector:
         self, model: PreTrainedModel, batches: Iterable[list[list[int]]], progress: Callable[[int], object]
     ) -> None:
         """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError."""
-        self.sums.ropes = ropes_of(model.config.get_text_config())
+        if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+            self.latents, self.sums.has_latents = Latents(model), True
+        else:
+            self.sums.ropes = ropes_of(model.config.get_text_config())
         try:
             for batch in batches:
                 ids = torch.tensor(batch, device=model.device)
@@ -83,10 +88,13 @@ class Collector:
         # A layer that reads another one's cache stores nothing; encoders of images have no layer_idx.
         if layer is not None and not getattr(module, "is_kv_shared_layer", False):
             batch, heads, tokens, _ = query.shape
-            _refuse_latent(module, layer)
             positions = torch.arange(tokens, device=query.device).repeat(batch)
-            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            columns = functools.partial(output_weight, module, heads * value.shape[-1])
+            if self.latents is None:
+                q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+                columns = functools.partial(output_weight, module, heads * value.shape[-1])
+            else:
+                q, k, v = self.latents.as_one_head(module, query, key)
+                columns = functools.partial(output_weight_of_latents, module)
             self.sums.add(layer, q, k, v, positions, _scores(query, options), columns)
         if options.get("softcap") is None and options.get("s_aux") is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -103,12 +111,6 @@ def _scores(query: torch.Tensor, options: dict[str, Any]) -> Scores:
         options.get("softcap"),
         options.get("s_aux"),
     )
-
-
-def _refuse_latent(module: torch.nn.Module, layer: int) -> None:
-    """Raise UserError for a layer whose cache holds no K and V per head, though its attention gets some."""
-    if getattr(getattr(module, "config", None), "kv_lora_rank", None):
-        raise UserError(f"layer {layer} has latent attention (MLA), so no K and V per head; it cannot be calibrated")
 
 
 def output_weight(module: torch.nn.Module, channels: int) -> torch.Tensor:

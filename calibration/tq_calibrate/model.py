@@ -52,11 +52,6 @@ def load_config(model: str) -> PretrainedConfig:
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         raise UserError(f"{model}: {config.model_type} is an encoder-decoder; only causal LMs can be calibrated")
-    if getattr(text, "kv_lora_rank", None):
-        raise UserError(
-            f"{model}: {config.model_type} has latent attention (MLA), so no K and V per head to calibrate; "
-            "serve it with --kv-cache-dtype auto"
-        )
     if text.model_type == "llama4_text":
         raise UserError(
             f"{model}: vLLM orders the channels of {config.model_type}'s keys otherwise than transformers, by which a "
@@ -84,6 +79,8 @@ def model_folder(model: str) -> Path:
 def shape_of(config: PretrainedConfig) -> Shape:
     """The shape of a model's KV cache, from its configuration."""
     text = config.get_text_config()
+    if rank := getattr(text, "kv_lora_rank", None):  # a latent is K and V of one head
+        return Shape(text.num_hidden_layers, 1, rank, rank, every_layer=True)
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     kinds = getattr(text, "layer_types", None) or []

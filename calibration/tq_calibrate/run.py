@@ -31,6 +31,8 @@ def calibrate(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     if options.weights_only:
         config = load_config(options.model)
+        if getattr(config.get_text_config(), "kv_lora_rank", None):
+            raise UserError(f"{options.model} has latent attention (MLA), whose weights alone say too little; run it")
         check_head_size(shape_of(config).head_size)
         out = _out(options)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -68,7 +70,8 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
     context = _context(options, model.longest)
     text = read_text(options.text)
     sequences = token_sequences(text, model.tokenizer(), options.tokens, context, options.seed)
-    if reason := why_none(model.text_config):
+    has_latents = getattr(model.text_config, "kv_lora_rank", None)
+    if not has_latents and (reason := why_none(model.text_config)):
         print(
             f"{options.model}: {reason}, so keys get one mean for all positions, right for contexts of {context:,} "
             "tokens; --context sets how many",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .attended import STRIDE, Scores, attention_from_afar
+from .latents import of_latents
 from .ropes import ModelRope, before_rope, rope_of_layer, stored_squares, sums_before_rope, turned_squares
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
@@ -21,12 +22,14 @@ EVEN = 0.5
 class Sums:
     """Sums per layer number. With tensor parallelism, each rank has the sums of its own heads.
 
-    `ropes`: those that a layer may have; which one it has is told from its keys.
+    `ropes`: those that a layer may have; which one it has is told from its keys. `has_latents`: keys are latents and
+    RoPE channels, values are latents.
     """
 
     def __init__(self, ropes: Sequence[ModelRope] = ()) -> None:
         self.layers: dict[int, LayerSums] = {}
         self.ropes = ropes
+        self.has_latents = False
 
     def add(
         self,
@@ -60,6 +63,8 @@ class Sums:
         even: share of the weights of K's mean and variance that is equal for all keys.
         """
         layers = {layer: sums.statistics(even) for layer, sums in sorted(self.layers.items())}
+        if self.has_latents:
+            layers = {layer: of_latents(found) for layer, found in layers.items()}
         check_head_sizes(layers)
         statistics = Statistics(layers, max(sums.tokens for sums in self.layers.values()))
         check_finite(statistics)

@@ -49,8 +49,7 @@ class VllmModel:
             self.config = self._config()
         if self.config.use_mla:
             raise UserError(
-                f"{model} has latent attention (MLA), so no K and V per head to calibrate; serve it with "
-                "--kv-cache-dtype auto"
+                f"{model} has latent attention (MLA), which is calibrated by transformers; leave out --engine vllm"
             )
         check_head_size(self.config.get_head_size())
 

@@ -84,7 +84,7 @@ class Facts:
         without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
         without_latents: version of a vLLM whose latent attention has not what packed pages need.
         has_lora: `--enable-lora`.
-        calibration: path of a calibration file, or "auto", where the model has latent attention.
+        would_calibrate: a calibration file is to be made before the engine starts.
 
     Of a layer:
         layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
@@ -120,7 +120,7 @@ class Facts:
     without_scratch_groups: str | None = None
     without_latents: str | None = None
     has_lora: bool | None = None
-    calibration: str | None = None
+    would_calibrate: bool | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None
@@ -294,14 +294,16 @@ RULES: tuple[Rule, ...] = (
     Rule("latent attention (MLA) with this vLLM", "its version",
          lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
          "upgrade vLLM, or use --kv-cache-dtype auto"),
+    Rule("latent attention (MLA) on a GPU", "vLLM's platform",
+         lambda f: f.is_mla and f.platform == "cuda" and "its kernels have not been tried in an engine there"),
     Rule("latent attention (MLA) with a sliding window", "a layer",
          lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),
     Rule("latent attention (MLA) with skipped layers", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.is_mla and f.skip_layers and f"{' '.join(f.skip_layers)}, whose pages vLLM cannot pad to one size",
          "leave out --kv-cache-dtype-skip-layers"),
-    Rule("latent attention (MLA) with a calibration", "`packed_kv.calibration`; the model's folder",
-         lambda f: f.is_mla and f.calibration and f"{f.calibration}, which describes keys and values of heads",
-         "leave it out"),
+    Rule("latent attention (MLA) with a calibration made at its start", "`packed_kv.calibration`; the model's folder",
+         lambda f: f.is_mla and f.would_calibrate and 'transformers has to run the model for it, and "auto" has vLLM',
+         "run packed-kv calibrate model MODEL once, or leave the option out"),
     Rule("latent attention (MLA) with LoRA", "`--enable-lora`",
          lambda f: f.is_mla and f.has_lora and "adapters of kv_b_proj would not reach the folded weights",
          "leave out --enable-lora, or use --kv-cache-dtype auto"),

@@ -136,13 +136,31 @@ def test_what_a_file_cannot_hold_is_refused(config, message: str) -> None:
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_latent_attention_is_refused() -> None:
-    config = config_of(
-        "DeepseekV3Config", kv_lora_rank=32, q_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32,
-        head_dim=32, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
-    )  # fmt: skip
-    with pytest.raises(UserError, match=r"layer 0 has latent attention \(MLA\)"):
-        collect(config(), [sequences(1, 8)])
+def test_statistics_of_latents() -> None:
+    """A latent is one KV head: K behind W_UK, V behind W_UV and W_O, whose weights of channels are averaged."""
+    config = tiny_models.deepseek_v2(kv_lora_rank=64)
+    batch, seen = sequences(2, 20), {}
+    statistics = collect(config, [batch]).sums.statistics(even=1.0)
+    reference = build(config)
+    for number, layer in enumerate(reference.model.layers):
+        attention = layer.self_attn
+        attention.kv_b_proj.register_forward_hook(lambda _module, x, _y, n=number: seen.update({("c", n): x[0][:, 0]}))
+        attention.q_proj.register_forward_hook(lambda _module, _x, y, n=number: seen.update({("q", n): y}))
+    with torch.no_grad():
+        reference(torch.tensor(batch))
+        for number, layer in enumerate(reference.model.layers):
+            found, attention = statistics.layers[number], layer.self_attn
+            latent = seen["c", number][:, 1:].double()  # without position 0
+            assert_close(found.key_mean, latent.mean((0, 1))[None], rtol=1e-4, atol=1e-5)
+            assert_close(found.key_variance, latent.var((0, 1), correction=0)[None], rtol=1e-4, atol=1e-6)
+            up = attention.kv_b_proj.weight.double().view(4, 64, 64)  # heads, 32 of K and 32 of V, rank
+            query = seen["q", number].double().view(2, 20, 4, 96)[:, 1:, :, :32]
+            of_key = torch.einsum("bthp,hpr->bthr", query, up[:, :32]).square().mean((0, 1, 2))
+            columns = torch.einsum("ohv,hvr->hor", attention.o_proj.weight.double().view(-1, 4, 32), up[:, 32:])
+            of_value = columns.square().sum((0, 1))
+            expected = (of_key / of_key.mean() + of_value / of_value.mean()) / 2
+            assert_close(found.key_weight, expected[None], rtol=1e-3, atol=1e-6)
+            assert torch.equal(found.value_weight, found.key_weight) and found.key_first_mean is None
 
 
 def test_a_model_that_does_not_run_is_refused() -> None:

@@ -225,7 +225,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no tokenizer": (without("tokenizer*"), "has no tokenizer that can be loaded"),
     "no weights": (without("*.safetensors"), "cannot be loaded"),
     "channels in another order": (bad_model(model_type="llama4_text"), "orders the channels of llama4_text's keys"),
-    "latent attention": (bad_model(model_type="deepseek_v3", kv_lora_rank=64), "latent attention (MLA)"),
+    "weights of latents": (
+        lambda folder: [*bad_model(model_type="deepseek_v3", kv_lora_rank=64)(folder), "--weights-only"],
+        "has latent attention (MLA), whose weights alone say too little",
+    ),
     "no attention": (bad_model(model_type="mamba", num_attention_heads=None), "mamba has no attention"),
     "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),
     "vocabulary": (bad_model(vocab_size=100), "cannot be loaded"),

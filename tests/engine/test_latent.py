@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 
+import calibration_files
 import pytest
 import tiny_models
 import torch
@@ -57,9 +59,9 @@ def keep_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration.PackedDTypeHandler, "before_engine", before_engine)
 
 
-def coded(name: str):
+def coded(name: str, **known: object):
     """Latents through a codec, for K and, with its gain, for V."""
-    codec = LatentCodec(FORMATS[name], 512, 64)
+    codec = LatentCodec(FORMATS[name], 512, 64, **known)
 
     def latents(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))
@@ -68,9 +70,9 @@ def coded(name: str):
     return latents
 
 
-def check_dtype(ours: torch.Tensor, model: str, name: str) -> None:
+def check_dtype(ours: torch.Tensor, model: str, name: str, **known: object) -> None:
     """Whether logits of decodes, which read all from pages, are those of the codec in transformers."""
-    expected = true_logits(model, TOKEN_IDS, latents=coded(name))
+    expected = true_logits(model, TOKEN_IDS, latents=coded(name, **known))
     error, loss = mean_kl(expected, ours), mean_kl(true_logits(model, TOKEN_IDS), expected)
     print(f"{name}: KL {error:.1e} from the codec in transformers, of {loss:.4f} that the codec costs")
     assert error < loss / 100
@@ -115,6 +117,25 @@ def test_a_dtype(model: str, tiny_engine) -> None:
         first, again, shorter = (llm.generate(prompt, sampling, use_tqdm=False)[0] for prompt in prompts)
         assert [first.num_cached_tokens, again.num_cached_tokens, shorter.num_cached_tokens] == [96, 96, 64]
         assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids)
+
+
+def test_a_calibrated_dtype(model: str, tiny_engine, tmp_path: Path) -> None:
+    """Outlier channels, means and scales of a file, the same for all three layers; a latent is one KV head."""
+    content = calibration_files.content(3, 1, 512, 128, version=2)
+    layers = content["layers"].values()
+    (entry, *_) = layers
+    for other in layers:
+        other.update(entry)
+    names = {
+        "outliers": "key_high_precision_indices",
+        "mean": "key_channel_mean",
+        "scale": "key_channel_scale",
+    }
+    known = {ours: entry[field][0] for ours, field in names.items()}
+    file = calibration_files.write(tmp_path, content)
+    with tiny_engine(model, "turboquant25", additional_config={"packed_kv": {"calibration": str(file)}}) as llm:
+        ours = teacher_forced_logits(llm, TOKEN_IDS, 1)
+    check_dtype(ours, model, "turboquant25", **known)
 
 
 @pytest.mark.parametrize("name", ["isoquant3", "planarquant4", "turboquant25"])

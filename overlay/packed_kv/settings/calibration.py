@@ -117,10 +117,11 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
             return None
     calibration = load(path)
     has_other_layers = model.is_hybrid or model.has_noops or getattr(model.hf_text_config, "num_kv_shared_layers", 0)
+    kv_heads, head_size = heads_of(model)
     calibration.check_model(
         layers=model.get_total_num_hidden_layers(),
-        kv_heads=model.get_total_num_kv_heads(),
-        head_size=model.get_head_size(),
+        kv_heads=kv_heads,
+        head_size=head_size,
         every_layer=not has_other_layers,
     )
     ropes = rope_parameters(model.hf_text_config)
@@ -149,8 +150,16 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
     return rank
 
 
+def heads_of(model: ModelConfig) -> tuple[int, int]:
+    """KV heads of a file of this model, and channels of their keys: a latent (MLA) is K and V of one head."""
+    if model.use_mla:
+        return 1, model.hf_text_config.kv_lora_rank
+    return model.get_total_num_kv_heads(), model.get_head_size()
+
+
 def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None:
-    if model.get_head_size() <= GROUP_SIZE or model.get_head_size() % GROUP_SIZE:  # tq-calibrate could not make one
+    _, head_size = heads_of(model)
+    if head_size <= GROUP_SIZE or head_size % GROUP_SIZE:  # tq-calibrate could not make one
         return
     if fmt.outlier_bits:
         logger.warning_once(
@@ -158,7 +167,7 @@ def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None
             "more bits, whichever are large; to choose them run: tq-calibrate model %s",
             path,
             fmt.name,
-            fmt.outlier_channels(model.get_head_size()),
+            fmt.outlier_channels(head_size),
             model.model,
             scope="local",
         )
@@ -192,16 +201,6 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
         for number, layer in sorted(file.layers.items())
     }
     return {layer: arguments for layer, arguments in layers.items() if arguments}
-
-
-def calibration_path(config: VllmConfig) -> str | None:
-    """What a model is calibrated by: the option, which may be "auto", or else the file in its folder, if there is one.
-
-    Raises OptionError.
-    """
-    named = read_options(config.additional_config).calibration
-    path = model_folder(config.model_config.model, config.model_config.revision) / FILE_NAME
-    return str(named or path) if named or path.is_file() else None
 
 
 def model_folder(model: str, revision: str | None) -> Path:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from ..calibration_file import FILE_NAME
 from ..refusals import Facts
 from ..vllm_compat import has_draft_cache, no_scratch_groups
-from .calibration import calibration_path
+from .calibration import model_folder
 from .connectors import connectors
+from .options import AUTO, read_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,11 +41,17 @@ def engine_facts(config: VllmConfig) -> Facts:
         architecture=model.architecture,
         is_mla=model.use_mla,
         has_lora=config.lora_config is not None,
-        calibration=calibration_path(config) if model.use_mla else None,
+        would_calibrate=model.use_mla and _would_calibrate(config),
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers) if model.use_mla else None,
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
     )
+
+
+def _would_calibrate(config: VllmConfig) -> bool:
+    """Whether "auto" has a calibration file made, as the model's folder has none. Raises OptionError."""
+    folder = model_folder(config.model_config.model, config.model_config.revision)
+    return str(read_options(config.additional_config).calibration) == AUTO and not (folder / FILE_NAME).is_file()
 
 
 def platform_name() -> str:

@@ -59,17 +59,19 @@ def filled(codec: LatentCodec, seq_lens: tuple[int, ...], block_size: int) -> tu
     return cache, table.to(DEVICE)
 
 
-@pytest.mark.parametrize(("rank", "rope_dim"), SIZES)
-@pytest.mark.parametrize("name", [*FORMATS, "null"])
+@pytest.mark.parametrize(
+    ("name", "rank", "rope_dim"),
+    [*((name, 96, 32) for name in (*FORMATS, "null")), ("tq4", 512, 64), ("turboquant25", 512, 64)],
+)
 def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int) -> None:
     codec = codec_of(FORMATS[name], rank, rope_dim)
-    latent, rope = tokens(codec, 21, seed=1)
+    latent, rope = tokens(codec, 9, seed=1)
     latent[3, :5], latent[4, 0], rope[3, 1], rope[5, 2] = float("nan"), float("inf"), float("-inf"), float("nan")
-    slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:19]
-    slots[4] = -1
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:7]
+    slots[2] = -1
     slots = slots.to(DEVICE)
     expected, ours = poisoned(codec, 2, 32), poisoned(codec, 2, 32)
-    codec.write(expected, slots, latent[:19], rope[:19])
+    codec.write(expected, slots, latent[:7], rope[:7])
     store_latents(codec, ours, slots, latent, rope)
     assert torch.equal(ours, expected)
 
@@ -78,9 +80,9 @@ def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int) -> N
 def test_other_inputs(dtype: torch.dtype) -> None:
     """Strided, and neither centred nor scaled."""
     codec = LatentCodec(FORMATS["tq3"], 64, 32, DEVICE)
-    wide = torch.cat(tokens(codec, 40, seed=3, dtype=dtype), dim=1)
+    wide = torch.cat(tokens(codec, 20, seed=3, dtype=dtype), dim=1)
     latent, rope = wide[:, :64], wide[:, 64:]
-    slots = torch.arange(40, device=DEVICE, dtype=torch.int32)
+    slots = torch.arange(20, device=DEVICE, dtype=torch.int32)
     expected, ours = poisoned(codec, 3, 16), poisoned(codec, 3, 16)
     codec.write(expected, slots, latent, rope)
     store_latents(codec, ours, slots, latent, rope)
@@ -108,7 +110,7 @@ def test_gathered_rows_equal_the_pages(name: str, rank: int, rope_dim: int) -> N
 
 
 BATCHES = {
-    "decodes": ((1, 200, 64, 129), (1, 1, 1, 1)),
+    "decodes": ((1, 64, 129), (1, 1, 1)),
     "drafts": ((5, 131, 70), (4, 0, 3)),
 }
 """Name -> tokens in the cache, and query tokens."""
@@ -118,7 +120,7 @@ BATCHES = {
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
     ("name", "rank", "rope_dim", "heads"),
-    [("tq4", 512, 64, 16), ("tq3", 512, 64, 5), ("turboquant35", 512, 64, 40), ("turboquant25", 96, 32, 3)],
+    [("tq4", 512, 64, 16), ("tq3", 128, 64, 5), ("turboquant35", 128, 64, 40), ("turboquant25", 96, 32, 3)],
 )
 def test_decodes_equal_the_reference(name, rank, rope_dim, heads, splits, batch) -> None:
     codec = codec_of(FORMATS[name], rank, rope_dim)

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
 from ...refusals import Facts, refuse
+from ...settings.calibration import find_calibration
 from ..metadata import longest_decode
 from .fold import FoldedWeights
 from .metadata import LatentMetadata
@@ -27,6 +28,15 @@ from .plain import PlainLatents
 
 if TYPE_CHECKING:
     from .fused import FusedLatents
+
+
+CODEC_ARGUMENTS = {
+    "key_outlier_channels": "outliers",
+    "key_channel_order": "channel_order",
+    "key_mean": "mean",
+    "key_scale": "scale",
+}
+"""What a calibration file has of keys -> argument of `LatentCodec`."""
 
 
 class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
@@ -78,6 +88,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.supports_quant_query_input = False
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
+        self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
         self.weights: FoldedWeights | None = None
         self.pages: PlainLatents | FusedLatents | None = None
         """What `build` makes."""
@@ -91,9 +102,17 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         if self.weights is not None:
             return
         fmt = FORMATS[self.kv_cache_dtype]
-        codec = LatentCodec(fmt, self.kv_lora_rank, self.qk_rope_head_dim, self.device)
+        codec = LatentCodec(fmt, self.kv_lora_rank, self.qk_rope_head_dim, self.device, **self._channels(layer_name))
         self.weights = FoldedWeights(codec, layer)
         self.pages = self._pages(codec, self.weights.constant)
+
+    def _channels(self, layer_name: str) -> dict[str, Any]:
+        """What the calibration file has of a layer's latents, which are one KV head: arguments of its codec. Raises
+        CalibrationError."""
+        if self.calibration is None:
+            return {}
+        found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
+        return {CODEC_ARGUMENTS[name]: rows[0] for name, rows in found.items() if name in CODEC_ARGUMENTS}
 
     def _pages(self, codec: LatentCodec, constant: torch.Tensor | None) -> PlainLatents | FusedLatents:
         """With the kernels of CUDA, where they serve."""

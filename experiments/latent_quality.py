@@ -1,0 +1,161 @@
+"""What packed latents cost a trained model with latent attention (MLA): KL divergence, perplexity and recall.
+
+    python experiments/latent_quality.py MODEL --text FILE ... [--calibration FILE]
+
+MODEL runs in transformers, in fp32. A row's coding replaces latents and RoPE channels of every token before any token
+attends to them, its own included: what decodes of an engine read. KL is from the model with plain latents, in nats a
+token. Recall: digits of planted numbers that the model gives back. Besides our dtypes: `fp8` is e4m3 of latents and
+RoPE with a scale of 1 (vLLM's --kv-cache-dtype fp8), `nvfp4` e2m1 in groups of 16 with e4m3 scales under one fp32
+scale a layer. Without --calibration the dtypes are as without a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from packed_kv import FORMATS, get_codec
+from packed_kv.calibration_file import LayerCalibration, load
+from packed_kv.codecs.latent import LatentCodec
+from packed_kv_quality.recall import recall_prompts
+from packed_kv_quality.teacher_forced import token_kl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+Coding = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Latents [..., rank] and RoPE channels -> latents for K, for V, and RoPE channels, all fp32."""
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NVFP4_GROUP = 16
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def fp8(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    coded = e4m3(latent)
+    return coded, coded, e4m3(rope)
+
+
+def nvfp4(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = latent.unflatten(-1, (-1, NVFP4_GROUP))
+    whole = groups.abs().max() / (6 * 448)
+    scale = e4m3(groups.abs().amax(-1, keepdim=True) / 6 / whole) * whole
+    near = (groups.abs() / scale.clamp_min(1e-30)).unsqueeze(-1)
+    coded = (E2M1[(near - E2M1).abs().argmin(-1)] * groups.sign() * scale).flatten(-2)
+    return coded, coded, rope.half().float()
+
+
+def rope_of_bits(bits: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """RoPE channels as fp16; as integers of 8 bits with a scale for 32 of them; or through tq4's code."""
+    if bits == 16:
+        return lambda rope: rope.half().float()
+    if bits == 4:
+        codec = get_codec("tq4", 64)
+        return lambda rope: codec.decode(codec.encode(rope))
+
+    def integers(rope: torch.Tensor) -> torch.Tensor:
+        groups = rope.unflatten(-1, (-1, 32))
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return ((groups / scale).round() * scale).flatten(-2)
+
+    return integers
+
+
+def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope_bits: int = 16) -> Coding:
+    """A dtype, by the codec of its pages."""
+    known: dict = {}
+    if layer is not None:
+        fmt = FORMATS[name]
+        known = {"mean": layer.key_mean and layer.key_mean[0], "scale": layer.key_scale and layer.key_scale[0]}
+        if fmt.outlier_bits:
+            known["outliers"] = layer.key_outlier_channels[0]
+        elif fmt.rotation in ("quaternion", "givens"):
+            known["channel_order"] = layer.key_channel_order and layer.key_channel_order[0]
+    codec, of_rope = LatentCodec(FORMATS[name], rank, rope_dim, **known), rope_of_bits(rope_bits)
+
+    def coded(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        stored = codec.latent.dequantize(*codec.latent.quantize(latent))
+        return codec.restore(stored), codec.restore(stored * codec.value_gain()), of_rope(rope)
+
+    return coded
+
+
+class Model:
+    """A model of transformers whose latents can be coded."""
+
+    def __init__(self, name: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+        self.layers = [layer.self_attn for layer in self.model.model.layers]
+        self.expand = [layer.expand_kv for layer in self.layers]
+
+    @torch.inference_mode()
+    def logits(self, rows: torch.Tensor, codings: Sequence[Coding | None]) -> torch.Tensor:
+        """Of rows [n, tokens], each a text, with each layer's coding or none: [n, tokens, vocabulary]."""
+        for layer, expand, coding in zip(self.layers, self.expand, codings, strict=True):
+            layer.expand_kv = expand if coding is None else functools.partial(expand_coded, expand, coding)
+        return torch.cat([self.model(input_ids=row[None], use_cache=False).logits for row in rows])
+
+
+def expand_coded(
+    expand: Callable, coding: Coding, latent: torch.Tensor, rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for_key, for_value, rope = coding(latent.float(), rope.float())
+    return expand(for_key, rope)[0], expand(for_value, rope)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", metavar="MODEL")
+    add("--text", nargs="+", type=Path, required=True, metavar="FILE")
+    add("--calibration", metavar="FILE")
+    add("--tokens", type=int, default=16384, help="of all texts together (default: %(default)s)")
+    add("--context", type=int, default=2048, help="tokens of a row (default: %(default)s)")
+    add("--prompts", type=int, default=24, help="planted numbers (default: %(default)s)")
+    add("--codings", nargs="+", default=["fp8", "nvfp4", "tq4-rope8", "tq4-rope4", *FORMATS])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer, model = AutoTokenizer.from_pretrained(options.model), Model(options.model)
+    config, layers = model.model.config, len(model.layers)
+    sizes = config.kv_lora_rank, config.qk_rope_head_dim
+    texts = [tokenizer.encode(path.read_text(), add_special_tokens=False) for path in options.text]
+    each = options.tokens // options.context // len(texts)
+    rows = torch.tensor([ids[i * options.context :][: options.context] for ids in texts for i in range(each)])
+    planted = recall_prompts(tokenizer, options.prompts, min(1800, options.context * 7 // 8))
+    asked = torch.tensor([[*prompt.token_ids, *prompt.answer_ids] for prompt in planted])
+    answer = torch.tensor([prompt.answer_ids for prompt in planted])
+    known = load(options.calibration).layers if options.calibration else {}
+    truth = model.logits(rows, [None] * layers).log_softmax(-1)
+
+    def judge(name: str, token_bytes: float, codings: Sequence[Coding | None]) -> None:
+        logits = model.logits(rows, codings).log_softmax(-1)
+        kl = token_kl(truth.flatten(0, 1), logits.flatten(0, 1))
+        loss = -logits[:, :-1].gather(-1, rows[:, 1:, None]).mean()
+        said = model.logits(asked, codings)[:, -answer.shape[1] - 1 : -1].argmax(-1)
+        recall = (said == answer).float().mean()
+        error = kl.std() / len(kl) ** 0.5
+        print(
+            f"| {name} | {token_bytes:g} | {kl.mean():.5f} ± {error:.5f} | {loss.exp():.2f} | {recall:.2f} |",
+            flush=True,
+        )
+
+    print(f"{layers} layers, rank {sizes[0]}, {rows.numel():,} tokens, calibration {options.calibration or 'none'}")
+    print("| coding | bytes | KL | perplexity | recall |\n|---|---|---|---|---|")
+    judge("plain", 2 * sum(sizes), [None] * layers)
+    for name in options.codings:
+        dtype, _, bits = name.partition("-rope")
+        if name in ("fp8", "nvfp4"):
+            coding = {"fp8": fp8, "nvfp4": nvfp4}[name]
+            token_bytes = sum(sizes) if name == "fp8" else sizes[0] * 9 / 16 + 2 * sizes[1]
+            judge(name, token_bytes, [coding] * layers)
+            continue
+        rope_bits = int(bits or 16)
+        taken = FORMATS[dtype].latent_bytes(*sizes) - {16: 0, 8: sizes[1] - sizes[1] // 32, 4: 94}[rope_bits]
+        judge(name, taken, [packed(dtype, *sizes, known.get(i), rope_bits) for i in range(layers)])
+
+
+if __name__ == "__main__":
+    main()
