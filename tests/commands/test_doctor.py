@@ -10,6 +10,7 @@ from pathlib import Path
 import calibration_files
 import pytest
 from checkout import DEMO_MODEL
+from coverage_models import MODELS
 from packed_kv.commands import doctor
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
@@ -100,6 +101,16 @@ def test_what_a_machine_lacks(changed: dict, said: str, probed) -> None:
     probed({**H200, **changed})
     (found,) = (line for line in lines() if said in line)
     assert found.startswith("OK") == said.startswith("OK")
+
+
+def test_latent_attention(probed, tmp_path: Path) -> None:
+    """FlashAttention is asked for the heads that prefill expands latents to."""
+    asked = probed(H200)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["DeepseekV3ForCausalLM"]))
+    found = lines(str(tmp_path))
+    assert f"OK    {tmp_path.name}: 4 layers of latents of 512 channels and 64 of RoPE" in found
+    assert "OK    decodes of latents are served by a Triton kernel" in found
+    assert asked == ["192"]
 
 
 def test_a_vllm_that_does_not_load(probed) -> None:

@@ -24,7 +24,7 @@ from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cuda import refusal
 from ..kernels.cuda.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, parse
+from ..model_shape import BadInput, Model, parse, whole
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model
@@ -165,10 +165,10 @@ def _engine(model: Model | None) -> Iterator[Finding]:
         yield Finding(False, f"the plugin does not register {', '.join(missing)}; run: packed-kv patch apply")
     else:
         yield Finding(True, f"plugin loads: {', '.join(found['registered'])} (PyTorch {found['torch']})")
-    yield from _device(found, head_dim, group)
+    yield from _device(found, head_dim, group, has_latents=model is not None and model.has_latents)
 
 
-def _device(found: dict[str, Any], head_dim: int, group: int) -> Iterator[Finding]:
+def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool = False) -> Iterator[Finding]:
     if found["platform"] == "cpu":
         yield Finding(True, "platform CPU: attention runs in PyTorch, exact and slow; no FlashAttention, no kernels")
         return
@@ -186,7 +186,10 @@ def _device(found: dict[str, Any], head_dim: int, group: int) -> Iterator[Findin
         yield Finding(False, f"{slow}; install the wheel of vLLM that was built for this CUDA")
     else:
         yield Finding(True, f"FlashAttention {found['flash_attention']}")
-    yield Finding(True, _decode_kernel(capability, head_dim, group))
+    if has_latents:
+        yield Finding(True, "decodes of latents are served by a Triton kernel")
+    else:
+        yield Finding(True, _decode_kernel(capability, head_dim, group))
     yield Finding(True, _triton_kernels())
 
 
@@ -220,10 +223,12 @@ def _content(file: Path) -> bytes:
 
 
 def _heads(model: Model | None) -> tuple[int, int]:
-    """Channels of a head of the model's first attention layer, and its query heads a KV head."""
+    """Channels of a head of the model's first attention layer, in its prefill, and its query heads a KV head."""
     if model is None:
         return HEAD_DIM, GROUP
     layer = model.attention[0]
+    if layer.rope_size:  # latents are expanded
+        return sum(whole(model.config, f"qk_{part}_head_dim") for part in ("nope", "rope")), layer.kv_heads
     return layer.head_size, model.config["num_attention_heads"] // layer.kv_heads
 
 
