@@ -211,7 +211,7 @@ def test_a_file_without_orders(model: Path, log: list[str]) -> None:
 
 
 def test_heads_that_cannot_be_calibrated_get_no_advice(log: list[str]) -> None:
-    model = SimpleNamespace(get_head_size=lambda: 32, model="a model")
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_head_size=lambda: 32, model="a model")
     calibration._say_that_there_is_none(Path("file"), FORMATS["tq4"], model)
     assert not log
 
