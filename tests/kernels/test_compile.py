@@ -14,7 +14,7 @@ from packed_kv.kernels import power_of_2
 from packed_kv.kernels.cuda.schedule import Scheduler
 from packed_kv.kernels.kernel_layout import kernel_layout
 from packed_kv.kernels.triton import decode, gather, means, merge, ring, rotate, store
-from packed_kv.layout import page_layout, ring_layout
+from packed_kv.layout import MEAN_BLOCK, page_layout, ring_layout
 
 ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
@@ -50,7 +50,7 @@ def store_case(
             QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
             QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim),
             BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS) if calibrated else 0, COLUMNS=means.COLUMNS,
-            MEAN_BLOCKS=MEAN_BLOCKS if calibrated else 1, MEAN_BLOCK_TOKENS=256 if calibrated else 0,
+            MEAN_BLOCKS=MEAN_BLOCKS if calibrated else 1, MEAN_BLOCK_TOKENS=MEAN_BLOCK if calibrated else 0,
             VALUE_DIM=value_dim or head_dim, HAS_POSITIONS=calibrated,
             HEADS=8, BLOCK_SIZE=16, ROWS=store.ROWS, ORDERED=calibrated, TRANSFORMED=calibrated,
             HAS_PAGES=True, RING_BLOCK=RING_BLOCK.get(fmt.name, 0), HEAD_DIM=head_dim,
@@ -263,7 +263,7 @@ def rotate_query_case() -> Case:
         ),
         constants=dict(
             KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=rotate.QUERY_ROWS,
-            BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=256,
+            BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
             COLUMNS=means.COLUMNS,
         ),
         options=dict(num_warps=4),
@@ -281,7 +281,7 @@ def unrotate_case(head_dim: int) -> Case:
         ),
         constants=dict(
             KV_HEADS=8, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=gather.ROWS_A_PROGRAM,
-            MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=256,
+            MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
         ),
         options=dict(num_warps=4),
         unaligned=("rows", "positions"),

@@ -200,10 +200,10 @@ def test_centred_and_scaled_pages(name, options):
     [
         ("tq4", {"seq_lens": (1, 300, 530)}),
         ("turboquant35", {"head_dim": 128, "seq_lens": (513,), "splits": 1, "without": "key_first_mean"}),
-        ("tq4", {"seq_lens": (300, 257), "sinks": torch.bfloat16, "soft_cap": 5.0}),
+        ("tq4", {"seq_lens": (300, 513), "sinks": torch.bfloat16, "soft_cap": 5.0}),
         ("isoquant3", {"head_dim": 80, "seq_lens": (290, 600), "window": 40, "sinks": torch.float32}),
         # Drafts on both sides of a block's border, in other blocks of rows.
-        ("turboquant25", {"seq_lens": (257, 258), "query_lens": (3, 2), "group": 16, "kv_heads": 1}),
+        ("turboquant25", {"seq_lens": (513, 514), "query_lens": (3, 2), "group": 8, "kv_heads": 1}),
         ("tq4", {"seq_lens": (700,), "positions": 300}),  # beyond the table
         ("tq4", {"seq_lens": (100,), "positions": 100}),  # one block, which turns
     ],
