@@ -288,11 +288,12 @@ class TestTool:
         assert applied == [0]
         assert {path: (site / path).read_bytes() for path in PATCHED} == PATCHED
 
-    def test_commands_at_once_leave_a_whole_tree(self, site, run):
-        """200 races, of which every process but the readers' changes the tree or finds it changed."""
+    @pytest.mark.parametrize("races", [40, 200])
+    def test_commands_at_once_leave_a_whole_tree(self, site, run, races):
+        """Races, of which every process but the readers' changes the tree or finds it changed."""
         commands = [("apply", "revert"), ("apply", "apply"), ("revert", "revert"), ("apply", "revert", "status")]
         fork = multiprocessing.get_context("fork")
-        for number in range(200):
+        for number in range(races):
             race = [fork.Process(target=quietly, args=(name, site)) for name in commands[number % len(commands)]]
             for process in race:
                 process.start()

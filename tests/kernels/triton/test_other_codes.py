@@ -58,7 +58,7 @@ def other_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES = pytest.mark.parametrize(
-    ("name", "head_dim"), [("five", 96), ("five", 128), ("five_and_three", 128), ("null", 64), ("null", 96)]
+    ("name", "head_dim"), [("five", 64), ("five", 96), ("five_and_three", 128), ("null", 64), ("null", 96)]
 )
 
 
