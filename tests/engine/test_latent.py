@@ -12,9 +12,9 @@ import pytest
 import tiny_models
 import torch
 from fake_codecs import register_null_format
-from harness import engine, kv_tokens, mean_kl, teacher_forced_logits
+from harness import engine, keep_chunks, kv_tokens, mean_kl, teacher_forced_logits
 from packed_kv.codecs.latent import LatentCodec
-from packed_kv.engine import capacity, registration
+from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
 from packed_kv_quality.engines import attention_layers, bytes_per_token
 from safetensors.torch import load_file
@@ -45,18 +45,6 @@ def tiny_engine(demo_model: str):
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_chunks(monkeypatch)
-
-
-def keep_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU platform serves latent attention without chunked prefill and prefix cache, which its own backend
-    cannot; ours can."""
-    before = registration.PackedDTypeHandler.before_engine
-
-    def before_engine(self, config):
-        before(self, config)
-        config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = True
-
-    monkeypatch.setattr(registration.PackedDTypeHandler, "before_engine", before_engine)
 
 
 def coded(name: str, **known: object):

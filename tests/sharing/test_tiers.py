@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 from cpu_offload import connector, count_copies
-from harness import Start, engine, scheduler
+from harness import Start, engine, keep_chunks, scheduler
 from packed_kv.formats import FORMATS
 from packed_kv.sharing.fingerprint import page_format
 from vllm import LLM, SamplingParams
@@ -65,6 +65,15 @@ def test_pages_come_back(dtype: str, model: str, recent_tokens: int | None, tmp_
     assert {size for sizes in copied.values() for size in sizes} in ({page}, {layers * page})
     if model == "llama":
         assert sum(copied["store"]) == sum(copied["load"]) == layers * WHOLE // BLOCK * page
+
+
+def test_pages_of_latents_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_chunks(monkeypatch)
+    folder = tiny_models.save(tiny_models.deepseek_v2(), tmp_path)
+    options = {"compilation_config": {"custom_ops": ["none"]}, "kv_transfer_config": connector()}
+    with engine(folder, "tq4", **OPTIONS, **options) as llm, count_copies() as copied:
+        assert check_round_trip(llm, copied)[0] == WHOLE
+    assert sum(copied["store"]) == sum(copied["load"]) == 3 * WHOLE * FORMATS["tq4"].latent_bytes(512, 64)
 
 
 def check_round_trip(llm: LLM, copied: dict[str, list[int]]) -> Answer:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+from packed_kv.engine import registration
 from packed_kv_quality import engines
 from packed_kv_quality.engines import KV_CACHE_BYTES, kv_tokens, model_of, scheduler
 from packed_kv_quality.teacher_forced import mean_kl, teacher_forced_logits
@@ -36,6 +37,18 @@ def engine(
     if recent_tokens is not None and isinstance(given.get("packed_kv", {}), dict):
         given["packed_kv"] = {"recent_tokens": recent_tokens, **given.get("packed_kv", {})}
     return engines.engine(model, kv_cache_dtype, additional_config=given, **options)
+
+
+def keep_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU platform serves latent attention without chunked prefill and prefix cache, which its own backend
+    cannot; ours can."""
+    before = registration.PackedDTypeHandler.before_engine
+
+    def before_engine(self, config):
+        before(self, config)
+        config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = True
+
+    monkeypatch.setattr(registration.PackedDTypeHandler, "before_engine", before_engine)
 
 
 def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -115,10 +115,13 @@ class LatentDecode:
 
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch."""
-        tiles = row_tiles(self.shape, self.longest_decode)
-        counts = range(1, self.max_requests + 1)
-        rows = max(n * split_count(n, tiles_of, self.sm_count) for n in counts for tiles_of in {1, tiles})
-        self._reserve(rows * self.longest_decode, 1)
+        counts, lengths = range(1, self.max_requests + 1), range(1, self.longest_decode + 1)
+        rows = max(
+            n * length * split_count(n, row_tiles(self.shape, length), self.sm_count)
+            for n in counts
+            for length in lengths
+        )
+        self._reserve(rows, 1)
 
     def _reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
         """Workspace for partial outputs, their softmax state, and outputs."""
