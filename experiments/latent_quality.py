@@ -43,17 +43,18 @@ def nvfp4(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch
     groups = latent.unflatten(-1, (-1, NVFP4_GROUP))
     whole = groups.abs().max() / (6 * 448)
     scale = e4m3(groups.abs().amax(-1, keepdim=True) / 6 / whole) * whole
+    levels = E2M1.to(latent.device)
     near = (groups.abs() / scale.clamp_min(1e-30)).unsqueeze(-1)
-    coded = (E2M1[(near - E2M1).abs().argmin(-1)] * groups.sign() * scale).flatten(-2)
+    coded = (levels[(near - levels).abs().argmin(-1)] * groups.sign() * scale).flatten(-2)
     return coded, coded, rope.half().float()
 
 
-def rope_of_bits(bits: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def rope_of_bits(bits: int, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """RoPE channels as fp16; as integers of 8 bits with a scale for 32 of them; or through tq4's code."""
     if bits == 16:
         return lambda rope: rope.half().float()
     if bits == 4:
-        codec = get_codec("tq4", 64)
+        codec = get_codec("tq4", 64, device=device)
         return lambda rope: codec.decode(codec.encode(rope))
 
     def integers(rope: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def rope_of_bits(bits: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return integers
 
 
-def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope_bits: int = 16) -> Coding:
+def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope_bits: int, device: str) -> Coding:
     """A dtype, by the codec of its pages."""
     known: dict = {}
     if layer is not None:
@@ -74,7 +75,7 @@ def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, 
             known["outliers"] = layer.key_outlier_channels[0]
         elif fmt.rotation in ("quaternion", "givens"):
             known["channel_order"] = layer.key_channel_order and layer.key_channel_order[0]
-    codec, of_rope = LatentCodec(FORMATS[name], rank, rope_dim, **known), rope_of_bits(rope_bits)
+    codec, of_rope = LatentCodec(FORMATS[name], rank, rope_dim, device, **known), rope_of_bits(rope_bits, device)
 
     def coded(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))
@@ -86,8 +87,8 @@ def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, 
 class Model:
     """A model of transformers whose latents can be coded."""
 
-    def __init__(self, name: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    def __init__(self, name: str, device: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         self.expand = [layer.expand_kv for layer in self.layers]
 
@@ -117,16 +118,18 @@ def main() -> None:
     add("--prompts", type=int, default=24, help="planted numbers (default: %(default)s)")
     add("--codings", nargs="+", default=["fp8", "nvfp4", "tq4-rope8", "tq4-rope4", *FORMATS])
     options = parser.parse_args()
-    torch.manual_seed(0)
-    tokenizer, model = AutoTokenizer.from_pretrained(options.model), Model(options.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer, model = AutoTokenizer.from_pretrained(options.model), Model(options.model, device)
     config, layers = model.model.config, len(model.layers)
     sizes = config.kv_lora_rank, config.qk_rope_head_dim
     texts = [tokenizer.encode(path.read_text(), add_special_tokens=False) for path in options.text]
     each = options.tokens // options.context // len(texts)
-    rows = torch.tensor([ids[i * options.context :][: options.context] for ids in texts for i in range(each)])
+    rows = torch.tensor([ids[i * options.context :][: options.context] for ids in texts for i in range(each)]).to(
+        device
+    )
     planted = recall_prompts(tokenizer, options.prompts, min(1800, options.context * 7 // 8))
-    asked = torch.tensor([[*prompt.token_ids, *prompt.answer_ids] for prompt in planted])
-    answer = torch.tensor([prompt.answer_ids for prompt in planted])
+    asked = torch.tensor([[*prompt.token_ids, *prompt.answer_ids] for prompt in planted]).to(device)
+    answer = torch.tensor([prompt.answer_ids for prompt in planted]).to(device)
     known = load(options.calibration).layers if options.calibration else {}
     truth = model.logits(rows, [None] * layers).log_softmax(-1)
 
@@ -154,7 +157,7 @@ def main() -> None:
             continue
         rope_bits = int(bits or 16)
         taken = FORMATS[dtype].latent_bytes(*sizes) - {16: 0, 8: sizes[1] - sizes[1] // 32, 4: 94}[rope_bits]
-        judge(name, taken, [packed(dtype, *sizes, known.get(i), rope_bits) for i in range(layers)])
+        judge(name, taken, [packed(dtype, *sizes, known.get(i), rope_bits, device) for i in range(layers)])
 
 
 if __name__ == "__main__":
