@@ -226,10 +226,13 @@ class Farthest(Listed):
         return gone
 
 
-def run(trace: list[Request], policy: str, token_bytes: int) -> tuple[float, float]:
+def run(
+    trace: list[Request], policy: str, token_bytes: int, host_token_bytes: int | None = None
+) -> tuple[float, float]:
     """Shares of the tokens of prompts that were found on the GPU and in host memory."""
     gpu: OrderedDict[bytes, None] = OrderedDict()
-    gpu_chunks, host_chunks = (int(size // (CHUNK * token_bytes)) for size in (GPU_BYTES, HOST_BYTES))
+    sizes = (GPU_BYTES, token_bytes), (HOST_BYTES, host_token_bytes or token_bytes)
+    gpu_chunks, host_chunks = (int(size // (CHUNK * of_token)) for size, of_token in sizes)
     uses: dict[bytes, list[int]] = defaultdict(list)
     if policy == "Farthest":
         for number in reversed(range(len(trace))):
@@ -287,16 +290,19 @@ def main() -> int:
     parser.add_argument("--traces", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--token-bytes", type=int, default=39168, help="default: %(default)s")
+    parser.add_argument("--host-token-bytes", type=int, help="of pages that are re-encoded (default: as on the GPU)")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     for name in options.traces:
         for load in LOADS[name]:
             trace = trace_of(name, load)
             for policy in options.policies:
-                shares = run(trace, policy, options.token_bytes)
+                shares = run(trace, policy, options.token_bytes, options.host_token_bytes)
                 found = [f"{share:.3f}" for share in (*shares, sum(shares))]
                 print(name, load, policy, *found, flush=True)
                 row = {"trace": name, "load": load, "token_bytes": options.token_bytes, "policy": policy}
+                if options.host_token_bytes:
+                    row["host_token_bytes"] = options.host_token_bytes
                 row["requests"] = len(trace)
                 row |= dict(zip(("on_gpu", "in_host", "found"), found, strict=True))
                 if options.csv:

@@ -330,7 +330,8 @@ def test_a_file_of_vllms_own_tier_is_a_miss(tmp_path: Path, lines: list[str]) ->
 
 def test_pages_of_other_engines_are_not_found(tmp_path: Path, lines: list[str]) -> None:
     Host(tmp_path).store()
-    for options in ({"page_format": "isoquant4-fedcba9876543210"}, {"ranks": 2}, {"canonical": True}):
+    other_formats = [{"page_format": name} for name in ("isoquant4-fedcba9876543210", "turboquant25-0123456789abcdef")]
+    for options in (*other_formats, {"ranks": 2}, {"canonical": True}):
         lines.clear()
         host = Host(tmp_path, **options)
         assert not any(map(host.has, range(CHUNKS)))
