@@ -7,17 +7,23 @@ Two figures, of a model of full attention that transformers runs in fp32 over wi
 
 - the share of K's energy that is left less a file's means, in bands of 1,024 positions (median over layers, mean over
   windows), position 0 left out
-- the KL divergence of the last 128 tokens of a context from the exact model, without a file and with each. As behind a
-  prompt that is prefilled whole, the tokens before them are exact, and the last ones read keys and values 64 or more
-  behind as the reference codec gives them back, nearer ones raw
+- the KL divergence of 128 tokens behind a prompt from the exact model, without a file and with each. As behind a prompt
+  that is prefilled whole, the tokens before them are exact, and the last ones read keys and values 64 or more behind as
+  the reference codec gives them back, nearer ones raw. "fp8" among the dtypes is rounding keys and values to e4m3
+
+With --output, windows measured so far are kept in a file, and a later run continues from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,22 +36,23 @@ from packed_kv.calibration_file import Calibration, fields_for, load
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.layout import RECENT_TOKENS
-from packed_kv_quality.teacher_forced import text_windows, token_kl
+from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
 from tq_calibrate.collect import ATTENTION, Collector
 from tq_calibrate.model import load_model
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-BAND = 1024
+BAND, FP8 = 1024, "fp8"
 
 
 class FarPacked:
-    """A model whose attention reads keys and values `RECENT_TOKENS` or more behind through the codecs of `codecs`, by
+    """A model whose attention reads keys and values `recent` or more tokens behind through the codecs of `codecs`, by
     layer; empty: as they are."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.codecs: dict[int, PagedCodec] = {}
+        self.recent = RECENT_TOKENS
+        self.codecs: Mapping[int, Any] = {}
         AttentionInterface.register(ATTENTION, self.attention)
 
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
@@ -66,14 +73,26 @@ class FarPacked:
             for part, x in ((codec.key, key), (codec.value, value))
         )
         distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
-        near = (distance >= 0) & (distance < RECENT_TOKENS)
-        both = torch.cat((distance >= RECENT_TOKENS, near), -1)[None, None]  # each token twice, and seen once
+        near = (distance >= 0) & (distance < self.recent)
+        both = torch.cat((distance >= self.recent, near), -1)[None, None]  # each token twice, and seen once
         keys, values = (torch.cat(pair, 2) for pair in ((far_key, key), (far_value, value)))
         return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
 
 
-def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> dict[int, PagedCodec]:
+class Fp8:
+    """In the place of a codec: rounds to e4m3."""
+
+    def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        return through_e4m3(x)
+
+    def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> Mapping[int, Any]:
     """A codec for each layer of the cache, with what it takes of a calibration file."""
+    if dtype == FP8:
+        return dict.fromkeys(range(len(cache.layers)), SimpleNamespace(key=Fp8(), value=Fp8()))
     return {
         number: PagedCodec(
             FORMATS[dtype],
@@ -98,58 +117,138 @@ def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
     return [statistics.median(band) for band in zip(*left, strict=True)]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What a mean KL divergence is of; `file`: the calibration's path, "" without one."""
+
+    dtype: str
+    file: str
+    recent: int
+    prompt: int
+
+
+class Results:
+    """Mean KL divergence by case and window, in a file if there is a path, which an earlier run may have begun."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        rows = json.loads(path.read_text()) if path and path.exists() else []
+        self.kl = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
+
+    def add(self, case: Case, window: str, kl: float) -> None:
+        self.kl[case, window] = kl
+
+    def save(self) -> None:
+        if self.path:
+            rows = [{"case": asdict(case), "window": window, "kl": kl} for (case, window), kl in self.kl.items()]
+            self.path.write_text(json.dumps(rows, indent=1) + "\n")
+
+    def of(self, case: Case, windows: Sequence[str]) -> list[float]:
+        return [self.kl[case, window] for window in windows]
+
+
+def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
+    """Of two means of pairs, with its standard error if there are several."""
+    found = statistics.fmean(ours) / statistics.fmean(others)
+    if len(ours) < 2:
+        return f"{found:.2f}"
+    left = [one - found * other for one, other in zip(ours, others, strict=True)]
+    return f"{found:.2f} ± {statistics.stdev(left) / len(left) ** 0.5 / statistics.fmean(others):.2f}"
+
+
+def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Mapping[str, Calibration | None]) -> Any:
+    """The cache of a prompt and the tokens scored behind it, int64 [1, tokens], and each case's mean KL divergence."""
+    prompt, cache = cases[0].prompt, DynamicCache()
+    scored, found = ids.shape[1] - prompt, {}
+    with torch.inference_mode():
+        run.codecs = {}
+        run.model.base_model(ids[:, :prompt], past_key_values=cache, use_cache=True)
+        exact = run.log_probs(ids, cache, scored)
+        for case in cases:
+            run.codecs, run.recent = layer_codecs(case.dtype, cache, files[case.file]), case.recent
+            found[case] = token_kl(exact, run.log_probs(ids, cache, scored)).mean().item()
+    return cache, found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--calibration", nargs="+", required=True, metavar="FILE")
-    parser.add_argument("--dtypes", nargs="+", choices=list(FORMATS), default=["tq4", "isoquant4", "tq3"],
-                        metavar="DTYPE")  # fmt: skip
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1000, 3500, 7500], metavar="N")
-    parser.add_argument("--windows", type=int, default=1, help="of each text (default: %(default)s)")
-    parser.add_argument("--scored", type=int, default=128, help="tokens at the end (default: %(default)s)")
-    parser.add_argument("--markdown", action="store_true")
+    add = parser.add_argument
+    add("model", help="folder")
+    add("--text", nargs="+", required=True, metavar="FILE")
+    add("--calibration", nargs="+", required=True, metavar="FILE")
+    add("--dtypes", nargs="+", choices=[*FORMATS, FP8], default=["tq4", "isoquant4", "tq3"], metavar="DTYPE")
+    add("--lengths", nargs="+", type=int, default=[1000, 3500, 7500], metavar="N", help="tokens of prompts")
+    add("--windows", type=int, default=1, help="of each text (default: %(default)s)")
+    add("--scored", type=int, default=128, help="tokens behind a prompt (default: %(default)s)")
+    add("--recent", nargs="+", type=int, default=[RECENT_TOKENS], metavar="N",
+        help="tokens that are read as they are (default: %(default)s)")  # fmt: skip
+    add("--output", type=Path, metavar="FILE")
+    add("--markdown", action="store_true")
     options = parser.parse_args(arguments)
-    files = {None: None, **{path: load(path) for path in options.calibration}}
+    files: dict[str, Calibration | None] = {"": None, **{path: load(path) for path in options.calibration}}
     Collector()  # registers the attention that the model is loaded with
     run = FarPacked(load_model(options.model, ATTENTION, "float32", torch.device("cpu")))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    windows = []
+    windows: dict[str, list[int]] = {}
+    tokens = max(options.lengths) + options.scored + 1
     for path in options.text:
-        with open(path, encoding="utf-8") as text:
-            windows += text_windows(tokenizer, text.read(), max(options.lengths), options.windows)
+        pieces = text_windows(tokenizer, Path(path).read_text(encoding="utf-8"), tokens, options.windows)
+        windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
 
+    def cases(length: int) -> list[Case]:
+        """Rounding to fp8 knows neither file nor window."""
+        of_ours = [
+            Case(dtype, file, recent, length)
+            for dtype in options.dtypes for file in files for recent in options.recent if dtype != FP8
+        ]  # fmt: skip
+        return [*of_ours, *([Case(FP8, "", 0, length)] if FP8 in options.dtypes else [])]
+
+    results = Results(options.output)
     left: dict[str, list[list[float]]] = {path: [] for path in options.calibration}
-    kl: dict[tuple[str, str | None, int], list[float]] = {}
-    for window in windows:
-        for length in sorted(options.lengths, reverse=True):
-            ids, cache = torch.tensor([window[:length]]), DynamicCache()
-            with torch.inference_mode():
-                run.codecs = {}
-                run.model.base_model(ids[:, : -options.scored], past_key_values=cache, use_cache=True)
-                exact = run.log_probs(ids, cache, options.scored)
-                for dtype in options.dtypes:
-                    for path, file in files.items():
-                        run.codecs = layer_codecs(dtype, cache, file)
-                        found = token_kl(exact, run.log_probs(ids, cache, options.scored)).mean().item()
-                        kl.setdefault((dtype, path, length), []).append(found)
-                if length == max(options.lengths):
-                    for path in options.calibration:
-                        left[path].append(energy_left(cache, load(path)))
-    bands = [f"{BAND * at:,}" for at in range(len(next(iter(left.values()))[0]))]
-    rows = [[path, *(f"{statistics.mean(x):.2f}" for x in zip(*found, strict=True))] for path, found in left.items()]
-    print_table(["energy left from", *bands], rows, options.markdown)
+    for name, window in windows.items():
+        for length in options.lengths:
+            wanted = [case for case in cases(length) if (case, name) not in results.kl]
+            if not wanted:
+                continue
+            cache, found = measure(run, torch.tensor([window[: length + options.scored]]), wanted, files)
+            for case, kl in found.items():
+                results.add(case, name, kl)
+            results.save()
+            print(f"{name}, {length:,}", flush=True)
+            if length == max(options.lengths):
+                for path in options.calibration:
+                    left[path].append(energy_left(cache, load(path)))
     rows = [
-        [dtype, path or "no file"]
-        + [f"{statistics.mean(kl[dtype, path, length]):.4f}" for length in options.lengths]
-        + [f"{sum(kl[dtype, path, n]) / sum(kl[dtype, None, n]):.2f}" for n in options.lengths]
-        for dtype in options.dtypes
-        for path in files
+        [path, *(f"{statistics.mean(x):.2f}" for x in zip(*found, strict=True))]
+        for path, found in left.items()
+        if found
     ]
-    lengths = [f"{length:,}" for length in options.lengths]
-    print_table(["dtype", "file", *(f"KL at {n}" for n in lengths), *(f"ratio at {n}" for n in lengths)], rows,
-                options.markdown)  # fmt: skip
+    if rows:
+        print_table(["energy left from", *(f"{BAND * at:,}" for at in range(len(rows[0]) - 1))], rows, options.markdown)
+    print_results(options, results, list(windows), {length: cases(length) for length in options.lengths})
+
+
+def print_results(
+    options: argparse.Namespace, results: Results, windows: Sequence[str], cases: Mapping[int, Sequence[Case]]
+) -> None:
+    """KL divergence by prompt length, and its ratios to that without a file and to rounding to fp8."""
+    rows = []
+    for line in zip(*cases.values(), strict=True):
+        found = [results.of(case, windows) for case in line]
+        plain = [results.of(replace(case, file=""), windows) for case in line]
+        cells = [f"{statistics.fmean(kl):.4f}" for kl in found]
+        cells += [ratio(*pair) for pair in zip(found, plain, strict=True)]
+        if FP8 in options.dtypes:
+            cells += [
+                ratio(kl, results.of(Case(FP8, "", 0, case.prompt), windows))
+                for kl, case in zip(found, line, strict=True)
+            ]
+        rows.append([line[0].dtype, line[0].file or "no file", str(line[0].recent), *cells])
+    lengths = [f"{length:,}" for length in cases]
+    titles = ["KL at", "of no file's at", *(["of fp8's at"] if FP8 in options.dtypes else [])]
+    header = ["dtype", "file", "window", *(f"{title} {length}" for title in titles for length in lengths)]
+    print_table(header, rows, options.markdown)
 
 
 if __name__ == "__main__":

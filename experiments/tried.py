@@ -137,7 +137,7 @@ def encoders(references: dict[str, Dtype]) -> dict[str, Method]:
         found[f"{name}{CENTRED}"] = Method(code, code, "mean and first", **BEHIND_A_WINDOW)
         found[f"{name}, weighed, W64 int8"] = Method(code, code, **WEIGHED)
         found[f"{name}, weighed, W64 int8, V longer"] = Method(code, longer, **WEIGHED)
-    for name, code in ((name, references[name]) for name in ("tq3", "turboquant25, calibrated")):
+    for name, code in ((name, references[name]) for name in ("tq4", "tq3", "turboquant25, calibrated")):
         longer, trellis = replace(code, longer=True), Trellis(code.name, code.calibrated)
         key, value = Joint(code.name, code.calibrated), Joint(code.name, code.calibrated, longer=True)
         for kind, offset in (("centred", "mean and first"), ("weighed", "weighed")):
@@ -217,7 +217,10 @@ def line(rows: dict[str, dict[str, Any]], slot_bytes: float) -> float:
 
 
 def base_of(name: str) -> str:
-    """The row that a row is compared with: as centred, and with a window of 64, as it is, and nothing else."""
+    """The row that a row is compared with: as centred, and with a window of 64, as it is, and nothing else; of one that
+    is rounded jointly, the row that is not."""
+    if jointly := re.search(", K( and V)? rounded jointly", name):
+        return name[: jointly.start()]
     parts = name.split(", ")
     dtype = itertools.takewhile(lambda part: part not in ("centred", "weighed", "W64 int8"), parts)
     calibrated = ["centred"] * bool({"centred", "weighed"} & {*parts})

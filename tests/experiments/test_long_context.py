@@ -61,10 +61,19 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, content(6, 2, 128, version=2))
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
-    arguments = ["--text", str(text), "--calibration", str(file), "--lengths", "200", "300", "--dtypes", "tq4"]
+    arguments = ["--text", str(text), "--calibration", str(file), "--lengths", "200", "300", "--dtypes", "tq4", "fp8"]
+    arguments += ["--output", str(tmp_path / "kl.json"), "--recent", "64", "0"]
     long_context.main([str(DEMO_MODEL), *arguments])
-    energy, kl = capsys.readouterr().out.strip().split("\n\n")
+    _, energy, kl = capsys.readouterr().out.strip().replace("text 0, 300\n", "\n\n").split("\n\n")
     assert energy.split() == ["energy", "left", "from", "0", str(file), energy.split()[-1]]
-    assert [line.split()[0] for line in kl.splitlines()] == ["dtype", "tq4", "tq4"]
-    none, ours = (line.split()[-4:] for line in kl.splitlines()[1:])
-    assert none[2:] == ["1.00", "1.00"] and float(ours[2]) > 1.5  # random means do harm
+    lines = [line.replace("no file", "none").split() for line in kl.splitlines()[1:]]
+    assert [line[:3] for line in lines] == [
+        ["tq4", "none", "64"], ["tq4", "none", "0"], ["tq4", str(file), "64"], ["tq4", str(file), "0"],
+        ["fp8", "none", "0"],
+    ]  # fmt: skip
+    near, all_packed, ours, _, fp8 = lines
+    assert near[5:7] == ["1.00", "1.00"] and float(ours[5]) > 1.5, "random means do harm"
+    assert float(all_packed[3]) > float(near[3]) > 0 and fp8[7:] == ["1.00", "1.00"] != near[7:]
+    long_context.main([str(DEMO_MODEL), *arguments])
+    again = capsys.readouterr().out.strip()
+    assert again == kl.strip(), "nothing is measured twice"

@@ -335,6 +335,7 @@ def test_rows_are_compared_with_their_base_in_pairs() -> None:
         ("turboquant25, calibrated, weighed, V longer", "turboquant25, calibrated, centred"),
         ("isoquant4, W64 int8, V longer", "isoquant4, W64 int8"),
         ("tq3, weighed, W64 int8, K and V on a trellis", "tq3, centred, W64 int8"),
+        ("tq3, weighed, W64 int8, V longer, K rounded jointly, one sweep", "tq3, weighed, W64 int8, V longer"),
     ):
         assert tried.base_of(name) == base
 
