@@ -1,12 +1,13 @@
-"""Makes the tables of docs/measured.md, README.md and benchmarks/results/README.md from the rows in results/.
+"""Makes the tables of README.md, benchmarks/results/README.md and docs/ (measured.md, reliability.md) from
+the rows in results/.
 
     python benchmarks/measured.py            # rewrites what stands between the markers
     python benchmarks/measured.py --check    # changes nothing; exit code 1 if a file differs from its rows
     python benchmarks/measured.py --plot     # draws results/quality.png, the README's plot, too; needs matplotlib
 
-A table stands between `<!-- measured: NAME -->` and `<!-- end -->`; `measured_tables.py` has a function a NAME. Behind
-the tables of a marker comes one of their runs: card, versions, commit and command, taken from the rows and from
-results/runs.toml.
+A table stands between `<!-- measured: NAME -->` and `<!-- end -->`; `measured_tables.py` and `measured_experiments.py`
+have a function a NAME. Behind the tables of a marker comes one of their runs: card, versions, commit and command, taken
+from the rows and from results/runs.toml.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from measured_experiments import RELIABILITY
 from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
 from measured_tables import CALIBRATED, DOCS, README, SMOLLM2, smollm2, token_bytes
 from tables import Table
@@ -66,7 +68,10 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     """Each page with tables: marker -> its text."""
     return {
         REPO / "README.md": {name: make for name, make in README.items()},
-        REPO / "docs" / "measured.md": {name: partial(_made, make) for name, make in DOCS.items()},
+        **{
+            REPO / "docs" / page: {name: partial(_made, make) for name, make in tables.items()}
+            for page, tables in (("measured.md", DOCS), ("reliability.md", RELIABILITY))
+        },
         RESULTS / "README.md": {"files": index},
     }
 

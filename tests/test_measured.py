@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/measured.md and benchmarks/results/README.md are those that their rows give."""
+"""The tables of README.md, of pages of docs/ and of benchmarks/results/README.md are those that their rows give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     """What the tables are made from, and the pages with them."""
     shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
     (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/measured.md"):
+    for page in ("README.md", "docs/measured.md", "docs/reliability.md"):
         shutil.copy(REPO / page, tmp_path / page)
     return tmp_path
 
@@ -42,9 +42,10 @@ def test_tables_are_those_of_the_rows() -> None:
         ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", "README.md, docs/measured.md"),
         ("quality-smollm2-h200/calibrated-window-64.json", '"kl_mean": 0.0034', '"kl_mean": 0.0074',
          "README.md, docs/measured.md"),
+        ("soak_restarts_cpu.json", '"errors": 0', '"errors": 1', "docs/reliability.md"),
         ("runs.toml", "benchmarks/routes.py", "benchmarks/roads.py", "docs/measured.md, benchmarks/results/README.md"),
     ],
-    ids=["step", "card", "quality", "command"],
+    ids=["step", "card", "quality", "soak", "command"],
 )  # fmt: skip
 def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages: str) -> None:
     path = copy / "benchmarks" / "results" / file
