@@ -1,24 +1,25 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--group N] [--csv FILE]
+        [--means {one,blocks}] [--group N] [--query-tokens N ...] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
 of the query: the decode kernel and, where one follows, the merge. `bandwidth` is the packed bytes over that, as a share
 of what a copy of 4 GB moves on the same card. 8 KV heads of 128 channels, and --group query heads of each: 4, as in an
-8B model, if it is not given. With --spread S requests have 1 - S to 1 + S times the context, in any order. With --means
-keys have one mean, or one of each block of positions; its product with the queries is made beside their rotation. The
-CUDA kernel's scheduler, which runs once per step, is timed separately, at the end.
+8B model, if it is not given. --query-tokens is the new tokens of a request, its drafts included. With --spread S
+requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean, or one of each block of
+positions; its product with the queries is made beside their rotation. The kernel `bf16` is FlashAttention 3 of vLLM
+over bf16 pages of the same batch. --schedulers times the CUDA kernel's scheduler, which runs once per step, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,13 @@ def copy_bandwidth() -> float:
 class Layers:
     """A batch and several layers' caches of it, of random codes and of scales as data has them.
 
-    `means`: of keys, "one", "blocks" of positions, or None. `group`: query heads of a KV head.
+    `means`: of keys, "one", "blocks" of positions, or None. `group`: query heads of a KV head. `query_tokens`: of a
+    request.
     """
 
     def __init__(
         self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None,
-        group: int = QUERY_HEADS // KV_HEADS,
+        group: int = QUERY_HEADS // KV_HEADS, query_tokens: int = 1,
     ) -> None:  # fmt: skip
         centring: dict[str, Any] = {}
         if means:
@@ -79,51 +81,58 @@ class Layers:
         lengths = [int(step * context) // BLOCK_SIZE * BLOCK_SIZE for step in steps]
         self.tokens = sum(lengths)
         self.tables = [_deal_out(torch.randperm(blocks), lengths) for _ in self.caches]
-        self.group = group
-        self.query = torch.randn(requests, group * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self.group, self.query_tokens = group, query_tokens
+        self.query = torch.randn(
+            requests * query_tokens, group * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16
+        )
         self.output = torch.empty_like(self.query)
-        self.start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+        self.start = query_tokens * torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        self.longest = max(lengths)
+        first_positions = self.seq_lens.long() - query_tokens
+        self.positions = (first_positions[:, None] + torch.arange(query_tokens, device="cuda")).flatten()
         self.rings = [self._ring(requests, context, recent) if recent else None for _ in self.caches]
 
-    @staticmethod
-    def _ring(requests: int, context: int, recent: int) -> Ring:
-        block_size = 8
-        each = recent // block_size + 2
+    def _ring(self, requests: int, context: int, recent: int) -> Ring:
+        block_size, stored = 8, recent + self.query_tokens - 1
+        each = stored // block_size + 2
         cache = torch.randint(
             0, 256, (requests * each, KV_HEADS, block_size, ring_slot_bytes(HEAD_DIM)), dtype=torch.uint8, device="cuda"
         )
         cache[..., 2 * HEAD_DIM :] = 0x60
         entries = torch.arange(-(-context // block_size), device="cuda") % each
         table = torch.arange(requests, device="cuda")[:, None] * each + entries
-        first = torch.full((requests,), context - recent, dtype=torch.int32, device="cuda")
+        first = torch.full((requests,), context - stored, dtype=torch.int32, device="cuda")
         return Ring(cache, table.to(torch.int32), first, recent)
 
     def rounds(self, kernel: str, splits: int | None, registers: int) -> dict[str, Callable[[], None]]:
         """Attention of all layers by `kernel`, with the rotation of the query and without."""
-        requests, group = len(self.query), self.group
+        if kernel == "bf16":
+            return self._rounds_of_bf16()
+        requests, group, tokens = len(self.seq_lens), self.group, len(self.query)
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-        programs = requests * KV_HEADS * -(-group // decode_module.COLUMNS)
+        programs = requests * KV_HEADS * -(-group * self.query_tokens // decode_module.COLUMNS)
         grid = cuda.Grid(1, splits or decode_module.split_count(programs, sm_count), is_final=False)
         if kernel == "cuda" and splits is None:
-            grid = cuda.grid(requests, KV_HEADS, sm_count, cuda.column_count(group, 1))
-        rotated = torch.empty(requests, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
-        parts, schedule = (requests, group * KV_HEADS, grid.blocks), None
+            card, columns = cuda.Card(KV_HEADS, HEAD_DIM, sm_count), cuda.column_count(group, self.query_tokens)
+            grid = cuda.grid(requests, card, columns)
+        rotated = torch.empty(tokens, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
+        parts, schedule = (tokens, group * KV_HEADS, grid.blocks), None
         if grid.is_final:
-            schedulers = cuda.make_schedulers(requests, KV_HEADS, sm_count, torch.device("cuda"), has_wide=True)
-            columns = cuda.column_count(group, 1)
-            schedule, parts = schedulers[grid.warps, grid.is_wide](self.seq_lens), (grid.blocks, KV_HEADS, columns)
+            schedulers = cuda.make_schedulers(requests, card, [columns], torch.device("cuda"))
+            schedule = schedulers[cuda.kind_of(requests, card, columns)](self.seq_lens)
+            parts = (grid.blocks, KV_HEADS, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
         matrix = cuda.pack_matrix(backward)
         counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
-        bias, positions, tiles_a_block = None, self.seq_lens.long() - 1, 0
+        bias, tiles_a_block = None, 0
         if self.means:
-            bias = torch.full((requests, group * KV_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
+            bias = torch.full((tokens, group * KV_HEADS, 1 + self.means.blocks), float("nan"), device="cuda")
             tiles_a_block = self.means.block_tokens // TILE_TOKENS
-        rotation = rotated, HEAD_DIM**-0.5, self.means, positions, bias
+        rotation = rotated, HEAD_DIM**-0.5, self.means, self.positions, bias
         bound, steps = [], []
         for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
             flags = dict(has_bias=bias is not None, tiles_a_block=tiles_a_block)
@@ -136,16 +145,34 @@ class Layers:
                 if rotates:
                     rotate_query(self.query, forward, *rotation)
                 if kernel == "cuda":
-                    bound[i](grid, 1, requests, steps[i][0], output)
+                    bound[i](grid, self.query_tokens, requests, steps[i][0], output)
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
                     centred = dict(query_bias=bias, tiles_a_block=tiles_a_block)
-                    decode(self.page, *batch, max_query_len=1, max_registers=registers, ring=ring, **centred)
+                    options = dict(max_query_len=self.query_tokens, max_registers=registers, ring=ring)
+                    decode(self.page, *batch, **options, **centred)
                 if not grid.is_final:
                     merge(partial, stats, backward, output)
 
         rotate_query(self.query, forward, *rotation)
         return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
+
+    def _rounds_of_bf16(self) -> dict[str, Callable[[], None]]:
+        """Attention of all layers over bf16 pages by FlashAttention 3, as vLLM calls it."""
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        shape = (2, len(self.caches[0]), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in self.caches]
+
+        def round_of_layers() -> None:
+            for cache, table in zip(caches, self.tables, strict=True):
+                flash_attn_varlen_func(
+                    self.query, *cache, out=self.output, cu_seqlens_q=self.start, max_seqlen_q=self.query_tokens,
+                    seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=HEAD_DIM**-0.5, causal=True,
+                    block_table=table, fa_version=3,
+                )  # fmt: skip
+
+        return {"bf16 all": round_of_layers, "bf16": round_of_layers}
 
 
 def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -159,8 +186,9 @@ def time_schedulers() -> None:
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
-            grid = cuda.grid(requests, KV_HEADS, sm_count)
-            scheduler = cuda.make_schedulers(max_num_seqs, KV_HEADS, sm_count, torch.device("cuda"))[grid.warps, False]
+            card, columns = cuda.Card(KV_HEADS, HEAD_DIM, sm_count), 4
+            schedulers = cuda.make_schedulers(max_num_seqs, card, [columns], torch.device("cuda"))
+            scheduler = schedulers[cuda.kind_of(requests, card, columns)]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
             times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
             case = f"schedule of {requests} requests, max_num_seqs {max_num_seqs}"
@@ -178,7 +206,7 @@ def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]
             graphs[name].replay()
             event.record()
         torch.cuda.synchronize()
-        times[name] += [start.elapsed_time(end) * 1e3 / LAYERS for start, end in pairwise(events)]
+        times[name] += [start.elapsed_time(end) * 1e3 / LAYERS for start, end in itertools.pairwise(events)]
     return {name: statistics.quantiles(found, n=10)[1::3] for name, found in times.items()}
 
 
@@ -197,13 +225,13 @@ def captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
-    parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda"))
+    parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda", "bf16"))
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
-    parser.add_argument(
-        "--group", type=int, default=4, help="query heads of a KV head (default: 4; at most 8 for cuda)"
-    )
+    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head (default: 4)")
+    parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")
+    parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
     parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel")
@@ -215,9 +243,14 @@ def main() -> None:
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
+    if max(options.query_tokens) * options.group > cuda.COLUMN_COUNTS[-1] and "cuda" in options.kernels:
+        parser.error(f"--group times --query-tokens: the CUDA kernel serves up to {cuda.COLUMN_COUNTS[-1]}")
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     for name in options.dtypes:
-        for requests, context in (map(int, shape.split("x")) for shape in options.shapes):
-            layers = Layers(name, requests, context, options.recent, options.spread, options.means, options.group)
+        for (requests, context), query_tokens in itertools.product(shapes, options.query_tokens):
+            layers = Layers(
+                name, requests, context, options.recent, options.spread, options.means, options.group, query_tokens
+            )
             rounds: dict[str, Callable[[], None]] = {}
             for kernel in options.kernels:
                 rounds |= layers.rounds(kernel, options.splits, options.max_registers)
@@ -226,18 +259,20 @@ def main() -> None:
             for kernel in options.kernels:
                 (p20, p50, p80), attention = times[f"{kernel} all"], times[kernel]
                 share = packed / (attention[1] * 1e-6) / bandwidth
-                case = f"{name:13} {requests:4} x {context:5}  {kernel:6}"
+                if kernel == "bf16":
+                    share *= 4 * HEAD_DIM / FORMATS[name].slot_bytes(HEAD_DIM)
+                case = f"{name:13} {requests:4} x {context:5}, {options.group} x {query_tokens} columns  {kernel:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
                     "recent": options.recent, "means": options.means or "none",
-                    "group": options.group, "kernel": kernel,
+                    "group": options.group, "query_tokens": query_tokens, "kernel": kernel,
                     "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
                 if options.csv:
                     append(options.csv, {**row, **made_with})
-    if "cuda" in options.kernels:
+    if options.schedulers:
         time_schedulers()
 
 

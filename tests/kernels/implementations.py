@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from packed_kv.formats import GROUP_SIZE
 from packed_kv.kernels.cuda import launch
 from packed_kv.kernels.cuda.schedule import PART_SHIFT, SLOT_SHIFT, item_count, reference_schedule
 from packed_kv.kernels.triton.decode import decode
@@ -33,10 +34,10 @@ def attend_pages(
     are the resident blocks for which the schedule is made.
     """
     tokens, kv_heads, group, head_dim = query.shape
-    shape = splits if isinstance(splits, launch.Grid) else launch.Grid(8, splits, is_final=True)
-    rows, schedule, columns = (tokens, kv_heads * group, shape.blocks), None, 0
-    if kernel != "triton":
-        columns = launch.column_count(group, max_query_len)
+    columns = 0 if kernel == "triton" else launch.column_count(group, max_query_len)
+    warps = 8 if columns <= 8 else head_dim // GROUP_SIZE
+    shape = splits if isinstance(splits, launch.Grid) else launch.Grid(warps, splits, is_final=True)
+    rows, schedule = (tokens, kv_heads * group, shape.blocks), None
     if kernel != "triton" and shape.is_final:
         schedule = make_schedule(seq_lens, shape)
         rows = (len(schedule), kv_heads, columns)

@@ -135,6 +135,14 @@ CASES = [
     # 16 columns, one of them of no query.
     {"name": "tq3", "requests": ((140, 0), (70, 60)), "query_lens": (5, 2), "group": 3, "recent": 48, "blocks": 3},
     gpu_only(name="turboquant35", requests=((700, 0), (300, 260)), head_dim=128, kv_heads=2, group=16, recent=64),
+    # 32 and 64 columns.
+    {"name": "isoquant4", "requests": ((170, 0), (1, 0), (40, 30)), "query_lens": (3, 1, 2), "group": 8, "recent": 16,
+     "ring_block": 4, "size": 40},
+    {"name": "turboquant25", "requests": ((90, 0),), "query_lens": (4,), "group": 16, "size": 40, "blocks": 3},
+    gpu_only(name="tq4", requests=((3000, 0), (33, 0)), head_dim=128, group=16, query_lens=(4, 3), tiles_a_block=8,
+             blocks=12, recent=64),
+    gpu_only(name="turboquant35", requests=((700, 0), (300, 260)), head_dim=128, kv_heads=2, group=12,
+             query_lens=(2, 1), recent=64, size=40),
     gpu_only(name="tq4", requests=((3000, 0), (33, 0)), head_dim=128, group=4, query_lens=(4, 3), tiles_a_block=8,
              blocks=12, recent=64),
     gpu_only(name="isoquant4", requests=((1000, 0), (257, 0)), tiles_a_block=8, blocks=4, group=3, recent=64),
@@ -165,6 +173,11 @@ def test_bias_of_blocks(kernel: str, options: dict[str, Any]) -> None:
         # Blocks of one warp, which write partial results.
         {"name": "isoquant3", "requests": ((330, 0), (70, 0)), "query_lens": (1, 3), "group": 2, "recent": 32,
          "splits": Grid(1, 5, False)},
+        # Teams of two warps: a tile has four blocks of means.
+        {"name": "isoquant4", "requests": ((1100, 0), (600, 560)), "group": 16, "recent": 100, "tiles_a_block": 1,
+         "blocks": 30, "size": 20, "splits": Grid(2, 4, True)},
+        gpu_only(name="turboquant25", requests=((9000, 0), (5000, 0)), query_lens=(4, 1), group=12, head_dim=128,
+                 kv_heads=8, tiles_a_block=4, blocks=80, recent=64, splits=Grid(4, 33, True)),
         gpu_only(name="tq4", requests=((9000, 0), (5000, 0), (33, 0)), head_dim=128, kv_heads=8, tiles_a_block=8,
                  blocks=40, recent=64, splits=Grid(8, 33, True)),
         gpu_only(name="turboquant25", requests=((9000, 0), (5000, 0)), query_lens=(2, 1), head_dim=128, kv_heads=8,

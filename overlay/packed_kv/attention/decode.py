@@ -139,13 +139,15 @@ class FusedDecode:
         )
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
-        self.schedulers: cuda.Schedulers = {}
-        """Of the CUDA kernel, by the warps of a block."""
+        self.card = cuda.Card(kv_heads, codec.key.head_dim, self.sm_count)
+        self.schedulers: dict[cuda.Kind, cuda.Scheduler] = {}
+        """Of the CUDA kernel, by the kind of its blocks."""
         if serves:
-            device, card = self.from_rotated.device, (kv_heads, self.sm_count)
-            self.of_cuda = cuda.pack_matrix(self.from_rotated), cuda.make_counters(max_requests, *card, device)
-            has_wide = cuda.column_count(self.shape.group, longest_decode) > 8
-            self.schedulers = cuda.make_schedulers(max_requests, *card, device, has_wide=has_wide)
+            device = self.from_rotated.device
+            columns = cuda.column_counts(self.shape.group, longest_decode)
+            counters = cuda.make_counters(max_requests, self.card, columns, device)
+            self.of_cuda = cuda.pack_matrix(self.from_rotated), counters
+            self.schedulers = cuda.make_schedulers(max_requests, self.card, columns, device)
 
     def store_step(
         self,
@@ -222,9 +224,9 @@ class FusedDecode:
             grid = cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
         else:
             columns = cuda.column_count(shape.group, max_query_len)
-            grid = cuda.grid(requests, self.kv_heads, self.sm_count, columns)
+            grid = cuda.grid(requests, self.card, columns)
         if grid.is_final:
-            schedule = self.schedulers[grid.warps, grid.is_wide](seq_lens)
+            schedule = self.schedulers[cuda.kind_of(requests, self.card, columns)](seq_lens)
             rotated, partial, stats, *bias = self.reserve(tokens, (grid.blocks, self.kv_heads, columns))
         else:
             rotated, partial, stats, *bias = self.reserve(tokens, (tokens, self.query_heads, grid.blocks))

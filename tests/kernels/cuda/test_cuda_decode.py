@@ -16,7 +16,18 @@ import torch
 import triton
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import CAPABILITY, refusal
-from packed_kv.kernels.cuda.launch import FINAL_WARPS, Grid, Variant, constants, grid
+from packed_kv.kernels.cuda.launch import (
+    COLUMN_COUNTS,
+    WARPS_PER_SM,
+    Card,
+    Grid,
+    Variant,
+    column_count,
+    column_counts,
+    constants,
+    grid,
+    kinds,
+)  # fmt: skip
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
 
@@ -50,11 +61,24 @@ def gpu_only(**options: Any) -> Any:
         # More than 8 columns.
         {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "group": 16, "seq_lens": (1, 100)},
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 3, "query_lens": (4, 1, 0),
-         "seq_lens": (1100, 40, 9), "splits": Grid(4, 3, True, True)},
+         "seq_lens": (1100, 40, 9), "splits": Grid(2, 3, True)},
+        {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 8, "query_lens": (3, 0, 4),
+         "seq_lens": (300, 5, 33), "splits": Grid(2, 5, False)},
+        {"name": "isoquant3", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (2100, 70),
+         "splits": Grid(4, 2, True)},
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
-        gpu_only(name="tq4", group=16, seq_lens=(9000, 4097), splits=Grid(4, 66, True, True)),
-        gpu_only(name="tq3", group=12, seq_lens=(9000, 33), splits=Grid(2, 132, True, True)),
-        gpu_only(name="turboquant25", group=2, query_lens=(8, 5), seq_lens=(700, 33), splits=Grid(1, 40, False, True)),
+        gpu_only(name="tq4", group=16, seq_lens=(9000, 4097), splits=Grid(4, 66, True)),
+        gpu_only(name="tq3", group=12, seq_lens=(9000, 33), splits=Grid(4, 132, True)),
+        gpu_only(name="turboquant25", group=2, query_lens=(8, 5), seq_lens=(700, 33), splits=Grid(4, 40, False)),
+        gpu_only(name="turboquant35", group=8, query_lens=(4, 3, 0), seq_lens=(9000, 33, 20), splits=Grid(4, 49, True)),
+        gpu_only(name="isoquant3", group=6, query_lens=(5,), seq_lens=(3000,), splits=Grid(4, 20, False)),
+        gpu_only(name="turboquant25", group=16, query_lens=(4, 1), seq_lens=(20000, 33), splits=Grid(4, 33, True)),
+        gpu_only(name="tq4", group=4, query_lens=(16, 9), seq_lens=(9000, 4097), splits=Grid(4, 66, True)),
+        gpu_only(name="tq4", group=8, query_lens=(8,), seq_lens=(700,), splits=Grid(4, 30, False)),
+        gpu_only(name="isoquant4", head_dim=64, group=8, query_lens=(8, 2), seq_lens=(3000, 100),
+                 splits=Grid(2, 9, True)),
+        gpu_only(name="turboquant25", group=16, query_lens=(3,), seq_lens=(40,), size=1e4, dtype=torch.float32,
+                 splits=Grid(4, 9, True)),
         gpu_only(name="turboquant35", seq_lens=(33, 16), block_size=32, dtype=torch.float32),
         gpu_only(name="turboquant25", seq_lens=(100, 37), splits=1, dtype=torch.bfloat16),
         gpu_only(name="isoquant4", head_dim=64, group=8, seq_lens=(70,), splits=Grid(1, 5, False)),
@@ -78,7 +102,9 @@ def test_pages(options: dict[str, Any]) -> None:
     "options",
     [
         {"name": "turboquant35", "seq_lens": (1, 40)},
+        {"name": "tq4", "group": 16, "query_lens": (1, 2), "seq_lens": (1, 40), "splits": Grid(2, 3, True)},
         gpu_only(name="tq4", seq_lens=(1, 40)),
+        gpu_only(name="turboquant25", group=16, query_lens=(3, 4), seq_lens=(3, 50), splits=Grid(2, 3, True)),
         gpu_only(name="turboquant25", group=2, query_lens=(3, 1), seq_lens=(3, 50)),
     ],
     ids=str,
@@ -99,6 +125,16 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((1100, 0), (1700, 900), (600, 560)), "splits": Grid(2, 6, True)},
         {"name": "tq3", "head_dim": 64, "kv_heads": 1, "group": 2, "requests": ((3000, 0), (2400, 2100), (300, 0)),
          "query_lens": (2, 3, 1), "recent": 200, "splits": Grid(8, 5, True)},
+        # Teams: tiles of the ring are fewer than warps, or more; a part of a request may have neither.
+        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 4, "query_lens": (3, 1, 2), "recent": 300,
+         "requests": ((1100, 0), (1700, 900), (600, 560)), "splits": Grid(2, 6, True)},
+        {"name": "turboquant25", "kv_heads": 1, "group": 16, "query_lens": (2, 1), "recent": 64,
+         "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
+        gpu_only(name="isoquant4", group=16, query_lens=(4, 1, 3), splits=Grid(4, 8, True)),
+        gpu_only(name="tq3", group=8, query_lens=(2, 1), recent=64, requests=((1000, 0), (2049, 1000)),
+                 splits=Grid(4, 20, False)),
+        gpu_only(name="turboquant35", group=8, query_lens=(4, 3, 1), recent=200,
+                 requests=((3000, 0), (2400, 2100), (300, 0)), splits=Grid(4, 5, True)),
         gpu_only(name="isoquant4"),
         gpu_only(name="turboquant25", head_dim=64, requests=((50, 44), (50, 50), (100, 16)), block_size=4),
         gpu_only(name="isoquant4", recent=1, splits=Grid(1, 2, False), group=8),
@@ -111,33 +147,36 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
     assert relative_rms(*ring_tests.run(kernel=KERNEL, **options)) < BOUND
 
 
-@pytest.mark.parametrize("columns", [4, 8, 16])
+@pytest.mark.parametrize("columns", COLUMN_COUNTS)
 @pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
-    """NVRTC, which needs no GPU, compiles the kernel: 128 registers, so that an SM holds 16 warps (with 16 columns 255
-    and 8), and few words spilled, outside of the loop."""
+    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid, and few words are spilled,
+    outside of the loop."""
     pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
 
-    warps = FINAL_WARPS[columns > 8][0]
+    few, _ = kinds(Card(8, 128, 132), columns)
     variant = Variant(
-        warps, True, columns, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
+        few.warps, True, columns, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
         tiles_a_block=8 * centred,
     )  # fmt: skip
-    (tmp_path / "decode.cubin").write_bytes(compiled_kernel(constants(page_layout(FORMATS[name], 128), 8, 4, variant)))
+    values = constants(page_layout(FORMATS[name], 128), 8, 4, variant)
+    (tmp_path / "decode.cubin").write_bytes(compiled_kernel(values))
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run(
         [tool, "--dump-resource-usage", tmp_path / "decode.cubin"], check=True, capture_output=True, text=True
     ).stdout
     registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
-    assert registers <= (255 if columns == 16 else 128) and stack <= 16
+    blocks = few.warps_per_sm // few.warps
+    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 16 else 112)
+    assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
 
 
 def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "8.9" in str(refusal((8, 9), 128, 4, 1))
     assert "96" in str(refusal((9, 0), 96, 4, 1))
-    assert "4 query heads" in str(refusal((9, 0), 128, 4, 5))
+    assert "4 query heads" in str(refusal((9, 0), 128, 4, 17))
     assert "window" in str(refusal((9, 0), 128, 4, 1, sliding_window=64))
     assert "cap" in str(refusal((9, 0), 64, 4, 2, logits_soft_cap=30.0))
     assert "sinks" in str(refusal((9, 0), 64, 4, 2, has_sinks=True))
@@ -148,14 +187,29 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
 @pytest.mark.parametrize("requests", [1, 3, 4, 24, 32, 66, 67, 128, 256, 529])
 def test_grid(requests: int, kv_heads: int) -> None:
     """Blocks write the output if there are enough pairs for 132 x 16 warps; otherwise there are splits of one warp."""
-    shape = grid(requests, kv_heads, 132)
+    card = Card(kv_heads, 128, 132)
+    shape = grid(requests, card, 4)
+    assert shape == grid(requests, card, 8)
     assert shape.is_final == (shape.warps > 1) == (requests * kv_heads > 29)
     if shape.is_final:
         assert shape.warps == (8 if requests * kv_heads <= 2 * 264 else 4)
         assert shape.blocks == requests + math.ceil(1.5 * (132 * 16 // shape.warps // kv_heads))
     else:
         assert shape.blocks == min(128, 132 * 16 // (requests * kv_heads))
-    wide = grid(requests, kv_heads, 132, columns=16)
-    assert wide.is_wide and not shape.is_wide
-    assert (wide.is_final, wide.warps) == (shape.is_final, max(1, shape.warps // 2))
-    assert not wide.is_final or wide.blocks == shape.blocks
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64])
+@pytest.mark.parametrize("requests", [1, 4, 32, 128])
+def test_grid_of_teams(requests: int, columns: int) -> None:
+    """A block has a warp for each group of 32 channels, whether it writes the output or not."""
+    card = Card(8, 64, 132)
+    shape, resident = grid(requests, card, columns), 132 * WARPS_PER_SM[columns] // 2
+    assert shape.warps == 2
+    assert shape.is_final == (resident // (requests * 8) <= 8)
+    blocks = requests + math.ceil(1.5 * (resident // 8)) if shape.is_final else min(128, resident // (requests * 8))
+    assert shape.blocks == blocks
+
+
+def test_columns() -> None:
+    assert [column_count(1, length) for length in (1, 4, 5, 8, 9, 17, 33, 64)] == [4, 4, 8, 8, 16, 32, 64, 64]
+    assert column_counts(16, 4) == [16, 32, 64]

@@ -68,7 +68,7 @@ static void meet(Meeting& meeting, int members, int operation, const std::functi
 }
 static int lane() { return running % 32; }
 static Meeting& warp() { return warps[running / 32]; }
-enum { MMA = 1, MMA_TF32, TRANSPOSE, SHUFFLE, ANY, WARP, BLOCK, ELECT };
+enum { MMA = 1, MMA_TF32, TRANSPOSE, SHUFFLE, ANY, WARP, BLOCK, ELECT, ANY_THREAD };
 
 // ---- fp16
 
@@ -168,6 +168,12 @@ INLINE bool any_lane(bool predicate) {
 }
 INLINE void sync_warp() { meet(warp(), 32, WARP, [] {}); }
 INLINE void sync_block() { meet(whole_block, fibers.size(), BLOCK, [] {}); }
+INLINE bool any_thread(bool predicate) {
+    static bool any = false, result = false;
+    any |= predicate;
+    meet(whole_block, fibers.size(), ANY_THREAD, [] { result = any, any = false; });
+    return result;
+}
 
 // ---- memory
 
@@ -181,6 +187,7 @@ INLINE u32 load_shared(u32 address) { u32 word; memcpy(&word, shared_at(address,
 INLINE u32 load_shared_half(u32 address) { u16 half; memcpy(&half, shared_at(address, 2), 2); return half; }
 INLINE void load_shared_2(u32 address, u32* words) { memcpy(words, shared_at(address, 8), 8); }
 INLINE void load_shared_4(u32 address, u32* words) { memcpy(words, shared_at(address, 16), 16); }
+INLINE void store_shared(u32 address, u32 word) { memcpy((void*)shared_at(address, 4), &word, 4); }
 struct alignas(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) { memcpy((void*)shared_at(address, 16), &q, 16); }
 INLINE float load_constant(const float* pointer) { return *pointer; }

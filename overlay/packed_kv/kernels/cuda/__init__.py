@@ -11,7 +11,7 @@ import importlib.util
 HEAD_DIMS = (64, 128)
 BITS = (4, 3, 2)
 """Widths that `codes.cuh` decodes."""
-COLUMNS = 16
+COLUMNS = 64
 """The most query heads per KV head times query tokens of a request."""
 CAPABILITY = (9, 0)
 

@@ -33,24 +33,43 @@ constexpr int chunk_width(int chunk) {
     constexpr int widths[] = {CHUNKS};
     return widths[chunk];
 }
+template <int WIDTH> INLINE void load_chunk(u32* words, u32 address, int lane) {
+    const u32 own = address + 4 * WIDTH * lane;
+    if constexpr (WIDTH == 4) load_shared_4(own, words);
+    else if constexpr (WIDTH == 2) load_shared_2(own, words);
+    else *words = load_shared(own);
+}
 template <int CHUNK = 0, int START = 0> INLINE void load_chunks(Words& words, u32 address, int lane) {
     if constexpr (START < WORDS) {
         constexpr int width = chunk_width(CHUNK);
-        const u32 own = address + 128 * START + 4 * width * lane;
-        if constexpr (width == 4) load_shared_4(own, words.word + START);
-        else if constexpr (width == 2) load_shared_2(own, words.word + START);
-        else words.word[START] = load_shared(own);
+        load_chunk<width>(words.word + START, address + 128 * START, lane);
         load_chunks<CHUNK + 1, START + width>(words, address, lane);
     }
+}
+// The signs of an odd last group, spread to the positions of parity 0 in a sign word.
+INLINE u32 load_half_word(u32 half_words, int lane) {
+    const u32 twice = prmt(load_shared_half(half_words + 2 * lane), 0, 0x1010);
+    return select_bits(0x0000FFFF, twice, twice << 2);
 }
 
 // Loads a lane's words from the addresses of the words and half words of a vector.
 INLINE void load_words(Words& words, u32 address, u32 half_words, int lane) {
     load_chunks(words, address, lane);
-    if constexpr (HAS_HALF) {
-        // The signs of an odd last group, spread to the positions of parity 0 in a sign word.
-        u32 twice = prmt(load_shared_half(half_words + 2 * lane), 0, 0x1010);
-        words.word[WORDS] = select_bits(0x0000FFFF, twice, twice << 2);
+    if constexpr (HAS_HALF) words.word[WORDS] = load_half_word(half_words, lane);
+}
+
+// Loads the words of one group; the others of `words` may stay undefined.
+template <int GROUP, int CHUNK = 0, int START = 0>
+INLINE void load_group_words(Words& words, u32 address, u32 half_words, int lane) {
+    constexpr Group group = group_layout(GROUP);
+    if constexpr (START < WORDS) {
+        constexpr int width = chunk_width(CHUNK), end = START + width;
+        constexpr bool has_codes = group.word < end && group.word + (group.bits == 4) >= START;
+        constexpr bool has_signs = group.bits == 3 && group.sign_word >= START && group.sign_word < end;
+        if constexpr (has_codes || has_signs) load_chunk<width>(words.word + START, address + 128 * START, lane);
+        load_group_words<GROUP, CHUNK + 1, end>(words, address, half_words, lane);
+    } else if constexpr (HAS_HALF && group.bits == 3 && group.sign_word == WORDS) {
+        words.word[WORDS] = load_half_word(half_words, lane);
     }
 }
 

@@ -1,55 +1,8 @@
 // The end of the kernel: store partial results, or combine those of a (request, KV head) pair and undo V's rotation.
 #pragma once
-#include "attend.cuh"
+#include "columns.cuh"
 
 constexpr int ROW = HEAD_DIM + 4;  // floats of a column in shared memory; 4 of padding avoid bank conflicts
-constexpr int COMBINED = WARPS * COLUMNS * (ROW + 2);
-static_assert(!IS_FINAL || WARPS * ROW >= 32, "the weights of 32 parts replace the outputs of the warps");
-constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
-
-// Converts outputs to values of unit 1, and sums the totals over the warp's lanes.
-INLINE void finish(State& state) {
-    for_each<OCTETS * GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8 % GROUPS;
-        constexpr float factor = group_layout(group).over_value_unit;
-        state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
-    });
-    for_each<OWN>([&](auto c) {
-        for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
-    });
-}
-
-// Calls `store(column, channel, value)` for this lane's outputs, and `statistics(column, maximum, total)`.
-template <class Store, class Statistics>
-INLINE void for_outputs(const State& state, const Lane& lane, Store&& store, Statistics&& statistics) {
-    for_each<OWN>([&](auto c) {
-        const int column = own_column(lane, c.value);
-        for_each<GROUPS * 4>([&](auto i) {
-            constexpr int group = i.value / 4, half = i.value / 2 % 2, eight = i.value % 2;
-            if (!TWICE || lane.column / 2 == group % 2)
-                store(column, group * 32 + half * 16 + eight * 8 + lane.row,
-                      state.output[c.value / 2][group][half][2 * eight + c.value % 2]);
-        });
-        if (lane.row == 0 && (!TWICE || lane.column < 2))
-            statistics(column, state.maximum[c.value], state.total[c.value]);
-    });
-}
-
-INLINE void store_partial(const Arguments& a, const Request& request, int head, int split, int splits, const Lane& lane,
-                          const State& state) {
-    auto row = [&](int column) { return request.row(head, column) * splits + split; };
-    for_outputs(
-        state, lane,
-        [&](int column, int channel, float x) {
-            if (request.has(column)) a.partial_output[row(column) * HEAD_DIM + channel] = x;
-        },
-        [&](int column, float maximum, float total) {
-            if (!request.has(column)) return;
-            a.partial_stats[2 * row(column)] = maximum;
-            a.partial_stats[2 * row(column) + 1] = total;
-        });
-}
-
 // A sum of values weighted by 2^(score - maximum); `total` is the sum of the weights.
 struct WeightedSum {
     float maximum, total, output;
@@ -57,21 +10,6 @@ struct WeightedSum {
     // The natural log-sum-exp of the scores; -inf if there are none.
     INLINE float lse() const { return (maximum + log2_fast(total)) * 0.6931471805599453f; }
 };
-// Combines `count` partial results as `merge.py` does.
-template <class Statistics, class Output>
-INLINE WeightedSum combine(int count, Statistics&& statistics, Output&& output) {
-    WeightedSum sum{-1e30f, 0, 0};
-#pragma unroll 8
-    for (int i = 0; i < count; i++) sum.maximum = maximum_of(sum.maximum, statistics(i, 0));
-#pragma unroll 8
-    for (int i = 0; i < count; i++) {
-        const float weight = exp2_fast(statistics(i, 0) - sum.maximum);
-        sum.total += weight * statistics(i, 1);
-        sum.output += weight * output(i);
-    }
-    return sum;
-}
-
 // A tile of the rotation has 16 output channels; `pack_matrix` of launch.py puts the fragments of two products side by
 // side.
 constexpr int TILES_PER_WARP = (HEAD_DIM / 16 + WARPS - 1) / WARPS, FRAGMENTS = HEAD_DIM / 16;
@@ -186,40 +124,4 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
         combined[column * ROW + channel] = mean.x, combined[column * ROW + channel + 1] = mean.y;
     }
     return true;
-}
-
-// Combines the warps of a block, and the blocks of a pair, and writes the output.
-INLINE void combine_warps(const Arguments& a, const Request& request, int head, const WorkItem& item, int warp,
-                          const Lane& lane, const State& state) {
-    float* statistics = (float*)shared_memory();
-    float *outputs = statistics + 2 * WARPS * COLUMNS, *combined = outputs + WARPS * COLUMNS * ROW;
-    const bool is_alone = item.parts == 1;
-    sync_block();  // all warps have read the tiles that were here
-    for_outputs(
-        state, lane,
-        [&](int column, int channel, float x) { outputs[(warp * COLUMNS + column) * ROW + channel] = x; },
-        [&](int column, float maximum, float total) {
-            statistics[(warp * COLUMNS + column) * 2] = maximum;
-            statistics[(warp * COLUMNS + column) * 2 + 1] = total;
-        });
-    Matrix matrix;
-    matrix.load(a, head, warp, lane);  // in flight while the warps are combined
-    sync_block();
-    for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
-        const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-        const WeightedSum sum = combine(
-            WARPS, [&](int w, int what) { return statistics[(w * COLUMNS + column) * 2 + what]; },
-            [&](int w) { return outputs[(w * COLUMNS + column) * ROW + channel]; });
-        if (is_alone) {
-            combined[column * ROW + channel] = sum.mean();
-            if (HAS_LSE && channel == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
-        } else if (request.has(column)) {
-            const long long row = part_row(item, item.part, head, column);
-            a.partial_output[row * HEAD_DIM + channel] = sum.output;
-            if (channel == 0) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = sum.total;
-        }
-    }
-    if (!is_alone && !combine_blocks(a, request, head, item, outputs, combined)) return;
-    sync_block();
-    rotate_back(a, request, head, warp, lane, matrix, combined);
 }

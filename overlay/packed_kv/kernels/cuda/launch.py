@@ -6,25 +6,28 @@ import ctypes
 import functools
 import math
 import struct
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from ...codecs.ring import Ring
+from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import units
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
-from . import COLUMNS
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-WARPS_PER_SM = (16, 8)
-"""Warps that an SM holds: of 128 registers per thread, and of up to 255 where there are more than 8 columns."""
-FINAL_WARPS = ((8, 4), (4, 2))
-"""For each of these: warps of a block that writes the output, in batches of up to `max_requests_of_large_blocks`, and
-in larger ones. There, smaller blocks leave less of the card idle (an H200 at 128 x 2048: 81 us instead of 88)."""
+COLUMN_COUNTS = (4, 8, 16, 32, 64)
+"""The columns that kernels are compiled for. Beyond 8, a block's warps are a team (`wide.cuh`)."""
+WARPS_PER_SM = {4: 16, 8: 16, 16: 16, 32: 12, 64: 8}
+"""Warps that an SM holds, by columns: their registers decide."""
+NARROW_WARPS = (8, 4)
+"""Warps of a block that writes the output and has up to 8 columns: in batches of up to two requests per resident block,
+and in larger ones. There, smaller blocks leave less of the card idle (an H200 at 128 x 2048: 81 us instead of 88)."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results, and `merge` follows.
@@ -41,43 +44,65 @@ class Grid(NamedTuple):
     """Blocks of `warps` warps.
 
     With `is_final`, they write the output, and `blocks` is the work items of each KV head (`schedule.py`). Otherwise
-    they write partial results, and `blocks` is the splits of each (request, KV head) pair. `is_wide`: more than 8
-    columns.
+    they write partial results, and `blocks` is the splits of each (request, KV head) pair.
     """
 
     warps: int
     blocks: int
     is_final: bool
-    is_wide: bool = False
 
 
-def grid(requests: int, kv_heads: int, sm_count: int, columns: int = 8) -> Grid:
+class Card(NamedTuple):
+    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs."""
+
+    kv_heads: int
+    head_dim: int
+    sm_count: int
+
+
+class Kind(NamedTuple):
+    """Blocks that write the output: their warps, how many warps an SM holds, and whether requests are cut as stream-K
+    does."""
+
+    warps: int
+    warps_per_sm: int
+    stream_k: bool
+
+    def resident(self, card: Card) -> int:
+        """Return how many blocks the card runs at a time, per KV head."""
+        return max(1, card.sm_count * self.warps_per_sm // self.warps // card.kv_heads)
+
+
+def kinds(card: Card, columns: int) -> tuple[Kind, Kind]:
+    """Return the blocks of batches of up to two requests per resident block, and those of larger ones."""
+    few, many = NARROW_WARPS if columns <= 8 else (card.head_dim // GROUP_SIZE,) * 2
+    most = WARPS_PER_SM[columns]
+    return Kind(few, most, stream_k=True), Kind(many, most, stream_k=False)
+
+
+def kind_of(requests: int, card: Card, columns: int) -> Kind:
+    """Return the blocks that serve a number of requests."""
+    few, many = kinds(card, columns)
+    return few if requests <= 2 * few.resident(card) else many
+
+
+def grid(requests: int, card: Card, columns: int) -> Grid:
     """Return the grid for a number of requests. It depends on no sequence length, so a CUDA graph can hold it."""
-    is_wide = columns > 8
-    pairs, warps = requests * kv_heads, sm_count * WARPS_PER_SM[is_wide]
-    final = FINAL_WARPS[is_wide][requests > max_requests_of_large_blocks(kv_heads, sm_count)]
-    if warps // final // pairs <= MAX_FINAL_BLOCKS:
-        blocks = item_count(requests, resident_blocks(final, kv_heads, sm_count, is_wide=is_wide))
-        return Grid(final, blocks, True, is_wide)
-    return Grid(1, min(MAX_SPLITS, warps // pairs), False, is_wide)
-
-
-def max_requests_of_large_blocks(kv_heads: int, sm_count: int) -> int:
-    """Return the largest batch that the larger blocks serve: two requests per resident block."""
-    return 2 * resident_blocks(FINAL_WARPS[0][0], kv_heads, sm_count)
-
-
-def resident_blocks(warps: int, kv_heads: int, sm_count: int, *, is_wide: bool = False) -> int:
-    """Return how many blocks of `warps` warps a card runs at a time, per KV head."""
-    return max(1, sm_count * WARPS_PER_SM[is_wide] // warps // kv_heads)
+    kind, pairs = kind_of(requests, card, columns), requests * card.kv_heads
+    blocks = card.sm_count * kind.warps_per_sm // kind.warps
+    if blocks // pairs <= MAX_FINAL_BLOCKS:
+        return Grid(kind.warps, item_count(requests, kind.resident(card)), True)
+    if columns <= 8:
+        return Grid(1, min(MAX_SPLITS, blocks * kind.warps // pairs), False)
+    return Grid(kind.warps, min(MAX_SPLITS, blocks // pairs), False)
 
 
 class Variant(NamedTuple):
     """The constants of the kernel that depend on the batch and the layer.
 
-    columns is 4, 8 or 16; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the tokens of the
-    recent window; output is the output's dtype; has_lse says whether blocks that write the output write log-sum-exps
-    too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
+    columns is one of `COLUMN_COUNTS`; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the
+    tokens of the recent window; output is the output's dtype; has_lse says whether blocks that write the output write
+    log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
     """
 
     warps: int
@@ -103,7 +128,9 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
     stage = max(TILE_BLOCKS * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
-    combine = 4 * (warps * columns * (layout.head_dim + 6) + columns * (layout.head_dim + 4) + 4) if warps > 1 else 0
+    if columns > 8:
+        stage *= warps
+    shared = _wide_bytes if columns > 8 else _narrow_bytes
     values: dict[str, object] = {
         **_layout_constants(layout),
         **_decoder_constants(),
@@ -122,13 +149,26 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
         "STAGES": STAGES,
-        "BLOCKS": max(1, WARPS_PER_SM[columns > 8] // warps),
+        "BLOCKS": WARPS_PER_SM[columns] // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": max(warps * (STAGES * (stage + 8) + 16), combine),
+        "SHARED_BYTES": shared(stage, layout.head_dim, warps, columns),
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def _narrow_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
+    """Return the shared memory of a block of up to 8 columns."""
+    combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
+    return max(warps * (STAGES * (stage + 8) + 16), combine)
+
+
+def _wide_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
+    """Return the shared memory of a block of more columns: what `wide.cuh` lists."""
+    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * TILE_BLOCKS * warps * columns
+    own = STAGES * (stage + 8) + 16 * warps + queries + weights + 2 * 4 * warps * columns
+    return max(own, 4 * columns * (head_dim + 4 + 32) + 16)
 
 
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
@@ -188,29 +228,23 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
 
 
-def make_counters(requests: int, kv_heads: int, sm_count: int, device: torch.device) -> torch.Tensor:
-    """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`.
+def make_counters(requests: int, card: Card, columns: Iterable[int], device: torch.device) -> torch.Tensor:
+    """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
+    with any of these columns.
 
     Launches leave them 0. Layers may share them, because the launches of one stream do not overlap.
     """
-    blocks = resident_blocks(FINAL_WARPS[0][1], kv_heads, sm_count)  # as many as of wide blocks
-    return torch.zeros(item_count(requests, blocks) * kv_heads, dtype=torch.int32, device=device)
+    most = max(kind.resident(card) for count in columns for kind in kinds(card, count))
+    return torch.zeros(item_count(requests, most) * card.kv_heads, dtype=torch.int32, device=device)
 
 
-Schedulers = dict[tuple[int, bool], Scheduler]
-"""By `warps` and `is_wide` of a grid."""
-
-
-def make_schedulers(
-    requests: int, kv_heads: int, sm_count: int, device: torch.device, *, has_wide: bool = False
-) -> Schedulers:
-    """Return the schedulers for batches of up to `requests`, with `has_wide` also those of wide grids."""
-    few = min(requests, max_requests_of_large_blocks(kv_heads, sm_count))
-    made: Schedulers = {}
-    for is_wide in (False, True)[: 1 + has_wide]:
-        for warps, most, stream_k in zip(FINAL_WARPS[is_wide], (few, requests), (True, False), strict=True):
-            resident = resident_blocks(warps, kv_heads, sm_count, is_wide=is_wide)
-            made[warps, is_wide] = Scheduler(most, resident, warps, device, stream_k=stream_k)
+def make_schedulers(requests: int, card: Card, columns: Iterable[int], device: torch.device) -> dict[Kind, Scheduler]:
+    """Return the schedulers for batches of up to `requests`, of these columns."""
+    made = {}
+    for few, many in {kinds(card, count) for count in columns}:
+        most = min(requests, 2 * few.resident(card))
+        for kind, batch in ((few, most), (many, requests)):
+            made[kind] = Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k)
     return made
 
 
@@ -354,8 +388,10 @@ class CudaDecode:
         """
         lengths = {column_count(self.group, length): length for length in range(1, longest_decode + 1)}
         for columns, length in lengths.items():
-            for shape in (*(Grid(warps, 1, True) for warps in FINAL_WARPS[columns > 8]), Grid(1, 1, False)):
-                self._function(shape, length)
+            few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1), columns)
+            for warps in {few.warps, many.warps}:
+                self._function(Grid(warps, 1, True), length)
+            self._function(Grid(few.warps if columns > 8 else 1, 1, False), length)
 
     def _function(self, shape: Grid, max_query_len: int) -> _Function:
         variant = Variant(
@@ -367,9 +403,13 @@ class CudaDecode:
 
 
 def column_count(group: int, max_query_len: int) -> int:
-    """Return the columns that the kernel is compiled for: 4, 8 or 16."""
-    assert group * max_query_len <= COLUMNS, (group, max_query_len)
-    return next(columns for columns in (4, 8, COLUMNS) if group * max_query_len <= columns)
+    """Return the columns that the kernel is compiled for, the fewest that are enough."""
+    return next(columns for columns in COLUMN_COUNTS if group * max_query_len <= columns)
+
+
+def column_counts(group: int, longest_decode: int) -> list[int]:
+    """Return the columns that steps of up to `longest_decode` query tokens per request may need."""
+    return sorted({column_count(group, length) for length in range(1, longest_decode + 1)})
 
 
 class _Function(NamedTuple):

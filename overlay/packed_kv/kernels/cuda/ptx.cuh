@@ -109,6 +109,8 @@ INLINE float shuffle(float x, int lane) { return __shfl_sync(0xFFFFFFFFu, x, lan
 INLINE bool any_lane(bool predicate) { return __any_sync(0xFFFFFFFFu, predicate); }
 INLINE void sync_warp() { __syncwarp(); }
 INLINE void sync_block() { __syncthreads(); }
+// Waits for all threads of the block, and returns whether the predicate holds for one.
+INLINE bool any_thread(bool predicate) { return __syncthreads_or(predicate); }
 
 // ---- memory
 
@@ -133,6 +135,9 @@ INLINE void load_shared_2(u32 address, u32* words) {
 INLINE void load_shared_4(u32 address, u32* words) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address));
+}
+INLINE void store_shared(u32 address, u32 word) {
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word));
 }
 struct __align__(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) {

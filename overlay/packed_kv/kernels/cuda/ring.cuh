@@ -1,7 +1,7 @@
 // Attention over the ring buffer of recent tokens, 16 at a time. `codecs/ring.py` describes its codes, `layout.py` its
 // bytes.
 #pragma once
-#include "attend.cuh"
+#include "columns.cuh"
 
 constexpr float RING_UNIT = 1.f / 128;  // the value of a code of 1
 
@@ -10,6 +10,7 @@ INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64
 
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
+constexpr int RING_PIECES = 16 / RING_PIECE;
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int RING_VALUE_SCALE = RING_VALUE_SCALES_AT % 4;  // byte of V's first scale in its word
@@ -25,61 +26,58 @@ struct Ring {
         : cache(a.ring + (u64)head * a.ring_head_stride), table(a.ring_table + (u64)index * a.ring_table_stride),
           block_stride(a.ring_block_stride) {}
 
-    // Each of the first lanes copies a piece. A piece without tokens of the ring is replaced by one with, because its
-    // block does not exist.
-    INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
+    // Copies a piece of a tile. One without tokens of the ring is replaced by one with, because its block does not exist.
+    INLINE void copy_piece(const Request& request, int tile, int piece, u32 target, u32 barrier) const {
         constexpr int piece_bytes = RING_PIECE * RING_SLOT_BYTES;
-        if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
-        sync_warp();
-        if (lane.index >= 16 / RING_PIECE) return;
-        int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
+        int token = 16 * (request.first_ring_tile() + tile) + piece * RING_PIECE;
         token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
         const u32 block = table[token / RING_DIVISOR];
-        copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
+        copy_bulk<piece_bytes>(target + piece * piece_bytes, barrier,
                                cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT_BYTES);
+    }
+    // Copies a tile; each of the first lanes a piece.
+    INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
+        if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
+        sync_warp();
+        if (lane.index < RING_PIECES) copy_piece(request, tile, lane.index, target, barrier);
     }
 };
 
 // The group whose scale belongs to a lane's columns: with TWICE, an even one for columns 0 to 3, else an odd one.
 INLINE int group_of(int set, int upper_columns) { return set * GROUPS_PER_SET + (TWICE ? upper_columns : 0); }
 
-INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[SCORES]) {
-    const u32 slot = tile + lane.row * RING_SLOT_BYTES;  // and that of 8 tokens further
-    const u32 keys = slot + RING_KEYS_AT + lane.column * 8;
-    auto decode = [&](auto group, u32* pairs) {
-        for_each<2>([&](auto n3) {
-            u32 words[2];
-            load_shared_2(keys + n3.value * 8 * RING_SLOT_BYTES + group.value * 32, words);
-            for_each<2>([&](auto d4) {
-                pairs[4 * n3.value + 2 * d4.value] = ring_pair(words[d4.value], 0x4140);
-                pairs[4 * n3.value + 2 * d4.value + 1] = ring_pair(words[d4.value], 0x4342);
-            });
+// Decodes a group of K of a tile.
+INLINE void ring_key_pairs(u32 tile, const Lane& lane, int group, u32* pairs) {
+    const u32 keys = tile + lane.row * RING_SLOT_BYTES + RING_KEYS_AT + lane.column * 8 + group * 32;
+    for_each<2>([&](auto n3) {
+        u32 words[2];
+        load_shared_2(keys + n3.value * 8 * RING_SLOT_BYTES, words);
+        for_each<2>([&](auto d4) {
+            pairs[4 * n3.value + 2 * d4.value] = ring_pair(words[d4.value], 0x4140);
+            pairs[4 * n3.value + 2 * d4.value + 1] = ring_pair(words[d4.value], 0x4342);
         });
-    };
-    auto scale = [&](auto set, float& low, float& high) {
-        const u32 selector = 0x4440 + group_of(set.value, lane.column / 2);
-        low = low_float(scale_pair(load_shared(slot + RING_KEY_SCALES_AT), selector));
-        high = low_float(scale_pair(load_shared(slot + 8 * RING_SLOT_BYTES + RING_KEY_SCALES_AT), selector));
-    };
-    score(queries, decode, scale, scores);
+    });
+}
+// The scales of K of this lane's two tokens, for a group.
+INLINE void ring_key_scales(u32 tile, const Lane& lane, int group, float& low, float& high) {
+    const u32 scales = tile + lane.row * RING_SLOT_BYTES + RING_KEY_SCALES_AT, selector = 0x4440 + group;
+    low = low_float(scale_pair(load_shared(scales), selector));
+    high = low_float(scale_pair(load_shared(scales + 8 * RING_SLOT_BYTES), selector));
 }
 
 // The lane's token i = n3 n0 of the tile.
 INLINE int value_token(const Lane& lane, int i) { return 2 * lane.column + i % 2 + i / 2 * 8; }
 
-INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[OWN],
-                            const Lane& lane) {
-    auto decode = [&](auto group, u32* pairs) {
-        for_each<2>([&](auto n3) {
-            const u32 values = tile + RING_VALUES_AT + group.value * 32 + lane.row * 4;
-            const u32 first = load_shared(values + value_token(lane, 2 * n3.value) * RING_SLOT_BYTES);
-            const u32 second = load_shared(values + value_token(lane, 2 * n3.value + 1) * RING_SLOT_BYTES);
-            const u32 low = prmt(first, second, 0x5140), high = prmt(first, second, 0x7362);
-            pairs[n3.value] = ring_pair(low, 0x4140), pairs[2 + n3.value] = ring_pair(low, 0x4342);
-            pairs[4 + n3.value] = ring_pair(high, 0x4140), pairs[6 + n3.value] = ring_pair(high, 0x4342);
-        });
-    };
-    add_values(state, decode, scales, operands);
+// Decodes a group of V of a tile.
+INLINE void ring_value_pairs(u32 tile, const Lane& lane, int group, u32* pairs) {
+    const u32 values = tile + RING_VALUES_AT + group * 32 + lane.row * 4;
+    for_each<2>([&](auto n3) {
+        const u32 first = load_shared(values + value_token(lane, 2 * n3.value) * RING_SLOT_BYTES);
+        const u32 second = load_shared(values + value_token(lane, 2 * n3.value + 1) * RING_SLOT_BYTES);
+        const u32 low = prmt(first, second, 0x5140), high = prmt(first, second, 0x7362);
+        pairs[n3.value] = ring_pair(low, 0x4140), pairs[2 + n3.value] = ring_pair(low, 0x4342);
+        pairs[4 + n3.value] = ring_pair(high, 0x4140), pairs[6 + n3.value] = ring_pair(high, 0x4342);
+    });
 }
 
 // Loads V's scales as pages have them, one byte per token; 0 for tokens that are not in the ring, whose bytes may be
@@ -102,29 +100,14 @@ INLINE void ring_value_scales(const Request& request, u32 tile, int first, const
 // The tile of pages that has the tokens of a request's tile `number` of the ring.
 INLINE int page_tile(const Request& request, int number) { return (request.first_ring_tile() + number) / TILE_BLOCKS; }
 
-// Adds a tile to the state, whose outputs are in units of RING_UNIT until `to_page_unit`.
-INLINE void attend_ring_tile(const Arguments& a, const Request& request, int head, int number, u32 tile,
-                             const Queries& queries, const Lane& lane, State& state) {
-    const int first = 16 * (request.first_ring_tile() + number);
-    float scores[1][SCORES];
-    ring_scores(tile, queries, lane, scores[0]);
-    if (HAS_BIAS && first == 0) Biases(a, request, head, lane).add_first(a, lane, RING_UNIT, scores[0]);
+// Corrects the scores of token 0, and masks those of tokens that a query does not see or reads from pages. `first` is
+// the tile's first token.
+INLINE void mask_ring_scores(const Arguments& a, const Request& request, int head, int first, const Lane& lane,
+                             float (&scores)[SCORES]) {
+    if (HAS_BIAS && first == 0) Biases(a, request, head, lane).add_first(a, lane, RING_UNIT, scores);
     for_each<SCORES>([&](auto r) {
         const int token = first + lane.row + r.value / 2 % 2 * 8;
         const int limit = request.limit(own_column(lane, own_of_score(r.value)));
-        if (token >= limit || token < max(limit - RECENT, request.recent)) scores[0][r.value] = minus_infinity();
-    });
-    u32 scales[1][SETS], operands[1][OWN];
-    ring_value_scales(request, tile, first, lane, scales[0]);
-    online_softmax_update(state, scores, RING_UNIT, scales, operands);
-    add_ring_values(state, tile, scales[0], operands[0], lane);
-}
-
-// Converts outputs of the ring to the units of those of pages.
-INLINE void to_page_unit(State& state) {
-    for_each<OCTETS * GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8 % GROUPS;
-        constexpr float factor = RING_UNIT / group_layout(group).over_value_unit;
-        state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
+        if (token >= limit || token < max(limit - RECENT, request.recent)) scores[r.value] = minus_infinity();
     });
 }

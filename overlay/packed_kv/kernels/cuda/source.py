@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib import resources
 
 MAIN = "decode.cu"
-HEADERS = ("ptx.cuh", "codes.cuh", "attend.cuh", "ring.cuh", "combine.cuh")
+HEADERS = (
+    "ptx.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh", "pages.cuh",
+    "narrow.cuh", "wide.cuh",
+)  # fmt: skip
 
 
 def read_sources() -> dict[str, str]:

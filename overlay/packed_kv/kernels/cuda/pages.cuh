@@ -1,0 +1,109 @@
+// Tiles of pages: which of them a warp or a block reads, how they come into shared memory, and what of them is masked.
+#pragma once
+#include "combine.cuh"
+#include "ring.cuh"
+
+constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
+static_assert(WORK_ITEMS % 16 == 0 && SHARED_BYTES >= WORK_ITEMS + WARPS * 16, "stages, barriers and work items fit");
+
+// The pages of one (request, KV head) pair. Micro-blocks past the end of the sequence are replaced by its last one.
+struct Pages {
+    const u8* cache;
+    const int* table;
+    u32 block_stride;
+    int last_micro_block;
+
+    INLINE u32 micro_block(int tile, int i) const { return min(TILE_BLOCKS * tile + i, last_micro_block); }
+    // The numbers of the blocks that hold the tile's micro-blocks.
+    INLINE void load_blocks(int tile, u32 (&blocks)[TILE_BLOCKS]) const {
+        for_each<TILE_BLOCKS>([&](auto i) { blocks[i.value] = table[micro_block(tile, i.value) / MICRO_BLOCKS]; });
+    }
+    INLINE void copy(int tile, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier) const {
+        if (!elect_lane()) return;
+        expect_bytes(barrier, TILE_BYTES);
+        for_each<TILE_BLOCKS>([&](auto i) {
+            const u32 offset = micro_block(tile, i.value) % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
+            copy_bulk<MICRO_BLOCK_BYTES>(target + i.value * MICRO_BLOCK_BYTES, barrier,
+                                         cache + (u64)blocks[i.value] * block_stride + offset);
+        });
+    }
+};
+
+// The tiles of one of `splits` splits of a work item. All splits have equally many, give or take one. A split has tiles
+// split, split + splits, ... of the ring, `ring` in all, and `count` consecutive tiles of pages from `low`.
+struct TileRange {
+    int ring, low, count;
+
+    INLINE TileRange(const Request& request, const WorkItem& item, int split, int splits) {
+        int pages = (max(request.page_limit(request.seq_len), 0) + TILE_TOKENS - 1) / TILE_TOKENS;
+        if (!item.is_last()) pages = min(pages, item.end);
+        const int tiles = item.is_last() ? request.ring_tiles() : 0, more = tiles % splits;
+        const int own = (max(pages - item.begin, 0) + tiles + splits - 1) / splits - tiles / splits;
+        ring = tiles / splits + (split < more);
+        low = item.begin + split * own - min(split, more);
+        count = max(0, min(own - (split < more), pages - low));
+    }
+};
+
+INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2], u32 (&value)[SETS]) {
+    const u32 keys = micro_block + KEY_SCALES_AT + lane.row * (2 * GROUPS);
+    if constexpr (GROUPS == 4) load_shared_2(keys, key);
+    else key[0] = load_shared(keys);
+    const u32 values = micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS);
+    if constexpr (TWICE) {
+        for_each<SETS>([&](auto set) { value[set.value] = load_shared(values + lane.row / 4 * 4 + 8 * set.value); });
+    } else if constexpr (GROUPS == 4) {
+        load_shared_4(values, value);
+    } else {
+        load_shared_2(values, value);
+    }
+}
+
+// Ones for the bytes of this lane's V scales of a micro-block whose first `count` tokens are stored.
+INLINE u32 stored_bytes(const Lane& lane, int count) {
+    u32 stored = 0;
+    for_each<4>([&](auto i) {
+        if (value_token(lane, i.value) < count) stored |= 0xFFu << 8 * i.value;
+    });
+    return stored;
+}
+
+// Masks a tile at an end of the sequence: the scores of tokens that a query does not see, and the V scales of tokens
+// that are not stored, whose bytes may be anything.
+INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&scores)[TILE_BLOCKS][SCORES],
+                 u32 (&scales)[TILE_BLOCKS][SETS]) {
+    const Request request(a, shared_work_item());
+    if (HAS_BIAS && first_token == 0)
+        Biases(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, 1 / SCORE_UNIT, scores[0]);
+    for_each<TILE_BLOCKS>([&](auto b) {
+        const int token = first_token + 16 * b.value;
+        for_each<SCORES>([&](auto r) {
+            const int limit = request.page_limit(request.limit(own_column(lane, own_of_score(r.value))));
+            if (token + lane.row + r.value / 2 % 2 * 8 >= limit) scores[b.value][r.value] = minus_infinity();
+        });
+        const u32 stored = stored_bytes(lane, request.seq_len - token);
+        for_each<SETS>([&](auto set) { scales[b.value][set.value] &= stored; });
+    });
+}
+
+// The stages of a warp or a team, used in turn; `owner` is its number.
+struct Stages {
+    u32 first, first_barrier, stage, barrier, parity;
+
+    INLINE explicit Stages(int owner) {
+        const u32 shared = shared_address(shared_memory());
+        stage = first = hide_from_optimizer(shared + owner * STAGES * STAGE_BYTES);
+        barrier = first_barrier = hide_from_optimizer(shared + BARRIERS + owner * STAGES * 8);
+        parity = 0;
+    }
+    // Called by one warp.
+    INLINE void init_barriers(const Lane& lane) const {
+        if (lane.index < STAGES) barrier_init(barrier + 8 * lane.index);
+        barrier_init_fence();
+        sync_warp();
+    }
+    INLINE void next() {
+        stage += STAGE_BYTES, barrier += 8;
+        if (stage == first + STAGES * STAGE_BYTES) stage = first, barrier = first_barrier, parity ^= 1;
+    }
+};

@@ -1,0 +1,489 @@
+// Attention of a block for 16 to 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
+// channels. A tile of the team is TILE_BLOCKS micro-blocks a warp. Each warp computes the weights of its own tokens for
+// all columns, and leaves them in shared memory; then it adds V of all the team's tokens for its own group of channels.
+// So each code is unpacked by one warp, once, and a warp holds the outputs of 32 channels only.
+//
+// Queries lie in shared memory as operands of `mma`; a warp loads each for TILE_BLOCKS micro-blocks. Weights lie there
+// as operands, too, two tiles of them, so one barrier a tile is enough: past it, all warps have done with the tile
+// before. That barrier is the vote on the softmax's maximum as well. Where it must move, the tile is scored again.
+#pragma once
+#include "pages.cuh"
+
+constexpr int TEAM_BLOCKS = WARPS * TILE_BLOCKS;  // micro-blocks of a team's tile
+constexpr int TEAM_TOKENS = 16 * TEAM_BLOCKS;
+constexpr int OPERAND = 32 * 16;  // bytes that a warp loads at once, 16 a lane
+constexpr int WEIGHTS_OF_BLOCK = OCTETS / 2 * OPERAND, WEIGHTS_OF_TILE = TEAM_BLOCKS * WEIGHTS_OF_BLOCK;
+
+// Shared memory: after what `decode.cu` says, queries [octet][group], weights [2][micro-block][two octets], and for each
+// warp and column the maximum and the largest score of a tile.
+constexpr int QUERIES_AT = WORK_ITEMS + WARPS * 16, WEIGHTS_AT = QUERIES_AT + OCTETS * GROUPS * OPERAND;
+constexpr int MAXIMA_AT = WEIGHTS_AT + 2 * WEIGHTS_OF_TILE, TOPS_AT = MAXIMA_AT + 4 * WARPS * COLUMNS;
+static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
+static_assert(SHARED_BYTES >= TOPS_AT + 4 * WARPS * COLUMNS, "shared memory");
+static_assert(!IS_FINAL || SHARED_BYTES >= 4 * COLUMNS * (ROW + 32) + 16, "the combined outputs, and weights of parts");
+
+// The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
+constexpr float WIDE_HEADROOM = HEADROOM - (OCTETS == 2 ? 1 : OCTETS == 4 ? 2 : 3);
+
+// What a warp carries from tile to tile; outputs are those of its group of channels.
+struct TeamState {
+    float output[OCTETS][2][4];  // [..][channels 0-15, 16-31]; rows are channels
+    float total[OWN];            // of the lane's tokens
+    float ceiling;
+    u32 watched;
+    int bias_tile;  // the warp's maxima are those of scores of this tile of pages, see `Biases`
+
+    INLINE TeamState() : ceiling(0), watched(LARGE_SCALES), bias_tile(0) {
+        for_each<OCTETS * 8>([&](auto i) { output[i.value / 8][i.value / 4 % 2][i.value % 4] = 0; });
+        for_each<OWN>([&](auto c) { total[c.value] = 0; });
+    }
+    INLINE void multiply(float factor) {
+        for_each<OCTETS * 8>([&](auto i) { output[i.value / 8][i.value / 4 % 2][i.value % 4] *= factor; });
+    }
+};
+
+// Calls `function` with the group of the warp.
+template <class Function> INLINE void for_own_group(int warp, Function&& function) {
+    for_each<GROUPS>([&](auto group) {
+        if (warp == group.value) function(group);
+    });
+}
+
+// The address of the numbers of this lane's first two columns in a row of columns; those of each octet are 32 bytes on.
+INLINE u32 own_numbers(int at, int warp, const Lane& lane) {
+    return shared_address(shared_memory()) + at + 4 * COLUMNS * warp + 8 * lane.column;
+}
+
+// Puts queries into shared memory, as `to_page_unit` of Queries has them if there is no ring.
+INLINE void share_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
+    for_each<OCTETS>([&](auto o) {
+        const int column = 8 * o.value + lane.row;
+        const u32* q = (const u32*)a.query + request.row(head, column) * (HEAD_DIM / 2) + lane.column + 16 * warp;
+        const bool there = request.has(column);
+        u32 pairs[4];
+        for_each<4>([&](auto k) { pairs[k.value] = there ? q[4 * k.value] : 0; });
+        store_shared_4(shared_address(shared_memory()) + QUERIES_AT + (o.value * GROUPS + warp) * OPERAND +
+                           16 * lane.index, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    });
+}
+// Converts the queries for scores of pages; each warp those of its group.
+INLINE void queries_to_page_unit(int warp, const Lane& lane) {
+    for_own_group(warp, [&](auto group) {
+        constexpr float factor = SCORE_UNIT * group_layout(group.value).over_unit;
+        if constexpr (factor != 1) for_each<OCTETS>([&](auto o) {
+            const u32 address = shared_address(shared_memory()) + QUERIES_AT +
+                                (o.value * GROUPS + group.value) * OPERAND + 16 * lane.index;
+            u32 q[4];
+            load_shared_4(address, q);
+            for_each<4>([&](auto k) { q[k.value] = multiply_halves(q[k.value], to_halves(factor, factor)); });
+            store_shared_4(address, {q[0], q[1], q[2], q[3]});
+        });
+    });
+}
+
+// Computes the scores of TILES micro-blocks. `decode` decodes a group of one into fp16 pairs; `scale` returns its two
+// scales.
+template <int TILES, class Decode, class Scale>
+INLINE void score_octets(const Lane& lane, Decode&& decode, Scale&& scale, float (&scores)[TILES][SCORES]) {
+    const u32 queries = shared_address(shared_memory()) + QUERIES_AT + 16 * lane.index;
+    for_each<GROUPS>([&](auto g) {
+        constexpr int group = g.value;
+        u32 pairs[TILES][8];
+        float factors[TILES][2];
+        for_each<TILES>([&](auto b) {
+            decode(b, g, pairs[b.value]);
+            scale(b, g, factors[b.value][0], factors[b.value][1]);
+        });
+        for_each<OCTETS>([&](auto o) {
+            constexpr int octet = o.value;
+            u32 q[4];
+            load_shared_4(queries + (octet * GROUPS + group) * OPERAND, q);
+            for_each<TILES>([&](auto b) {
+                const u32(&p)[8] = pairs[b.value];
+                float sums[4];
+                mma(sums, p[0], p[4], p[1], p[5], q[0], q[1], 0, 0, 0, 0);
+                mma(sums, p[2], p[6], p[3], p[7], q[2], q[3]);
+                for_each<4>([&](auto r) {
+                    float& score = scores[b.value][4 * octet + r.value];
+                    const float factor = factors[b.value][r.value / 2];
+                    if constexpr (group == 0) score = sums[r.value] * factor;
+                    else score = __fmaf_rn(sums[r.value], factor, score);
+                });
+            });
+        });
+    });
+}
+
+// Computes the scores of a warp's own micro-blocks, and loads their V scales.
+INLINE void score_team_tile(const Tables& tables, const Lane& lane, u32 tile, float (&scores)[TILE_BLOCKS][SCORES],
+                            u32 (&scales)[TILE_BLOCKS][SETS]) {
+    Words words[TILE_BLOCKS];
+    u32 key_scales[TILE_BLOCKS][GROUPS / 2];
+    for_each<TILE_BLOCKS>([&](auto b) {
+        const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
+        load_words(words[b.value], micro_block + KEY_WORDS_AT, micro_block + KEY_HALF_WORDS_AT, lane.index);
+        load_scales(micro_block, lane, key_scales[b.value], scales[b.value]);
+    });
+    score_octets<TILE_BLOCKS>(
+        lane, [&](auto b, auto group, u32* pairs) { decode_group<group.value>(words[b.value], pairs, tables); },
+        [&](auto b, auto group, float& low, float& high) {
+            const u32 pair = scale_pair(key_scales[b.value][group.value / 2], group.value % 2 ? 0x4342 : 0x4140);
+            low = low_float(pair), high = high_float(pair);
+        },
+        scores);
+}
+
+// Moves the maxima of all warps to those of a tile's scores, whose V has `scale_bits`. All warps of the block call it.
+template <int TILES>
+INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, float over_unit,
+                        const float (&scores)[TILES][SCORES], u32 scale_bits) {
+    float biases[OWN];
+    for_each<OWN>([&](auto c) { biases[c.value] = 0; });
+    if constexpr (HAS_BIAS) {
+        const Biases bias(a, Request(a, shared_work_item()), hide_from_optimizer(blockIdx.y), lane);
+        for_each<OWN>([&](auto c) {
+            biases[c.value] = bias.load(a, c.value, Biases::element(a, state.bias_tile));
+        });
+    }
+    const u32 tops = own_numbers(TOPS_AT, 0, lane), maxima = own_numbers(MAXIMA_AT, warp, lane);
+    for_each<OWN>([&](auto c) {
+        constexpr int r = c.value / 2 * 4 + c.value % 2;
+        float top = -1e30f / over_unit;
+        for_each<TILES>([&](auto t) {
+            top = maximum_of(top, maximum_of(scores[t.value][r], scores[t.value][2 + r]));
+        });
+        for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
+        if (lane.row == 0)
+            store_shared(tops + 4 * COLUMNS * warp + c.value / 2 * 32 + c.value % 2 * 4,
+                         __float_as_int(top * over_unit + biases[c.value]));
+    });
+    if (any_thread(scale_bits & LARGE_SCALES)) state.watched = 0;
+    const float headroom = state.watched ? WIDE_HEADROOM : WIDE_HEADROOM - HEADROOM - 2;
+    state.ceiling = state.watched ? 16384 : 1;
+    for_each<OWN>([&](auto c) {
+        constexpr int column = c.value / 2 * 32 + c.value % 2 * 4;
+        float top = -1e30f;
+        for_each<WARPS>([&](auto w) {
+            top = maximum_of(top, __int_as_float(load_shared(tops + 4 * COLUMNS * w.value + column)));
+        });
+        const float old = __int_as_float(load_shared(maxima + column)) + biases[c.value];
+        const float maximum = maximum_of(old, top - headroom), factor = exp2_fast(old - maximum);
+        state.total[c.value] *= factor;
+        for_each<4>([&](auto i) { state.output[c.value / 2][i.value / 2][i.value % 2 * 2 + c.value % 2] *= factor; });
+        sync_warp();
+        if (lane.row == 0) store_shared(maxima + column, __float_as_int(maximum - biases[c.value]));
+    });
+    sync_warp();
+}
+
+// Computes the weights of TILES micro-blocks, and puts them into shared memory at `target` as right operands of `mma`.
+// Returns whether the maxima must move first; then the tile is to be scored again. All warps call it.
+template <int TILES>
+INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float over_unit, bool moved,
+                          const float (&scores)[TILES][SCORES], u32 scale_bits, u32 target) {
+    const u32 maxima = own_numbers(MAXIMA_AT, warp, lane);
+    float sums[OWN], sum = 0;
+    for_each<OCTETS / 2>([&](auto pair) {
+        constexpr int first_octet = 2 * pair.value;
+        float top[4];
+        for_each<2>([&](auto o) { load_shared_2(maxima + 32 * (first_octet + o.value), (u32*)top + 2 * o.value); });
+        for_each<TILES>([&](auto t) {
+            constexpr bool is_first = t.value == 0;
+            u32 operands[4];
+            for_each<2>([&](auto o) {
+                constexpr int octet = first_octet + o.value, own = 2 * octet;
+                float weights[4];
+                for_each<4>([&](auto r) {
+                    weights[r.value] = exp2_fast(__fmaf_rn(scores[t.value][4 * octet + r.value], over_unit,
+                                                           -top[2 * o.value + r.value % 2]));
+                });
+                for_each<2>([&](auto c) {
+                    const float both = weights[c.value] + weights[2 + c.value];
+                    sums[own + c.value] = is_first ? both : sums[own + c.value] + both;
+                    operands[2 * o.value + c.value] =
+                        transpose_matrix(to_halves(weights[2 * c.value], weights[2 * c.value + 1]));
+                });
+            });
+            store_shared_4(target + t.value * WEIGHTS_OF_BLOCK + pair.value * OPERAND + 16 * lane.index,
+                           {operands[0], operands[1], operands[2], operands[3]});
+        });
+        for_each<4>([&](auto c) { sum += sums[4 * pair.value + c.value]; });
+    });
+    if (any_thread(!moved && ((scale_bits & state.watched) != 0 || !(sum < state.ceiling)))) return true;
+    for_each<OWN>([&](auto c) { state.total[c.value] += sums[c.value]; });
+    return false;
+}
+
+// Adds V of 16 tokens, decoded to `pairs`, multiplied by the weights at `weights`. `scales` has one byte per token n3 n0.
+INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 weights) {
+    const u32 low_scales = scale_pair(scales, 0x4140), high_scales = scale_pair(scales, 0x4342);
+    for_each<OCTETS / 2>([&](auto pair) {
+        u32 words[4];
+        load_shared_4(weights + pair.value * OPERAND, words);
+        for_each<2>([&](auto o) {
+            float(&output)[2][4] = state.output[2 * pair.value + o.value];
+            const u32 low = multiply_halves(low_scales, words[2 * o.value]);
+            const u32 high = multiply_halves(high_scales, words[2 * o.value + 1]);
+            mma(output[0], pairs[0], pairs[2], pairs[1], pairs[3], low, high);
+            mma(output[1], pairs[4], pairs[6], pairs[5], pairs[7], low, high);
+        });
+    });
+}
+
+// Adds V of a tile of pages, of which `stored` tokens are stored.
+template <int GROUP>
+INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, int stored,
+                              u32 weights) {
+#pragma unroll 2
+    for (int i = 0; i < TEAM_BLOCKS; i++) {
+        const u32 micro_block = tile + i * MICRO_BLOCK_BYTES;
+        Words words;
+        load_group_words<GROUP>(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
+        u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * GROUP), pairs[8];
+        if (__builtin_expect(16 * i + 16 > stored, 0)) scales &= stored_bytes(lane, stored - 16 * i);
+        decode_group<GROUP>(words, pairs, tables);
+        add_group(state, pairs, scales, weights + i * WEIGHTS_OF_BLOCK);
+    }
+}
+
+// Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
+INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
+                       int splits, int warp, const Lane& lane, TeamState& state, const float (&maxima)[OWN]) {
+    const u32 totals = own_numbers(0, 0, lane);
+    float* combined = (float*)shared_memory() + COLUMNS * 32;  // behind the weights of parts
+    for_each<OWN>([&](auto c) {
+        for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
+    });
+    sync_block();  // all warps have done with the tiles that were here
+    for_each<OWN>([&](auto c) {
+        if (lane.row == 0)
+            store_shared(totals + 4 * COLUMNS * warp + c.value / 2 * 32 + c.value % 2 * 4,
+                         __float_as_int(state.total[c.value]));
+    });
+    sync_block();
+    const bool is_alone = IS_FINAL && item.parts == 1;
+    for_each<OWN>([&](auto c) {
+        const int column = own_column(lane, c.value);
+        float total = 0;
+        for_each<WARPS>([&](auto w) {
+            total += __int_as_float(
+                load_shared(totals + 4 * COLUMNS * w.value + c.value / 2 * 32 + c.value % 2 * 4));
+        });
+        const WeightedSum sum{maxima[c.value], total, 0};
+        const bool writes_statistics = warp == 0 && lane.row == 0 && request.has(column);
+        const float factor = is_alone ? (total > 0 ? 1 / total : 0) : 1;
+        float* target = combined + column * ROW;
+        if (!is_alone) {
+            const long long row =
+                IS_FINAL ? part_row(item, item.part, head, column) : request.row(head, column) * splits + split;
+            target = a.partial_output + row * HEAD_DIM;
+            if (writes_statistics) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = total;
+        } else if (HAS_LSE && writes_statistics) {
+            a.lse[request.row(head, column)] = sum.lse();
+        }
+        if (is_alone || request.has(column)) for_each<4>([&](auto i) {
+            target[32 * warp + 16 * (i.value / 2) + 8 * (i.value % 2) + lane.row] =
+                state.output[c.value / 2][i.value / 2][i.value % 2 * 2 + c.value % 2] * factor;
+        });
+    });
+    if constexpr (IS_FINAL) {
+        Matrix matrix;
+        matrix.load(a, head, warp, lane);
+        if (!is_alone && !combine_blocks(a, request, head, item, (float*)shared_memory(), combined)) return;
+        sync_block();
+        rotate_back(a, request, head, warp, lane, matrix, combined);
+    }
+}
+
+// Adds V of a tile of the ring, 16 tokens a warp; the first is `first`, and each warp's are `step` tokens after the
+// former one's.
+template <int GROUP>
+INLINE void add_group_of_ring(TeamState& state, const Request& request, const Lane& lane, u32 tile, int first, int step,
+                              u32 weights) {
+#pragma unroll 1
+    for (int i = 0; i < WARPS; i++) {
+        const u32 own = tile + i * RING_TILE_BYTES;
+        u32 scales[SETS], pairs[8];
+        ring_value_scales(request, own, first + i * step, lane, scales);
+        ring_value_pairs(own, lane, GROUP, pairs);
+        add_group(state, pairs, scales[GROUP], weights + i * WEIGHTS_OF_BLOCK);
+    }
+}
+
+// The tiles of a block are numbered, those of the ring first. A tile of the team has one of the ring for each warp, or
+// TILE_BLOCKS micro-blocks.
+struct TeamTiles {
+    const Request& request;
+    const Ring& ring;
+    const Pages& pages;
+    const TileRange& range;
+    int split, splits;
+
+    INLINE int of_ring() const { return RING_BLOCK ? (range.ring + WARPS - 1) / WARPS : 0; }
+    INLINE int count() const { return of_ring() + (range.count + WARPS - 1) / WARPS; }
+    // A warp's tile of the ring, or of pages, in the team's tile `number`. It may be one past the last of them.
+    INLINE int ring_tile(int number, int warp) const { return split + (number * WARPS + warp) * splits; }
+    INLINE int page_tile(int number, int warp) const { return range.low + (number - of_ring()) * WARPS + warp; }
+    INLINE u32 micro_block(int number, int i) const { return pages.micro_block(page_tile(number, 0), i); }
+    // The block that holds this lane's micro-block of a tile.
+    INLINE u32 load_block(int number, const Lane& lane) const {
+        return pages.table[micro_block(max(number, of_ring()), lane.index % TEAM_BLOCKS) / MICRO_BLOCKS];
+    }
+    // Called by one warp; `block` is of `load_block`.
+    INLINE void copy(int number, u32 block, u32 target, u32 barrier, const Lane& lane) const {
+        if (number >= count()) return;
+        if (number < of_ring()) {
+            if (lane.index == 0) expect_bytes(barrier, WARPS * RING_TILE_BYTES);
+            sync_warp();
+            for (int i = lane.index; i < WARPS * RING_PIECES; i += 32)
+                ring.copy_piece(request, ring_tile(number, i / RING_PIECES), i % RING_PIECES,
+                                target + i / RING_PIECES * RING_TILE_BYTES, barrier);
+            return;
+        }
+        if (lane.index == 0) expect_bytes(barrier, TEAM_BLOCKS * MICRO_BLOCK_BYTES);
+        sync_warp();
+        if (lane.index < TEAM_BLOCKS)
+            copy_bulk<MICRO_BLOCK_BYTES>(target + lane.index * MICRO_BLOCK_BYTES, barrier,
+                                         pages.cache + (u64)block * pages.block_stride +
+                                             micro_block(number, lane.index) % MICRO_BLOCKS * MICRO_BLOCK_BYTES);
+    }
+};
+
+// Makes the warp's maxima those of scores of a tile of pages.
+INLINE void go_on(const Arguments& a, TeamState& state, int warp, const Lane& lane, int tile) {
+    if constexpr (!HAS_BIAS || !TILES_A_BLOCK) return;
+    const u32 old = Biases::element(a, state.bias_tile), now = Biases::element(a, tile);
+    state.bias_tile = tile;
+    if (old == now) return;
+    const Biases bias(a, Request(a, shared_work_item()), hide_from_optimizer(blockIdx.y), lane);
+    const u32 maxima = own_numbers(MAXIMA_AT, warp, lane);
+    if (lane.row == 0) for_each<OWN>([&](auto c) {
+        const u32 address = maxima + c.value / 2 * 32 + c.value % 2 * 4;
+        const float change = bias.load(a, c.value, old) - bias.load(a, c.value, now);
+        store_shared(address, __float_as_int(__int_as_float(load_shared(address)) + change));
+    });
+    sync_warp();
+}
+
+INLINE void attend(const Arguments& a) {
+    const Lane lane;
+    const int warp = threadIdx.x / 32, head = blockIdx.y;
+    const Quad words = load_work_item(a);
+    const WorkItem item(words);
+    if (item.request < 0) return;
+    const int index = item.request;
+    if (lane.index == 0) store_shared_4(shared_work_item_address(), words);
+    const Request request(a, item);
+    if (request.count <= 0) return;
+    const int split = IS_FINAL ? 0 : blockIdx.x, splits = IS_FINAL ? 1 : gridDim.x;
+    const TileRange range(request, item, split, splits);
+    const Pages pages{hide_from_optimizer(a.cache + (u64)head * a.head_stride),
+                      hide_from_optimizer(a.block_table + (u64)index * a.table_stride), a.block_stride,
+                      (request.seq_len - 1) / 16};
+    const Ring ring(a, request, index, head);
+    const TeamTiles tiles{request, ring, pages, range, split, splits};
+    Stages stages(0);
+    if (warp == 0) {
+        stages.init_barriers(lane);
+        for_each<STAGES>([&](auto s) {
+            tiles.copy(s.value, tiles.load_block(s.value, lane), stages.stage + s.value * STAGE_BYTES,
+                       stages.barrier + s.value * 8, lane);
+        });
+    }
+    TeamState state;
+    const u32 shared = shared_address(shared_memory());
+    share_queries(a, request, head, warp, lane);
+    for (int column = lane.index; column < COLUMNS; column += 32)
+        store_shared(shared + MAXIMA_AT + 4 * (COLUMNS * warp + column), __float_as_int(-1e30f));
+    sync_block();
+    u32 target = shared + WEIGHTS_AT, other_target = target + WEIGHTS_OF_TILE;
+    bool moves = true;  // the maxima, before the next weights
+    u32 last_stage = stages.stage, last_barrier = stages.barrier;  // of the tile before
+    auto refill = [&](int number, u32 block) {
+        if (warp == 0 && number > 0) tiles.copy(number - 1 + STAGES, block, last_stage, last_barrier, lane);
+        last_stage = stages.stage, last_barrier = stages.barrier;
+        stages.next();
+        const u32 swapped = target;
+        target = other_target, other_target = swapped;
+    };
+    if (RING_BLOCK && range.ring) {
+#pragma unroll 1
+        for (int number = 0; number < tiles.of_ring(); number++) {
+            const u32 stage = stages.stage, weights = target, own = stage + warp * RING_TILE_BYTES;
+            const u32 block = tiles.load_block(number - 1 + STAGES, lane);
+            const int tile = tiles.ring_tile(number, warp), first = 16 * (request.first_ring_tile() + tile);
+            const bool exists = number * WARPS + warp < range.ring;
+            if (exists) go_on(a, state, warp, lane, page_tile(request, tile));
+            barrier_wait(stages.barrier, stages.parity);
+            bool again;
+            do {
+                float scores[1][SCORES];
+                score_octets<1>(
+                    lane, [&](auto, auto group, u32* pairs) { ring_key_pairs(own, lane, group.value, pairs); },
+                    [&](auto, auto group, float& low, float& high) {
+                        ring_key_scales(own, lane, group.value, low, high);
+                    },
+                    scores);
+                mask_ring_scores(a, request, head, exists ? first : 1 << 30, lane, scores[0]);
+                u32 scales[SETS], bits = 0;
+                ring_value_scales(request, own, exists ? first : 1 << 30, lane, scales);
+                for_each<SETS>([&](auto set) { bits |= scales[set.value]; });
+                if (moves) move_maxima(a, state, warp, lane, RING_UNIT, scores, bits);
+                again = share_weights(state, warp, lane, RING_UNIT, moves, scores, bits,
+                                      weights + warp * WEIGHTS_OF_BLOCK);
+                moves = again;
+            } while (again);
+            refill(number, block);
+            for_own_group(warp, [&](auto group) {
+                add_group_of_ring<group.value>(state, request, lane, stage,
+                                               16 * (request.first_ring_tile() + tiles.ring_tile(number, 0)),
+                                               16 * splits, weights + 16 * lane.index);
+            });
+        }
+        for_own_group(warp, [&](auto group) {
+            state.multiply(RING_UNIT / group_layout(group.value).over_value_unit);
+        });
+    }
+    queries_to_page_unit(warp, lane);
+    sync_block();
+    const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
+    const Tables tables((u32)(request.seq_len >> 31));
+#pragma unroll 1
+    for (int number = tiles.of_ring(); number < tiles.count(); number++) {
+        const u32 stage = stages.stage, weights = target, own = stage + warp * TILE_BYTES;
+        const u32 block = tiles.load_block(number - 1 + STAGES, lane);
+        const int tile = tiles.page_tile(number, warp), first = TILE_TOKENS * tile;
+        if (tile < last) go_on(a, state, warp, lane, tile);
+        barrier_wait(stages.barrier, stages.parity);
+        bool again;
+        do {
+            float scores[TILE_BLOCKS][SCORES];
+            u32 scales[TILE_BLOCKS][SETS], bits = 0;
+            score_team_tile(tables, lane, own, scores, scales);
+            if (__builtin_expect(first + TILE_TOKENS > masked_from || tile >= last || (HAS_BIAS && first == 0), 0))
+                mask(a, lane.in_rare_branch(), tile < last ? first : 1 << 30, scores, scales);
+            for_each<TILE_BLOCKS * SETS>([&](auto i) { bits |= scales[i.value / SETS][i.value % SETS]; });
+            if (__builtin_expect(moves, 0)) move_maxima(a, state, warp, lane, 1 / SCORE_UNIT, scores, bits);
+            again = share_weights(state, warp, lane, 1 / SCORE_UNIT, moves, scores, bits,
+                                  weights + warp * (TILE_BLOCKS * WEIGHTS_OF_BLOCK));
+            moves = again;
+        } while (__builtin_expect(again, 0));
+        refill(number, block);
+        const int stored = request.seq_len - TILE_TOKENS * tiles.page_tile(number, 0);
+        for_own_group(warp, [&](auto group) {
+            add_group_of_tile<group.value>(state, tables, lane, stage, stored, weights + 16 * lane.index);
+        });
+    }
+    for_own_group(warp, [&](auto group) { state.multiply(group_layout(group.value).over_value_unit); });
+    float maxima[OWN];
+    const u32 own = own_numbers(MAXIMA_AT, warp, lane);
+    for_each<OWN>([&](auto c) {
+        maxima[c.value] = __int_as_float(load_shared(own + c.value / 2 * 32 + c.value % 2 * 4));
+    });
+    const WorkItem again = shared_work_item();
+    if constexpr (HAS_BIAS) {
+        const Biases bias(a, Request(a, again), hide_from_optimizer(blockIdx.y), lane);
+        for_each<OWN>([&](auto c) { maxima[c.value] += bias.load(a, c.value, Biases::element(a, state.bias_tile)); });
+    }
+    store_team(a, request, head, again, split, splits, warp, lane, state, maxima);
+}
