@@ -159,7 +159,7 @@ class Layers:
 
     def _rounds_of_bf16(self) -> dict[str, Callable[[], None]]:
         """Attention of all layers over bf16 pages by FlashAttention 3, as vLLM calls it."""
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         shape = (2, len(self.caches[0]), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in self.caches]

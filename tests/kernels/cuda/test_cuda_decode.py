@@ -169,7 +169,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     ).stdout
     registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
     blocks = few.warps_per_sm // few.warps
-    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 16 else 112)
+    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 8 else 128)
     assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
 
 

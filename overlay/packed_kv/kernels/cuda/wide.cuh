@@ -133,6 +133,17 @@ INLINE void score_team_tile(const Tables& tables, const Lane& lane, u32 tile, fl
         scores);
 }
 
+// Masks the V scales of a warp's tile in shared memory, where the other warps read them: only the first `count` tokens
+// are stored. No copy follows to the stage of a tile at the end of a sequence.
+INLINE void mask_shared_scales(const Lane& lane, u32 tile, int count) {
+    if (count >= TILE_TOKENS || lane.row >= GROUPS) return;
+    for_each<TILE_BLOCKS>([&](auto b) {
+        const u32 scales = tile + b.value * MICRO_BLOCK_BYTES + VALUE_SCALES_AT;
+        const u32 address = scales + lane.column * (4 * GROUPS) + 4 * lane.row;
+        store_shared(address, load_shared(address) & stored_bytes(lane, count - 16 * b.value));
+    });
+}
+
 // Moves the maxima of all warps to those of a tile's scores, whose V has `scale_bits`. All warps of the block call it.
 template <int TILES>
 INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, float over_unit,
@@ -230,17 +241,16 @@ INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 w
     });
 }
 
-// Adds V of a tile of pages, of which `stored` tokens are stored.
+// Adds V of a tile of pages.
 template <int GROUP>
-INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, int stored,
-                              u32 weights) {
-#pragma unroll 2
+INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, u32 weights) {
+#pragma unroll 4
     for (int i = 0; i < TEAM_BLOCKS; i++) {
         const u32 micro_block = tile + i * MICRO_BLOCK_BYTES;
         Words words;
         load_group_words<GROUP>(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
-        u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * GROUP), pairs[8];
-        if (__builtin_expect(16 * i + 16 > stored, 0)) scales &= stored_bytes(lane, stored - 16 * i);
+        const u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * GROUP);
+        u32 pairs[8];
         decode_group<GROUP>(words, pairs, tables);
         add_group(state, pairs, scales, weights + i * WEIGHTS_OF_BLOCK);
     }
@@ -460,8 +470,10 @@ INLINE void attend(const Arguments& a) {
             float scores[TILE_BLOCKS][SCORES];
             u32 scales[TILE_BLOCKS][SETS], bits = 0;
             score_team_tile(tables, lane, own, scores, scales);
-            if (__builtin_expect(first + TILE_TOKENS > masked_from || tile >= last || (HAS_BIAS && first == 0), 0))
+            if (__builtin_expect(first + TILE_TOKENS > masked_from || tile >= last || (HAS_BIAS && first == 0), 0)) {
                 mask(a, lane.in_rare_branch(), tile < last ? first : 1 << 30, scores, scales);
+                mask_shared_scales(lane.in_rare_branch(), own, request.seq_len - (tile < last ? first : 1 << 30));
+            }
             for_each<TILE_BLOCKS * SETS>([&](auto i) { bits |= scales[i.value / SETS][i.value % SETS]; });
             if (__builtin_expect(moves, 0)) move_maxima(a, state, warp, lane, 1 / SCORE_UNIT, scores, bits);
             again = share_weights(state, warp, lane, 1 / SCORE_UNIT, moves, scores, bits,
@@ -469,9 +481,8 @@ INLINE void attend(const Arguments& a) {
             moves = again;
         } while (__builtin_expect(again, 0));
         refill(number, block);
-        const int stored = request.seq_len - TILE_TOKENS * tiles.page_tile(number, 0);
         for_own_group(warp, [&](auto group) {
-            add_group_of_tile<group.value>(state, tables, lane, stage, stored, weights + 16 * lane.index);
+            add_group_of_tile<group.value>(state, tables, lane, stage, weights + 16 * lane.index);
         });
     }
     for_own_group(warp, [&](auto group) { state.multiply(group_layout(group.value).over_value_unit); });
