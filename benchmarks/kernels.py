@@ -117,12 +117,13 @@ class Layers:
         grid = cuda.Grid(1, splits or decode_module.split_count(programs, sm_count), is_final=False)
         if kernel == "cuda" and splits is None:
             card, columns = cuda.Card(KV_HEADS, HEAD_DIM, sm_count), cuda.column_count(group, self.query_tokens)
-            grid = cuda.grid(requests, card, columns)
+            passes = cuda.pass_count(group, self.query_tokens)
+            grid = cuda.grid(requests * passes, card, columns)
         rotated = torch.empty(tokens, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")
         parts, schedule = (tokens, group * KV_HEADS, grid.blocks), None
         if grid.is_final:
-            schedulers = cuda.make_schedulers(requests, card, [columns], torch.device("cuda"))
-            schedule = schedulers[cuda.kind_of(requests, card, columns)](self.seq_lens)
+            schedulers = cuda.make_schedulers(requests, card, {columns: passes}, torch.device("cuda"))
+            schedule = schedulers[cuda.kind_of(requests * passes, card, columns)](self.seq_lens, passes)
             parts = (grid.blocks, KV_HEADS, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
         output = self.output.view(rotated.shape)
@@ -187,7 +188,7 @@ def time_schedulers() -> None:
     for max_num_seqs in (128, 256, 1024):
         for requests in (n for n in (4, 32, 128, 256, 1024) if n <= max_num_seqs):
             card, columns = cuda.Card(KV_HEADS, HEAD_DIM, sm_count), 4
-            schedulers = cuda.make_schedulers(max_num_seqs, card, [columns], torch.device("cuda"))
+            schedulers = cuda.make_schedulers(max_num_seqs, card, {columns: 1}, torch.device("cuda"))
             scheduler = schedulers[cuda.kind_of(requests, card, columns)]
             seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
             times = interleaved({"schedule": lambda scheduler=scheduler, lengths=seq_lens: scheduler(lengths)})
@@ -243,8 +244,6 @@ def main() -> None:
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
-    if max(options.query_tokens) * options.group > cuda.COLUMN_COUNTS[-1] and "cuda" in options.kernels:
-        parser.error(f"--group times --query-tokens: the CUDA kernel serves up to {cuda.COLUMN_COUNTS[-1]}")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     for name in options.dtypes:
         for (requests, context), query_tokens in itertools.product(shapes, options.query_tokens):

@@ -35,11 +35,12 @@ def attend_pages(
     """
     tokens, kv_heads, group, head_dim = query.shape
     columns = 0 if kernel == "triton" else launch.column_count(group, max_query_len)
+    passes = 1 if kernel == "triton" else launch.pass_count(group, max_query_len)
     warps = 8 if columns <= 8 else head_dim // GROUP_SIZE
     shape = splits if isinstance(splits, launch.Grid) else launch.Grid(warps, splits, is_final=True)
     rows, schedule = (tokens, kv_heads * group, shape.blocks), None
     if kernel != "triton" and shape.is_final:
-        schedule = make_schedule(seq_lens, shape)
+        schedule = make_schedule(seq_lens.repeat_interleave(passes), shape)
         rows = (len(schedule), kv_heads, columns)
     partial = torch.full((*rows, head_dim), float("nan"), device=query.device)
     stats = torch.full((*rows, 2), float("nan"), device=query.device)
@@ -55,7 +56,7 @@ def attend_pages(
     bias, ring, tiles = options.pop("query_bias", None), options.pop("ring", None), options.pop("tiles_a_block", 0)
     step = launch.step_arguments(query, block_table, query_start, seq_lens, partial, stats, bias, ring, lse, schedule)
     packed = launch.pack_matrix(matrix)
-    items = len(seq_lens if schedule is None else schedule)
+    items = len(seq_lens) * passes if schedule is None else len(schedule)
     counters = torch.zeros(items * kv_heads, dtype=torch.int32, device=query.device)
     if kernel == "cuda":
         cuda = launch.CudaDecode(page, packed, counters, cache, ring, output, bias is not None, lse is not None, tiles)
@@ -67,7 +68,7 @@ def attend_pages(
         variant = launch.Variant(
             shape.warps, shape.is_final, columns, cache.shape[2],
             ring.cache.shape[2] if ring else 0, ring.window if ring else 0, bias is not None, output.dtype,
-            lse is not None and shape.is_final, tiles,
+            lse is not None and shape.is_final, tiles, passes,
         )  # fmt: skip
         constants = launch.constants(page, kv_heads, group, variant)
         layer = launch.layer_arguments(cache, ring, output, packed, counters)
@@ -77,7 +78,7 @@ def attend_pages(
         merge(partial, stats, matrix, output, lse=lse)
     assert not counters.any(), "not left for the next launch"
     if schedule is not None:
-        check_parts(schedule, query_start, stats)
+        check_parts(schedule, queries_of_passes(query_start, passes, launch.pass_tokens(group)), stats)
 
 
 def make_schedule(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
@@ -87,9 +88,14 @@ def make_schedule(seq_lens: torch.Tensor, shape: launch.Grid) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int32, device=seq_lens.device)
 
 
-def check_parts(schedule: torch.Tensor, query_start: torch.Tensor, stats: torch.Tensor) -> None:
+def queries_of_passes(query_start: torch.Tensor, passes: int, tokens: int) -> list[int]:
+    """Return the query tokens of each pass of each request, `tokens` at most."""
+    counts = query_start.diff().tolist()
+    return [min(max(count - tokens * i, 0), tokens) if passes > 1 else count for count in counts for i in range(passes)]
+
+
+def check_parts(schedule: torch.Tensor, queries: list[int], stats: torch.Tensor) -> None:
     """Assert that each part of a cut request has written its own slot of partial results, and nothing else has."""
-    queries = query_start.diff().tolist()
     expected = {
         (word >> SLOT_SHIFT) + (begin >> PART_SHIFT)
         for word, _, begin, end in schedule.tolist()

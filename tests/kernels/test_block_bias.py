@@ -141,6 +141,7 @@ CASES = [
     {"name": "turboquant25", "requests": ((90, 0),), "query_lens": (4,), "group": 16, "size": 40, "blocks": 3},
     gpu_only(name="tq4", requests=((3000, 0), (33, 0)), head_dim=128, group=16, query_lens=(4, 3), tiles_a_block=8,
              blocks=12, recent=64),
+    gpu_only(name="tq3", requests=((1000, 0), (90, 60)), head_dim=128, group=16, query_lens=(10, 3), recent=64),
     gpu_only(name="turboquant35", requests=((700, 0), (300, 260)), head_dim=128, kv_heads=2, group=12,
              query_lens=(2, 1), recent=64, size=40),
     gpu_only(name="tq4", requests=((3000, 0), (33, 0)), head_dim=128, group=4, query_lens=(4, 3), tiles_a_block=8,

@@ -144,7 +144,7 @@ class FusedDecode:
         """Of the CUDA kernel, by the kind of its blocks."""
         if serves:
             device = self.from_rotated.device
-            columns = cuda.column_counts(self.shape.group, longest_decode)
+            columns = cuda.columns_of_steps(self.shape.group, longest_decode)
             counters = cuda.make_counters(max_requests, self.card, columns, device)
             self.of_cuda = cuda.pack_matrix(self.from_rotated), counters
             self.schedulers = cuda.make_schedulers(max_requests, self.card, columns, device)
@@ -223,10 +223,10 @@ class FusedDecode:
         if self.of_cuda is None:
             grid = cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
         else:
-            columns = cuda.column_count(shape.group, max_query_len)
-            grid = cuda.grid(requests, self.card, columns)
+            columns, passes = cuda.column_count(shape.group, max_query_len), cuda.pass_count(shape.group, max_query_len)
+            grid = cuda.grid(requests * passes, self.card, columns)
         if grid.is_final:
-            schedule = self.schedulers[cuda.kind_of(requests, self.card, columns)](seq_lens)
+            schedule = self.schedulers[cuda.kind_of(requests * passes, self.card, columns)](seq_lens, passes)
             rotated, partial, stats, *bias = self.reserve(tokens, (grid.blocks, self.kv_heads, columns))
         else:
             rotated, partial, stats, *bias = self.reserve(tokens, (tokens, self.query_heads, grid.blocks))

@@ -23,11 +23,12 @@ from packed_kv.kernels.cuda.launch import (
     Grid,
     Variant,
     column_count,
-    column_counts,
+    columns_of_steps,
     constants,
     grid,
     kinds,
-)  # fmt: skip
+    pass_count,
+)
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
 
@@ -66,6 +67,11 @@ def gpu_only(**options: Any) -> Any:
          "seq_lens": (300, 5, 33), "splits": Grid(2, 5, False)},
         {"name": "isoquant3", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (2100, 70),
          "splits": Grid(4, 2, True)},
+        # Passes: a request of three, of one, of none; the second part of the first request has tiles of some passes only.
+        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 12, "query_lens": (13, 2, 0),
+         "seq_lens": (1037, 40, 9), "splits": Grid(2, 4, True)},
+        gpu_only(name="tq4", group=16, query_lens=(16, 5), seq_lens=(3000, 100), splits=Grid(4, 66, True)),
+        gpu_only(name="turboquant25", group=6, query_lens=(16, 1), seq_lens=(3000, 100), splits=Grid(4, 9, False)),
         gpu_only(name="isoquant3", kv_heads=1, seq_lens=(64, 50)),
         gpu_only(name="tq4", group=16, seq_lens=(9000, 4097), splits=Grid(4, 66, True)),
         gpu_only(name="tq3", group=12, seq_lens=(9000, 33), splits=Grid(4, 132, True)),
@@ -130,6 +136,11 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((1100, 0), (1700, 900), (600, 560)), "splits": Grid(2, 6, True)},
         {"name": "turboquant25", "kv_heads": 1, "group": 16, "query_lens": (2, 1), "recent": 64,
          "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
+        # Passes, whose windows begin at other tokens.
+        {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 16, "query_lens": (9, 1), "recent": 16,
+         "requests": ((140, 0), (60, 50)), "splits": Grid(2, 3, False)},
+        gpu_only(name="tq3", group=8, query_lens=(16, 12), recent=64, requests=((700, 0), (900, 800)),
+                 splits=Grid(4, 8, True)),
         gpu_only(name="isoquant4", group=16, query_lens=(4, 1, 3), splits=Grid(4, 8, True)),
         gpu_only(name="tq3", group=8, query_lens=(2, 1), recent=64, requests=((1000, 0), (2049, 1000)),
                  splits=Grid(4, 20, False)),
@@ -212,4 +223,6 @@ def test_grid_of_teams(requests: int, columns: int) -> None:
 
 def test_columns() -> None:
     assert [column_count(1, length) for length in (1, 4, 5, 8, 9, 17, 33, 64)] == [4, 4, 8, 8, 16, 32, 64, 64]
-    assert column_counts(16, 4) == [16, 32, 64]
+    assert [pass_count(6, length) for length in (1, 10, 11, 16)] == [1, 1, 2, 2]
+    assert columns_of_steps(16, 4) == {16: 1, 32: 1, 64: 1}
+    assert columns_of_steps(6, 16) == {8: 1, 16: 1, 32: 1, 64: 2}

@@ -45,6 +45,9 @@ def test_schedule(kind: str, requests: int) -> None:
     assert len(found) == item_count(requests, blocks) >= len(expected)
     assert found[: len(expected)] == [list(item.words()) for item in expected]
     assert all(words[0] == -1 for words in found[len(expected) :])
+    thrice = Scheduler(3 * requests, blocks, warps, DEVICE)(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), 3)
+    of_passes = reference_schedule([n for n in lengths for _ in range(3)], blocks, warps)
+    assert thrice.tolist()[: len(of_passes)] == [list(item.words()) for item in of_passes]
     for request, parts in enumerate(tiles_of_parts(expected, lengths)):
         assert parts[0][0] == 0 and parts[-1][1] == -(-lengths[request] // 32)
         assert all(before[1] == after[0] for before, after in pairwise(parts))

@@ -38,14 +38,20 @@ struct Lane {
 constexpr float HEADROOM = 10;
 constexpr u32 LARGE_SCALES = 0x80808080;
 
-// A request's query tokens, and which of its keys are read from pages and which from the ring.
+// A request's query tokens, and which of its keys are read from pages and which from the ring. With PASSES > 1, those of
+// one pass over its keys: PASS_TOKENS of its query tokens, and the keys up to the last of these.
 struct Request {
-    int start, count, seq_len, recent;  // the ring has the tokens from `recent`
+    int index, start, count, seq_len, recent;  // the ring has the tokens from `recent`
 
     INLINE Request(const Arguments& a, const WorkItem& item) {
-        start = a.query_start[item.request], count = a.query_start[item.request + 1] - start;
+        index = item.request / PASSES;
+        start = a.query_start[index], count = a.query_start[index + 1] - start;
         seq_len = item.tokens;
-        recent = RING_BLOCK ? max(a.ring_first[item.request], 0) : seq_len;
+        if constexpr (PASSES > 1) {
+            const int first = item.request % PASSES * PASS_TOKENS, later = max(count - first - PASS_TOKENS, 0);
+            start += first, count -= first + later, seq_len -= later;
+        }
+        recent = RING_BLOCK ? max(a.ring_first[index], 0) : seq_len;
     }
     // A query that sees the tokens below `limit` reads those below the result from pages.
     INLINE int page_limit(int limit) const { return RING_BLOCK ? min(limit, max(limit - RECENT, recent)) : limit; }

@@ -2,7 +2,8 @@
 //
 // With IS_FINAL, blocks write the output: the grid is (1, KV heads, work items), and `schedule.py` assigns the items.
 // Without, they write partial results for `merge.py`: the grid is (blocks per pair, KV heads, requests), where a pair
-// is a request and a KV head. A block has WARPS warps. Each warp reads a contiguous range of the block's tiles through
+// is a request and a KV head. Query tokens of more than 64 columns take several passes over their request's keys; each
+// pass counts as a request in the grid and in work items. A block has WARPS warps. Each warp reads a contiguous range of the block's tiles through
 // STAGES stages of its own in shared memory. One lane issues bulk copies STAGES tiles ahead, so bytes in flight occupy
 // no registers and take hardly any instructions. Tiles of the ring buffer, which holds the recent window, come before
 // those of pages.
@@ -13,7 +14,8 @@
 //                                       the fields of `KernelLayout`; *_AT are offsets in a micro-block or ring slot
 //   TABLE_*, *_3, *_2                   values of `units.py`
 //   KV_HEADS, QUERY_GROUP               KV heads, and query heads per KV head
-//   COLUMNS                             at least QUERY_GROUP times the query tokens of a request: 4, 8 or 16
+//   COLUMNS                             at least QUERY_GROUP times the query tokens of a pass: 4, 8, 16, 32 or 64
+//   PASSES, PASS_TOKENS                 passes over the keys of a request, and the query tokens of each
 //   MICRO_BLOCKS, TILE_BLOCKS           micro-blocks per page, and per tile
 //   CUT_TILES, SLOT_SHIFT, PART_SHIFT   the encoding of work items (`schedule.py`)
 //   RING_BLOCK, RECENT                  tokens of a ring block (0: no ring), and of the recent window
@@ -69,7 +71,7 @@ struct WorkItem {
 // Work items are read from global memory once, and from shared memory thereafter: holding one takes registers.
 INLINE Quad load_work_item(const Arguments& a) {
     if constexpr (IS_FINAL) return load_constant_16(a.schedule + 4 * blockIdx.z);
-    return {blockIdx.z, (u32)a.seq_lens[blockIdx.z], 0, 1 << PART_SHIFT};
+    return {blockIdx.z, (u32)a.seq_lens[blockIdx.z / PASSES], 0, 1 << PART_SHIFT};
 }
 INLINE u32 shared_work_item_address() {
     return shared_address(shared_memory()) + WORK_ITEMS + threadIdx.x / 32 * 16;

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 COLUMN_COUNTS = (4, 8, 16, 32, 64)
-"""The columns that kernels are compiled for. Beyond 8, a block's warps are a team (`wide.cuh`)."""
+"""The columns that kernels are compiled for. Beyond 8, a block's warps are a team (`wide.cuh`). Beyond the last, query
+tokens take several passes over the keys."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 16, 32: 12, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
 NARROW_WARPS = (8, 4)
@@ -81,13 +82,13 @@ def kinds(card: Card, columns: int) -> tuple[Kind, Kind]:
 
 
 def kind_of(requests: int, card: Card, columns: int) -> Kind:
-    """Return the blocks that serve a number of requests."""
+    """Return the blocks that serve a number of requests, each counted once per pass."""
     few, many = kinds(card, columns)
     return few if requests <= 2 * few.resident(card) else many
 
 
 def grid(requests: int, card: Card, columns: int) -> Grid:
-    """Return the grid for a number of requests. It depends on no sequence length, so a CUDA graph can hold it."""
+    """Return the grid for a number of requests, each counted once per pass. It depends on no sequence length, so a CUDA graph can hold it."""
     kind, pairs = kind_of(requests, card, columns), requests * card.kv_heads
     blocks = card.sm_count * kind.warps_per_sm // kind.warps
     if blocks // pairs <= MAX_FINAL_BLOCKS:
@@ -102,7 +103,8 @@ class Variant(NamedTuple):
 
     columns is one of `COLUMN_COUNTS`; ring_block is the tokens of a ring's block, or 0 without a ring; recent is the
     tokens of the recent window; output is the output's dtype; has_lse says whether blocks that write the output write
-    log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block.
+    log-sum-exps too; tiles_a_block is how many tiles of pages one block of means serves, or 0 if there is one block;
+    passes is how many passes over the keys of a request its query tokens take.
     """
 
     warps: int
@@ -115,6 +117,7 @@ class Variant(NamedTuple):
     output: torch.dtype
     has_lse: bool = False
     tiles_a_block: int = 0
+    passes: int = 1
 
 
 def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> dict[str, str]:
@@ -137,6 +140,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "KV_HEADS": kv_heads,
         "QUERY_GROUP": group,
         "COLUMNS": columns,
+        "PASSES": variant.passes,
+        "PASS_TOKENS": pass_tokens(group),
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "TILE_BLOCKS": TILE_BLOCKS,
         "CUT_TILES": CUT_TILES,
@@ -228,22 +233,28 @@ def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
     return x.reshape(heads, head_dim // 16, head_dim // 16, 32, 8).contiguous()
 
 
-def make_counters(requests: int, card: Card, columns: Iterable[int], device: torch.device) -> torch.Tensor:
+def make_counters(requests: int, card: Card, columns: Mapping[int, int], device: torch.device) -> torch.Tensor:
     """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
-    with any of these columns.
+    with any of these columns and their passes.
 
     Launches leave them 0. Layers may share them, because the launches of one stream do not overlap.
     """
-    most = max(kind.resident(card) for count in columns for kind in kinds(card, count))
-    return torch.zeros(item_count(requests, most) * card.kv_heads, dtype=torch.int32, device=device)
+    most = max(
+        item_count(requests * passes, kind.resident(card))
+        for count, passes in columns.items()
+        for kind in kinds(card, count)
+    )
+    return torch.zeros(most * card.kv_heads, dtype=torch.int32, device=device)
 
 
-def make_schedulers(requests: int, card: Card, columns: Iterable[int], device: torch.device) -> dict[Kind, Scheduler]:
-    """Return the schedulers for batches of up to `requests`, of these columns."""
-    made = {}
-    for few, many in {kinds(card, count) for count in columns}:
-        most = min(requests, 2 * few.resident(card))
-        for kind, batch in ((few, most), (many, requests)):
+def make_schedulers(
+    requests: int, card: Card, columns: Mapping[int, int], device: torch.device
+) -> dict[Kind, Scheduler]:
+    """Return the schedulers for batches of up to `requests`, of these columns and their passes."""
+    made: dict[Kind, Scheduler] = {}
+    for few, many, passes in {(*kinds(card, count), passes) for count, passes in columns.items()}:
+        most = min(requests * passes, 2 * few.resident(card))
+        for kind, batch in ((few, most), (many, requests * passes)):
             made[kind] = Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k)
     return made
 
@@ -373,7 +384,8 @@ class CudaDecode:
         CALL_ARGUMENTS.pack_into(self.arguments, 0, output.data_ptr())
         self.arguments[CALL_ARGUMENTS.size : CALL_ARGUMENTS.size + STEP_ARGUMENTS.size] = step
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests)
+        passes = pass_count(self.group, max_query_len)
+        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * passes)
         (status,) = function.launch(
             function.kernel, x, self.kv_heads, z, 32 * shape.warps, 1, 1, function.shared_bytes, stream, self.address, 0
         )
@@ -386,8 +398,11 @@ class CudaDecode:
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
-        lengths = {column_count(self.group, length): length for length in range(1, longest_decode + 1)}
-        for columns, length in lengths.items():
+        lengths = {
+            (column_count(self.group, length), pass_count(self.group, length)): length
+            for length in range(1, longest_decode + 1)
+        }
+        for (columns, _), length in lengths.items():
             few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1), columns)
             for warps in {few.warps, many.warps}:
                 self._function(Grid(warps, 1, True), length)
@@ -397,19 +412,30 @@ class CudaDecode:
         variant = Variant(
             shape.warps, shape.is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
             self.recent, self.has_bias, self.output, self.has_lse and shape.is_final,
-            self.tiles_a_block,
+            self.tiles_a_block, pass_count(self.group, max_query_len),
         )  # fmt: skip
         return _load(tuple(constants(self.page, self.kv_heads, self.group, variant).items()), self.device)
 
 
 def column_count(group: int, max_query_len: int) -> int:
-    """Return the columns that the kernel is compiled for, the fewest that are enough."""
-    return next(columns for columns in COLUMN_COUNTS if group * max_query_len <= columns)
+    """Return the columns that the kernel is compiled for: the fewest that are enough for a pass."""
+    tokens = min(max_query_len, pass_tokens(group))
+    return next(columns for columns in COLUMN_COUNTS if group * tokens <= columns)
 
 
-def column_counts(group: int, longest_decode: int) -> list[int]:
-    """Return the columns that steps of up to `longest_decode` query tokens per request may need."""
-    return sorted({column_count(group, length) for length in range(1, longest_decode + 1)})
+def pass_tokens(group: int) -> int:
+    """Return the most query tokens of a request that one pass over its keys serves."""
+    return COLUMN_COUNTS[-1] // group
+
+
+def pass_count(group: int, max_query_len: int) -> int:
+    """Return how many passes over the keys of a request its query tokens take."""
+    return -(-max_query_len // pass_tokens(group))
+
+
+def columns_of_steps(group: int, longest_decode: int) -> dict[int, int]:
+    """Return the columns of steps of up to `longest_decode` query tokens per request, and the most passes of each."""
+    return {column_count(group, length): pass_count(group, length) for length in range(1, longest_decode + 1)}
 
 
 class _Function(NamedTuple):

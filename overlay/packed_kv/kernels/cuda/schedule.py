@@ -124,11 +124,11 @@ def _equal_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list
 
 
 @triton.jit(
-    do_not_specialize=["requests", "item_count", "resident_blocks"],
+    do_not_specialize=["requests", "item_count", "resident_blocks", "passes"],
     do_not_specialize_on_alignment=["items", "seq_lens"],
 )
 def _schedule_kernel(
-    items, seq_lens, requests, item_count, resident_blocks,
+    items, seq_lens, requests, item_count, resident_blocks, passes,
     REQUESTS: tl.constexpr, STREAM_K: tl.constexpr, MIN_TILES: tl.constexpr, TILE_TOKENS: tl.constexpr,
     CUT_TILES: tl.constexpr, MIN_PART: tl.constexpr, MAX_PARTS: tl.constexpr, BUCKETS: tl.constexpr,
     SLOT_SHIFT: tl.constexpr, PART_SHIFT: tl.constexpr,
@@ -136,7 +136,7 @@ def _schedule_kernel(
     """One program. The parts of a request are a head, middles of equal size, and a tail."""
     request, bucket = tl.arange(0, REQUESTS), tl.arange(0, BUCKETS)[None, :]
     exists = request < requests
-    tokens = tl.load(seq_lens + request, mask=exists, other=0)
+    tokens = tl.load(seq_lens + request // passes, mask=exists, other=0)
     tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
     total = tl.maximum(tl.sum(tiles), 1)
     # A request from `start` to `end` is cut at `low` to `high` times `step`.
@@ -225,15 +225,17 @@ class Scheduler:
         self.num_warps = min(16, max(4, size // 32))
         self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
 
-    def __call__(self, seq_lens: torch.Tensor) -> torch.Tensor:
+    def __call__(self, seq_lens: torch.Tensor, passes: int = 1) -> torch.Tensor:
         """Return the schedule of a batch, int32 [item_count, 4], the words of a `WorkItem` each.
 
         The next call overwrites it.
 
         Args:
             seq_lens: int32 [requests], tokens of each request.
+            passes: over the keys of each request; each pass is a request in the schedule.
         """
-        assert len(seq_lens) <= self.requests, (len(seq_lens), self.requests)
-        items = self.items[: item_count(len(seq_lens), self.resident_blocks)]
-        self.launch((1, 1, 1), (items, seq_lens), Arguments(len(seq_lens), len(items), self.resident_blocks))
+        requests = len(seq_lens) * passes
+        assert requests <= self.requests, (requests, self.requests)
+        items = self.items[: item_count(requests, self.resident_blocks)]
+        self.launch((1, 1, 1), (items, seq_lens), Arguments(requests, len(items), self.resident_blocks, passes))
         return items

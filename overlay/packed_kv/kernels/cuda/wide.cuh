@@ -381,10 +381,10 @@ INLINE void attend(const Arguments& a) {
     const Quad words = load_work_item(a);
     const WorkItem item(words);
     if (item.request < 0) return;
-    const int index = item.request;
     if (lane.index == 0) store_shared_4(shared_work_item_address(), words);
     const Request request(a, item);
     if (request.count <= 0) return;
+    const int index = request.index;
     const int split = IS_FINAL ? 0 : blockIdx.x, splits = IS_FINAL ? 1 : gridDim.x;
     const TileRange range(request, item, split, splits);
     const Pages pages{hide_from_optimizer(a.cache + (u64)head * a.head_stride),
