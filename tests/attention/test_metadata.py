@@ -72,21 +72,28 @@ class Layer(AttentionLayerBase):
 
 
 @pytest.mark.parametrize(
-    ("query_heads", "drafts", "captured"),
+    ("query_heads", "drafts", "captured", "capability"),
     [
-        ([8], 0, True),
-        ([64 * 8, 32], 0, True),
-        ([71 * 8], 0, True),
-        ([64], 7, True),
-        ([64], 8, False),
-        ([64, 96], 4, True),
-        ([64, 96], 5, False),
-        ([64 * 8], 1, False),
+        ([8], 0, True, (8, 0)),
+        ([64 * 8, 32], 0, True, (8, 0)),
+        ([71 * 8], 0, True, (8, 0)),
+        ([64], 7, True, (8, 0)),
+        ([64], 8, False, (8, 0)),
+        ([64, 96], 4, True, (8, 0)),
+        ([64, 96], 5, False, (8, 0)),
+        ([64 * 8], 1, False, (8, 0)),
+        ([64, 96], 19, True, (9, 0)),
+        ([64, 96], 20, False, (9, 0)),
+        ([64 * 8], 3, True, (9, 0)),
+        ([64 * 8], 4, False, (9, 0)),
+        ([71 * 8], 0, True, (9, 0)),
+        ([71 * 8], 1, False, (9, 0)),
     ],
 )
-def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, captured, monkeypatch):
+def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, captured, capability, monkeypatch):
     """Of layers that differ, the one with the most heads decides; layers that are not packed have no say."""
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
     layers = {str(i): Layer(heads) for i, heads in enumerate(query_heads)} | {"draft": Layer(1000, "auto")}
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(
@@ -103,6 +110,8 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
     layer = object.__new__(LayerAttention)
-    layer.group, layer.fused = 12, object()
+    layer.group, layer.fused = 12, SimpleNamespace(capability=(8, 0))
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
     assert layer.fused_decodes(batch, torch.bfloat16) == decodes
+    layer.fused.capability = (9, 0)  # the CUDA kernel takes 20
+    assert layer.fused_decodes(batch, torch.bfloat16) == 3

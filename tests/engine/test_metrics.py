@@ -46,7 +46,8 @@ def value(what: str, name: str, route: str) -> float | None:
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (8, 0))
+    monkeypatch.setattr(metrics, "current_platform", platform)
 
 
 def test_tokens_and_requests_by_route() -> None:

@@ -18,7 +18,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
-from ..kernels.cuda import refusal
+from ..kernels.cuda import longest_query, refusal
 from ..kernels.triton.decode import (
     COLUMNS,
     MAX_REGISTERS,
@@ -125,16 +125,19 @@ class FusedDecode:
         self.programs = kv_heads * -(-self.shape.group // COLUMNS)
         """Of a query token and split."""
         self.bound = Launches()
+        self.capability = properties.major, properties.minor
         refused = refusal(
-            (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
+            self.capability, codec.key.head_dim, self.shape.group, longest_decode,
             options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
             value_dim=codec.value.head_dim, group_bits=codec.layout.vector.group_bits,
         )  # fmt: skip
         serves = refused is None and kernel != "triton"
         reason = "is disabled by decode_kernel=triton" if kernel == "triton" else f"does not serve {refused}"
+        group = self.shape.group
+        served = f"{group} query heads per KV head, {longest_decode} tokens with drafts, of which it takes up to"
         logger.info_once(
             "KV cache: decodes are served by the %s",
-            "CUDA kernel" if serves else f"Triton kernel (the CUDA kernel {reason})",
+            f"CUDA kernel ({served} {longest_query(group)})" if serves else f"Triton kernel (the CUDA kernel {reason})",
             scope="local",
         )
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -294,7 +297,8 @@ class FusedDecode:
 
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch, and compile the schedulers."""
-        counts, query_len = range(1, self.max_requests + 1), min(self.longest_decode, longest_fused(self.shape.group))
+        counts = range(1, self.max_requests + 1)
+        query_len = min(self.longest_decode, longest_fused(self.shape.group, self.capability))
         rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len
         self.reserve(self.max_requests * query_len, (rows, self.query_heads, 1))
         for scheduler in self.schedulers.values():

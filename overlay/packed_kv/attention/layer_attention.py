@@ -102,7 +102,8 @@ class LayerAttention:
 
     def fused_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
         """How many requests, from the first on, the fused route serves."""
-        if self.fused is None or not fused_serves(self.group, metadata.decode_query_len, dtype):
+        fused = self.fused
+        if fused is None or not fused_serves(self.group, metadata.decode_query_len, dtype, fused.capability):
             return 0
         return metadata.decodes
 

@@ -24,7 +24,7 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
-from .routes import MAX_COLUMNS, fused_serves
+from .routes import fused_serves, longest_fused
 
 logger = init_logger("vllm.packed_kv")
 
@@ -112,11 +112,17 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         if device.type == "cuda" and not self.decodes_fused:
+            group = _largest_group(vllm_config)
+            most = longest_fused(group, current_platform.get_device_capability())
             logger.warning_once(
-                "KV cache dtype %s: decodes run as prefills do, slower and without CUDA graphs: the decode kernel "
-                "takes fp16 and bf16, and up to %d query heads a KV head times tokens of a decode with its drafts",
+                "KV cache dtype %s: decodes of %d query heads a KV head and %d tokens with their drafts run as "
+                "prefills do, slower and without CUDA graphs: the decode kernel takes fp16 and bf16, of these heads "
+                "up to %d tokens; set num_speculative_tokens to %d at most",
                 vllm_config.cache_config.cache_dtype,
-                MAX_COLUMNS,
+                group,
+                self.reorder_batch_threshold or 1,
+                most,
+                most - 1,
                 scope="local",
             )
         scheduler = vllm_config.scheduler_config
@@ -202,7 +208,8 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
     """Whether the fused route decodes all packed layers, `spec`'s among them, with up to `query_len` query tokens."""
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
-    return fused_serves(_largest_group(vllm_config), query_len, vllm_config.model_config.dtype)
+    capability = current_platform.get_device_capability()
+    return fused_serves(_largest_group(vllm_config), query_len, vllm_config.model_config.dtype, capability)
 
 
 def _largest_group(vllm_config: VllmConfig) -> int:

@@ -109,7 +109,8 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     if model.use_mla:
         return PREFILL, DECODE
     group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
-    return PREFILL, DECODE if fused_serves(group, longest_decode(config), model.dtype) else PREFILL
+    capability = current_platform.get_device_capability()
+    return PREFILL, DECODE if fused_serves(group, longest_decode(config), model.dtype, capability) else PREFILL
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:

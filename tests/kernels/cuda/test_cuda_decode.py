@@ -67,7 +67,7 @@ def gpu_only(**options: Any) -> Any:
          "seq_lens": (300, 5, 33), "splits": Grid(2, 5, False)},
         {"name": "isoquant3", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (2100, 70),
          "splits": Grid(4, 2, True)},
-        # Passes: a request of three, of one, of none; the second part of the first request has tiles of some passes only.
+        # Passes: a request of three, of one, of none; one part has tiles of some passes only.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 12, "query_lens": (13, 2, 0),
          "seq_lens": (1037, 40, 9), "splits": Grid(2, 4, True)},
         gpu_only(name="tq4", group=16, query_lens=(16, 5), seq_lens=(3000, 100), splits=Grid(4, 66, True)),
@@ -187,7 +187,8 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
 def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "8.9" in str(refusal((8, 9), 128, 4, 1))
     assert "96" in str(refusal((9, 0), 96, 4, 1))
-    assert "4 query heads" in str(refusal((9, 0), 128, 4, 17))
+    assert "4 query heads per KV head times 65 query tokens (at most 64 tokens)" in str(refusal((9, 0), 128, 4, 65))
+    assert "at most 20 tokens" in str(refusal((9, 0), 128, 12, 21)) and "at most 0" in str(refusal((9, 0), 128, 65, 1))
     assert "window" in str(refusal((9, 0), 128, 4, 1, sliding_window=64))
     assert "cap" in str(refusal((9, 0), 64, 4, 2, logits_soft_cap=30.0))
     assert "sinks" in str(refusal((9, 0), 64, 4, 2, has_sinks=True))

@@ -12,8 +12,18 @@ HEAD_DIMS = (64, 128)
 BITS = (4, 3, 2)
 """Widths that `codes.cuh` decodes."""
 COLUMNS = 64
-"""The most query heads per KV head times query tokens of a request."""
+"""The most query heads per KV head times query tokens that one pass over a request's keys serves."""
+MAX_PASSES = 4
+"""The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
 CAPABILITY = (9, 0)
+
+
+def longest_query(group: int) -> int:
+    """Return the most query tokens of a request, drafts included, that the kernel serves; 0: it serves none.
+
+    group: query heads per KV head.
+    """
+    return MAX_PASSES * (COLUMNS // group)
 
 
 def refusal(
@@ -47,8 +57,8 @@ def refusal(
         return f"head size {head_dim} (only 64 and 128)"
     if value_dim not in (None, head_dim):
         return f"value heads of {value_dim} channels beside key heads of {head_dim}"
-    if group * query_len > COLUMNS:
-        return f"{group} query heads per KV head times {query_len} query tokens (at most {COLUMNS})"
+    if query_len > longest_query(group):
+        return f"{group} query heads per KV head times {query_len} query tokens (at most {longest_query(group)} tokens)"
     if sliding_window:
         return "a sliding window"
     if logits_soft_cap:

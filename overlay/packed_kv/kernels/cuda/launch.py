@@ -18,10 +18,11 @@ from .. import units
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
+from . import COLUMNS
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-COLUMN_COUNTS = (4, 8, 16, 32, 64)
+COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
 """The columns that kernels are compiled for. Beyond 8, a block's warps are a team (`wide.cuh`). Beyond the last, query
 tokens take several passes over the keys."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 16, 32: 12, 64: 8}
@@ -88,7 +89,10 @@ def kind_of(requests: int, card: Card, columns: int) -> Kind:
 
 
 def grid(requests: int, card: Card, columns: int) -> Grid:
-    """Return the grid for a number of requests, each counted once per pass. It depends on no sequence length, so a CUDA graph can hold it."""
+    """Return the grid for a number of requests, each counted once per pass.
+
+    It depends on no sequence length, so a CUDA graph can hold it.
+    """
     kind, pairs = kind_of(requests, card, columns), requests * card.kv_heads
     blocks = card.sm_count * kind.warps_per_sm // kind.warps
     if blocks // pairs <= MAX_FINAL_BLOCKS:
@@ -425,7 +429,7 @@ def column_count(group: int, max_query_len: int) -> int:
 
 def pass_tokens(group: int) -> int:
     """Return the most query tokens of a request that one pass over its keys serves."""
-    return COLUMN_COUNTS[-1] // group
+    return COLUMNS // group
 
 
 def pass_count(group: int, max_query_len: int) -> int:

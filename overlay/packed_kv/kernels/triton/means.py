@@ -17,8 +17,8 @@ COLUMNS = 16
 MAX_BIAS_PROGRAMS = 8
 """That share the biases of a block of rows. Of more, most would find nothing to do: contexts are shorter than a model's
 longest."""
-LATER_TOKENS = tl.constexpr(64)
-"""How far behind a query a request's last one may be (`attention/routes.MAX_COLUMNS`), whose tiles both go through."""
+LATER_TOKENS = tl.constexpr(256)
+"""How far behind a query a request's last one may be (`attention/routes.py`), whose tiles both go through."""
 
 
 class Means(NamedTuple):
