@@ -50,7 +50,8 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     seq_lens = torch.full((requests,), context, dtype=torch.int32, device=device)
     decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens, requests)
-    step = decode.decode_step(tokens, table, query_start, seq_lens, query_tokens)
+    positions = (context - query_tokens + torch.arange(query_tokens, device=device)).repeat(requests)
+    step = decode.decode_step(positions, table, query_start, seq_lens, query_tokens)
     flash_attention = find_flash_attention(HEAD_DIM, HEAD_DIM, query.dtype, None)
     prefill = FlashPrefill(codec, QUERY_HEADS, KV_HEADS, options, tokens, requests, flash_attention)
 
