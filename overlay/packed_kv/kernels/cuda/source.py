@@ -7,7 +7,7 @@ from importlib import resources
 MAIN = "decode.cu"
 HEADERS = (
     "ptx.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh", "pages.cuh",
-    "narrow.cuh", "wide.cuh",
+    "narrow.cuh", "team.cuh", "wide.cuh",
 )  # fmt: skip
 
 
