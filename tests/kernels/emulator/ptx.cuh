@@ -36,7 +36,11 @@ struct Meeting {  // of a warp, or of a block
     u32 in[32][8], out[32][4];
 };
 struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
-struct Barrier { int completed = 0; u32 expected = 0, started = 0; std::vector<std::function<void()>> copies; };
+struct Barrier {
+    int arrivals, completed = 0, arrived = 0;
+    u32 expected = 0, started = 0;
+    std::vector<std::function<void()>> copies;
+};
 
 static std::vector<Fiber> fibers;
 static std::vector<Meeting> warps;
@@ -201,23 +205,24 @@ template <class T> T* hide_from_optimizer(T* pointer) { return pointer; }
 
 // ---- bulk copies
 
-INLINE void barrier_init(u32 barrier) { barriers[barrier] = Barrier{}; }
+template <int ARRIVALS> void barrier_init(u32 barrier) { barriers[barrier] = Barrier{ARRIVALS}; }
 INLINE void barrier_init_fence() {}
 INLINE void barrier_wait(u32 address, u32 parity) {
     Barrier& barrier = barriers.at(address);
     for (int i = 0; barrier.completed % 2 == (int)parity; i++) {
         if (i > 1000) fail("waits for a copy that nothing starts");
-        if (!barrier.expected || barrier.started < barrier.expected) {
+        if (barrier.arrived < barrier.arrivals || barrier.started < barrier.expected) {
             yield();  // another lane has yet to announce or start it
             continue;
         }
         for (auto& copy : barrier.copies) copy();
-        barrier = Barrier{barrier.completed + 1};
+        barrier = Barrier{barrier.arrivals, barrier.completed + 1};
     }
 }
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
-    if (barriers.at(barrier).expected) fail("a stage is filled again before it was waited for");
-    barriers.at(barrier).expected = bytes;
+    Barrier& found = barriers.at(barrier);
+    if (found.arrived++ == found.arrivals) fail("a stage is filled again before it was waited for");
+    found.expected += bytes;
 }
 INLINE bool elect_lane() {
     meet(warp(), 32, ELECT, [] {});

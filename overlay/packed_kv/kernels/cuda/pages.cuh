@@ -96,9 +96,9 @@ struct Stages {
         barrier = first_barrier = hide_from_optimizer(shared + BARRIERS + owner * STAGES * 8);
         parity = 0;
     }
-    // Called by one warp.
+    // Called by one of the warps that share the stages.
     INLINE void init_barriers(const Lane& lane) const {
-        if (lane.index < STAGES) barrier_init(barrier + 8 * lane.index);
+        if (lane.index < STAGES) barrier_init<WARPS / STAGE_OWNERS>(barrier + 8 * lane.index);
         barrier_init_fence();
         sync_warp();
     }

@@ -179,8 +179,8 @@ template <class T> INLINE T* hide_from_optimizer(T* pointer) {
 
 // ---- bulk copies into shared memory, and mbarriers that count their bytes
 
-INLINE void barrier_init(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+template <int ARRIVALS> INLINE void barrier_init(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "n"(ARRIVALS) : "memory");
 }
 INLINE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 INLINE void barrier_wait(u32 barrier, u32 parity) {
@@ -192,7 +192,7 @@ INLINE bool elect_lane() {
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
     return elected;
 }
-// Announces the bytes of all copies of a barrier's phase; called by one lane.
+// Announces the bytes of a warp's copies of a barrier's phase, and arrives; called by one lane of each warp that copies.
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }

@@ -10,7 +10,6 @@ INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64
 
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
-constexpr int RING_PIECES = 16 / RING_PIECE;
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int RING_VALUE_SCALE = RING_VALUE_SCALES_AT % 4;  // byte of V's first scale in its word
@@ -26,20 +25,18 @@ struct Ring {
         : cache(a.ring + (u64)head * a.ring_head_stride), table(a.ring_table + (u64)index * a.ring_table_stride),
           block_stride(a.ring_block_stride) {}
 
-    // Copies a piece of a tile. One without tokens of the ring is replaced by one with, because its block does not exist.
-    INLINE void copy_piece(const Request& request, int tile, int piece, u32 target, u32 barrier) const {
-        constexpr int piece_bytes = RING_PIECE * RING_SLOT_BYTES;
-        int token = 16 * (request.first_ring_tile() + tile) + piece * RING_PIECE;
-        token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
-        const u32 block = table[token / RING_DIVISOR];
-        copy_bulk<piece_bytes>(target + piece * piece_bytes, barrier,
-                               cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT_BYTES);
-    }
-    // Copies a tile; each of the first lanes a piece.
+    // Each of the first lanes copies a piece. A piece without tokens of the ring is replaced by one with, because its
+    // block does not exist.
     INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
+        constexpr int piece_bytes = RING_PIECE * RING_SLOT_BYTES;
         if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
         sync_warp();
-        if (lane.index < RING_PIECES) copy_piece(request, tile, lane.index, target, barrier);
+        if (lane.index >= 16 / RING_PIECE) return;
+        int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
+        token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
+        const u32 block = table[token / RING_DIVISOR];
+        copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
+                               cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT_BYTES);
     }
 };
 

@@ -87,28 +87,16 @@ struct TeamTiles {
     // A warp's tile of the ring, or of pages, in the team's tile `number`. It may be one past the last of them.
     INLINE int ring_tile(int number, int warp) const { return split + (number * WARPS + warp) * splits; }
     INLINE int page_tile(int number, int warp) const { return range.low + (number - of_ring()) * WARPS + warp; }
-    INLINE u32 micro_block(int number, int i) const { return pages.micro_block(page_tile(number, 0), i); }
-    // The block that holds this lane's micro-block of a tile.
-    INLINE u32 load_block(int number, const Lane& lane) const {
-        return pages.table[micro_block(max(number, of_ring()), lane.index % TEAM_BLOCKS) / MICRO_BLOCKS];
+    // Each warp copies its own tile. The blocks that hold it are loaded early, because copies wait for them.
+    INLINE void load_blocks(int number, int warp, u32 (&blocks)[TILE_BLOCKS]) const {
+        pages.load_blocks(page_tile(max(number, of_ring()), warp), blocks);
     }
-    // Called by one warp; `block` is of `load_block`.
-    INLINE void copy(int number, u32 block, u32 target, u32 barrier, const Lane& lane) const {
+    INLINE void copy(int number, int warp, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier,
+                     const Lane& lane) const {
         if (number >= count()) return;
-        if (number < of_ring()) {
-            if (lane.index == 0) expect_bytes(barrier, WARPS * RING_TILE_BYTES);
-            sync_warp();
-            for (int i = lane.index; i < WARPS * RING_PIECES; i += 32)
-                ring.copy_piece(request, ring_tile(number, i / RING_PIECES), i % RING_PIECES,
-                                target + i / RING_PIECES * RING_TILE_BYTES, barrier);
-            return;
-        }
-        if (lane.index == 0) expect_bytes(barrier, TEAM_BLOCKS * MICRO_BLOCK_BYTES);
-        sync_warp();
-        if (lane.index < TEAM_BLOCKS)
-            copy_bulk<MICRO_BLOCK_BYTES>(target + lane.index * MICRO_BLOCK_BYTES, barrier,
-                                         pages.cache + (u64)block * pages.block_stride +
-                                             micro_block(number, lane.index) % MICRO_BLOCKS * MICRO_BLOCK_BYTES);
+        if (number < of_ring())
+            ring.copy(request, ring_tile(number, warp), target + warp * RING_TILE_BYTES, barrier, lane);
+        else pages.copy(page_tile(number, warp), blocks, target + warp * TILE_BYTES, barrier);
     }
 };
 
@@ -146,13 +134,14 @@ INLINE void attend(const Arguments& a) {
     const Ring ring(a, request, index, head);
     const TeamTiles tiles{request, ring, pages, range, split, splits};
     Stages stages(0);
-    if (warp == 0) {
-        stages.init_barriers(lane);
-        for_each<STAGES>([&](auto s) {
-            tiles.copy(s.value, tiles.load_block(s.value, lane), stages.stage + s.value * STAGE_BYTES,
-                       stages.barrier + s.value * 8, lane);
-        });
-    }
+    u32 first_blocks[STAGES][TILE_BLOCKS];
+    for_each<STAGES>([&](auto s) { tiles.load_blocks(s.value, warp, first_blocks[s.value]); });
+    if (warp == 0) stages.init_barriers(lane);
+    sync_block();
+    for_each<STAGES>([&](auto s) {
+        tiles.copy(s.value, warp, first_blocks[s.value], stages.stage + s.value * STAGE_BYTES,
+                   stages.barrier + s.value * 8, lane);
+    });
     TeamState state;
     const u32 shared = shared_address(shared_memory());
     share_queries(a, request, head, warp, lane);
@@ -162,8 +151,8 @@ INLINE void attend(const Arguments& a) {
     u32 target = shared + WEIGHTS_AT, other_target = target + WEIGHTS_OF_TILE;
     bool moves = true;  // the maxima, before the next weights
     u32 last_stage = stages.stage, last_barrier = stages.barrier;  // of the tile before
-    auto refill = [&](int number, u32 block) {
-        if (warp == 0 && number > 0) tiles.copy(number - 1 + STAGES, block, last_stage, last_barrier, lane);
+    auto refill = [&](int number, const u32 (&blocks)[TILE_BLOCKS]) {
+        if (number > 0) tiles.copy(number - 1 + STAGES, warp, blocks, last_stage, last_barrier, lane);
         last_stage = stages.stage, last_barrier = stages.barrier;
         stages.next();
         const u32 swapped = target;
@@ -173,7 +162,8 @@ INLINE void attend(const Arguments& a) {
 #pragma unroll 1
         for (int number = 0; number < tiles.of_ring(); number++) {
             const u32 stage = stages.stage, weights = target, own = stage + warp * RING_TILE_BYTES;
-            const u32 block = tiles.load_block(number - 1 + STAGES, lane);
+            u32 blocks[TILE_BLOCKS];
+            tiles.load_blocks(number - 1 + STAGES, warp, blocks);
             const int tile = tiles.ring_tile(number, warp), first = 16 * (request.first_ring_tile() + tile);
             const bool exists = number * WARPS + warp < range.ring;
             if (exists) go_on(a, state, warp, lane, page_tile(request, tile));
@@ -196,7 +186,7 @@ INLINE void attend(const Arguments& a) {
                                       weights + warp * WEIGHTS_OF_BLOCK);
                 moves = again;
             } while (again);
-            refill(number, block);
+            refill(number, blocks);
             for_own_group(warp, [&](auto group) {
                 add_group_of_ring<group.value>(state, request, lane, stage,
                                                16 * (request.first_ring_tile() + tiles.ring_tile(number, 0)),
@@ -214,7 +204,8 @@ INLINE void attend(const Arguments& a) {
 #pragma unroll 1
     for (int number = tiles.of_ring(); number < tiles.count(); number++) {
         const u32 stage = stages.stage, weights = target, own = stage + warp * TILE_BYTES;
-        const u32 block = tiles.load_block(number - 1 + STAGES, lane);
+        u32 blocks[TILE_BLOCKS];
+        tiles.load_blocks(number - 1 + STAGES, warp, blocks);
         const int tile = tiles.page_tile(number, warp), first = TILE_TOKENS * tile;
         if (tile < last) go_on(a, state, warp, lane, tile);
         barrier_wait(stages.barrier, stages.parity);
@@ -233,7 +224,7 @@ INLINE void attend(const Arguments& a) {
                                   weights + warp * (TILE_BLOCKS * WEIGHTS_OF_BLOCK));
             moves = again;
         } while (__builtin_expect(again, 0));
-        refill(number, block);
+        refill(number, blocks);
         for_own_group(warp, [&](auto group) {
             add_group_of_tile<group.value>(state, tables, lane, stage, weights + 16 * lane.index);
         });
