@@ -73,6 +73,28 @@ def digest_pages(worker: Any, blocks: list[int]) -> dict[str, list[list[bytes]]]
     return digests
 
 
+def keep_windows(worker: Any) -> None:
+    """In a worker: from now on, remember of each step of a request how many tokens lie before it, and the first of them
+    that is read from the recent window."""
+    from packed_kv.window.metadata import WindowMetadataBuilder
+
+    build, worker.windows = WindowMetadataBuilder.build, []
+
+    def kept(self: WindowMetadataBuilder, prefix: int, common: Any, *arguments: Any, **options: Any) -> Any:
+        made = build(self, prefix, common, *arguments, **options)
+        before = common.seq_lens - common.query_start_loc.diff()
+        worker.windows.extend(zip(before.tolist(), made.first.tolist(), strict=True))
+        return made
+
+    WindowMetadataBuilder.build = kept
+
+
+def take_windows(worker: Any) -> list[tuple[int, int]]:
+    """In a worker: what was remembered since the last call."""
+    windows, worker.windows = worker.windows, []
+    return windows
+
+
 def serve(connection: Connection, log: str, environment: dict[str, str], model: str, options: dict[str, Any]) -> None:
     """The process: an engine that answers what comes through `connection`, until that is None."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -89,11 +111,13 @@ def serve(connection: Connection, log: str, environment: dict[str, str], model: 
         llm.collective_rpc(keep_transfers)
         if not torch.cuda.is_available():
             llm.collective_rpc(yield_cores)
+            llm.collective_rpc(keep_windows)
         connection.send("ready")
         while (message := connection.recv()) is not None:
             prompt, params, count = message
             if prompt is None:
-                connection.send(llm.collective_rpc(digest_pages, args=(params,)))
+                call = (take_windows, ()) if params is None else (digest_pages, (params,))
+                connection.send(llm.collective_rpc(call[0], args=call[1]))
                 continue
             extra = {"kv_transfer_params": params} if params else None
             sampling = SamplingParams(
@@ -153,6 +177,11 @@ class Peer:
         ranks = self._receive(ANSWER_SECONDS)
         heads = [head for name in ranks[0] for rank in ranks for head in rank[name]]
         return [page for head in heads for page in head]
+
+    def windows(self) -> list[list[tuple[int, int]]]:
+        """What each rank's `take_windows` returns, on a CPU."""
+        self.connection.send((None, None, 0))
+        return self._receive(ANSWER_SECONDS)
 
     def close(self) -> None:
         """End the engine, and its process in any case."""

@@ -154,6 +154,7 @@ SERVED = Facts(
     dcp_run=1, has_mean_blocks=True,
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
+    groups_stay=True,
     would_calibrate=True, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
@@ -173,17 +174,20 @@ NO_WINDOW = [
     (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
     (Facts(dcp=2), "decode context parallelism (it deals"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
-    (Facts(connector="NixlConnector"), "this KV connector (NixlConnector)"),
+    (
+        Facts(connectors=(Connector("NixlConnector"), Connector("NixlPushConnector"))),
+        "this KV connector (NixlPushConnector)",
+    ),
+    (
+        Facts(connector="OffloadingConnector", groups_stay=False),
+        "a KV connector (OffloadingConnector, and vLLM has patches of an older packed-kv; run",
+    ),
     (Facts(has_other_dtypes=True, platform="cpu"), "layers of another KV-cache dtype (vLLM's CPU"),
     (
         Facts(pipeline=2, has_draft_cache=True),
         "pipeline parallelism (its stages would lay out their pages",
     ),
-    (
-        Facts(connector="OffloadingConnector", has_states=True),
-        "a KV connector (OffloadingConnector beside state",
-    ),
-    (Facts(has_chunks=True), "chunked attention (its layers"),
+    (Facts(connectors=(Connector("NixlConnector"),), has_states=True), "NIXL (beside state layers)"),
 ]
 
 
@@ -192,6 +196,10 @@ def test_what_has_no_recent_window() -> None:
         assert no_window(facts).startswith(words)
     assert len(NO_WINDOW) == len(WINDOW_RULES)
     assert not no_window(Facts(is_mla=False, connector="OffloadingConnector", pipeline=2, dcp=1, platform="cpu"))
+    connectors = (Connector("NixlConnector"), Connector("OffloadingConnector"))
+    assert not no_window(Facts(connector="MultiConnector", connectors=connectors, groups_stay=True, platform="cpu"))
+    assert not no_window(Facts(pipeline=2, has_chunks=True))
+    assert not no_window(Facts(connectors=connectors[1:], has_other_dtypes=True, has_states=True, platform="cuda"))
     assert not no_window(Facts(has_other_dtypes=True, has_states=True, platform="cuda"))
 
 

@@ -46,8 +46,8 @@ CONNECTORS = (
     "DecodeBenchConnector",
 )
 """KV connectors of vLLM that find pages by its block hashes, shake hands by its compatibility hash, or share none."""
-WINDOW_CONNECTORS = ("OffloadingConnector",)
-"""KV connectors that were seen to leave alone the groups that take no part in the prefix cache."""
+WINDOW_CONNECTORS = ("OffloadingConnector", "NixlConnector", "NixlPullConnector")
+"""KV connectors that were seen to leave the recent window's blocks alone."""
 
 
 class Refused(ValueError):
@@ -85,6 +85,7 @@ class Facts:
         without_latents: version of a vLLM whose latent attention has not what packed pages need.
         has_lora: `--enable-lora`.
         would_calibrate: a calibration file is to be made before the engine starts.
+        groups_stay: a spec can keep its cache group from KV connectors.
 
     Of a layer:
         layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
@@ -121,6 +122,7 @@ class Facts:
     without_latents: str | None = None
     has_lora: bool | None = None
     would_calibrate: bool | None = None
+    groups_stay: bool | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None
@@ -391,16 +393,18 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("--disable-hybrid-kv-cache-manager", "the option",
          lambda f: f.has_one_cache_manager and "some KV connectors imply it"),
     Rule("this KV connector", "`--kv-transfer-config`",
-         lambda f: f.connector not in (None, *WINDOW_CONNECTORS) and f.connector),
+         lambda f: ", ".join(c.name for c in _connectors(f) if c.name not in WINDOW_CONNECTORS)),
+    Rule("a KV connector", "vLLM's patches",
+         lambda f: f.connector is not None and f.groups_stay is False
+         and f"{f.connector}, and vLLM has patches of an older packed-kv; run packed-kv-patch revert, then apply"),
     Rule("layers of another KV-cache dtype", "`--kv-cache-dtype-skip-layers`, the draft's dtype",
          lambda f: f.has_other_dtypes and f.platform == "cpu" and "vLLM's CPU platform lays out pages of one size"),
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
          lambda f: (f.pipeline or 1) > 1 and bool(f.has_other_dtypes or f.has_draft_cache)
          and f"its stages would lay out their pages differently beside {_beside(f)}"),
-    Rule("a KV connector", "`--kv-transfer-config`",
-         lambda f: f.connector is not None and bool(f.has_other_dtypes or f.has_draft_cache or f.has_states)
-         and f"{f.connector} beside {_beside(f)}"),
-    Rule("chunked attention", "the model", lambda f: f.has_chunks and "its layers see a request as one of each chunk"),
+    Rule("NIXL", "`--kv-transfer-config`",
+         lambda f: any(c.name.startswith("Nixl") for c in _connectors(f))
+         and bool(f.has_other_dtypes or f.has_draft_cache or f.has_states) and f"beside {_beside(f)}"),
 )  # fmt: skip
 """With which an engine has no recent window; it serves without, and its log says so."""
 

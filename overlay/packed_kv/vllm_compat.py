@@ -54,6 +54,11 @@ def no_latents() -> str:
     return "" if all(hasattr(mla_attention, name) for name in needed) else vllm.__version__
 
 
+def groups_stay() -> bool:
+    """Whether a spec can keep its cache group from KV connectors: a patch that older packages of ours lack."""
+    return "__post_init__" in vars(cache_interface.KVCacheGroupSpec)
+
+
 def cache_layouts(*names: str) -> tuple[KVCacheLayout, ...]:
     """vLLM's layouts of a cache, by name. Not asked of a backend in 0.28."""
     from vllm.v1.kv_cache_layout import KVCacheLayout

@@ -21,7 +21,7 @@ sys.path.append(str(REPO / "benchmarks"))
 from nixl_engine import Peer
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 128, 16
-FULL_BLOCKS, TOKENS = 3, 8
+FULL_BLOCKS, TOKENS, FIRST_RECENT = 3, 12, 56
 PROMPT = random.Random(0).choices(range(3, 4000), k=FULL_BLOCKS * BLOCK + 1)
 OPTIONS = {"kv_cache_dtype": "isoquant4", "dtype": "float32", "block_size": BLOCK, "max_model_len": 256}
 
@@ -90,12 +90,17 @@ def peers(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -> None:
-    """Its two ranks read a head each out of the blocks of an engine that has both."""
+    """Its two ranks read a head each out of the blocks of an engine that has both. Its recent window has what it
+    generates from the next ring block on; that of the other begins a token earlier, behind its prefix cache."""
     prefill, decode = peers
     sent = prefill.prefill(PROMPT)
     got = decode.ask(PROMPT, sent.params, TOKENS)
+    for windows in decode.windows():
+        assert windows[0] == (len(PROMPT) - 1, len(PROMPT) - 1), "nothing of the prompt"
+        assert {first for _, first in windows[1:]} == {FIRST_RECENT}
+        assert max(before for before, _ in windows) == len(PROMPT) + TOKENS - 2 > FIRST_RECENT
     own = prefill.ask(PROMPT, None, TOKENS)  # from its prefix cache
-    assert got.tokens == own.tokens
+    assert got.tokens[0] == own.tokens[0]
     assert got.logprobs[0] == pytest.approx(own.logprobs[0], abs=1e-4)  # later ones depend on codes of their own
     moved = sum(nbytes for nbytes, _, _ in got.transfers)
     assert moved == (FULL_BLOCKS + 1) * BLOCK * LAYERS * KV_HEADS * FORMATS["isoquant4"].slot_bytes(HEAD_DIM)

@@ -1,6 +1,7 @@
 """vLLM's offloading on the CPU: its own scheduler side, tiers and copy descriptors; `memmove` for the GPU's copies.
 
-vLLM makes its worker on GPUs only; what is stood in for here are streams, events and the copy itself.
+vLLM makes its worker on GPUs only; what is stood in for here are streams, events and the copy itself. A copy is made as
+late as a GPU may make it: when vLLM waits for it, or asks behind a step whether it is done.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.tiering import spec as tiering
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+PENDING: list[tuple[int, int, int]] = []
+"""Copies that are to be made: target, source, bytes."""
+
 
 class DevicePages(torch.Tensor):
     """Pages that say they are on a GPU."""
@@ -30,9 +34,13 @@ class Event:
 
     def record(self, _stream: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.query()
 
     def query(self) -> bool:
+        for copy in PENDING:
+            ctypes.memmove(*copy)
+        PENDING.clear()
         return True
 
     def elapsed_time(self, _end: object) -> float:
@@ -46,8 +54,7 @@ class Stream:
 
 
 def memmove(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, **_options: object) -> None:
-    for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(target, source, size)
+    PENDING.extend(zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True))
 
 
 class CpuTiers(TieringOffloadingSpec):
@@ -71,11 +78,13 @@ class CpuTiers(TieringOffloadingSpec):
 @contextlib.contextmanager
 def count_copies() -> Iterator[dict[str, list[int]]]:
     """Bytes of each copy of the engine in this process: "store" to host memory, "load" from it."""
-    worker = get_kv_transfer_group().connector_worker.worker
+    group = get_kv_transfer_group()
     copied: dict[str, list[int]] = {"store": [], "load": []}
-    for name, handler in vars(worker).items():
-        if isinstance(handler, gpu_worker.SingleDirectionOffloadingHandler):
-            handler._swap_blocks_batch = _counted(handler, copied["load" if "load" in name else "store"])
+    for one in getattr(group, "sub_connectors", [group]):
+        worker = getattr(getattr(one, "connector_worker", None), "worker", None)  # of the OffloadingConnector alone
+        for name, handler in vars(worker).items() if worker else ():
+            if isinstance(handler, gpu_worker.SingleDirectionOffloadingHandler):
+                handler._swap_blocks_batch = _counted(handler, copied["load" if "load" in name else "store"])
     yield copied
 
 

@@ -7,13 +7,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import torch
 from packed_kv.engine import registration
 from packed_kv_quality import engines
 from packed_kv_quality.engines import KV_CACHE_BYTES, kv_tokens, model_of, scheduler
-from packed_kv_quality.teacher_forced import mean_kl, teacher_forced_logits
-from vllm import LLM
+from packed_kv_quality.teacher_forced import logits, mean_kl, teacher_forced_logits
+from vllm import LLM, SamplingParams
 
-__all__ = ["KV_CACHE_BYTES", "engine", "kv_tokens", "mean_kl", "model_of", "scheduler", "teacher_forced_logits"]
+__all__ = [
+    "KV_CACHE_BYTES", "engine", "kv_tokens", "mean_kl", "model_of", "newest_logits", "scheduler",
+    "teacher_forced_logits",
+]  # fmt: skip
 
 Start = Callable[..., AbstractContextManager[LLM]]
 """Of the fixture `start`: architecture, KV-cache dtype and options -> an engine."""
@@ -62,3 +66,16 @@ def count_preemptions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(scheduler(llm), "_preempt_request", record)
     return preempted
+
+
+def newest_logits(llm: LLM, token_ids: list[int], chunk: int = 8) -> torch.Tensor:
+    """Logits of the tokens that the engine computes, in steps of `chunk`, those of a prefix-cache hit left out."""
+    rows: list[torch.Tensor] = []
+    hook = model_of(llm).register_forward_hook(lambda _module, _inputs, output: rows.append(output.clone()))
+    core = scheduler(llm)
+    before, core.max_num_scheduled_tokens = core.max_num_scheduled_tokens, chunk
+    sampling = SamplingParams(max_tokens=1, temperature=0)
+    llm.generate({"prompt_token_ids": token_ids}, sampling, use_tqdm=False)
+    core.max_num_scheduled_tokens = before
+    hook.remove()
+    return logits(llm, torch.cat(rows))

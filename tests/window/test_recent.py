@@ -8,12 +8,13 @@ from pydoc_data.topics import topics
 import pytest
 import tiny_models
 import torch
-from harness import engine, kv_tokens, mean_kl, model_of, scheduler, teacher_forced_logits
+from harness import engine, kv_tokens, mean_kl, newest_logits, teacher_forced_logits
 from packed_kv.layout import RECENT_TOKENS
 from packed_kv.settings.options import OptionError
+from packed_kv_quality import lockstep
 from packed_kv_quality.engines import bytes_per_request
 from packed_kv_quality.teacher_forced import logits
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 TEXT = topics["assignment"] + topics["class"]
 
@@ -59,6 +60,26 @@ def test_models(make, tmp_path: Path) -> None:
     print(f"{make.__name__}: KL without a window {packed:.6f}, with {costs[0]:.6f}, {costs[1]:.6f}")
     assert max(costs) < packed / 3
     assert costs[0] == pytest.approx(costs[1], rel=0.02)
+
+
+def test_chunked_attention(tmp_path: Path) -> None:
+    """A window as long as a chunk of 128 tokens leaves little to pay for, also behind the first, wherever a step begins
+    and ends. One of 150 tokens begins in one chunk, ends in the next, and is longer than a ring."""
+    model = tiny_models.save(tiny_models.llama4(), tmp_path)
+    token_ids = torch.randint(3, 250, (220,), generator=torch.Generator().manual_seed(0)).tolist()
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    options = {"skip_tokenizer_init": True, "dtype": dtype, "max_model_len": 256}
+    with engine(model, "auto", **options) as llm:
+        plain = teacher_forced_logits(llm, token_ids, 220)
+    with engine(model, "turboquant25", **options) as llm:
+        packed = mean_kl(plain[130:], teacher_forced_logits(llm, token_ids, 7)[130:])
+    with engine(model, "turboquant25", recent_tokens=128, **options) as llm:
+        rows = [teacher_forced_logits(llm, token_ids, chunk)[130:] for chunk in (1, 7)]
+        steps = lockstep.run(llm, [token_ids], [50, 150, *[7] * 10])[0]
+        rows.append(logits(llm, steps)[200:])
+    costs = [mean_kl(plain[-len(one) :], one) for one in rows]
+    print(f"KL without a window {packed:.6f}, with {costs}")
+    assert max(costs) < packed / 3
 
 
 def test_a_prefix_hit_costs_little_and_never_a_wrong_token(demo_model: str) -> None:
@@ -110,19 +131,6 @@ def test_conversations_hit_the_prefix_cache_as_often_as_without_a_window(demo_mo
                 ]
         cached.append(hits)
     assert cached[0] == cached[1] and min(cached[0][2]) > 90
-
-
-def newest_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
-    """Logits of the tokens that the engine computes, in chunks of 8, those of a prefix-cache hit left out."""
-    rows: list[torch.Tensor] = []
-    hook = model_of(llm).register_forward_hook(lambda _module, _inputs, output: rows.append(output.clone()))
-    core = scheduler(llm)
-    before, core.max_num_scheduled_tokens = core.max_num_scheduled_tokens, 8
-    sampling = SamplingParams(max_tokens=1, temperature=0)
-    llm.generate({"prompt_token_ids": token_ids}, sampling, use_tqdm=False)
-    core.max_num_scheduled_tokens = before
-    hook.remove()
-    return logits(llm, torch.cat(rows))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
@@ -14,15 +13,12 @@ import tiny_models
 import torch
 from coverage_models import MODELS
 from harness import count_preemptions, engine, mean_kl, scheduler, teacher_forced_logits
-from packed_kv.window import size
-from packed_kv.window.cache_group import RingSpec
 from packed_kv.window.layer import SUFFIX
 from packed_kv_quality import lockstep
 from packed_kv_quality.teacher_forced import logits
+from recent_windows import layout, pages_side_by_side, ring_specs
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 DTYPE, WINDOW = "turboquant25", 40
 ENGINE = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 512, "enable_prefix_caching": False}
@@ -36,15 +32,6 @@ def generate(llm: LLM, prompts: list[list[int]], tokens: int) -> list[list[int]]
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
     results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     return [list(result.outputs[0].token_ids) for result in results]
-
-
-def ring_specs(llm: LLM) -> list[RingSpec]:
-    groups = scheduler(llm).kv_cache_config.kv_cache_groups
-    return [group.kv_cache_spec for group in groups if isinstance(group.kv_cache_spec, RingSpec)]
-
-
-def layout(llm: LLM) -> str:
-    return llm.llm_engine.vllm_config.cache_config.kv_cache_layout
 
 
 def test_rings_of_several_requests_in_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +121,8 @@ def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, i
 
 
 def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of several sizes lie side by side. On a CPU there is no window beside skipped layers, as its own attention
-    does not name that layout; it serves it nevertheless, which this test uses."""
-    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
-    monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts))
-    facts = size.engine_facts
-    monkeypatch.setattr(size, "engine_facts", lambda config: replace(facts(config), platform="cuda"))
+    """Pages of several sizes lie side by side."""
+    pages_side_by_side(monkeypatch)
     model = tiny_models.save(tiny_models.llama(), tmp_path)
     text = random_tokens(120)
     with engine(model, "auto", **ENGINE) as llm:

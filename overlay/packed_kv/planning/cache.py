@@ -95,13 +95,11 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
     """Tokens of the recent window, and why there is none."""
     if dtype not in FORMATS or serving.recent_tokens == 0:
         return 0, ""
-    has_chunks = any(layer.kind == "chunked" for layer in model.layers)
     platform = "cuda" if serving.on_gpu else "cpu"
     facts = Facts(
         platform=platform,
         is_mla=model.has_latents,
         has_other_dtypes=bool(serving.skip_layers),
-        has_chunks=has_chunks,
     )
     if reason := no_window(facts):
         return 0, reason

@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from ..calibration_file import FILE_NAME
 from ..refusals import Facts
-from ..vllm_compat import has_draft_cache, no_scratch_groups
+from ..vllm_compat import groups_stay, has_draft_cache, no_scratch_groups
 from .calibration import model_folder
 from .connectors import connectors
 from .options import AUTO, read_options
@@ -35,6 +35,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype),
         has_draft_cache=has_draft_cache(speculative),
         without_scratch_groups=no_scratch_groups(),
+        groups_stay=groups_stay(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
         has_fast_prefill=cache.kv_sharing_fast_prefill,
         has_micro_batches=parallel.use_ubatching,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.utils.math_utils import cdiv
@@ -41,6 +41,14 @@ class RingSpec(ScratchSpec):
     window: int
     slack: int
     ring_block_size: int
+
+    enable_kv_transfer: ClassVar[bool] = False
+    """A ring belongs to one request of one engine: our patch keeps its group from KV connectors."""
+
+    @property
+    def table_entries_per_block(self) -> int:
+        """For KV connectors, which take a table's numbers for those of the pool's blocks."""
+        return self.ring_blocks_a_block
 
     @property
     def ring_blocks(self) -> int:

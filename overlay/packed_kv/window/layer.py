@@ -6,19 +6,20 @@ as without it, so nothing ages, and the prefix cache, offloading and preemption 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf, subclass_attention_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
 from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
 from ..vllm_compat import cache_layouts
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
-from .metadata import RecentTokens, WindowMetadataBuilder
+from .metadata import ChunkedWindowMetadataBuilder, RecentTokens, WindowMetadataBuilder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,7 +49,10 @@ class WindowLayer(AttentionLayerBase):
         """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return MixedPagesWindowBackend if _need_block_outermost(_specs(self.config)) else WindowBackend
+        backend = MixedPagesWindowBackend if _need_block_outermost(_specs(self.config)) else WindowBackend
+        layer = self.config.compilation_config.static_forward_context[self.layer_name.removesuffix(SUFFIX)]
+        chunk_size = getattr(layer, "attention_chunk_size", None)
+        return _of_chunks(backend, chunk_size) if chunk_size else backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = self.find_spec(vllm_config)
@@ -59,8 +63,7 @@ class WindowLayer(AttentionLayerBase):
         """As `get_kv_cache_spec`, without a change to the layer."""
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
-        connected = vllm_config.kv_transfer_config is not None  # a connector would take ring blocks for blocks
-        sizes = {"one_size": _have_one_size(specs) and not connected, "side_by_side": _need_block_outermost(specs)}
+        sizes = {"one_size": _have_one_size(specs), "side_by_side": _need_block_outermost(specs)}
         return ring_spec(packed, self.window, self.slack, **sizes)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -128,3 +131,10 @@ class MixedPagesWindowBackend(WindowBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return cache_layouts("BLHNC")
+
+
+@cache
+def _of_chunks(backend: type[WindowBackend], chunk_size: int) -> type[AttentionBackend]:
+    """The backend beside layers of chunked attention; one class of each kind, by which vLLM tells them apart."""
+    builder = type("Builder", (ChunkedWindowMetadataBuilder,), {"chunk_size": chunk_size})
+    return subclass_attention_backend(f"Chunks{chunk_size}", backend, builder)

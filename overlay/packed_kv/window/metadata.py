@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -12,6 +13,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
 from .slots import fill_slots
 
@@ -89,3 +91,34 @@ class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):
         table = common.block_table_tensor
         self.fill(common.query_start_loc, common.seq_lens[: common.num_reqs], table, slots, first, **self.sizes)
         return WindowMetadata(table, slots, first)
+
+
+class ChunkedWindowMetadataBuilder(WindowMetadataBuilder):
+    """Of layers of chunked attention, which see a request as one of each chunk: a ring's table is cut as theirs.
+
+    Where tokens go is decided for the whole request, as its chunks share the ring.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    chunk_size: ClassVar[int]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> WindowMetadata:
+        slots = super().build(common_prefix_len, common_attn_metadata, fast_build).slots
+        chunks, _ = make_local_attention_virtual_batches(
+            self.chunk_size, common_attn_metadata, self.sizes["block_size"]
+        )
+        first, table = self.first[: chunks.num_reqs], chunks.block_table_tensor
+        self.fill(chunks.query_start_loc, chunks.seq_lens, table, torch.empty_like(slots), first, **self.sizes)
+        passed = self._passed(common_attn_metadata.query_start_loc_cpu.numpy(), chunks.query_start_loc_cpu.numpy())
+        torch.where(passed.to(first.device, non_blocking=True), chunks.seq_lens, first, out=first)
+        return WindowMetadata(table, slots, first)
+
+    def _passed(self, starts: np.ndarray, chunk_starts: np.ndarray) -> torch.Tensor:
+        """bool [chunks]: those with as few new tokens as a decode, which would read these in the ring, of a prefill
+        that goes on behind them and may not have kept them there."""
+        ends, longest = chunk_starts[1:], self.sizes["longest_decode"]
+        request = np.searchsorted(starts[1:], ends)
+        is_short = (np.diff(chunk_starts) <= longest) & (np.diff(starts)[request] > longest)
+        return torch.from_numpy(is_short & (ends < starts[1:][request]))
