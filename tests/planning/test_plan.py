@@ -182,7 +182,8 @@ def test_shares_come_from_the_measured_steps() -> None:
 
 
 def test_kl_is_that_of_the_published_table() -> None:
-    """The numbers in brackets of docs/measured.md's table of SmolLM2 on an H200."""
+    """The numbers in brackets of docs/measured.md's table of SmolLM2 on an H200, else those of docs/quality.md."""
+    elsewhere = kl_on_a_cpu()
     page = (REPO / "docs" / "measured.md").read_text()
     head = "| dtype | KV bytes/token | KiB of a request's window | calibrated, window 64 | uncalibrated, window 64 |"
     table = page[page.index(head) :].split("\n\n")[0]
@@ -194,9 +195,27 @@ def test_kl_is_that_of_the_published_table() -> None:
         for column, (window, state) in places.items():
             found = re.search(r"\(([\d.]+)\)", cells[column])
             if cells[0] != "fp8":
-                assert measured.KL[window][state].get(cells[0]) == (float(found[1]) if found else None), line
+                expected = float(found[1]) if found else elsewhere[window, state, cells[0]]
+                assert measured.KL[window][state][cells[0]] == expected, line
             elif found:
                 assert {measured.KL[w][s]["fp8"] for w in ("window", "no_window") for s in measured.KL[w]} == {1.51}
+    for window, state in (*places.values(), ("no_window", "uncalibrated")):
+        for dtype in FORMATS:
+            assert measured.KL[window][state][dtype] > 0, "no question marks in a plan"
+            if (window, state) not in places.values():
+                assert measured.KL[window][state][dtype] == elsewhere[window, state, dtype]
+
+
+def kl_on_a_cpu() -> dict[tuple[str, str, str], float]:
+    """By window, state and dtype: the ratios to fp8's of docs/quality.md's table of prompts."""
+    page = (REPO / "docs" / "quality.md").read_text()
+    head = "| dtype | file | window | KL at 1,900 | of no file's at 1,900 | of fp8's at 1,900 |"
+    found = {}
+    for line in page[page.index(head) :].split("\n\n")[0].splitlines()[2:]:
+        dtype, file, window, _, _, share = (cell.strip() for cell in line.strip("|").split("|"))
+        state = "uncalibrated" if file == "no file" else "calibrated"
+        found["window" if window == "64" else "no_window", state, dtype] = float(share.split(" ")[0])
+    return found
 
 
 def test_weights_of_the_8b_shape() -> None:
