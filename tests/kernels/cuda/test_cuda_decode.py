@@ -163,8 +163,8 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
-    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid, and few words are spilled,
-    outside of the loop."""
+    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 8 columns, few words are
+    spilled, outside of the loop; teams spill some in it."""
     pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
 
@@ -181,7 +181,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     ).stdout
     registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
     blocks = few.warps_per_sm // few.warps
-    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 8 else 128)
+    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 8 else 192)
     assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
 
 
