@@ -196,7 +196,7 @@ def time_schedulers() -> None:
             print(f"{case}: {times['schedule'][1] * LAYERS:.1f} us a step")
 
 
-def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+def interleaved(rounds: dict[str, Callable[[], None]], layers: int = LAYERS) -> dict[str, list[float]]:
     """Microseconds a layer of each round, p20, p50 and p80 of 7 visits of 5 replays."""
     graphs, times = {name: captured(function) for name, function in rounds.items()}, {name: [] for name in rounds}
     for name in [name for _ in range(7) for name in graphs]:
@@ -207,7 +207,7 @@ def interleaved(rounds: dict[str, Callable[[], None]]) -> dict[str, list[float]]
             graphs[name].replay()
             event.record()
         torch.cuda.synchronize()
-        times[name] += [start.elapsed_time(end) * 1e3 / LAYERS for start, end in itertools.pairwise(events)]
+        times[name] += [start.elapsed_time(end) * 1e3 / layers for start, end in itertools.pairwise(events)]
     return {name: statistics.quantiles(found, n=10)[1::3] for name, found in times.items()}
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from machine_code import dump, resources
+
 
 @dataclass(frozen=True)
 class Case:
@@ -83,26 +85,16 @@ def _compile(case: Case) -> dict[str, Any]:
         options=case.options,
     )
     cubin = Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
-    usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-    registers, stack, local = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
+    (used,) = resources(cubin).values()
     return dict(
-        registers=registers,
-        stack_bytes=stack,
-        local_bytes=local,
+        registers=used[0],
+        stack_bytes=used[1],
+        local_bytes=used[2],
         shared_bytes=compiled.metadata.shared,
         ttgir=compiled.asm["ttgir"],
         ptx=compiled.asm["ptx"],
-        sass=_tool("cuobjdump", "--dump-sass", cubin),
+        sass=dump("--dump-sass", cubin),
     )
-
-
-def _tool(name: str, *arguments: object) -> str:
-    import triton
-
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
-    if not os.access(path, os.X_OK):
-        path = name
-    return subprocess.run([str(path), *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

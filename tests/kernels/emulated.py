@@ -1,4 +1,4 @@
-"""Run the CUDA kernel on a CPU: g++ compiles it with an emulation of its instructions (emulator/ptx.cuh)."""
+"""Run the CUDA kernels on a CPU: g++ compiles it with an emulation of its instructions (emulator/ptx.cuh)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from packed_kv.kernels.cuda import launch
-from packed_kv.kernels.cuda.source import read_sources
+from packed_kv.kernels.cuda import latent_launch, launch
+from packed_kv.kernels.cuda.source import DECODE, LATENT, Program, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
 
 
 @cache
-def build(constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    """Return the emulated kernel with these definitions; builds are kept for later runs."""
-    sources = read_sources() | {path.name: path.read_text() for path in FOLDER.iterdir()}  # with another ptx.cuh
-    key = hashlib.sha256(repr((constants, sorted(sources.items()))).encode()).hexdigest()[:16]
+def build(program: Program, main: str, constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    """Return the emulated kernel with these definitions, launched by `main`; builds are kept for later runs."""
+    sources = read_sources(program) | {path.name: path.read_text() for path in FOLDER.iterdir()}  # with another ptx.cuh
+    key = hashlib.sha256(repr((main, constants, sorted(sources.items()))).encode()).hexdigest()[:16]
     kept = Path(tempfile.gettempdir()) / f"packed_kv_emulator_{os.getuid()}"
     library = kept / f"{key}.so"
     if not library.exists():
@@ -32,10 +32,10 @@ def build(constants: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
                 (folder / name).write_text(text)
             subprocess.run(
                 ["g++", "-O1", "-std=c++20", "-mf16c", "-shared", "-fPIC", "-w",
-                 *(f"-D{name}={value}" for name, value in constants), "-o", "decode.so", "launch.cpp"],
+                 *(f"-D{name}={value}" for name, value in constants), "-o", "kernel.so", main],
                 cwd=folder, check=True,
             )  # fmt: skip
-            os.replace(folder / "decode.so", library)
+            os.replace(folder / "kernel.so", library)
     return ctypes.CDLL(str(library))
 
 
@@ -52,4 +52,17 @@ def run(
         layer: of `layer_arguments`.
     """
     arguments = launch.CALL_ARGUMENTS.pack(output.data_ptr()) + step + layer
-    build(tuple(constants.items())).launch(arguments, *blocks)
+    build(DECODE, "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
+
+
+def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step, layer: bytes, heads: int) -> None:
+    """Run `latent.cu` on tensors on the CPU.
+
+    Args:
+        constants: of `latent_launch.constants`.
+        call, layer: of `latent_launch.call_arguments` and `layer_arguments`.
+        step: of `make_step`.
+        heads: query heads.
+    """
+    grids = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
+    build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *grids)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import test_decode as decode_tests
 import test_ring as ring_tests
 import torch
-import triton
+from machine_code import resources
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
 from packed_kv.kernels.cuda import CAPABILITY, refusal
@@ -174,12 +172,9 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
         tiles_a_block=8 * centred,
     )  # fmt: skip
     values = constants(page_layout(FORMATS[name], 128), 8, 4, variant)
-    (tmp_path / "decode.cubin").write_bytes(compiled_kernel(values))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run(
-        [tool, "--dump-resource-usage", tmp_path / "decode.cubin"], check=True, capture_output=True, text=True
-    ).stdout
-    registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
+    file = tmp_path / "decode.cubin"
+    file.write_bytes(compiled_kernel(values))
+    registers, stack, _ = resources(file)["decode"]
     blocks = few.warps_per_sm // few.warps
     assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 8 else 192)
     assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes

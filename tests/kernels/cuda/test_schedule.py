@@ -21,6 +21,7 @@ def batch(kind: str, requests: int) -> list[int]:
         "one long": lambda: [300] * (requests - 1) + [120_000],
         "any": lambda: [int(2 ** rng.uniform(0, 16)) for _ in range(requests)],
         "padded": lambda: [5000] * (requests - requests // 3) + [0] * (requests // 3),
+        "short": lambda: [rng.randrange(1, 70) for _ in range(requests)],
     }[kind]()
 
 

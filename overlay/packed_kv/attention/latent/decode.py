@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...codecs.latent import LatentCodec
@@ -27,8 +26,6 @@ from ...kernels.triton.latent_decode import (
 from ...kernels.triton.launch import Arguments, Launches
 from .metadata import LatentDecodeMetadata
 
-logger = init_logger("vllm.packed_kv")
-
 
 @dataclass(frozen=True)
 class LatentDecodeStep:
@@ -41,35 +38,32 @@ class LatentDecodeStep:
     output: torch.Tensor
 
 
-class LatentDecode:
-    """Decode attention of one layer.
+@dataclass(frozen=True)
+class LatentLayer:
+    """What decode attention of a layer has to know.
 
-    Args:
-        codec: of the layer, on a CUDA device.
-        heads: query heads of this rank.
-        scale: of scores.
-        dtype: of queries and outputs, fp16 or bf16.
-        longest_decode: query tokens of a request, drafts included.
-        max_requests: of a step.
-        constant: fp32 [rank], added to outputs, or None.
+    `codec`: on a CUDA device. `heads`: query heads of this rank. `scale`: of scores. `dtype`: of queries and outputs,
+    fp16 or bf16. `longest_decode`: query tokens of a request, drafts included. `max_requests`: of a step. `constant`:
+    fp32 [rank], added to outputs, or None.
     """
 
-    def __init__(
-        self,
-        codec: LatentCodec,
-        heads: int,
-        scale: float,
-        dtype: torch.dtype,
-        longest_decode: int,
-        max_requests: int,
-        constant: torch.Tensor | None,
-    ) -> None:
-        self.codec, self.heads, self.dtype, self.constant = codec, heads, dtype, constant
-        self.longest_decode, self.max_requests = longest_decode, max_requests
-        self.shape = latent_shape(heads, longest_decode, scale)
-        self.sm_count = torch.cuda.get_device_properties(codec.device).multi_processor_count
+    codec: LatentCodec
+    heads: int
+    scale: float
+    dtype: torch.dtype
+    longest_decode: int
+    max_requests: int
+    constant: torch.Tensor | None
+
+
+class LatentDecode:
+    """Decode attention of one layer."""
+
+    def __init__(self, layer: LatentLayer) -> None:
+        self.layer, self.codec, self.heads, self.constant = layer, layer.codec, layer.heads, layer.constant
+        self.shape = latent_shape(layer.heads, layer.longest_decode, layer.scale)
+        self.sm_count = torch.cuda.get_device_properties(layer.codec.device).multi_processor_count
         self.bound = Launches()
-        logger.info_once("KV cache: decodes are served by the Triton kernel of latent attention", scope="local")
 
     def step(self, metadata: LatentDecodeMetadata, tokens: int) -> LatentDecodeStep:
         """That of a batch's decodes, which have `tokens` query tokens; made for the first layer of such heads."""
@@ -88,18 +82,19 @@ class LatentDecode:
         return LatentDecodeStep((splits, tiles, requests), arguments, merge, power_of_2(splits), output)
 
     def __call__(
-        self, cache: torch.Tensor, step: LatentDecodeStep, q_latent: torch.Tensor, q_rope: torch.Tensor
+        self, cache: torch.Tensor, metadata: LatentDecodeMetadata, q_latent: torch.Tensor, q_rope: torch.Tensor
     ) -> torch.Tensor:
         """Attend over all of the requests' tokens, the new ones included.
 
         Args:
             cache: uint8 [blocks, block_size, slot_bytes].
-            step: of these tokens.
+            metadata: of the batch's decodes.
             q_latent, q_rope: [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
 
         Returns:
             [tokens, heads, rank], in memory that the next layer overwrites.
         """
+        step = self.step(metadata, len(q_latent))
         held_for = (cache.data_ptr(), q_latent.stride(), q_rope.stride(), q_latent.dtype, q_rope.dtype)
         decode = self.bound.get(
             "decode",
@@ -115,7 +110,7 @@ class LatentDecode:
 
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch."""
-        counts, lengths = range(1, self.max_requests + 1), range(1, self.longest_decode + 1)
+        counts, lengths = range(1, self.layer.max_requests + 1), range(1, self.layer.longest_decode + 1)
         rows = max(
             n * length * split_count(n, row_tiles(self.shape, length), self.sm_count)
             for n in counts
@@ -129,5 +124,5 @@ class LatentDecode:
         return current_workspace_manager().get_simultaneous(
             ((*shape, self.codec.rank), torch.float32),
             ((*shape, 2), torch.float32),
-            ((tokens, self.heads, self.codec.rank), self.dtype),
+            ((tokens, self.heads, self.codec.rank), self.layer.dtype),
         )

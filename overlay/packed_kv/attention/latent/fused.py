@@ -1,22 +1,50 @@
-"""Pages of one layer's latents on CUDA: Triton stores and gathers, `decode.py` attends."""
+"""Pages of one layer's latents on CUDA: Triton stores and gathers; it or the CUDA kernel attends."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
+from ...kernels.cuda import LATENT_IS_CHOSEN, latent_refusal
 from ...kernels.triton.latent_gather import bind_gather_latents, gather_latents
 from ...kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
 from ...kernels.triton.launch import Launches
-from .decode import LatentDecode
+from .decode import LatentDecode, LatentLayer
+from .hopper import HopperLatentDecode
 from .metadata import LatentDecodeMetadata
+
+logger = init_logger("vllm.packed_kv")
+
+
+def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode | HopperLatentDecode:
+    """Decode attention by the kernel that serves the layer.
+
+    Args:
+        kernel: "triton", or "auto": the CUDA kernel where it serves and is chosen.
+        layer: of a CUDA device.
+    """
+    codec = layer.codec
+    capability, widths = torch.cuda.get_device_capability(codec.device), codec.layout.vector.group_bits
+    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, layer.longest_decode, widths)
+    reason = f"does not serve {refused}" if refused else None
+    if kernel == "triton":
+        reason = "is disabled by decode_kernel=triton"
+    elif not LATENT_IS_CHOSEN:
+        reason = "has not run on a GPU yet"
+    logger.info_once(
+        "KV cache: decodes of latents are served by the %s",
+        "CUDA kernel" if reason is None else f"Triton kernel (the CUDA kernel {reason})",
+        scope="local",
+    )
+    return LatentDecode(layer) if reason else HopperLatentDecode(layer)
 
 
 class FusedLatents:
     """See `PlainLatents`; without host syncs."""
 
-    def __init__(self, decode: LatentDecode) -> None:
+    def __init__(self, decode: LatentDecode | HopperLatentDecode) -> None:
         self.codec, self.decode = decode.codec, decode
         self.bound = Launches()
 
@@ -38,7 +66,7 @@ class FusedLatents:
     def attend(
         self, cache: torch.Tensor, metadata: LatentDecodeMetadata, q_latent: torch.Tensor, q_rope: torch.Tensor
     ) -> torch.Tensor:
-        return self.decode(cache, self.decode.step(metadata, len(q_latent)), q_latent, q_rope)
+        return self.decode(cache, metadata, q_latent, q_rope)
 
     def reserve_any_batch(self) -> None:
         self.decode.reserve_any_batch()

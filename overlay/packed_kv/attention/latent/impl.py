@@ -21,6 +21,7 @@ from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
 from ...refusals import Facts, refuse
 from ...settings.calibration import find_calibration
+from ...settings.options import read_options
 from ..metadata import longest_decode
 from .fold import FoldedWeights
 from .metadata import LatentMetadata
@@ -119,13 +120,13 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         dtype = self.config.model_config.dtype
         if self.device.type != "cuda" or dtype == torch.float32:
             return PlainLatents(codec, self.scale, constant)
-        from .decode import LatentDecode  # imports Triton, which the CPU platform may lack
-        from .fused import FusedLatents
+        from .decode import LatentLayer  # imports Triton, which the CPU platform may lack
+        from .fused import FusedLatents, latent_decode
 
-        requests = self.config.scheduler_config.max_num_seqs
-        return FusedLatents(
-            LatentDecode(codec, self.num_heads, self.scale, dtype, longest_decode(self.config), requests, constant)
-        )
+        kernel = read_options(self.config.additional_config).decode_kernel
+        longest, requests = longest_decode(self.config), self.config.scheduler_config.max_num_seqs
+        layer = LatentLayer(codec, self.num_heads, self.scale, dtype, longest, requests, constant)
+        return FusedLatents(latent_decode(kernel, layer))
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run."""

@@ -19,6 +19,12 @@ SERVED_COLUMNS = 8
 """The most columns that engines give the kernel. More of them have run on the emulator alone, so Triton's kernel serves
 them until tests/kernels/cuda has passed on a GPU and benchmarks/kernels.py has timed them; then this becomes
 `MAX_PASSES * COLUMNS`."""
+LATENT = 512, 64
+"""Rank and RoPE channels of the latents that `latent.cu` attends over."""
+LATENT_ROWS = 128
+"""The most query heads times query tokens of a request over latents."""
+LATENT_IS_CHOSEN = False
+"""Whether `latent.cu` serves the layers that it can. No GPU has run it yet, only an emulator; Triton serves."""
 CAPABILITY = (9, 0)
 
 
@@ -69,9 +75,38 @@ def refusal(
         return "a soft cap"
     if has_sinks:
         return "attention sinks"
-    if unknown := set(group_bits) - set(BITS):
-        return f"codes of {max(unknown)} bits"
-    return _missing()
+    return _unknown_codes(group_bits) or _missing()
+
+
+def latent_refusal(
+    capability: tuple[int, int],
+    rank: int,
+    rope_dim: int,
+    heads: int,
+    query_len: int,
+    group_bits: tuple[int, ...] = BITS,
+) -> str | None:
+    """Return what of a layer `latent.cu` does not serve, for the log, or None if it serves the layer.
+
+    Args:
+        capability: compute capability of the GPU.
+        rank, rope_dim: channels of a latent, and RoPE's, which are stored at 16 bits.
+        heads: query heads of this rank.
+        query_len: most query tokens of a request, drafts included.
+        group_bits: bits of the format's groups.
+    """
+    if capability != CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} (only 9.0)"
+    if (rank, rope_dim) != LATENT:
+        return f"latents of {rank} channels with {rope_dim} of RoPE (only {LATENT[0]} with {LATENT[1]})"
+    if heads * query_len > LATENT_ROWS:
+        return f"{heads} query heads times {query_len} query tokens (at most {LATENT_ROWS})"
+    return _unknown_codes(group_bits) or _missing()
+
+
+def _unknown_codes(group_bits: tuple[int, ...]) -> str | None:
+    unknown = set(group_bits) - set(BITS)
+    return f"codes of {max(unknown)} bits" if unknown else None
 
 
 @functools.cache

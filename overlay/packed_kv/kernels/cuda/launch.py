@@ -140,7 +140,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     shared = _wide_bytes if columns > 8 else _narrow_bytes
     values: dict[str, object] = {
         **_layout_constants(layout),
-        **_decoder_constants(),
+        **group_constants(layout),
+        **decoder_constants(),
         "KV_HEADS": kv_heads,
         "QUERY_GROUP": group,
         "COLUMNS": columns,
@@ -181,23 +182,13 @@ def _wide_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
 
 
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
-    """Return the fields of `layout` as C++ constants; lists are without their outer braces."""
-    groups = (
-        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.over_unit}f,{group.over_value_unit}f}}"
-        for group in layout.groups
-    )
+    """Return where `layout` has the planes of K and V, as C++ constants."""
     ring = layout.ring
     offsets = {
         "{}_WORDS_AT": layout.words_at, "{}_HALF_WORDS_AT": layout.half_words_at, "{}_SCALES_AT": layout.scales_at,
         "RING_{}S_AT": ring.codes, "RING_{}_SCALES_AT": ring.scales,
     }  # fmt: skip
     return {
-        "HEAD_DIM": layout.head_dim,
-        "GROUP_TABLE": ",".join(groups),
-        "WORDS": layout.words,
-        "CHUNKS": ",".join(map(str, layout.chunks)),
-        "HAS_HALF": int(layout.has_half),
-        "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
         "RING_SLOT_BYTES": ring.slot_bytes,
         "SCORE_UNIT": f"{layout.score_unit}f",
         **{
@@ -208,7 +199,23 @@ def _layout_constants(layout: KernelLayout) -> dict[str, object]:
     }
 
 
-def _decoder_constants() -> dict[str, object]:
+def group_constants(layout: KernelLayout) -> dict[str, object]:
+    """Return what `codes.cuh` has to know of a vector, as C++ constants; lists are without their outer braces."""
+    groups = (
+        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.over_unit}f,{group.over_value_unit}f}}"
+        for group in layout.groups
+    )
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "GROUP_TABLE": ",".join(groups),
+        "WORDS": layout.words,
+        "CHUNKS": ",".join(map(str, layout.chunks)),
+        "HAS_HALF": int(layout.has_half),
+        "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
+    }
+
+
+def decoder_constants() -> dict[str, object]:
     """Return the constants of the decoders of `codes.cuh`."""
     return {
         "TABLE_4_LOW": f"{units.word(units.four_bit_bytes()[:4])}u",

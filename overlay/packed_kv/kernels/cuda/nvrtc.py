@@ -12,21 +12,23 @@ from typing import Any
 from cuda.bindings import driver, nvrtc
 
 from .kernel_cache import load_or_compile
-from .source import HEADERS, MAIN, read_sources
+from .source import DECODE, Program, read_sources
 
-OPTIONS = ("--gpu-architecture=sm_90", "--std=c++17", "-default-device")
+OPTIONS = ("--std=c++17", "-default-device")
 
 
 class CompileError(RuntimeError):
     """NVRTC or the driver refused the kernel; the message has their log."""
 
 
-def compiled_kernel(constants: dict[str, str]) -> bytes:
-    """Return the machine code of the kernel with these definitions, from the cache or compiled (2 to 3 s)."""
-    sources = read_sources()
-    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in sorted(constants.items())))
+def compiled_kernel(constants: dict[str, str], program: Program = DECODE) -> bytes:
+    """Return the machine code of a kernel with these definitions, from the cache or compiled (2 to 3 s)."""
+    sources = read_sources(program)
+    target = f"--gpu-architecture={program.architecture}"
+    options = (target, *OPTIONS, *(f"-D{name}={value}" for name, value in sorted(constants.items())))
     key = hashlib.sha256(repr((sources, options, compiler_version())).encode()).hexdigest()
-    return load_or_compile(f"decode-{key[:32]}.cubin", lambda: _compile(sources, options))
+    name = program.main.removesuffix(".cu")
+    return load_or_compile(f"{name}-{key[:32]}.cubin", lambda: _compile(program, sources, options))
 
 
 def compiler_version() -> tuple[int, int]:
@@ -34,10 +36,11 @@ def compiler_version() -> tuple[int, int]:
     return _checked(nvrtc.nvrtcVersion())
 
 
-def _compile(sources: dict[str, str], options: tuple[str, ...]) -> bytes:
-    headers = [sources[name].encode() for name in HEADERS]
-    names = [name.encode() for name in HEADERS]
-    program = _checked(nvrtc.nvrtcCreateProgram(sources[MAIN].encode(), MAIN.encode(), len(headers), headers, names))
+def _compile(source: Program, sources: dict[str, str], options: tuple[str, ...]) -> bytes:
+    headers = [sources[name].encode() for name in source.headers]
+    names = [name.encode() for name in source.headers]
+    main = sources[source.main].encode()
+    program = _checked(nvrtc.nvrtcCreateProgram(main, source.main.encode(), len(headers), headers, names))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))

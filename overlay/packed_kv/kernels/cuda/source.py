@@ -1,17 +1,29 @@
-"""The kernel's source files, as they lie in the package."""
+"""The kernels' source files, as they lie in the package."""
 
 from __future__ import annotations
 
 from importlib import resources
+from typing import NamedTuple
 
-MAIN = "decode.cu"
-HEADERS = (
-    "ptx.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh", "pages.cuh",
-    "narrow.cuh", "team.cuh", "wide.cuh",
+
+class Program(NamedTuple):
+    """A source file, those that it includes, and the architecture that it is compiled for."""
+
+    main: str
+    headers: tuple[str, ...]
+    architecture: str
+
+
+DECODE = Program(
+    "decode.cu",
+    ("ptx.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh", "pages.cuh",
+     "narrow.cuh", "team.cuh", "wide.cuh"),
+    "sm_90",
 )  # fmt: skip
+LATENT = Program("latent.cu", ("ptx.cuh", "codes.cuh", "wgmma.cuh"), "sm_90a")
 
 
-def read_sources() -> dict[str, str]:
-    """Return the text of `MAIN` and `HEADERS` by name."""
+def read_sources(program: Program) -> dict[str, str]:
+    """Return the text of a program's files by name."""
     folder = resources.files(__package__)
-    return {name: folder.joinpath(name).read_text() for name in (MAIN, *HEADERS)}
+    return {name: folder.joinpath(name).read_text() for name in (program.main, *program.headers)}

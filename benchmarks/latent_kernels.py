@@ -1,0 +1,181 @@
+"""Time of decode attention over latents (MLA), a layer: packed pages beside bf16 with vLLM's kernels.
+
+    python benchmarks/latent_kernels.py [--dtypes NAME ...] [--heads N ...] [--shapes NxCONTEXT ...] [--queries N]
+        [--spread S] [--baselines {fa3,flashmla} ...] [--csv FILE]
+
+Latents have 512 channels and 64 of RoPE at 16 bits. Caches of several layers are used in turn, so that the L2 does not
+serve them; a CUDA graph holds one round, and its replays are timed with events. `bandwidth` is the cache's bytes over
+the time, as a share of what a copy of 4 GB moves on the same card. With --spread S requests have 1 - S to 1 + S times
+the context, in any order. --queries: query tokens of a request (drafts). The scheduler, which runs once a step, is
+timed separately, at the end. --baselines need vLLM's libraries, which are found beside the installed package vllm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from kernels import copy_bandwidth, interleaved
+from packed_kv.codecs.latent import LatentCodec
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import latent_launch as cuda
+from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
+from rows import append, commit_here, machine
+
+SHAPES = ((64, 4096), (32, 8192), (8, 32768), (128, 2048), (1, 32768))
+BLOCK_SIZE, RANK, ROPE, SCALE = 64, 512, 64, 192**-0.5
+BF16_BYTES = 2 * (RANK + ROPE)
+ROUND_BYTES = 400_000_000
+LIBRARIES = {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so", "flashmla": "_flashmla_C.abi3.so"}
+
+
+class Batch:
+    """Requests, their queries, and where the pages of several layers lie."""
+
+    def __init__(self, requests: int, context: int, heads: int, queries: int, spread: float, token_bytes: int) -> None:
+        steps = [1 - spread + spread * (2 * i + 1) / requests for i in torch.randperm(requests).tolist()]
+        self.lengths = [max(int(step * context) // BLOCK_SIZE, 1) * BLOCK_SIZE for step in steps]
+        self.tokens, self.heads, self.queries = sum(self.lengths), heads, queries
+        blocks = self.tokens // BLOCK_SIZE
+        self.blocks, self.layers = blocks, max(3, min(40, ROUND_BYTES // (self.tokens * token_bytes)))
+        parts = torch.randperm(blocks).split([n // BLOCK_SIZE for n in self.lengths])
+        self.table = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True).to("cuda", torch.int32)
+        self.query = torch.randn(requests * queries, heads, RANK + ROPE, device="cuda").bfloat16()
+        self.start = torch.arange(0, requests * queries + 1, queries, dtype=torch.int32, device="cuda")
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+
+    def pages(self, source: torch.Tensor) -> list[torch.Tensor]:
+        """Each layer's pages: those of `source` in any order."""
+        picks = (torch.randint(0, len(source), (self.blocks,), device="cuda") for _ in range(self.layers))
+        return [source[pick] for pick in picks]
+
+
+def packed_pages(codec: LatentCodec, pages: int = 64) -> torch.Tensor:
+    """Pages of random latents, uint8 [pages, BLOCK_SIZE, slot bytes]."""
+    cache = torch.zeros(pages, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device="cuda")
+    tokens = pages * BLOCK_SIZE
+    latent, rope = (torch.randn(tokens, n, device="cuda") for n in (RANK, ROPE))
+    codec.write(cache, torch.arange(tokens, device="cuda"), latent, rope)
+    return cache
+
+
+def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor) -> Callable[[], None]:
+    """Attention of all layers over packed pages, by the CUDA kernel."""
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    shape = cuda.shape_of(batch.heads * batch.queries, sm_count)
+    schedule = LatentScheduler(len(batch.lengths), sm_count, torch.device("cuda"))(batch.seq_lens, shape.partitions)
+    buffers = [torch.empty(shape.partial_rows, size, device="cuda") for size in (RANK, 2)]
+    lengths = batch.table, batch.start, batch.seq_lens
+    step = cuda.make_step(batch.heads, batch.queries, SCALE, shape, *lengths, schedule, *buffers)
+    output = torch.empty(*batch.query.shape[:2], RANK, dtype=torch.bfloat16, device="cuda")
+    caches = batch.pages(source)
+    dtypes = batch.query.dtype, output.dtype
+    layers = [cuda.CudaLatentDecode(codec.layout, cache, batch.heads, *dtypes) for cache in caches]
+    query, rope_query = batch.query[..., :RANK], batch.query[..., RANK:]
+
+    def round_of_layers(kept: object = (schedule, buffers, caches)) -> None:
+        for layer in layers:
+            layer(step, query, rope_query, output)
+
+    return round_of_layers
+
+
+def bf16_round(kind: str, batch: Batch) -> Callable[[], None]:
+    """Attention of all layers over bf16 latents, by vLLM's FlashAttention 3 or FlashMLA."""
+    caches = batch.pages(torch.randn(64, BLOCK_SIZE, RANK + ROPE, device="cuda").bfloat16())
+    requests, queries, heads = len(batch.lengths), batch.queries, batch.heads
+    longest = max(batch.lengths)
+    if kind == "flashmla":
+        query, made = batch.query.view(requests, queries, heads, -1), [None, None]
+
+        def layer(cache: torch.Tensor) -> None:
+            result = torch.ops._flashmla_C.dense_decode_fwd(
+                query, cache[:, :, None], RANK, batch.seq_lens, batch.table, SCALE, True, *made, None
+            )
+            made[:] = result[2:]
+    else:
+        nope, rope = batch.query[..., :RANK].contiguous(), batch.query[..., RANK:].contiguous()
+        ops = torch.ops._vllm_fa3_C
+        schedule = ops.get_scheduler_metadata(
+            requests, queries, longest, heads, 1, ROPE, RANK, torch.bfloat16, batch.seq_lens, batch.start, None, None,
+            None, None, BLOCK_SIZE, 0, True, -1, -1, False, 0, None, 0,
+        )  # fmt: skip
+
+        def layer(cache: torch.Tensor) -> None:
+            ops.fwd(
+                rope, cache[..., None, RANK:], cache[..., None, :RANK], None, None, nope, None, batch.start, None, None,
+                None, batch.seq_lens, queries, longest, batch.table, None, None, None, None, None, None, None, None,
+                SCALE, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1, 0, None,
+            )  # fmt: skip
+
+    return lambda: [layer(cache) for cache in caches] and None
+
+
+def load_baselines(kinds: list[str]) -> None:
+    spec = find_spec("vllm")
+    if kinds and spec is None:
+        sys.exit("--baselines need vLLM; install it or leave them out")
+    for kind in kinds:
+        assert spec is not None and spec.origin is not None
+        torch.ops.load_library(str(Path(spec.origin).parent / LIBRARIES[kind]))
+
+
+def time_scheduler() -> None:
+    """Print the time of the schedule of a step, which serves all layers."""
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    for requests in (1, 64, 256):
+        scheduler = LatentScheduler(requests, sm_count, torch.device("cuda"))
+        seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
+        times = interleaved({"schedule": partial(scheduler, seq_lens, sm_count)}, 1)
+        print(f"schedule of {requests} requests: {times['schedule'][1]:.1f} us a step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["tq4"], choices=FORMATS, metavar="DTYPE")
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32, 64, 128])
+    parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
+    parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--spread", type=float, default=0)
+    parser.add_argument("--baselines", nargs="*", default=[], choices=LIBRARIES)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--commit", help="of this code, where there is no git")
+    options = parser.parse_args()
+    made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
+    load_baselines(options.baselines)
+    bandwidth = copy_bandwidth()
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s")
+    sources = {name: LatentCodec(FORMATS[name], RANK, ROPE, device="cuda") for name in options.dtypes}
+    pages = {name: packed_pages(codec) for name, codec in sources.items()}
+    for heads in options.heads:
+        for requests, context in (map(int, shape.split("x")) for shape in options.shapes):
+            rounds: dict[str, tuple[Callable[[], None], Batch, int]] = {}
+            for name in [*options.baselines, *options.dtypes]:
+                token_bytes = sources[name].slot_bytes if name in sources else BF16_BYTES
+                batch = Batch(requests, context, heads, options.queries, options.spread, token_bytes)
+                packed = name in sources
+                made = packed_round(batch, sources[name], pages[name]) if packed else bf16_round(name, batch)
+                rounds[name] = made, batch, token_bytes
+            for name, (function, batch, token_bytes) in rounds.items():
+                p20, p50, p80 = interleaved({name: function}, batch.layers)[name]
+                share = batch.tokens * token_bytes / (p50 * 1e-6) / bandwidth
+                products = batch.tokens * heads * options.queries * 2 * (2 * RANK + ROPE) / p50 * 1e-6
+                case = f"{heads:4} heads {requests:4} x {context:5}  {name:13}"
+                print(f"{case} {p50:7.1f} us, {share:5.1%}, {products:4.0f} TFLOP/s", flush=True)
+                row: dict[str, object] = {
+                    "heads": heads, "requests": requests, "context": context, "spread": f"{options.spread:g}",
+                    "queries": options.queries, "cache": name, "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}",
+                    "p80_us": f"{p80:.1f}", "bandwidth": f"{share:.3f}",
+                }  # fmt: skip
+                if options.csv:
+                    append(options.csv, {**row, **made_with})
+    time_scheduler()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

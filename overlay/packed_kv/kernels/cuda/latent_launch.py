@@ -1,0 +1,236 @@
+"""The constants, grid and arguments of `latent.cu`, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import Any, NamedTuple
+
+import torch
+
+from ...layout import MICRO_BLOCK, ROPE, PageLayout
+from ..kernel_layout import kernel_layout
+from ..units import LOG2_E
+from . import LATENT, LATENT_ROWS
+from .launch import OUTPUTS, decoder_constants, group_constants
+
+RANK, ROPE_DIM = LATENT
+BLOCK_ROWS = (16, 32, 48, 64)
+"""Rows of a thread block."""
+QUERY_GAIN, OVER_UNIT = 16, 128
+"""What the kernel multiplies queries by and divides latents by: `latent.cu`'s constants of these names."""
+TILE_TOKENS = 64
+THREADS, MERGE_THREADS = 384, 128
+
+
+class Shape(NamedTuple):
+    """How a batch is cut: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
+
+    rows: int
+    row_blocks: int
+    partitions: int
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of partial results that the blocks may write."""
+        return self.partitions * 2 * self.row_blocks * self.rows
+
+
+def shape_of(rows: int, sm_count: int) -> Shape:
+    """Return the shape for the most rows of a request. It depends on no length, so a CUDA graph can hold it.
+
+    Args:
+        rows: query heads times query tokens of a request, at most `LATENT_ROWS`.
+        sm_count: of the card.
+    """
+    assert 0 < rows <= LATENT_ROWS, rows
+    row_blocks = -(-rows // BLOCK_ROWS[-1])
+    own = next(n for n in BLOCK_ROWS if n * row_blocks >= rows)
+    return Shape(own, row_blocks, max(sm_count // row_blocks, 1))
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block."""
+
+    heads: int
+    rows: int
+    block_size: int
+    query: torch.dtype
+    output: torch.dtype
+    has_constant: bool
+    has_lse: bool
+
+
+def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
+    """Return the definitions that `latent.cu` is compiled with."""
+    layout, rope = kernel_layout(page), page.plane(0, ROPE)
+    rows = variant.rows
+    tiles, queries, weights = 2 * TILE_TOKENS * RANK * 2, (RANK + ROPE_DIM) * rows * 2, TILE_TOKENS * 128
+    values: dict[str, object] = {
+        **group_constants(layout),
+        **decoder_constants(),
+        "ROWS": rows,
+        "HEADS": variant.heads,
+        "RAW_BYTES": rope.offset,
+        "SCALES_AT": page.plane(0, "scales").offset,
+        "ROPE_AT": rope.offset,
+        "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
+        "QUERY": OUTPUTS[variant.query],
+        "OUTPUT": OUTPUTS[variant.output],
+        "HAS_LSE": int(variant.has_lse),
+        "HAS_CONSTANT": int(variant.has_constant),
+        # Factors, maxima of two runs and of each warp; two runs, what happened, barriers.
+        "SHARED_BYTES": tiles + queries + weights + 4 * rope.offset + 28 * rows + 64 + 16 + 80,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=3Q6I"), struct.Struct("=8Q2If4x")
+LAYER_ARGUMENTS = struct.Struct("=2QI4x")
+"""The three parts of `Arguments` in latent.cu, in order."""
+
+
+class Step(NamedTuple):
+    """What is the same for all layers of a step: arguments, and the grids of the two launches."""
+
+    arguments: bytes
+    shape: Shape
+    max_query_len: int
+    requests: int
+
+
+def make_step(
+    heads: int, max_query_len: int, scale: float, shape: Shape, block_table: torch.Tensor, query_start: torch.Tensor,
+    seq_lens: torch.Tensor, schedule: tuple[torch.Tensor, torch.Tensor], partial_output: torch.Tensor,
+    partial_stats: torch.Tensor, lse: torch.Tensor | None = None,
+) -> Step:  # fmt: skip
+    """Return a step. It has addresses: keep the tensors.
+
+    Args:
+        heads: query heads of this rank.
+        max_query_len: most query tokens of a request, known on the host.
+        scale: of the scores.
+        shape: of `shape_of(heads * max_query_len, ...)`.
+        block_table: int32 [requests, blocks].
+        query_start: int32 [requests + 1], first query token of each request, and their number.
+        seq_lens: int32 [requests], tokens in the cache, those of the query included; 0: the request is left out.
+        schedule: of `LatentScheduler`, for `shape.partitions`.
+        partial_output: fp32 with room for [shape.partial_rows, 512], contiguous.
+        partial_stats: fp32 with room for [shape.partial_rows, 2], contiguous.
+        lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
+    """
+    assert partial_output.dtype == partial_stats.dtype == torch.float32
+    assert partial_output.numel() >= shape.partial_rows * RANK and partial_stats.numel() >= shape.partial_rows * 2
+    assert schedule[0].shape == (shape.partitions + 1, 2), schedule[0].shape
+    assert lse is None or lse.is_contiguous(), lse.stride()
+    tensors = (block_table, query_start, seq_lens, *schedule, partial_output, partial_stats, lse)
+    rows = heads * max_query_len
+    factor = scale * LOG2_E * OVER_UNIT / QUERY_GAIN
+    addresses = (0 if x is None else x.data_ptr() for x in tensors)
+    arguments = STEP_ARGUMENTS.pack(*addresses, block_table.stride(0), rows, factor)
+    return Step(arguments, shape, max_query_len, len(seq_lens))
+
+
+def call_arguments(output: torch.Tensor, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
+    """Return the arguments that differ from call to call; see `CudaLatentDecode`."""
+    strides = (*output.stride()[:2], *query.stride()[:2], *rope_query.stride()[:2])
+    return CALL_ARGUMENTS.pack(output.data_ptr(), query.data_ptr(), rope_query.data_ptr(), *strides)
+
+
+def layer_arguments(cache: torch.Tensor, constant: torch.Tensor | None) -> bytes:
+    """Return the arguments that are fixed for a layer; see `CudaLatentDecode`."""
+    assert cache.stride()[1:] == (cache.shape[2], 1), cache.stride()
+    assert cache.data_ptr() % 16 == 0 and cache.stride(0) % 16 == 0 and cache.shape[1] % MICRO_BLOCK == 0, cache.shape
+    assert constant is None or (constant.dtype == torch.float32 and constant.is_contiguous()), constant.dtype
+    return LAYER_ARGUMENTS.pack(cache.data_ptr(), 0 if constant is None else constant.data_ptr(), cache.stride(0))
+
+
+class CudaLatentDecode:
+    """Decode attention over one layer's cache of latents of 512 channels with 64 channels of RoPE.
+
+    Args:
+        page: layout of the cache, of `latent_layout(fmt, 512, 64)`.
+        cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous; its address and stride over
+            blocks are multiples of 16 bytes.
+        heads: query heads of this rank.
+        query, output: dtypes of queries (bf16 or fp16) and outputs (those or fp32).
+        constant: fp32 [512], added to each output; None: nothing is.
+        has_lse: whether steps have log-sum-exps to fill.
+    """
+
+    def __init__(
+        self, page: PageLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype,
+        constant: torch.Tensor | None = None, *, has_lse: bool = False,
+    ) -> None:  # fmt: skip
+        self.page, self.heads, self.query, self.output, self.has_lse = page, heads, query, output, has_lse
+        self.constant, self.block_size = constant, cache.shape[1]
+        self.layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
+        self.arguments = bytearray(self.layer_at) + layer_arguments(cache, constant)
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
+        self.address = ctypes.addressof(self.parameters)
+        self.device = cache.device.index
+        self.functions: dict[int, _Functions] = {}
+
+    def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
+        """Launch on the current stream.
+
+        Args:
+            step: of `make_step`.
+            query: bf16 or fp16 [tokens, heads, 512] for latents as stored (`LatentCodec.fold`); rows of whole 16 bytes.
+            rope_query: likewise [tokens, heads, 64].
+            output: [tokens, heads, 512], unit stride over channels; filled with the sums of latents as stored, whose
+                weights sum to 1, and the constant.
+        """
+        functions = self.functions.get(step.shape.rows)
+        if functions is None:
+            functions = self.functions[step.shape.rows] = self._functions(step.shape.rows)
+        self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        _, row_blocks, partitions = step.shape
+        (status,) = functions.launch(
+            functions.decode, row_blocks, partitions, 1, THREADS, 1, 1, functions.shared_bytes, stream, self.address, 0
+        )
+        if not status:
+            rows = self.heads * step.max_query_len
+            (status,) = functions.launch(
+                functions.merge, rows, step.requests, 1, MERGE_THREADS, 1, 1, 0, stream, self.address, 0
+            )
+        if status:
+            raise RuntimeError(f"the decode kernel of latents was not launched: {status.name}")
+
+    def compile_variants(self, longest_decode: int) -> None:
+        """Compile and load every variant that a step may need, so that no step waits for one.
+
+        Args:
+            longest_decode: most query tokens of a request, drafts included.
+        """
+        for rows in {shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)}:
+            self.functions[rows] = self._functions(rows)
+
+    def _functions(self, rows: int) -> _Functions:
+        has_constant = self.constant is not None
+        variant = Variant(self.heads, rows, self.block_size, self.query, self.output, has_constant, self.has_lse)
+        return _load(tuple(constants(self.page, variant).items()), self.device)
+
+
+class _Functions(NamedTuple):
+    launch: Any  # the driver's cuLaunchKernel
+    decode: Any
+    merge: Any
+    shared_bytes: int
+
+
+@functools.cache
+def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
+    """Return the kernels compiled with these constants; all layers of a process share them."""
+    from cuda.bindings import driver
+
+    from .nvrtc import compiled_kernel, load
+    from .source import LATENT
+
+    values = dict(definitions)
+    shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT)
+    with torch.cuda.device(device):
+        decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", 0)
+    return _Functions(driver.cuLaunchKernel, decode, merge, shared_bytes)

@@ -1,0 +1,149 @@
+"""Distribute the tiles of a batch over the partitions of `latent.cu`.
+
+A partition is one thread block's work (two blocks' with two row blocks): a run of tiles, of one request or of several
+in turn. All partitions run at once, one an SM, so they get equal work. The host does not know the lengths, because a
+CUDA graph holds the grid; one Triton program makes the schedule on the device, once per step. It takes the better of:
+
+- equal cuts: a partition has tiles of one request, and each request is cut into equal parts, as few as keep all parts
+  below the smallest size that the partitions suffice for;
+- stream-K (Osama et al., 2023): the tiles of all requests form one sequence that is cut into equal partitions. Each
+  request counts as `RUN_TILES` tiles more, which is about what loading queries and storing outputs cost.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import power_of_2
+from ..triton.launch import Arguments, Launch
+
+TILE_TOKENS = 64
+RUN_TILES = 2
+"""What a run costs besides its tiles, in tiles."""
+SEARCH_STEPS = 16
+"""Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
+
+
+class Schedule(NamedTuple):
+    """What each partition has: from `begins[p]` (request, tile) to `begins[p + 1]`, in order; and `spans[r]`: the first
+    partition with tiles of request r, and how many have some."""
+
+    begins: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
+
+
+def reference_schedule(lengths: list[int], partitions: int) -> Schedule:
+    """Return the schedule that `_schedule_kernel` makes.
+
+    Args:
+        lengths: tokens of each request; 0 for those that pad the batch of a CUDA graph.
+        partitions: runs of tiles that the card works on at a time.
+    """
+    tiles = [-(-n // TILE_TOKENS) for n in lengths]
+    costs = [n + RUN_TILES if n else 0 for n in tiles]
+    stream = max(-(-sum(costs) // partitions), 1)
+    low, high = 0, max(*tiles, 1)  # the largest size that does not suffice, the smallest that does
+    for _ in range(SEARCH_STEPS):
+        middle = max((low + high) // 2, 1)
+        if sum(-(-n // middle) for n in tiles) <= partitions:
+            high = middle
+        else:
+            low = middle
+    suffices = sum(-(-n // high) for n in tiles) <= partitions
+    begins: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
+    if suffices and high <= stream:
+        for request, n in enumerate(tiles):
+            parts = -(-n // high)
+            spans.append((len(begins), parts))
+            begins += [(request, part * n // parts) for part in range(parts)]
+    else:
+        start = 0
+        for request, (n, cost) in enumerate(zip(tiles, costs, strict=True)):
+            first, last = (start + RUN_TILES) // stream, (start + cost - 1) // stream
+            spans.append((first if n else 0, last - first + 1 if n else 0))
+            cuts = range(-(-start // stream), -(-(start + cost) // stream))
+            begins += [(request, max(cut * stream - start - RUN_TILES, 0)) for cut in cuts]
+            start += cost
+    return Schedule(begins + [(len(lengths), 0)] * (partitions + 1 - len(begins)), spans)
+
+
+@triton.jit(
+    do_not_specialize=["requests", "partitions"], do_not_specialize_on_alignment=["begins", "spans", "seq_lens"]
+)
+def _schedule_kernel(
+    begins, spans, seq_lens, requests, partitions,
+    REQUESTS: tl.constexpr, TILE_TOKENS: tl.constexpr, RUN_TILES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
+):  # fmt: skip
+    """One program."""
+    request = tl.arange(0, REQUESTS)
+    exists = request < requests
+    tokens = tl.load(seq_lens + request, mask=exists, other=0)
+    tiles = (tokens + TILE_TOKENS - 1) // TILE_TOKENS
+    costs = tl.where(tiles > 0, tiles + RUN_TILES, 0)
+    stream = tl.maximum((tl.sum(costs) + partitions - 1) // partitions, 1)
+    low, high = tl.sum(tiles) * 0, tl.maximum(tl.max(tiles), 1)
+    for _ in range(SEARCH_STEPS):
+        middle = tl.maximum((low + high) // 2, 1)
+        suffices = tl.sum((tiles + middle - 1) // middle) <= partitions
+        high = tl.where(suffices, middle, high)
+        low = tl.where(suffices, low, middle)
+    is_equal = (tl.sum((tiles + high - 1) // high) <= partitions) & (high <= stream)
+    # Equal cuts: part k of a request begins at tile k * tiles / parts.
+    equal_parts = (tiles + high - 1) // high
+    equal_first = tl.cumsum(equal_parts, 0) - equal_parts
+    # Stream-K: a request's cuts are multiples of `stream`.
+    end = tl.cumsum(costs, 0)
+    start = end - costs
+    cut = (start + stream - 1) // stream
+    cuts = (end + stream - 1) // stream - cut
+    stream_first = (start + RUN_TILES) // stream
+    stream_parts = tl.where(tiles > 0, (end - 1) // stream - stream_first + 1, 0)
+    first = tl.where(is_equal, equal_first, cut)
+    count = tl.where(is_equal, equal_parts, cuts)
+    for k in range(tl.max(count)):
+        equal_tile = k * tiles // tl.maximum(equal_parts, 1)
+        stream_tile = tl.maximum((cut + k) * stream - start - RUN_TILES, 0)
+        place, mask = begins + 2 * (first + k), k < count
+        tl.store(place, request, mask=mask)
+        tl.store(place + 1, tl.where(is_equal, equal_tile, stream_tile), mask=mask)
+    used = tl.sum(count)
+    for unused in range(used, partitions + 1, REQUESTS):
+        mask = unused + request <= partitions
+        tl.store(begins + 2 * (unused + request), request * 0 + requests, mask=mask)
+        tl.store(begins + 2 * (unused + request) + 1, request * 0, mask=mask)
+    tl.store(spans + 2 * request, tl.where(is_equal, equal_first, tl.where(tiles > 0, stream_first, 0)), mask=exists)
+    tl.store(spans + 2 * request + 1, tl.where(is_equal, equal_parts, stream_parts), mask=exists)
+
+
+class LatentScheduler:
+    """Makes schedules on a device.
+
+    Args:
+        requests: the most of a batch.
+        device: of the schedules.
+    """
+
+    def __init__(self, requests: int, most_partitions: int, device: torch.device) -> None:
+        self.requests = requests
+        self.begins = torch.zeros(most_partitions + 1, 2, dtype=torch.int32, device=device)
+        self.spans = torch.zeros(requests, 2, dtype=torch.int32, device=device)
+        size = max(32, power_of_2(requests))
+        constants = dict(REQUESTS=size, TILE_TOKENS=TILE_TOKENS, RUN_TILES=RUN_TILES, SEARCH_STEPS=SEARCH_STEPS)
+        self.launch = Launch(_schedule_kernel, Arguments(), constants, num_warps=min(16, max(1, size // 64)))
+
+    def __call__(self, seq_lens: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `begins`, int32 [partitions + 1, 2], and `spans`, int32 [requests, 2]; the next call overwrites them.
+
+        Args:
+            seq_lens: int32 [requests], tokens of each request.
+            partitions: runs of tiles that the card works on at a time.
+        """
+        assert len(seq_lens) <= self.requests and partitions < len(self.begins), (len(seq_lens), partitions)
+        begins, spans = self.begins[: partitions + 1], self.spans[: len(seq_lens)]
+        self.launch((1, 1, 1), (begins, spans, seq_lens), Arguments(len(seq_lens), partitions))
+        return begins, spans

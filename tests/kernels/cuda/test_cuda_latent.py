@@ -1,0 +1,185 @@
+"""The CUDA kernel over latent pages against attention over what the codec reads, in float64; emulated on the CPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machine_code import dump, resources
+from packed_kv.codecs.latent import LatentCodec
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import CAPABILITY, latent_refusal
+from packed_kv.kernels.cuda import latent_launch as launch
+from packed_kv.kernels.cuda.latent_schedule import reference_schedule
+from packed_kv.layout import latent_layout
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BOUND = 2e-3
+"""Relative RMS error: fp16 rounding of queries, latents and weights."""
+if DEVICE.type == "cpu":
+    runs = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+else:
+    unfit = torch.cuda.get_device_capability() != CAPABILITY
+    runs = pytest.mark.skipif(unfit, reason="needs a GPU of compute capability 9.0")
+on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="the emulator takes seconds, and others cover the code")
+
+
+def gpu_only(**options: Any) -> Any:
+    return pytest.param(options, marks=on_gpu)
+
+
+class Case:
+    """A batch on pages of poison, and what its outputs must be.
+
+    Args:
+        name: of the format.
+        heads: query heads.
+        seq_lens, query_lens: of each request.
+        block_size: tokens of a page.
+        partitions: of the schedule, if there is one row block.
+        dtype, output: of queries and outputs.
+        size: of latents; sharpness: of the softmax.
+    """
+
+    def __init__(
+        self, name: str, heads: int, seq_lens: tuple[int, ...], query_lens: tuple[int, ...] = (), block_size: int = 64,
+        partitions: int = 4, dtype: torch.dtype = torch.bfloat16, output: torch.dtype = torch.float32,
+        size: float = 1.0, sharpness: float = 1.0, has_constant: bool = False, poison: int = 0xFF,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(heads + len(seq_lens))
+
+        def gaussian(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE)
+
+        query_lens = query_lens or (1,) * len(seq_lens)
+        self.codec = LatentCodec(FORMATS[name], 512, 64, device=DEVICE)
+        self.heads, self.longest, tokens = heads, max(query_lens), sum(query_lens)
+        blocks_each = [-(-n // block_size) for n in seq_lens]
+        cache = torch.full((sum(blocks_each) + 2, block_size, self.codec.slot_bytes), poison, dtype=torch.uint8)
+        self.cache = cache.to(DEVICE)
+        order = torch.randperm(len(cache), generator=generator).to(torch.int32)
+        table = torch.full((len(seq_lens), max(blocks_each)), -1, dtype=torch.int32)
+        start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        self.query = (gaussian(tokens, heads, 512) * sharpness).to(dtype)
+        # As vLLM has them: the last channels of longer vectors.
+        self.rope_query = (gaussian(tokens, heads, 192) * sharpness).to(dtype)[..., 128:]
+        self.scale = 576**-0.5
+        self.constant = gaussian(512) if has_constant else None
+        self.expected = torch.zeros(tokens, heads, 512, dtype=torch.float64, device=DEVICE)
+        self.expected_lse = torch.zeros(tokens, heads, dtype=torch.float64, device=DEVICE)
+        used = 0
+        for i, (seq_len, count) in enumerate(zip(seq_lens, query_lens, strict=True)):
+            table[i, : blocks_each[i]] = order[used : used + blocks_each[i]]
+            used += blocks_each[i]
+            ids = torch.arange(seq_len)
+            slots = (table[i, ids // block_size].long() * block_size + ids % block_size).to(DEVICE)
+            self.codec.write(self.cache, slots, gaussian(seq_len, 512) * size, gaussian(seq_len, 64))
+            pieces = torch.arange(-(-seq_len // 16))
+            pages = table[i, pieces * 16 // block_size].long() * (block_size // 16) + pieces % (block_size // 16)
+            latent, rope = (x[:seq_len].double() for x in self.codec.read(self.cache, pages.to(DEVICE)))
+            rows = slice(int(start[i]), int(start[i]) + count)
+            scores = self.query[rows].double() @ latent.T + self.rope_query[rows].double() @ rope.T
+            limit = torch.arange(seq_len - count, seq_len, device=DEVICE)[:, None, None]
+            scores = (scores * self.scale).masked_fill(ids.to(DEVICE) > limit, -torch.inf)
+            self.expected_lse[rows] = scores.logsumexp(-1)
+            self.expected[rows] = scores.softmax(-1) @ latent
+        if self.constant is not None:
+            self.expected += self.constant.double()
+        self.table, self.start = table.to(DEVICE), start.to(DEVICE)
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+        self.shape = launch.shape_of(heads * self.longest, partitions)
+        self.output = torch.full(self.expected.shape, float("nan"), dtype=output, device=DEVICE)
+        self.lse = torch.full(self.expected_lse.shape, float("nan"), device=DEVICE)
+        self.partial_output = torch.full((self.shape.partial_rows, 512), float("nan"), device=DEVICE)
+        self.partial_stats = torch.full((self.shape.partial_rows, 2), float("nan"), device=DEVICE)
+
+    def step(self) -> launch.Step:
+        schedule = reference_schedule(self.seq_lens.tolist(), self.shape.partitions)
+        self.schedule = tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in schedule)
+        return launch.make_step(
+            self.heads, self.longest, self.scale, self.shape, self.table, self.start, self.seq_lens,
+            self.schedule, self.partial_output, self.partial_stats, self.lse,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        step = self.step()
+        if DEVICE.type == "cuda":
+            decode = launch.CudaLatentDecode(
+                self.codec.layout, self.cache, self.heads, self.query.dtype, self.output.dtype, self.constant,
+                has_lse=True,
+            )  # fmt: skip
+            decode(step, self.query, self.rope_query, self.output)
+            return
+        import emulated
+
+        variant = launch.Variant(
+            self.heads, self.shape.rows, self.cache.shape[1], self.query.dtype, self.output.dtype,
+            self.constant is not None, True,
+        )  # fmt: skip
+        emulated.run_latent(
+            launch.constants(self.codec.layout, variant),
+            launch.call_arguments(self.output, self.query, self.rope_query), step,
+            launch.layer_arguments(self.cache, self.constant), self.heads,
+        )  # fmt: skip
+
+    def errors(self) -> tuple[float, float]:
+        """Of the outputs, the relative RMS error; of the log-sum-exps, the largest absolute one."""
+        error = (self.output.double() - self.expected).norm() / self.expected.norm()
+        return float(error), float((self.lse.double() - self.expected_lse).abs().max())
+
+
+CASES = [
+    {"name": "tq4", "heads": 16, "seq_lens": (1, 37, 300)},
+    {"name": "turboquant25", "heads": 4, "seq_lens": (200, 70, 5), "query_lens": (3, 0, 2), "block_size": 16},
+    {"name": "tq3", "heads": 40, "seq_lens": (500, 90), "query_lens": (2, 1), "sharpness": 3.0, "has_constant": True},
+    gpu_only(name="turboquant35", heads=64, seq_lens=(4096, 64, 65, 1000, 1)),
+    gpu_only(name="tq4", heads=128, seq_lens=(3000, 4097, 17), partitions=132),
+    gpu_only(name="turboquant25", heads=20, seq_lens=(9000, 100, 0, 64), partitions=132, block_size=48),
+    gpu_only(name="tq3", heads=16, seq_lens=(30000, 700), query_lens=(8, 3), partitions=132),
+    gpu_only(name="turboquant35", heads=1, seq_lens=(100, 5000), query_lens=(100, 3), partitions=132),
+    gpu_only(name="tq4", heads=48, seq_lens=(2000, 900), size=20.0, sharpness=5.0, dtype=torch.float16),
+]
+
+
+@runs
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_decode(options: dict[str, Any]) -> None:
+    case = Case(**options)
+    case.run()
+    error, of_lse = case.errors()
+    assert error < BOUND and of_lse < 2e-3, (error, of_lse)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("tq4", 64), ("turboquant35", 48), ("turboquant25", 16)])
+def test_resources(name: str, rows: int, tmp_path: Path) -> None:
+    """NVRTC, which needs no GPU, compiles the kernel with few words spilled, and products run several at a time: where
+    registers do not suffice, the compiler waits for each of the 40 by itself."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from packed_kv.kernels.cuda.nvrtc import compiled_kernel
+    from packed_kv.kernels.cuda.source import LATENT
+
+    variant = launch.Variant(rows, rows, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
+    file = tmp_path / "latent.cubin"
+    file.write_bytes(compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64), variant), LATENT))
+    registers, stack, _ = resources(file)["latent_decode"]
+    assert registers <= 168 and stack <= 64
+    assert dump("--dump-sass", file).count("WARPGROUP.DEPBAR") <= 10
+
+
+def test_shape() -> None:
+    assert launch.shape_of(16, 132) == (16, 1, 132)
+    assert launch.shape_of(20, 132) == (32, 1, 132)
+    assert launch.shape_of(66, 132) == (48, 2, 66)
+    assert launch.shape_of(128, 132) == (64, 2, 66)
+
+
+def test_refusal_names_what_the_kernel_does_not_take() -> None:
+    widths = (4, 3)
+    assert "8.9" in str(latent_refusal((8, 9), 512, 64, 16, 1, widths))
+    assert "256 channels" in str(latent_refusal((9, 0), 256, 64, 16, 1, widths))
+    assert "32 of RoPE" in str(latent_refusal((9, 0), 512, 32, 16, 1, widths))
+    assert "64 query heads times 3" in str(latent_refusal((9, 0), 512, 64, 64, 3, widths))
+    assert "5 bits" in str(latent_refusal((9, 0), 512, 64, 64, 2, (4, 5)))

@@ -1,0 +1,25 @@
+// Runs the blocks of latent_decode one after the other, then those of latent_merge.
+#include "latent.cu"
+
+static const Arguments* given;
+
+static void finish() {
+    fibers[running].done = true;
+    swapcontext(&fibers[running].context, &scheduler);
+}
+static void decode_body() { latent_decode(*given), finish(); }
+static void merge_body() { latent_merge(*given), finish(); }
+static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()) {
+    gridDim = {x, y, 1};
+    for (u32 i = 0; i < x * y; i++) {
+        blockIdx = {i % x, i / x, 0};
+        groups.clear();
+        run_block(threads, shared_bytes, body);
+    }
+}
+
+extern "C" void launch(const Arguments* arguments, u32 row_blocks, u32 partitions, u32 rows, u32 requests) {
+    given = arguments;
+    run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body);
+    run_grid(rows, requests, 128, 16, merge_body);
+}

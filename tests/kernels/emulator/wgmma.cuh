@@ -1,0 +1,111 @@
+// The instructions of warpgroups on a CPU: stands in for kernels/cuda/wgmma.cuh, in g++.
+//
+// Products are done where they are issued, so registers that change before their wait are not seen.
+#pragma once
+#include "ptx.cuh"
+
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+INLINE float2 make_float2(float x, float y) { return {x, y}; }
+
+// ---- barriers
+
+static std::map<int, Meeting> groups;  // by barrier and warpgroup
+enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, LOAD_MATRICES, PRODUCT };
+
+INLINE void arrive(u32 address) {
+    Barrier& barrier = barriers.at(address);
+    if (++barrier.arrived == barrier.arrivals) barrier = Barrier{barrier.arrivals, barrier.completed + 1};
+}
+static Meeting& group(int id) { return groups[id * 16 + running / 128]; }
+INLINE void sync_group(int id) { meet(group(id), 128, GROUP, [] {}); }
+INLINE bool any_of_group(int id, bool x) {
+    Meeting& own = group(id);
+    if (own.arrived == 0) own.in[0][0] = 0;
+    own.in[0][0] |= x;
+    meet(own, 128, GROUP_ANY, [&] { own.out[0][0] = own.in[0][0]; });
+    return own.out[0][0];
+}
+INLINE void fence_async() {}
+
+// ---- registers
+
+template <int COUNT> void set_registers() {}
+INLINE int warpgroup() { return running / 128; }
+INLINE u32 shuffle_word(u32 x, int source) { return __float_as_int(shuffle(__int_as_float(x), source)); }
+INLINE u32 finite_halves(u32 pair) { return to_halves(fminf(low_float(pair), 65504), fminf(high_float(pair), 65504)); }
+
+// ---- memory
+
+INLINE u8* swizzled_memory() { return block_memory.data(); }
+INLINE u32 load_int(const int* p) { return *p; }
+INLINE Quad load_page_16(const u8* p) { return load_constant_16(p); }
+template <int BYTES> void prefetch_bulk(const u8* source) {
+    if ((u64)source % 16 || BYTES % 16) fail("a prefetch is misaligned");
+}
+INLINE void keep_order() {}
+
+// Lane 8 i + j has the address of row j of matrix i.
+static u16* matrix_element(int matrix, int row, int column) {
+    return (u16*)(shared_at(warp().in[8 * matrix + row][0], 16) + 2 * column);
+}
+INLINE void store_matrices(u32 address, const u32* x) {
+    warp().in[lane()][0] = address;
+    memcpy(warp().in[lane()] + 1, x, 16);
+    meet(warp(), 32, STORE_MATRICES, [] {
+        for (int i = 0; i < 128; i++) {
+            const int matrix = i / 32, row = i % 32 / 4, pair = i % 4;
+            memcpy(matrix_element(matrix, row, 2 * pair), &warp().in[i % 32][1 + matrix], 4);
+        }
+    });
+}
+INLINE void load_transposed_matrices(u32 address, u32* x) {
+    warp().in[lane()][0] = address;
+    meet(warp(), 32, LOAD_MATRICES, [] {
+        for (int i = 0; i < 128; i++) {
+            const int matrix = i / 32, column = i % 32 / 4, pair = i % 4;
+            const u32 high = *matrix_element(matrix, 2 * pair + 1, column);
+            warp().out[i % 32][matrix] = *matrix_element(matrix, 2 * pair, column) | high << 16;
+        }
+    });
+    memcpy(x, warp().out[lane()], 16);
+}
+
+// ---- products
+
+INLINE void wgmma_fence() {}
+INLINE void wgmma_commit() {}
+template <int PENDING> void wgmma_wait() {}
+INLINE u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {
+    return (u64)(address >> 4) | (u64)(lead >> 4) << 16 | (u64)(stride >> 4) << 32;
+}
+static u16 element_of(u64 descriptor, int transposed, int k, int n) {
+    const u32 start = (descriptor & 0x3FFF) << 4, lead = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
+    const u32 at = transposed ? start + n / 64 * lead + k / 8 * stride + k % 8 * 128 + n % 64 * 2
+                              : start + n / 8 * stride + n % 8 * 128 + k * 2;
+    return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);
+}
+template <int COLUMNS, int TRANSPOSED> struct Product {
+    static void add(float (&d)[COLUMNS / 2], const u32* a, u64 b, int accumulate) {
+        static std::map<int, std::pair<const u32*, float*>> operands;  // by thread
+        operands[running] = {a, d};
+        meet(warp(), 32, PRODUCT, [=] {
+            const int first = running / 32 * 32;
+            float right[16][COLUMNS], left[16][16];
+            for (int k = 0; k < 16; k++)
+                for (int n = 0; n < COLUMNS; n++) right[k][n] = to_float(element_of(b, TRANSPOSED, k, n));
+            for (int i = 0; i < 16; i++)
+                for (int k = 0; k < 16; k++) {
+                    const u32 pair = operands[first + i % 8 * 4 + k % 8 / 2].first[i / 8 + k / 8 * 2];
+                    left[i][k] = k % 2 ? high_float(pair) : low_float(pair);
+                }
+            for (int i = 0; i < 16; i++)
+                for (int n = 0; n < COLUMNS; n++) {
+                    float& target = operands[first + i % 8 * 4 + n % 8 / 2].second[n / 8 * 4 + i / 8 * 2 + n % 2];
+                    float sum = accumulate ? target : 0;
+                    for (int k = 0; k < 16; k++) sum += left[i][k] * right[k][n];
+                    target = sum;
+                }
+        });
+    }
+};
