@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -15,6 +16,7 @@ ORDER = (
     "turboquant25",
 )  # fmt: skip
 """Of dtypes in a table; others follow in the order of their rows."""
+MEANS_CASE = ("dtype", "means", "requests", "context")
 LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
 """The shapes of the README's table."""
 
@@ -57,6 +59,22 @@ def recent_window() -> list[Table]:
 
     rows.sort(key=lambda row: int(row["window"]))
     return [pivot(rows, ("dtype", "window"), ("requests", "context"), show, ["ms", "tokens of the window"])]
+
+
+def means() -> list[Table]:
+    """Steps with means of keys by blocks, their ratio to those without a file; each the mean of its rows' medians."""
+    rows = load("means.csv")
+    medians: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        medians.setdefault(tuple(row[key] for key in MEANS_CASE), []).append(float(row["p50_ms"]))
+
+    def show(row: Row, _: Row | None) -> str:
+        cases = row, {**row, "means": "none"}
+        step, base = (statistics.fmean(medians[tuple(case[key] for key in MEANS_CASE)]) for case in cases)
+        return f"{step:.2f}" if row["means"] == "none" else f"{step:.2f} ({step / base:.3f})"
+
+    rows.sort(key=lambda row: row["means"] != "none")
+    return [pivot(ordered(rows), ("dtype", "means"), ("requests", "context"), show, ["ms", "means of keys"])]
 
 
 def prefill() -> list[Table]:
@@ -369,6 +387,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "steps-h100": partial(steps, "h100/decode.csv"),
     "steps-by-context": partial(steps, "before_window/decode.csv"),
     "recent-window": recent_window,
+    "means": means,
     "prefill": prefill,
     "throughput": throughput,
     "mixed": partial(mixed, "mixed.csv"),
