@@ -35,6 +35,7 @@ def prepare_environment(small_model: bool) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # tokens are greedy, and the package may be missing
     }
     if small_model:
         defaults |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
