@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, benchmarks/results/README.md and docs/ (measured.md, reliability.md) from
+"""Makes the tables of README.md, benchmarks/results/README.md and docs/ (measured.md, tried.md, reliability.md) from
 the rows in results/.
 
     python benchmarks/measured.py            # rewrites what stands between the markers
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from measured_experiments import RELIABILITY
+from measured_experiments import RELIABILITY, TRIED
 from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
 from measured_tables import CALIBRATED, DOCS, README, SMOLLM2, smollm2, token_bytes
 from tables import Table
@@ -70,7 +70,7 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
         REPO / "README.md": {name: make for name, make in README.items()},
         **{
             REPO / "docs" / page: {name: partial(_made, make) for name, make in tables.items()}
-            for page, tables in (("measured.md", DOCS), ("reliability.md", RELIABILITY))
+            for page, tables in (("measured.md", DOCS), ("tried.md", TRIED), ("reliability.md", RELIABILITY))
         },
         RESULTS / "README.md": {"files": index},
     }

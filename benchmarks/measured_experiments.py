@@ -1,12 +1,44 @@
-"""The tables of docs/reliability.md that `measured.py` makes from results/. `RELIABILITY` names them."""
+"""The tables of docs/tried.md and docs/reliability.md that `measured.py` makes from results/. `TRIED` and `RELIABILITY`
+name them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from measured_rows import RESULTS, file_named, files
-from tables import Table
+from measured_rows import RESULTS, file_named, files, load
+from tables import Row, Table
+
+KINDS = {"single": "facts", "multi_key": "many keys", "variables": "variables", "quote": "quotes",
+         "common_words": "common words"}  # fmt: skip
+"""Questions of experiments/page_tasks.py, as heads of columns."""
+
+
+def page_selection() -> list[Table]:
+    """A decode that reads some pages, by what it reads: a table of each file. Bounds, the worse rule, are shown of one
+    size of pages."""
+    found = []
+    for name in (file.name for file in files() if file.name.startswith("page_selection")):
+        rows = [row for row in load(name) if row["rule"] != "bounds" or row["page"] == "16"]
+        kinds = {kind: head for kind, head in KINDS.items() if any(_asked(row[kind]) for row in rows)}
+        context = f"{int(rows[0]['length']):,} tokens" + (", YaRN" if float(rows[0]["stretch"]) > 1 else "")
+        figures = ("KL", "to all", "same top-1", "greedy tokens", *kinds.values(), "nats lost")
+        table = Table([context, "tokens read", *figures], 2)
+        for row in rows:
+            cells = [row["dtype"], _read(row), f"{float(row['kl']):.4f}"]
+            cells += [f"{float(row['kl_to_all']):.4f}" if row["rule"] else "", f"{float(row['top1']):.3f}"]
+            cells += [f"{float(row['greedy']):.0f}", *(row[kind].replace("/", " of ") for kind in kinds)]
+            table.add([*cells, f"{float(row['nats_lost']):.2f}"], [row])
+        found.append(table)
+    return found
+
+
+def _asked(cell: str) -> bool:
+    return not cell.endswith("/0")
+
+
+def _read(row: Row) -> str:
+    return f"{int(row['budget']):,} by {row['rule']}, pages of {row['page']}" if row["rule"] else "all"
 
 
 def soak_restarts() -> list[Table]:
@@ -56,4 +88,5 @@ def _memory(found: Mapping, what: str) -> str:
     return f"{', '.join(f'{used:,}' for used in found[f'{what}_mib'])} MiB; {found[f'{what}_growth_mib']:.0f} MiB"
 
 
+TRIED: Mapping[str, Callable[[], Sequence[Table]]] = {"pages": page_selection}
 RELIABILITY: Mapping[str, Callable[[], Sequence[Table]]] = {"soak-restarts": soak_restarts}

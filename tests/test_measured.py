@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     """What the tables are made from, and the pages with them."""
     shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
     (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/measured.md", "docs/reliability.md"):
+    for page in ("README.md", "docs/measured.md", "docs/tried.md", "docs/reliability.md"):
         shutil.copy(REPO / page, tmp_path / page)
     return tmp_path
 
