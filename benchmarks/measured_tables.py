@@ -168,6 +168,14 @@ def _kernel(row: Row, _: Row | None) -> str:
     return f"{float(row['p50_us']):.0f}; {row['attention_p50_us']} us, {float(row['bandwidth']):.0%}"
 
 
+def columns() -> list[Table]:
+    """Attention of a layer by query heads per KV head and new tokens of a request, without the recent window."""
+    rows = [row for row in load("columns.csv") if row["recent"] == "0"]
+    head = ["dtype of the packed pages", "kernel", "query heads", "new tokens"]
+    down = ("dtype", "kernel", "group", "query_tokens")
+    return [pivot(ordered(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
+
+
 def kernel_batches() -> list[Table]:
     """isoquant4 at other batches, and with requests of different lengths."""
     regular = {tuple(shape.split(" x ")) for shape in (*LONG_CONTEXT, "1 x 32768")}
@@ -403,6 +411,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "tensor-parallel": tensor_parallel,
     "kernels": partial(kernels, "kernels.csv"),
     "kernels-h100": partial(kernels, "h100/kernels.csv"),
+    "columns": columns,
     "kernel-batches": kernel_batches,
     "store": store,
     "routes": routes,

@@ -9,7 +9,6 @@ import torch
 from packed_kv.attention import metadata
 from packed_kv.attention.layer_attention import LayerAttention
 from packed_kv.attention.metadata import PackedMetadataBuilder
-from packed_kv.kernels import cuda
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -95,7 +94,6 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
     """Of layers that differ, the one with the most heads decides; layers that are not packed have no say."""
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(cuda, "SERVED_COLUMNS", 256)
     layers = {str(i): Layer(heads) for i, heads in enumerate(query_heads)} | {"draft": Layer(1000, "auto")}
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     config = SimpleNamespace(
@@ -109,12 +107,11 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
 
 
 @pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])
-def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
     layer = object.__new__(LayerAttention)
     layer.group, layer.fused = 12, SimpleNamespace(capability=(8, 0))
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
     assert layer.fused_decodes(batch, torch.bfloat16) == decodes
-    monkeypatch.setattr(cuda, "SERVED_COLUMNS", 256)
     layer.fused.capability = (9, 0)  # the CUDA kernel takes 20
     assert layer.fused_decodes(batch, torch.bfloat16) == 3

@@ -13,7 +13,6 @@ import test_ring as ring_tests
 import torch
 from machine_code import resources
 from packed_kv.formats import FORMATS
-from packed_kv.kernels import cuda
 from packed_kv.kernels.cuda import CAPABILITY, refusal
 from packed_kv.kernels.cuda.launch import (
     COLUMN_COUNTS,
@@ -180,8 +179,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
 
 
-def test_refusal_names_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "SERVED_COLUMNS", 256)
+def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "8.9" in str(refusal((8, 9), 128, 4, 1))
     assert "96" in str(refusal((9, 0), 96, 4, 1))
     assert "4 query heads per KV head times 65 query tokens (at most 64 tokens)" in str(refusal((9, 0), 128, 4, 65))

@@ -15,10 +15,6 @@ COLUMNS = 64
 """The most query heads per KV head times query tokens that one pass over a request's keys serves."""
 MAX_PASSES = 4
 """The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
-SERVED_COLUMNS = 8
-"""The most columns that engines give the kernel. More of them have run on the emulator alone, so Triton's kernel serves
-them until tests/kernels/cuda has passed on a GPU and benchmarks/kernels.py has timed them; then this becomes
-`MAX_PASSES * COLUMNS`."""
 LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
 LATENT_ROWS = 128
@@ -29,11 +25,11 @@ CAPABILITY = (9, 0)
 
 
 def longest_query(group: int) -> int:
-    """Return the most query tokens of a request, drafts included, that engines give the kernel; 0: it serves none.
+    """Return the most query tokens of a request, drafts included, that the kernel serves; 0: it serves none.
 
     group: query heads per KV head.
     """
-    return min(MAX_PASSES * (COLUMNS // group), SERVED_COLUMNS // group)
+    return MAX_PASSES * (COLUMNS // group)
 
 
 def refusal(
