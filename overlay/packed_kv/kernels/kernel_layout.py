@@ -20,8 +20,8 @@ class Group(NamedTuple):
 
     `word`: index of the group's first code word among the lane's words. `sign_word`: index of the word with its signs,
     0 if the code has none; a half word is read as a sign word of parity 0 behind all words, so its index is
-    `KernelLayout.words`. `parity`: which of the two groups that share the sign word, 0 or 1. `over_unit`: 1 / unit;
-    decoded codes times this and their scale are values of K. `over_value_unit`: the same for V, `Code.value_gain`
+    `KernelLayout.words`. `parity`: which of the two groups that share the sign word, 0 or 1. `key_factor`: 1 / unit;
+    decoded codes times this and their scale are values of K. `value_factor`: the same for V, `Code.value_gain`
     included.
     """
 
@@ -29,8 +29,8 @@ class Group(NamedTuple):
     word: int
     sign_word: int
     parity: int
-    over_unit: float
-    over_value_unit: float
+    key_factor: float
+    value_factor: float
 
 
 class Section(NamedTuple):

@@ -25,20 +25,20 @@ struct Queries {
     INLINE void to_page_unit() {
         for_each<GROUPS * 4>([&](auto i) {
             constexpr int group = i.value / 4;
-            constexpr float factor = SCORE_UNIT * group_layout(group).over_unit;
+            constexpr float factor = SCORE_UNIT * group_layout(group).key_factor;
             u32& pair = pairs[group][i.value % 4];
             if constexpr (factor != 1) pair = multiply_halves(pair, to_halves(factor, factor));
         });
     }
 };
 
-// Computes the weights of TILES micro-blocks, 2^(score * over_unit - maximum), and their sums per column.
+// Computes the weights of TILES micro-blocks, 2^(score * score_factor - maximum), and their sums per column.
 template <int TILES>
-INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float over_unit,
+INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4], float score_factor,
                             float (&weights)[TILES][4], float (&sums)[2]) {
     for_each<TILES * 4>([&](auto i) {
         constexpr int tile = i.value / 4, r = i.value % 4;
-        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], over_unit, -state.maximum[r % 2]));
+        weights[tile][r] = exp2_fast(__fmaf_rn(scores[tile][r], score_factor, -state.maximum[r % 2]));
     });
     for_each<TILES * 2>([&](auto i) {
         constexpr int tile = i.value / 2, c = i.value % 2;
@@ -50,10 +50,10 @@ INLINE void softmax_weights(const State& state, const float (&scores)[TILES][4],
 // Updates the state for the scores of TILES micro-blocks, and returns their weights as right operands of `mma`,
 // [TILES][n3]. `scales` are those of V.
 template <int TILES>
-INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float over_unit,
+INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4], float score_factor,
                                   const u32 (&scales)[TILES][SETS], u32 (&operands)[TILES][2]) {
     float weights[TILES][4], sums[2];
-    softmax_weights(state, scores, over_unit, weights, sums);
+    softmax_weights(state, scores, score_factor, weights, sums);
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     if (any_lane((bytes & state.watched) != 0 || !(sums[0] + sums[1] < state.ceiling))) {
@@ -61,16 +61,16 @@ INLINE void online_softmax_update(State& state, const float (&scores)[TILES][4],
         const float headroom = state.watched ? HEADROOM : -2;
         state.ceiling = state.watched ? 16384 : 1;
         for_each<2>([&](auto c) {
-            float top = -1e30f / over_unit;
+            float top = -1e30f / score_factor;
             for_each<TILES>([&](auto t) {
                 top = maximum_of(top, maximum_of(scores[t.value][c.value], scores[t.value][2 + c.value]));
             });
             for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
-            float maximum = maximum_of(state.maximum[c.value], top * over_unit - headroom);
+            float maximum = maximum_of(state.maximum[c.value], top * score_factor - headroom);
             state.shrink(c.value, exp2_fast(state.maximum[c.value] - maximum));
             state.maximum[c.value] = maximum;
         });
-        softmax_weights(state, scores, over_unit, weights, sums);
+        softmax_weights(state, scores, score_factor, weights, sums);
     }
     state.total[0] += sums[0], state.total[1] += sums[1];
     for_each<TILES>([&](auto t) {

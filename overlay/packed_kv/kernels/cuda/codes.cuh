@@ -15,10 +15,10 @@ template <int COUNT, int I = 0, class Function> INLINE void for_each(Function&& 
 
 // A group of 32 channels, as kernel_layout.py describes it: a lane's code words begin at `word`; with `sign_word`, its
 // signs are there, as those of group `parity` of two (0: the signs are in the code words). Decoded codes times their
-// scale are K's values times 1 / `over_unit`, and V's times 1 / `over_value_unit`.
+// scale are K's values times 1 / `key_factor`, and V's times 1 / `value_factor`.
 struct Group {
     int bits, word, sign_word, parity;
-    float over_unit, over_value_unit;
+    float key_factor, value_factor;
 };
 constexpr Group group_layout(int group) {
     constexpr Group groups[] = {GROUP_TABLE};

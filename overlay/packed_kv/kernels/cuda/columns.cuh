@@ -106,9 +106,9 @@ struct Biases {
             for_each<OWN>([&](auto c) { maxima[c.value] += load(a, c.value, element(a, tile)); });
     }
     // Adds the correction of token 0 to its scores.
-    INLINE void add_first(const Arguments& a, const Lane& lane, float over_unit, float (&scores)[SCORES]) const {
+    INLINE void add_first(const Arguments& a, const Lane& lane, float score_factor, float (&scores)[SCORES]) const {
         if (lane.row == 0) for_each<OWN>([&](auto c) {
-            scores[c.value / 2 * 4 + c.value % 2] += load(a, c.value, 0) / over_unit;
+            scores[c.value / 2 * 4 + c.value % 2] += load(a, c.value, 0) / score_factor;
         });
     }
 };

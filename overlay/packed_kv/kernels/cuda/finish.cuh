@@ -11,7 +11,7 @@ constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
 INLINE void finish(State& state) {
     for_each<GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8;
-        constexpr float factor = group_layout(group).over_value_unit;
+        constexpr float factor = group_layout(group).value_factor;
         state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
     });
     for_each<2>([&](auto c) {

@@ -151,7 +151,7 @@ template <int BLOCK>
 INLINE void decode_block(const Words& words, const u32 (&scales)[8], const Tables& tables, u32 (&f)[16]) {
     for_each<2>([&](auto i) {
         constexpr int group = 2 * BLOCK + i.value;
-        constexpr float factor = group_layout(group).over_unit / OVER_UNIT;
+        constexpr float factor = group_layout(group).key_factor / OVER_UNIT;
         u32 pairs[8];
         decode_group<group>(words, pairs, tables);
         const u32 gain = to_halves(factor, factor), word = scales[BLOCK];

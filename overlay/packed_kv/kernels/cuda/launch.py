@@ -202,7 +202,7 @@ def _layout_constants(layout: KernelLayout) -> dict[str, object]:
 def group_constants(layout: KernelLayout) -> dict[str, object]:
     """Return what `codes.cuh` has to know of a vector, as C++ constants; lists are without their outer braces."""
     groups = (
-        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.over_unit}f,{group.over_value_unit}f}}"
+        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.key_factor}f,{group.value_factor}f}}"
         for group in layout.groups
     )
     return {

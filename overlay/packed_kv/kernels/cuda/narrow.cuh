@@ -38,7 +38,7 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
 INLINE void to_page_unit(State& state) {
     for_each<GROUPS * 8>([&](auto i) {
         constexpr int group = i.value / 8;
-        constexpr float factor = RING_UNIT / group_layout(group).over_value_unit;
+        constexpr float factor = RING_UNIT / group_layout(group).value_factor;
         state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
     });
 }

@@ -62,7 +62,7 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head, 
 // Converts the queries for scores of pages; each warp those of its group.
 INLINE void queries_to_page_unit(int warp, const Lane& lane) {
     for_own_group(warp, [&](auto group) {
-        constexpr float factor = SCORE_UNIT * group_layout(group.value).over_unit;
+        constexpr float factor = SCORE_UNIT * group_layout(group.value).key_factor;
         if constexpr (factor != 1) for_each<OCTETS>([&](auto o) {
             const u32 address = shared_address(shared_memory()) + QUERIES_AT +
                                 (o.value * GROUPS + group.value) * OPERAND + 16 * lane.index;
@@ -139,7 +139,7 @@ INLINE void mask_shared_scales(const Lane& lane, u32 tile, int count) {
 
 // Moves the maxima of all warps to those of a tile's scores, whose V has `scale_bits`. All warps of the block call it.
 template <int TILES>
-INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, float over_unit,
+INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const Lane& lane, float score_factor,
                         const float (&scores)[TILES][SCORES], u32 scale_bits) {
     float biases[OWN];
     for_each<OWN>([&](auto c) { biases[c.value] = 0; });
@@ -152,14 +152,14 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
     const u32 tops = own_numbers(TOPS_AT, 0, lane), maxima = own_numbers(MAXIMA_AT, warp, lane);
     for_each<OWN>([&](auto c) {
         constexpr int r = c.value / 2 * 4 + c.value % 2;
-        float top = -1e30f / over_unit;
+        float top = -1e30f / score_factor;
         for_each<TILES>([&](auto t) {
             top = maximum_of(top, maximum_of(scores[t.value][r], scores[t.value][2 + r]));
         });
         for_each<3>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 4 << i.value)); });
         if (lane.row == 0)
             store_shared(tops + 4 * COLUMNS * warp + c.value / 2 * 32 + c.value % 2 * 4,
-                         __float_as_int(top * over_unit + biases[c.value]));
+                         __float_as_int(top * score_factor + biases[c.value]));
     });
     if (any_thread(scale_bits & LARGE_SCALES)) state.watched = 0;
     const float headroom = state.watched ? WIDE_HEADROOM : WIDE_HEADROOM - HEADROOM - 2;
@@ -183,7 +183,7 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
 // Computes the weights of TILES micro-blocks, and puts them into shared memory at `target` as right operands of `mma`.
 // Returns whether the maxima must move first; then the tile is to be scored again. All warps call it.
 template <int TILES>
-INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float over_unit, bool moved,
+INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float score_factor, bool moved,
                           const float (&scores)[TILES][SCORES], u32 scale_bits, u32 target) {
     const u32 maxima = own_numbers(MAXIMA_AT, warp, lane);
     float sums[OWN], sum = 0;
@@ -198,7 +198,7 @@ INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float ov
                 constexpr int octet = first_octet + o.value, own = 2 * octet;
                 float weights[4];
                 for_each<4>([&](auto r) {
-                    weights[r.value] = exp2_fast(__fmaf_rn(scores[t.value][4 * octet + r.value], over_unit,
+                    weights[r.value] = exp2_fast(__fmaf_rn(scores[t.value][4 * octet + r.value], score_factor,
                                                            -top[2 * o.value + r.value % 2]));
                 });
                 for_each<2>([&](auto c) {

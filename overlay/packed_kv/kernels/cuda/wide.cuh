@@ -194,7 +194,7 @@ INLINE void attend(const Arguments& a) {
             });
         }
         for_own_group(warp, [&](auto group) {
-            state.multiply(RING_UNIT / group_layout(group.value).over_value_unit);
+            state.multiply(RING_UNIT / group_layout(group.value).value_factor);
         });
     }
     queries_to_page_unit(warp, lane);
@@ -229,7 +229,7 @@ INLINE void attend(const Arguments& a) {
             add_group_of_tile<group.value>(state, tables, lane, stage, weights + 16 * lane.index);
         });
     }
-    for_own_group(warp, [&](auto group) { state.multiply(group_layout(group.value).over_value_unit); });
+    for_own_group(warp, [&](auto group) { state.multiply(group_layout(group.value).value_factor); });
     float maxima[OWN];
     const u32 own = own_numbers(MAXIMA_AT, warp, lane);
     for_each<OWN>([&](auto c) {

@@ -231,7 +231,7 @@ def _in_unit(outputs, UNIT: tl.constexpr, LAYOUT: tl.constexpr):
     """Outputs of pages in one unit for all groups."""
     result = ()
     for g in tl.static_range(len(LAYOUT.groups)):
-        result = result + (outputs[g] * (LAYOUT.groups[g].over_value_unit / UNIT),)
+        result = result + (outputs[g] * (LAYOUT.groups[g].value_factor / UNIT),)
     return result
 
 
@@ -241,7 +241,7 @@ def _in_score_unit(queries, LAYOUT: tl.constexpr):
     result = ()
     SCORE_UNIT: tl.constexpr = LAYOUT.score_unit
     for g in tl.static_range(len(LAYOUT.groups)):
-        result = result + ((queries[g] * (LAYOUT.groups[g].over_unit * SCORE_UNIT)).to(tl.float16),)
+        result = result + ((queries[g] * (LAYOUT.groups[g].key_factor * SCORE_UNIT)).to(tl.float16),)
     return result
 
 

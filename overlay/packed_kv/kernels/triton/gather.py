@@ -61,18 +61,18 @@ def _gather_kernel(
     zero = tl.zeros([32, 2], tl.int32)
     words, scales = load_key(base0, base1, lanes, LAYOUT)
     for g in tl.static_range(GROUPS):
-        x = _scaled(decode_key(words, zero, g, LAYOUT), _key_scales(scales, g, GROUPS), LAYOUT.groups[g].over_unit)
+        x = _scaled(decode_key(words, zero, g, LAYOUT), _key_scales(scales, g, GROUPS), LAYOUT.groups[g].key_factor)
         tl.store(key + target[:, None] + g * 32 + channel[None, :], x, mask=stored[:, None])
     words, scales = load_value(base0, base1, lanes, LAYOUT)
     for g in tl.static_range(GROUPS):
-        x = _scaled(decode_value(words, zero, g, LAYOUT), _value_scales(scales[g]), LAYOUT.groups[g].over_value_unit)
+        x = _scaled(decode_value(words, zero, g, LAYOUT), _value_scales(scales[g]), LAYOUT.groups[g].value_factor)
         tl.store(value + target[None, :] + g * 32 + channel[:, None], x, mask=stored[None, :])
 
 
 @triton.jit
-def _scaled(values, scales, over_unit: tl.constexpr):
-    """Exact for K, as a decoded value has 8 bits (docs/formats.md); of V, `over_unit` has the gain."""
-    return (values.to(tl.float32) * (scales.to(tl.float32) * over_unit)).to(tl.float16)
+def _scaled(values, scales, factor: tl.constexpr):
+    """Exact for K, as a decoded value has 8 bits (docs/formats.md); of V, `factor` has the gain."""
+    return (values.to(tl.float32) * (scales.to(tl.float32) * factor)).to(tl.float16)
 
 
 @triton.jit

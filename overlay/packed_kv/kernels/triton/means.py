@@ -110,7 +110,7 @@ def bias_of_rows(
                 x = to_tf32(x)
             result = tl.dot(x, high, result, input_precision="tf32")
             result = tl.dot(x, turned - high, result, input_precision="tf32")
-        # Computed anew: as few registers as can be are taken while the loop runs.
+        # Computed again: as few registers as can be are taken while the loop runs.
         own = hide_from_optimizer(block) * ROWS + tl.arange(0, ROWS)
         place = own // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + head * QUERY_GROUP + own % QUERY_GROUP
         target = bias + place.to(tl.int64)[:, None] * (1 + BLOCKS) + column[None, :]
