@@ -54,7 +54,6 @@ REFUSED = [
         "latent attention (MLA) of this size: 576 channels with RoPE's",
     ),
     (Facts(is_mla=True, without_latents="0.31.0"), "latent attention (MLA) with this vLLM: 0.31.0; 0.32.0 and"),
-    (Facts(is_mla=True, platform="cuda"), "latent attention (MLA) on a GPU: its kernels"),
     (Facts(is_mla=True, sliding_window=64), "latent attention (MLA) with a sliding window: 64 tokens; use"),
     (Facts(is_mla=True, skip_layers=("0", "2")), "latent attention (MLA) with skipped layers: 0 2, whose"),
     (

@@ -296,8 +296,6 @@ RULES: tuple[Rule, ...] = (
     Rule("latent attention (MLA) with this vLLM", "its version",
          lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
          "upgrade vLLM, or use --kv-cache-dtype auto"),
-    Rule("latent attention (MLA) on a GPU", "vLLM's platform",
-         lambda f: f.is_mla and f.platform == "cuda" and "its kernels have not been tried in an engine there"),
     Rule("latent attention (MLA) with a sliding window", "a layer",
          lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),
     Rule("latent attention (MLA) with skipped layers", "`--kv-cache-dtype-skip-layers`",
