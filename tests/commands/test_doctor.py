@@ -109,7 +109,7 @@ def test_latent_attention(probed, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["DeepseekV3ForCausalLM"]))
     found = lines(str(tmp_path))
     assert f"OK    {tmp_path.name}: 4 layers of latents of 512 channels and 64 of RoPE" in found
-    kernel = "CUDA kernel: those of 512 channels" if cuda.LATENT_IS_CHOSEN else "Triton kernel"
+    kernel = "CUDA kernel: those of 512 channels"
     assert any(line.startswith(f"OK    decodes of latents are served by the {kernel}") for line in found)
     assert asked == ["192"]
 

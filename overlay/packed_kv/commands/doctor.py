@@ -22,7 +22,7 @@ from ..calibration_file import FILE_NAME, CalibrationError
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..json_file import printable
-from ..kernels.cuda import LATENT, LATENT_IS_CHOSEN, LATENT_ROWS, latent_refusal, refusal
+from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.cuda.kernel_cache import cache_folder
 from ..model_shape import BadInput, Model, parse, whole
 from ..planning.config_file import load
@@ -198,8 +198,6 @@ def _latent_kernel(capability: tuple[int, ...]) -> str:
     refused = latent_refusal((capability[0], capability[1]), rank, rope_dim, heads=1, query_len=1)
     if refused:
         return f"the Triton kernel (the CUDA kernel does not serve {refused})"
-    if not LATENT_IS_CHOSEN:
-        return "the Triton kernel (the CUDA kernel has not run on a GPU yet)"
     shape = f"those of {rank} channels and {rope_dim} of RoPE"
     return f"the CUDA kernel: {shape}, up to {LATENT_ROWS} query heads of a GPU times query tokens; else by Triton's"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from ...kernels.cuda import LATENT_IS_CHOSEN, latent_refusal
+from ...kernels.cuda import latent_refusal
 from ...kernels.triton.latent_gather import bind_gather_latents, gather_latents
 from ...kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
 from ...kernels.triton.launch import Launches
@@ -22,7 +22,7 @@ def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode | HopperLaten
     """Decode attention by the kernel that serves the layer.
 
     Args:
-        kernel: "triton", or "auto": the CUDA kernel where it serves and is chosen.
+        kernel: "triton", or "auto": the CUDA kernel where it serves.
         layer: of a CUDA device.
     """
     codec = layer.codec
@@ -31,8 +31,6 @@ def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode | HopperLaten
     reason = f"does not serve {refused}" if refused else None
     if kernel == "triton":
         reason = "is disabled by decode_kernel=triton"
-    elif not LATENT_IS_CHOSEN:
-        reason = "has not run on a GPU yet"
     logger.info_once(
         "KV cache: decodes of latents are served by the %s",
         "CUDA kernel" if reason is None else f"Triton kernel (the CUDA kernel {reason})",

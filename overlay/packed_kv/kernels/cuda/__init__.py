@@ -19,8 +19,6 @@ LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
 LATENT_ROWS = 128
 """The most query heads times query tokens of a request over latents."""
-LATENT_IS_CHOSEN = False
-"""Whether `latent.cu` serves the layers that it can. No GPU has run it yet, only an emulator; Triton serves."""
 CAPABILITY = (9, 0)
 
 

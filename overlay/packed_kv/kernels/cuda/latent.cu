@@ -461,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(128) latent_merge(const __grid_cons
     const int row = blockIdx.x, request = blockIdx.y, lane = threadIdx.x % 32, quarter = threadIdx.x / 32;
     const int query = a.query_start[request], rows = (a.query_start[request + 1] - query) * HEADS;
     const int first = a.spans[2 * request], parts = a.spans[2 * request + 1];
-    if (row >= rows || parts < 2) return;
+    if (row >= rows || parts == 1) return;  // 0: there is no token
     const int row_blocks = (a.max_rows + ROWS - 1) / ROWS, block = row / ROWS, own = row % ROWS;
     auto slot = [&](int part) {
         const int partition = first + part;
