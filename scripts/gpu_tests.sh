@@ -28,6 +28,14 @@ memcheck_cases=(
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant4', 'seq_lens': (1, 37, 300)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'turboquant25', 'head_dim': 64, 'kv_heads': 1, 'group': 2, 'query_lens': (4, 0, 3), 'seq_lens': (9, 5, 70), 'block_size': 32, 'splits': Grid(warps=1, blocks=5, is_final=False)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant35', 'head_dim': 64, 'kv_heads': 1, 'requests': ((90, 0), (60, 50), (20, 20)), 'query_lens': (3, 2, 1), 'recent': 16, 'group': 2, 'block_size': 4}]"
+    # A team of warps with 64 columns, and with the recent window.
+    "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant3', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (2100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
+    "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant25', 'kv_heads': 1, 'group': 16, 'query_lens': (2, 1), 'recent': 64, 'requests': ((700, 0), (60, 50)), 'splits': Grid(warps=4, blocks=3, is_final=False)}]"
+    # Latent attention: store, gather, both decode kernels.
+    "tests/kernels/triton/test_latent.py::test_stored_bytes_equal_the_codecs[tq4-512-64]"
+    "tests/kernels/triton/test_latent.py::test_gathered_rows_equal_the_pages[isoquant3-96-32]"
+    "tests/kernels/triton/test_latent.py::test_decodes_equal_the_reference[turboquant25-96-32-3-3-drafts]"
+    "tests/kernels/cuda/test_cuda_latent.py::test_decode[{'name': 'turboquant25', 'heads': 4, 'seq_lens': (200, 70, 0, 5), 'query_lens': (3, 0, 1, 2), 'block_size': 16}]"
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
@@ -40,7 +48,7 @@ kernels() {
     run_pytest "${jobs[@]}" tests/codecs/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
 }
 
-engine() { run_pytest tests/engine/test_{on_cuda,hybrids,drafts,capacity,images}.py; }
+engine() { run_pytest tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py; }
 
 memcheck() {
     local sanitizer
