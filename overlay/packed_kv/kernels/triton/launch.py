@@ -1,9 +1,9 @@
 """Launch a Triton kernel again and again without asking its JIT.
 
 `kernel[grid](...)` looks at every argument each time to find the variant that was compiled for it: 16 to 42 us on the
-host of an H200, of which the launch itself is 5 to 7. A step that mixes prompts with decodes is not in a CUDA graph, and
-has four to ten launches in each layer. So what is the same in all calls is bound once, what is the same for all layers
-of a step is made once a step (`Arguments`), and only addresses change with each call.
+host of an H200, of which the launch itself is 5 to 7. A step that mixes prompts with decodes is not in a CUDA graph,
+and has four to ten launches in each layer. So what is the same in all calls is bound once, what is the same for all
+layers of a step is made once a step (`Arguments`), and only addresses change with each call.
 """
 
 from __future__ import annotations
