@@ -25,8 +25,10 @@ ROOTS = {
     "tq_calibrate": "calibration/tq_calibrate",
 }
 """Package -> its folder in the repository."""
-WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "prometheus_client"}
+WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "numpy", "prometheus_client"}
 """What vLLM brings for the modules that run inside it."""
+WITH_LMCACHE = {"lmcache"}
+"""What lmcache.py, which runs inside LMCache's server, takes from there."""
 EXTRAS = {"packed_kv_quality": "quality", "tq_calibrate": "calibrate"}
 OPTIONAL = {"matplotlib": "plots", "transformers": "transformers"}
 
@@ -97,7 +99,7 @@ def imported(source: str) -> set[str]:
 def test_what_is_imported_is_declared(package, wheel, metadata):
     sources = [name for name in wheel.namelist() if name.startswith(f"{package}/") and name.endswith(".py")]
     found = set.union(*(imported(wheel.read(name).decode()) for name in sources))
-    foreign = found - {*sys.stdlib_module_names} - {*ROOTS} - WITH_VLLM
+    foreign = found - {*sys.stdlib_module_names} - {*ROOTS} - WITH_VLLM - WITH_LMCACHE
     declared = required(metadata)
     if package in EXTRAS:
         declared |= required(metadata, EXTRAS[package])
