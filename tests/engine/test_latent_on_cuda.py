@@ -57,7 +57,7 @@ def test_logits_are_those_of_the_codec(name: str, model: str, latent_engine) -> 
     truth = true_logits(model, TOKEN_IDS)
     expected = true_logits(model, TOKEN_IDS, latents=coded(name))
     with latent_engine(name) as llm:
-        decodes, chunks = (teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, 37))
+        decodes, chunks = (teacher_forced_logits(llm, TOKEN_IDS, chunk).cpu() for chunk in (1, 37))
     error, loss, of_chunks = mean_kl(expected, decodes), mean_kl(truth, expected), mean_kl(truth, chunks)
     print(f"{name}: KL {error:.1e} from the codec in transformers, of {loss:.4f} that it costs; chunks {of_chunks:.4f}")
     assert error < loss / 50
@@ -84,13 +84,13 @@ def test_drafts_in_graphs_change_no_token(latent_engine) -> None:
 
 
 def test_prefix_hits_and_weights_loaded_again(latent_engine) -> None:
+    """What a hit reads back is compared by the chunks of `test_logits_are_those_of_the_codec`: random weights make so
+    many tokens all but equally likely that greedy ones say nothing."""
     with latent_engine("tq4", **graphs("FULL_DECODE_ONLY")) as llm:
         prompt = {"prompt_token_ids": TOKEN_IDS}
         first, again = (llm.generate(prompt, SAMPLING, use_tqdm=False)[0] for _ in range(2))
+        assert first.num_cached_tokens == 0
         assert again.num_cached_tokens > 100
-        same = sum(a == b for a, b in zip(first.outputs[0].token_ids, again.outputs[0].token_ids, strict=True))
-        print(f"{same} of 40 tokens alike behind a prefix that is read back")
-        assert same > 0
         for layer in attention_layers(llm):
             addresses = layer.W_UK_T.data_ptr(), layer.W_UV.data_ptr()
             layer.process_weights_after_loading(torch.float16)
