@@ -72,25 +72,27 @@ class Layer(AttentionLayerBase):
 
 
 @pytest.mark.parametrize(
-    ("query_heads", "drafts", "captured", "capability"),
+    ("query_heads", "drafts", "captured", "capability", "kernel"),
     [
-        ([8], 0, True, (8, 0)),
-        ([64 * 8, 32], 0, True, (8, 0)),
-        ([71 * 8], 0, True, (8, 0)),
-        ([64], 7, True, (8, 0)),
-        ([64], 8, False, (8, 0)),
-        ([64, 96], 4, True, (8, 0)),
-        ([64, 96], 5, False, (8, 0)),
-        ([64 * 8], 1, False, (8, 0)),
-        ([64, 96], 19, True, (9, 0)),
-        ([64, 96], 20, False, (9, 0)),
-        ([64 * 8], 3, True, (9, 0)),
-        ([64 * 8], 4, False, (9, 0)),
-        ([71 * 8], 0, True, (9, 0)),
-        ([71 * 8], 1, False, (9, 0)),
+        ([8], 0, True, (8, 0), "auto"),
+        ([64 * 8, 32], 0, True, (8, 0), "auto"),
+        ([71 * 8], 0, True, (8, 0), "auto"),
+        ([64], 7, True, (8, 0), "auto"),
+        ([64], 8, False, (8, 0), "auto"),
+        ([64, 96], 4, True, (8, 0), "auto"),
+        ([64, 96], 5, False, (8, 0), "auto"),
+        ([64 * 8], 1, False, (8, 0), "auto"),
+        ([64, 96], 19, True, (9, 0), "auto"),
+        ([64, 96], 20, False, (9, 0), "auto"),
+        ([64 * 8], 3, True, (9, 0), "auto"),
+        ([64 * 8], 4, False, (9, 0), "auto"),
+        ([71 * 8], 0, True, (9, 0), "auto"),
+        ([71 * 8], 1, False, (9, 0), "auto"),
+        ([64, 96], 4, True, (9, 0), "triton"),
+        ([64, 96], 5, False, (9, 0), "triton"),
     ],
 )
-def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, captured, capability, monkeypatch):
+def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, captured, capability, kernel, monkeypatch):
     """Of layers that differ, the one with the most heads decides; layers that are not packed have no say."""
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
@@ -100,6 +102,7 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
         compilation_config=SimpleNamespace(static_forward_context=layers),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
         speculative_config=speculative,
+        additional_config={"packed_kv": {"decode_kernel": kernel}},
     )
     spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
     support = PackedMetadataBuilder.get_cudagraph_support(config, spec)
@@ -110,8 +113,10 @@ def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, capture
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
     layer = object.__new__(LayerAttention)
-    layer.group, layer.fused = 12, SimpleNamespace(capability=(8, 0))
+    layer.group, layer.fused = 12, SimpleNamespace(capability=(8, 0), kernel="auto")
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
     assert layer.fused_decodes(batch, torch.bfloat16) == decodes
     layer.fused.capability = (9, 0)  # the CUDA kernel takes 20
     assert layer.fused_decodes(batch, torch.bfloat16) == 3
+    layer.fused.kernel = "triton"
+    assert layer.fused_decodes(batch, torch.bfloat16) == decodes

@@ -12,8 +12,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 
 def config(
-    name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0, use_mla: bool = False
-) -> SimpleNamespace:
+    name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0, use_mla: bool = False,
+    kernel: str = "auto",
+) -> SimpleNamespace:  # fmt: skip
     """What routes and labels depend on; 8 KV heads."""
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     return SimpleNamespace(
@@ -27,6 +28,7 @@ def config(
         ),
         parallel_config=None,
         speculative_config=speculative,
+        additional_config={"packed_kv": {"decode_kernel": kernel}},
     )
 
 
@@ -74,6 +76,13 @@ def test_tokens_and_requests_by_route() -> None:
 )
 def test_routes_are_those_of_the_layers(options: dict, found: tuple[str, str]) -> None:
     assert metrics.routes(config("b", **options)) == found
+
+
+@pytest.mark.parametrize(("kernel", "decode"), [("auto", "decode_kernel"), ("triton", "prefill")])
+def test_on_hopper_the_kernel_decides(kernel: str, decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 columns: only the CUDA kernel takes them."""
+    monkeypatch.setattr(metrics.current_platform, "get_device_capability", lambda: (9, 0))
+    assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel)) == ("prefill", decode)
 
 
 def test_an_engine_without_a_packed_cache_has_none() -> None:

@@ -106,7 +106,7 @@ class FusedDecode:
         shard: ContextShard = UNSHARDED,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.longest_decode, self.max_requests = longest_decode, max_requests
+        self.longest_decode, self.max_requests, self.kernel = longest_decode, max_requests, kernel
         self.has_lse = shard.ranks > 1
         means = Means.of(codec.key.transform, has_first=shard.has_first)
         self.mean_blocks = 0 if means is None else means.blocks
@@ -298,7 +298,7 @@ class FusedDecode:
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch, and compile the schedulers."""
         counts = range(1, self.max_requests + 1)
-        query_len = min(self.longest_decode, longest_fused(self.shape.group, self.capability))
+        query_len = min(self.longest_decode, longest_fused(self.shape.group, self.capability, self.kernel))
         rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len
         self.reserve(self.max_requests * query_len, (rows, self.query_heads, 1))
         for scheduler in self.schedulers.values():

@@ -103,7 +103,9 @@ class LayerAttention:
     def fused_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
         """How many requests, from the first on, the fused route serves."""
         fused = self.fused
-        if fused is None or not fused_serves(self.group, metadata.decode_query_len, dtype, fused.capability):
+        if fused is None:
+            return 0
+        if not fused_serves(self.group, metadata.decode_query_len, dtype, fused.capability, fused.kernel):
             return 0
         return metadata.decodes
 

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
+from ..settings.options import read_options
 from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import fused_serves, longest_fused
@@ -113,7 +114,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         if device.type == "cuda" and not self.decodes_fused:
             group = _largest_group(vllm_config)
-            most = longest_fused(group, current_platform.get_device_capability())
+            kernel = read_options(vllm_config.additional_config).decode_kernel
+            most = longest_fused(group, current_platform.get_device_capability(), kernel)
             logger.warning_once(
                 "KV cache dtype %s: decodes of %d query heads a KV head and %d tokens with their drafts run as "
                 "prefills do, slower and without CUDA graphs: the decode kernel takes fp16 and bf16, of these heads "
@@ -209,7 +211,8 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
     capability = current_platform.get_device_capability()
-    return fused_serves(_largest_group(vllm_config), query_len, vllm_config.model_config.dtype, capability)
+    kernel = read_options(vllm_config.additional_config).decode_kernel
+    return fused_serves(_largest_group(vllm_config), query_len, vllm_config.model_config.dtype, capability, kernel)
 
 
 def _largest_group(vllm_config: VllmConfig) -> int:

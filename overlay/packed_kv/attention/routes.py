@@ -13,15 +13,17 @@ shape measured, at 128 no longer (benchmarks/routes.py; docs/attention.md has th
 them once for 64 columns, takes more (`kernels.cuda.longest_query`)."""
 
 
-def fused_serves(group: int, query_len: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+def fused_serves(
+    group: int, query_len: int, dtype: torch.dtype, capability: tuple[int, int] | None, kernel: str
+) -> bool:
     """Whether the fused route takes requests of up to `query_len` query tokens, `group` query heads a KV head.
 
-    capability: of the GPU; None: there is none.
+    capability: of the GPU; None: there is none. kernel: the option `decode_kernel`.
     """
-    return dtype != torch.float32 and query_len <= longest_fused(group, capability)
+    return dtype != torch.float32 and query_len <= longest_fused(group, capability, kernel)
 
 
-def longest_fused(group: int, capability: tuple[int, int] | None) -> int:
+def longest_fused(group: int, capability: tuple[int, int] | None, kernel: str) -> int:
     """Query tokens of a request that the fused route takes. One it always takes, as CUDA graphs need this route."""
-    of_cuda = longest_query(group) if capability == CAPABILITY else 0
+    of_cuda = longest_query(group) if capability == CAPABILITY and kernel != "triton" else 0
     return max(1, MAX_COLUMNS // group, of_cuda)

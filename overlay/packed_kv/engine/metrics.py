@@ -102,6 +102,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     """
     from ..attention.metadata import longest_decode
     from ..attention.routes import fused_serves
+    from ..settings.options import read_options
 
     model = config.model_config
     if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
@@ -110,7 +111,9 @@ def routes(config: VllmConfig) -> tuple[str, str]:
         return PREFILL, DECODE
     group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
     capability = current_platform.get_device_capability()
-    return PREFILL, DECODE if fused_serves(group, longest_decode(config), model.dtype, capability) else PREFILL
+    kernel = read_options(config.additional_config).decode_kernel
+    served = fused_serves(group, longest_decode(config), model.dtype, capability, kernel)
+    return PREFILL, DECODE if served else PREFILL
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
