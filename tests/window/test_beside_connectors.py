@@ -80,10 +80,12 @@ def behind_pages(llm: LLM, text: list[int], reads: Reads) -> torch.Tensor:
     return loaded
 
 
+cpu_only = pytest.mark.skipif(ON_GPU, reason="`reads` follows the calls and the steps of vLLM's CPU runner only")
 FULL = [(before, max(HIT, before - WINDOW + 1)) for before in range(HIT, HIT + TAIL, 8)]
 """What is read of rings that fill behind the pages."""
 
 
+@cpu_only
 def test_the_window_fills_behind_pages_from_host_memory_and_disk(tmp_path: Path, reads: Reads) -> None:
     """Well behind them little is left to pay for. With several connectors, and in an engine that finds the pages of
     another on disk."""
@@ -106,6 +108,7 @@ def test_the_window_fills_behind_pages_from_host_memory_and_disk(tmp_path: Path,
     assert costs[1] < costs[0] / 5
 
 
+@cpu_only
 def test_the_window_fills_behind_pages_and_states(start: Start, reads: Reads) -> None:
     """Parts of several rings lie in a block there."""
     states = {"mamba_cache_mode": "align", "enable_prefix_caching": True, "max_num_batched_tokens": 128}
@@ -117,6 +120,7 @@ def test_the_window_fills_behind_pages_and_states(start: Start, reads: Reads) ->
     assert reads == FULL
 
 
+@cpu_only
 def test_the_window_fills_behind_pages_of_several_sizes(
     tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
