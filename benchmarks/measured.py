@@ -13,16 +13,16 @@ from the rows and from results/runs.toml.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import generation_tables
 from measured_experiments import RELIABILITY, TRIED
 from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
-from measured_tables import CALIBRATED, DOCS, README, SMOLLM2, smollm2, token_bytes
+from measured_tables import DOCS, README
 from tables import Table
 
 REPO = RESULTS.parents[1]
@@ -89,18 +89,20 @@ def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 
 def plot(path: Path) -> None:
-    """Draws KL divergence against bytes of SmolLM2, calibrated, with the recent window."""
-    from packed_kv_quality.measurement import Measurement
-    from packed_kv_quality.plots import pareto
+    """Draws KL divergence against bytes of SmolLM2 behind prompts of each length, with the recent window."""
+    from packed_kv_quality.plots import Point, pareto_by_length
 
-    first = json.loads((RESULTS / SMOLLM2 / "calibrated-window-64.json").read_text())
-    rows = [first["rows"][0]]
-    for row in (row for row in smollm2() if row["setting"] == CALIBRATED):
-        of_run = {found["dtype"]: found for found in json.loads((RESULTS / row["file"]).read_text())["rows"]}
-        rows.append({**of_run[row["dtype"]], "bytes_per_token": token_bytes(row)})
-    title = "SmolLM2-135M-Instruct, 2,048 tokens, calibrated, window of 64 tokens, one H200"
-    measured = [Measurement.from_dict({**row, "losses": []}) for row in rows]
-    pareto(measured, first["limits"]["rounding"], title, path)
+    panels = {}
+    for length, (calibrated, plain, rounding, baseline_bytes) in generation_tables.plotted().items():
+        points, others = (
+            [
+                Point(row["dtype"], float(row["bytes"]), float(row["kl_mean"]), float(row["kl_error"] or 0))
+                for row in rows
+            ]
+            for rows in (calibrated, plain)
+        )
+        panels[f"prompts of {length} tokens"] = [Point("bf16", baseline_bytes, 0), *points], others, rounding
+    pareto_by_length(panels, "SmolLM2-135M-Instruct, calibrated, window of 64 tokens", path)
 
 
 def main() -> int:

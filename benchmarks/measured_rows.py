@@ -13,6 +13,11 @@ from rows import read
 from tables import BASELINE, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
+ORDER = (
+    "auto", "fp8", "fp8_e5m2", "tq4", "isoquant4", "planarquant4", "turboquant35", "tq3", "isoquant3", "planarquant3",
+    "turboquant25",
+)  # fmt: skip
+"""Of dtypes in a table; others follow in the order of their rows."""
 RUN_COLUMNS = ("rows", "card", "vLLM", "PyTorch", "Triton", "commit", "command")
 
 
@@ -68,8 +73,7 @@ def load_quality(name: str, setting: str = "") -> list[dict[str, str]]:
     fp8's storage in the same run ("" if it has no such row). `setting` is kept as a column."""
     path = RESULTS / name
     found = json.loads(path.read_text())
-    run, made_with = found["run"], found["run"]["made_with"]
-    commit = run["commit"] or file_named(f"{path.parent.name}/").runs[0]["commit"]
+    run = found["run"]
     kl = {row["dtype"]: row["scores"]["kl_mean"] for row in found["rows"]}
     return [
         {
@@ -82,15 +86,23 @@ def load_quality(name: str, setting: str = "") -> list[dict[str, str]]:
             **{key: str(value) for key, value in row["scores"].items()},
             "kl_ratio": str(row["scores"]["kl_mean"] / kl["fp8-storage"]) if "fp8-storage" in kl else "",
             **_recall(row["recall"]),
-            "file": name,
-            "gpu": "" if made_with["device"] == "cpu" else made_with["device"],
-            "vllm": made_with["vllm"],
-            "torch": made_with["torch"],
-            "commit": commit,
-            "command": run["command"],
+            **made_by(name, run),
         }
         for row in found["rows"]
     ]
+
+
+def made_by(name: str, run: Mapping) -> dict[str, str]:
+    """The columns that say what made the rows of a JSON of the quality harness, from its `run`."""
+    made_with = run["made_with"]
+    return {
+        "file": name,
+        "gpu": "" if made_with["device"] == "cpu" else made_with["device"],
+        "vllm": made_with["vllm"],
+        "torch": made_with["torch"],
+        "commit": run["commit"] or file_named(f"{name.split('/')[0]}/").runs[0]["commit"],
+        "command": run["command"],
+    }
 
 
 def _recall(cells: Sequence[Mapping]) -> dict[str, str]:
@@ -114,3 +126,8 @@ def run_of(row: Row) -> tuple[str, ...]:
 def is_baseline(row: Row) -> bool:
     """Whether a row is bf16's."""
     return row["dtype"] == BASELINE
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """Rows by dtype in `ORDER`."""
+    return sorted(rows, key=lambda row: ORDER.index(row["dtype"]) if row["dtype"] in ORDER else len(ORDER))

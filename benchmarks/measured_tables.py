@@ -7,23 +7,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import generation_tables
 import tables
-from measured_rows import RESULTS, file_named, is_baseline, load, load_quality
+from measured_rows import RESULTS, file_named, in_order, is_baseline, load, load_quality
 from tables import Row, Show, Table, figures, pivot, ratio
 
-ORDER = (
-    "auto", "fp8", "fp8_e5m2", "tq4", "isoquant4", "planarquant4", "turboquant35", "tq3", "isoquant3", "planarquant3",
-    "turboquant25",
-)  # fmt: skip
-"""Of dtypes in a table; others follow in the order of their rows."""
 MEANS_CASE = ("dtype", "means", "requests", "context")
 LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
 """The shapes of the README's table."""
-
-
-def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Rows by dtype in `ORDER`."""
-    return sorted(rows, key=lambda row: ORDER.index(row["dtype"]) if row["dtype"] in ORDER else len(ORDER))
 
 
 def bf16(table: Table) -> Table:
@@ -44,7 +35,7 @@ def text(column: str, form: str = "", scale: float = 1) -> Show:
 
 def steps(*names: str) -> list[Table]:
     """Decode steps: ms, p50."""
-    found = [bf16(tables.by_case(ordered(load(name)), "p50_ms", "ms", ("requests", "context"))) for name in names]
+    found = [bf16(tables.by_case(in_order(load(name)), "p50_ms", "ms", ("requests", "context"))) for name in names]
     return found
 
 
@@ -74,18 +65,18 @@ def means() -> list[Table]:
         return f"{step:.2f}" if row["means"] == "none" else f"{step:.2f} ({step / base:.3f})"
 
     rows.sort(key=lambda row: row["means"] != "none")
-    return [pivot(ordered(rows), ("dtype", "means"), ("requests", "context"), show, ["ms", "means of keys"])]
+    return [pivot(in_order(rows), ("dtype", "means"), ("requests", "context"), show, ["ms", "means of keys"])]
 
 
 def prefill() -> list[Table]:
-    return [bf16(tables.by_case(ordered(load("prefill.csv")), "tokens_s", "tokens/s", ("tokens",)))]
+    return [bf16(tables.by_case(in_order(load("prefill.csv")), "tokens_s", "tokens/s", ("tokens",)))]
 
 
 def throughput() -> list[Table]:
     titles = {"fit": "requests that fit", "output_tokens_s": "output tokens/s, whole wave",
               "decode_tokens_s": "output tokens/s, while all decode"}  # fmt: skip
     columns = {title: ratio(column) for column, title in titles.items()}
-    return [bf16(figures(ordered(load("throughput.csv")), {"dtype": "dtype"}, columns))]
+    return [bf16(figures(in_order(load("throughput.csv")), {"dtype": "dtype"}, columns))]
 
 
 def mixed(name: str) -> list[Table]:
@@ -93,7 +84,7 @@ def mixed(name: str) -> list[Table]:
 
 
 def server() -> list[Table]:
-    rows = ordered(load("serve.csv"))
+    rows = in_order(load("serve.csv"))
     return [bf16(tables.by_case(rows, column, unit, ("concurrency",))) for column, unit in SERVER]
 
 
@@ -102,9 +93,9 @@ SERVER = (("output_tokens_s", "output tokens/s"), ("p50_ttft_ms", "TTFT, ms"), (
 
 def server_settings() -> list[Table]:
     """96 requests at once: the engine alone, and servers by their further options."""
-    rows = [{**row, "server": "none: the engine alone"} for row in ordered(load("async.csv"))]
+    rows = [{**row, "server": "none: the engine alone"} for row in in_order(load("async.csv"))]
     common = min((row["server_options"] for row in load("serve_96.csv")), key=len)
-    for row in ordered(load("serve_96.csv")):
+    for row in in_order(load("serve_96.csv")):
         options = row["server_options"].removeprefix(common).strip()
         rows.append({**row, "server": f"`{options}`" if options else "as it comes"})
     columns = {unit: ratio(column) for column, unit in SERVER}
@@ -129,7 +120,7 @@ def prefixes() -> list[Table]:
 
 
 def trace() -> list[Table]:
-    return [_hits([{**row, "options": ""} for row in ordered(load("trace.csv"))], "p90")]
+    return [_hits([{**row, "options": ""} for row in in_order(load("trace.csv"))], "p90")]
 
 
 def _hits(rows: Sequence[Row], tail: str) -> Table:
@@ -144,11 +135,11 @@ def _hits(rows: Sequence[Row], tail: str) -> Table:
 
 
 def agents(offload: float) -> list[Table]:
-    return [bf16(tables.agentic(ordered(load("agentic.csv")), offload))]
+    return [bf16(tables.agentic(in_order(load("agentic.csv")), offload))]
 
 
 def reasoning() -> list[Table]:
-    return [bf16(tables.reasoning(ordered(load("reasoning.csv"))))]
+    return [bf16(tables.reasoning(in_order(load("reasoning.csv"))))]
 
 
 def tensor_parallel() -> list[Table]:
@@ -161,7 +152,7 @@ def kernels(name: str) -> list[Table]:
     """Attention of a layer at the four shapes that all dtypes ran."""
     shapes = {tuple(shape.split(" x ")) for shape in (*LONG_CONTEXT, "1 x 32768")}
     rows = [row for row in load(name) if (row["requests"], row["context"]) in shapes and row["spread"] == "0"]
-    return [pivot(ordered(rows), ("dtype", "kernel"), ("requests", "context"), _kernel, ["dtype", "kernel"])]
+    return [pivot(in_order(rows), ("dtype", "kernel"), ("requests", "context"), _kernel, ["dtype", "kernel"])]
 
 
 def _kernel(row: Row, _: Row | None) -> str:
@@ -191,7 +182,7 @@ def kernel_batches() -> list[Table]:
 
 
 def store() -> list[Table]:
-    return [pivot(ordered(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
+    return [pivot(in_order(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
 
 
 def routes() -> list[Table]:
@@ -269,7 +260,7 @@ def smollm2() -> list[Row]:
         for row in load_quality(f"{SMOLLM2}/{name}", setting):
             if dtypes is None or row["dtype"] in dtypes:
                 found[row["dtype"], setting] = {**row, "token": f"{token_bytes(row):,.0f}"}
-    return ordered([row for row in found.values() if not is_baseline(row) and row["dtype"] != "fp8-storage"])
+    return in_order([row for row in found.values() if not is_baseline(row) and row["dtype"] != "fp8-storage"])
 
 
 def token_bytes(row: Row) -> float:
@@ -299,7 +290,7 @@ def quality() -> list[Table]:
 
 def recall() -> list[Table]:
     columns = {"recalled": text("recalled", ".1%"), "answer's log-probability, nats": text("answer", ".3f")}
-    return [bf16(figures(ordered(load_quality(RECALL_FILE)), {"dtype": "dtype"}, columns))]
+    return [bf16(figures(in_order(load_quality(RECALL_FILE)), {"dtype": "dtype"}, columns))]
 
 
 def quality_cpu() -> list[Table]:
@@ -315,7 +306,7 @@ def quality_kbias() -> list[Table]:
 def _kl_by_setting(folder: str, named: Mapping[str, str]) -> Table:
     rows = [row for name, setting in named.items() for row in load_quality(f"{folder}/{name}", setting)]
     return pivot(
-        ordered([row for row in rows if not is_baseline(row)]), ("dtype",), ("setting",), kl, ["mean KL, nats"]
+        in_order([row for row in rows if not is_baseline(row)]), ("dtype",), ("setting",), kl, ["mean KL, nats"]
     )
 
 
@@ -329,7 +320,7 @@ def demo_model() -> list[Table]:
         "top-5": text("top5", ".1%"),
         "recall": text("recalled", ".0%"),
     }
-    return [bf16(figures(ordered(load_quality("quality-cpu/quality.json")), {"dtype": "dtype"}, columns))]
+    return [bf16(figures(in_order(load_quality("quality-cpu/quality.json")), {"dtype": "dtype"}, columns))]
 
 
 def transformers() -> list[Table]:
@@ -355,7 +346,7 @@ def gpu_tests() -> list[Table]:
 def readme_speed() -> str:
     """Three shapes of decode.csv for bf16, fp8 and two of ours."""
     dtypes, shapes = ("auto", "fp8", "tq4", "turboquant25"), [tuple(shape.split(" x ")) for shape in LONG_CONTEXT]
-    rows = [row for row in ordered(load("decode.csv")) if row["dtype"] in dtypes]
+    rows = [row for row in in_order(load("decode.csv")) if row["dtype"] in dtypes]
     rows = [row for shape in shapes for row in rows if (row["requests"], row["context"]) == shape]
     return bf16(tables.by_case(rows, "p50_ms", "ms", ("requests", "context"))).markdown() + _measured_on(
         rows, "decode-steps"
@@ -363,22 +354,9 @@ def readme_speed() -> str:
 
 
 def readme_quality() -> str:
-    """The calibrated column of three of ours and two of vLLM's, with recall."""
-    dtypes = ("tq4", "turboquant35", "turboquant25", "fp8", "int4_per_token_head")
-    recalled = {row["dtype"]: row for row in load_quality(RECALL_FILE)}
-    rows = [
-        {**row, "recalled": recalled[row["dtype"]]["recalled"]}
-        for name in dtypes
-        for row in smollm2()
-        if row["dtype"] == name and row["setting"] == CALIBRATED
-    ]
-    facts = recalled["auto"]["facts"]
-    columns = {
-        f"KV bytes/token (bf16: {float(recalled['auto']['bytes']):,.0f})": text("token"),
-        "mean KL, nats (of fp8's rounding)": kl,
-        f"{facts} facts recalled": text("recalled", ".1%"),
-    }
-    return figures(rows, {"dtype": "dtype"}, columns).markdown() + _measured_on(rows, "quality-of-smollm2")
+    """Some of ours, calibrated, and two of vLLM's, behind prompts of three lengths."""
+    rows = generation_tables.readme_rows()
+    return generation_tables.readme_table().markdown() + _measured_on(rows, "quality-behind-prompts")
 
 
 def _measured_on(rows: Sequence[Row], section: str) -> str:
@@ -419,6 +397,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "contexts": contexts,
     "eviction": eviction,
     "peers": peers,
+    **generation_tables.GENERATION,
     "quality": quality,
     "recall": recall,
     "quality-cpu": quality_cpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -91,15 +92,58 @@ def generation(rows: Sequence[Generation], title: str, path: Path) -> None:
     plt.close(figure)
 
 
+@dataclass(frozen=True)
+class Point:
+    """A dtype in a plot of KL divergence against KV bytes per token; `kl_error`: standard error, None if not known."""
+
+    dtype: str
+    bytes_per_token: float
+    kl_mean: float
+    kl_error: float | None = None
+
+
 def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path) -> None:
     """KL divergence, with its standard error, against KV bytes per token; `rows` begins with the baseline."""
-    baseline, *others = rows
+    points = [Point(row.dtype, row.bytes_per_token, row.scores.kl_mean, row.scores.kl_error) for row in rows]
     figure, axes = plt.subplots(figsize=(7.5, 5), dpi=120, layout="constrained")
+    _draw_pareto(axes, points, rounding)
+    axes.set(xlabel="KV bytes per token", ylabel=f"mean KL divergence to {rows[0].dtype} (nats)", title=title)
+    axes.legend(loc="best")
+    _label(axes, points[1:])
+    figure.savefig(path, dpi=figure.dpi)
+    plt.close(figure)
+
+
+def pareto_by_length(
+    panels: Mapping[str, tuple[Sequence[Point], Sequence[Point], float]], title: str, path: Path
+) -> None:
+    """The same in panels side by side: name -> points that begin with the baseline, those of our dtypes without a
+    calibration file, and the KL divergence of rounding."""
+    figure, grid = plt.subplots(
+        1, len(panels), figsize=(4.4 * len(panels), 4.6), dpi=120, layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, (name, (points, plain, rounding)) in zip(grid.flat, panels.items(), strict=True):
+        x, y = [point.bytes_per_token for point in plain], [point.kl_mean for point in plain]
+        axes.plot(x, y, "o", color=OURS, fillstyle="none", label="packed-kv, no calibration", zorder=2)
+        _draw_pareto(axes, points, rounding)
+        axes.set(xlabel="KV bytes per token", title=name)
+    grid.flat[0].set_ylabel(f"mean KL divergence to {points[0].dtype} (nats)")
+    grid.flat[0].legend(loc="best", fontsize=8)
+    for axes, (points, _, _) in zip(grid.flat, panels.values(), strict=True):
+        _label(axes, points[1:])
+    figure.suptitle(title)
+    figure.savefig(path, dpi=figure.dpi)
+    plt.close(figure)
+
+
+def _draw_pareto(axes: Axes, rows: Sequence[Point], rounding: float) -> None:
+    """`rows` begins with the baseline."""
+    baseline, *others = rows
     for names, color, label in ((True, OURS, "packed-kv"), (False, OTHERS, "others")):
         points = [row for row in others if (row.dtype in FORMATS) is names]
         if points:
-            x, y = [row.bytes_per_token for row in points], [row.scores.kl_mean for row in points]
-            error = [row.scores.kl_error or 0.0 for row in points]
+            x, y = [row.bytes_per_token for row in points], [row.kl_mean for row in points]
+            error = [row.kl_error or 0.0 for row in points]
             axes.errorbar(x, y, error, fmt="o", color=color, label=label, zorder=3, elinewidth=1)
     axes.axhline(rounding, color=GREY, linestyle="--", linewidth=1)
     axes.annotate("rounding alone", (0, rounding), (4, 3), xycoords=("axes fraction", "data"),
@@ -111,28 +155,23 @@ def pareto(rows: Sequence[Measurement], rounding: float, title: str, path: Path)
     axes.set_xlim(left=0)
     front = [row for row in others if not any(_better(other, row) for other in others)]
     front.sort(key=lambda row: row.bytes_per_token)
-    axes.plot([row.bytes_per_token for row in front], [row.scores.kl_mean for row in front], color=GREY, linestyle=":")
-    axes.set(xlabel="KV bytes per token", ylabel=f"mean KL divergence to {baseline.dtype} (nats)", title=title)
+    axes.plot([row.bytes_per_token for row in front], [row.kl_mean for row in front], color=GREY, linestyle=":")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="best")
-    _label(axes, others)
-    figure.savefig(path, dpi=figure.dpi)
-    plt.close(figure)
 
 
-def _better(one: Measurement, other: Measurement) -> bool:
+def _better(one: Point, other: Point) -> bool:
     """Whether `one` is as small and as near as `other` at least, and not both the same."""
-    a, b = ((row.bytes_per_token, row.scores.kl_mean) for row in (one, other))
+    a, b = ((row.bytes_per_token, row.kl_mean) for row in (one, other))
     return a[0] <= b[0] and a[1] <= b[1] and a != b
 
 
-def _label(axes: Axes, rows: Sequence[Measurement]) -> None:
+def _label(axes: Axes, rows: Sequence[Point]) -> None:
     """Label the points so that labels overlap neither points nor each other, where possible."""
     axes.figure.canvas.draw()  # until then the axes have no position
-    points = [axes.transData.transform((row.bytes_per_token, row.scores.kl_mean)) for row in rows]
+    points = [axes.transData.transform((row.bytes_per_token, row.kl_mean)) for row in rows]
     taken = [Bbox.from_bounds(x - MARKER, y - MARKER, 2 * MARKER, 2 * MARKER) for x, y in points]
-    for row in sorted(rows, key=lambda row: row.scores.kl_mean):
-        point = (row.bytes_per_token, row.scores.kl_mean)
+    for row in sorted(rows, key=lambda row: row.kl_mean):
+        point = (row.bytes_per_token, row.kl_mean)
         for x, y, side in LABEL_PLACES:
             text = axes.annotate(row.dtype, point, (x, y), textcoords="offset points", size=8, ha=side)
             box = text.get_window_extent()

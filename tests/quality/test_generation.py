@@ -162,3 +162,15 @@ def test_a_run_that_breaks_off_keeps_what_it_found(tmp_path: Path, monkeypatch: 
     found = json.loads((tmp_path / "generate.json").read_text())
     assert [row["dtype"] for row in found["rows"]] == ["auto", "tq4"]
     assert main([*options, "--tasks", "2"]) == 2
+
+
+def test_a_plot_has_a_panel_for_each_length(tmp_path: Path) -> None:
+    from packed_kv_quality.plots import Point, pareto_by_length
+
+    points = [Point("bf16", 1000, 0), Point("tq4", 300, 0.01, 0.001), Point("fp8", 500, 0.02)]
+    sizes = []
+    for number in (1, 3):
+        panels = {f"{length} tokens": (points, [Point("tq4", 300, 0.015)], 0.001) for length in range(number)}
+        pareto_by_length(panels, "a model", tmp_path / "plot.png")
+        sizes.append(int.from_bytes((tmp_path / "plot.png").read_bytes()[16:20]))
+    assert sizes[1] == 3 * sizes[0]
