@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from measured_rows import RESULTS, in_order, is_baseline, made_by
 from packed_kv import FORMATS
@@ -14,54 +13,55 @@ from tables import Row, Table, pivot
 
 FOLDER = "generate-smollm2"
 CALIBRATED, UNCALIBRATED, OTHERS = "calibrated", "no file", ""
-WINDOW, NO_WINDOW, STRETCHED, RULER, DRAFTS = "window of 64", "no window", "stretched", "tasks", "drafts"
-FILES = (
-    ("calibrated", WINDOW, CALIBRATED),
-    ("uncalibrated", WINDOW, UNCALIBRATED),
-    ("no-window-calibrated", NO_WINDOW, CALIBRATED),
-    ("no-window-uncalibrated", NO_WINDOW, UNCALIBRATED),
-    ("yarn-calibrated", STRETCHED, CALIBRATED),
-    ("yarn-uncalibrated", STRETCHED, UNCALIBRATED),
-    ("tasks", RULER, CALIBRATED),
-    ("drafts", DRAFTS, CALIBRATED),
-)
-"""Files of the folder, the kind of run that each is of, and its setting of our dtypes (of others it is `OTHERS`)."""
+FILES = {"calibrated": CALIBRATED, "uncalibrated": UNCALIBRATED}
+"""File of the folder -> its setting of our dtypes (of others it is `OTHERS`). All have the window of 64 tokens."""
 REFERENCE = "fp8"
 """vLLM's own, of which the tables give ratios. It knows neither file nor window."""
+NOT_FINITE = "not finite"
+"""Stands for a KL or a log-probability that an engine gave as nan."""
 README_DTYPES = ("tq4", "turboquant35", "tq3", "turboquant25", REFERENCE, "int4_per_token_head")
 PLACES = ("text", "prompt")
-TASKS = {
-    "single": "a number", "far": "a number far back", "multi_key": "one of several",
-    "multi_value": "several of one name", "multi_query": "several names", "variables": "variables",
-    "common_words": "most frequent word", "json": "JSON",
-}  # fmt: skip
+TASKS = {"single": "a number", "far": "a number far back"}
+GAINS = {
+    "tq4": (0.75, 0.65, 0.75),
+    "isoquant4": (0.55, 0.45, 0.60),
+    "tq3": (0.55, 0.55, 0.52),
+    "turboquant25": (0.36, 0.36, 0.42),
+}
+"""Goals at the three lengths, at most: KL with a file, of that without."""
+SHARES = {
+    "tq4": (0.22, 0.20, 0.20),
+    "isoquant4": (0.30, 0.30, 0.35),
+    "turboquant35": (0.35, 0.30, 0.35),
+    "tq3": (0.6, 0.5, 0.55),
+    "turboquant25": (1.2, 1.0, 1.1),
+}
+"""Goals at the three lengths, at most: KL with a file, of the reference's."""
+LOSSES: Mapping[str, float | None] = {"tq4": None, "turboquant35": None, "tq3": 0.2, "turboquant25": 0.4}
+"""Goals far back at the last length, at most: nats lost an answer. None: less than the reference loses."""
 
 
-def continuations(kind: str) -> list[Row]:
-    """A row a dtype, setting, text and length of prompts. The reference is in every kind: its run with a window has the
-    same prompts as that without."""
+def continuations() -> list[Row]:
+    """A row a dtype, setting, text and length of prompts."""
     found = [
         {**columns, "text": part["text"], "prompt": str(part["prompt"]), "kl_mean": str(part["kl_mean"]),
          "kl_error": str(part["kl_error"] or ""), "windows": json.dumps(part["kl_windows"])}
-        for row, columns in _rows(kind)
+        for row, columns in _rows()
         for part in row["continuations"]
     ]  # fmt: skip
-    if found and kind == NO_WINDOW:
-        found += [row for row in continuations(WINDOW) if row["dtype"] == REFERENCE]
     return in_order([row for row in found if not is_baseline(row)])
 
 
-def _rows(kind: str) -> Iterator[tuple[Mapping, dict[str, str]]]:
-    """Each row of the files of a kind, with the columns that its lines in tables share."""
-    for file, of, setting in FILES:
+def _rows() -> Iterator[tuple[Mapping, dict[str, str]]]:
+    """Each row of the files, with the columns that its lines in tables share."""
+    for file, setting in FILES.items():
         name = f"{FOLDER}/{file}.json"
-        if of == kind and (RESULTS / name).exists():
-            found = json.loads((RESULTS / name).read_text())
-            for row in found["rows"]:
-                dtype = row["dtype"]
-                own = {"dtype": dtype, "setting": setting if dtype in FORMATS else OTHERS}
-                yield row, {**own, "bytes": str(row["bytes_per_token"]),
-                             "token": f"{row['bytes_per_token']:,.0f}", **made_by(name, found["run"])}  # fmt: skip
+        found = json.loads((RESULTS / name).read_text())
+        for row in found["rows"]:
+            dtype = row["dtype"]
+            own = {"dtype": dtype, "setting": setting if dtype in FORMATS else OTHERS}
+            yield row, {**own, "bytes": str(row["bytes_per_token"]),
+                         "token": f"{row['bytes_per_token']:,.0f}", **made_by(name, found["run"])}  # fmt: skip
 
 
 def merged(rows: Sequence[Row], kept: Sequence[str]) -> list[Row]:
@@ -92,6 +92,8 @@ def shared(rows: Sequence[Row], places: Sequence[str]) -> list[Row]:
 
 def kl(row: Row, _: Row | None) -> str:
     """Mean KL, its standard error, and in brackets the ratio to the reference's."""
+    if not math.isfinite(float(row["kl_mean"])):
+        return NOT_FINITE
     error = f" ± {float(row['kl_error']):.4f}" if row["kl_error"] else ""
     share = f" ({float(row['kl_share']):.2f})" if row["kl_share"] and row["dtype"] != REFERENCE else ""
     return f"{float(row['kl_mean']):.4f}{error}{share}"
@@ -101,34 +103,42 @@ def _tokens(length: str) -> str:
     return f"{int(length):,}"
 
 
-def by_text(kind: str) -> list[Table]:
+def by_text() -> list[Table]:
     """Texts and lengths across."""
-    rows = shared(continuations(kind), PLACES)
+    rows = shared(continuations(), PLACES)
     head = ["dtype", "KV bytes/token", "setting"]
-    return [
-        pivot(rows, ("dtype", "token", "setting"), PLACES, kl, head, lambda text, n: f"{text}, {_tokens(n)}")
-    ] if rows else []  # fmt: skip
+    return [pivot(rows, ("dtype", "token", "setting"), PLACES, kl, head, lambda text, n: f"{text}, {_tokens(n)}")]
 
 
-def gain(kind: str) -> list[Table]:
+def gain() -> list[Table]:
     """Lengths across: the KL with a file, of that without, paired by windows."""
-    found: dict[str, dict[str, dict[str, Row]]] = {}
-    for row in merged(continuations(kind), ("prompt",)):
-        found.setdefault(row["dtype"], {}).setdefault(row["prompt"], {})[row["setting"]] = row
+    found = _pairs()
     lengths = list(dict.fromkeys(prompt for dtype in found.values() for prompt in dtype))
     table = Table(["calibrated / no file", *map(_tokens, lengths)], 1)
     for dtype, by_prompt in found.items():
         pairs = [by_prompt.get(prompt, {}) for prompt in lengths]
         if any({CALIBRATED, UNCALIBRATED} <= {*pair} for pair in pairs):
             table.add([dtype, *map(_ratio, pairs)], [row for pair in pairs for row in pair.values()])
-    return [table] if table.lines else []
+    return [table]
+
+
+def _pairs() -> dict[str, dict[str, dict[str, Row]]]:
+    """Dtype -> length -> setting -> the row of both texts."""
+    found: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in merged(continuations(), ("prompt",)):
+        found.setdefault(row["dtype"], {}).setdefault(row["prompt"], {})[row["setting"]] = row
+    return found
 
 
 def _ratio(pair: Mapping[str, Row]) -> str:
     if not {CALIBRATED, UNCALIBRATED} <= {*pair}:
         return "not run"
-    ratio, error = ratio_of_means(*(json.loads(pair[name]["windows"]) for name in (CALIBRATED, UNCALIBRATED)))
+    ratio, error = _gain_of(pair)
     return f"{ratio:.2f} ± {error:.2f}"
+
+
+def _gain_of(pair: Mapping[str, Row]) -> tuple[float, float]:
+    return ratio_of_means(*(json.loads(pair[name]["windows"]) for name in (CALIBRATED, UNCALIBRATED)))
 
 
 def ratio_of_means(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
@@ -141,26 +151,52 @@ def ratio_of_means(ours: Sequence[float], others: Sequence[float]) -> tuple[floa
 
 
 def shares() -> list[Table]:
-    """KL of all texts and lengths in units of the reference's; what `packed-kv plan` shows."""
-    rows = [
-        {**row, "run_of": f"{kind}, {row['setting']}"}
-        for kind in (WINDOW, NO_WINDOW)
-        for row in shared(merged(continuations(kind), ()), ())
-        if row["dtype"] in FORMATS
-    ]
-
-    def show(row: Row, _: Row | None) -> str:
-        return f"{float(row['kl_share']):.2f}" if row["kl_share"] else "not run"
-
-    return [pivot(in_order(rows), ("dtype",), ("run_of",), show, ["KL / fp8's"])] if rows else []
+    """KL of all texts and lengths in units of the reference's."""
+    rows = [row for row in shared(merged(continuations(), ()), ()) if row["dtype"] in FORMATS]
+    return [pivot(rows, ("dtype",), ("setting",), lambda row, _: f"{float(row['kl_share']):.2f}", ["KL / fp8's"])]
 
 
-def kept_tasks(kind: str) -> list[Row]:
+def goals() -> list[Table]:
+    """Each goal with what was measured, lengths across."""
+    found, places = _pairs(), ("prompt",)
+    of_reference = {
+        (row["dtype"], row["prompt"]): row
+        for row in shared(merged(continuations(), places), places)
+        if row["setting"] == CALIBRATED
+    }
+    lengths = list(found[REFERENCE])
+    table = Table(["calibrated: goal at most", "dtype", *map(_tokens, lengths)], 2)
+    for dtype, limits in GAINS.items():
+        pairs = [found[dtype][prompt] for prompt in lengths]
+        cells = [judged(_gain_of(pair)[0], limit) for pair, limit in zip(pairs, limits, strict=True)]
+        table.add(["of no file's KL", dtype, *cells], [row for pair in pairs for row in pair.values()])
+    for dtype, limits in SHARES.items():
+        rows = [of_reference[dtype, prompt] for prompt in lengths]
+        cells = [judged(float(row["kl_share"]), limit) for row, limit in zip(rows, limits, strict=True)]
+        table.add(["of fp8's KL", dtype, *cells], rows)
+    lost = {
+        row["dtype"]: row
+        for row in kept_tasks()
+        if (row["task"], row["prompt"]) == (TASKS["far"], _tokens(lengths[-1])) and row["setting"] != UNCALIBRATED
+    }
+    for dtype, limit in LOSSES.items():
+        bound = float(lost[REFERENCE]["lost"]) if limit is None else limit
+        cells = ["no goal"] * (len(lengths) - 1) + [judged(float(lost[dtype]["lost"]), bound)]
+        table.add(["nats lost, a number far back", dtype, *cells], [lost[dtype]])
+    return [table]
+
+
+def judged(value: float, limit: float) -> str:
+    """A figure, its goal, and whether it is reached, by the figure as it is shown."""
+    return f"{value:.2f} ({limit:.2f}: {'reached' if round(value, 2) <= limit else 'missed'})"
+
+
+def kept_tasks() -> list[Row]:
     """A row a dtype, setting, kind of task and length, of the tasks that the baseline solves: how many of how many
     (`kept`), the share that the dtype solves, and the nats lost an answer. None where it solves no task."""
     known: dict[tuple[str, int], Mapping] = {}
     rows = []
-    for row, columns in _rows(kind):
+    for row, columns in _rows():
         for part in row["answers"]:
             at = part["kind"], part["prompt"]
             if is_baseline(columns):
@@ -168,46 +204,31 @@ def kept_tasks(kind: str) -> list[Row]:
             elif any(known[at]["solved"]):
                 pairs = zip(known[at]["solved"], known[at]["log_probs"], part["solved"], part["log_probs"], strict=True)
                 kept = [(solved, before - after) for theirs, before, solved, after in pairs if theirs]
+                lost = statistics.fmean(lost for _, lost in kept)
                 rows.append({
                     **columns, "task": TASKS[at[0]], "prompt": _tokens(at[1]),
                     "kept": f"{len(kept)} of {len(part['solved'])}",
                     "share": f"{statistics.fmean(solved for solved, _ in kept):.0%}",
-                    "lost": f"{statistics.fmean(lost for _, lost in kept):.2f}",
+                    "lost": f"{lost:.2f}" if math.isfinite(lost) else NOT_FINITE,
                 })  # fmt: skip
     return in_order(rows)
 
 
 def planted() -> list[Table]:
     """Numbers planted once, by where and length."""
-    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks(WINDOW)]
+    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks()]
 
     def case(task: str, prompt: str, kept: str) -> str:
         return f"{task}, {prompt} ({kept})"
 
     across = ("task", "prompt", "kept")
     down = ("dtype", "setting")
-    return [pivot(rows, down, across, lambda row, _: row["shown"], list(down), case)] if rows else []
-
-
-def ruler() -> list[Table]:
-    """Tasks of other kinds across, dtypes and lengths down."""
-    rows = [{**row, "shown": f"{row['share']} of {row['kept'].split()[0]}, {row['lost']}"} for row in kept_tasks(RULER)]
-    head = ["dtype", "tokens"]
-    return [pivot(rows, ("dtype", "prompt"), ("task",), lambda row, _: row["shown"], head)] if rows else []
-
-
-def drafts() -> list[Table]:
-    """Tokens a step with n-gram drafts, the baseline's first."""
-    table = Table(["dtype", "tokens a step"], 1)
-    for row, columns in _rows(DRAFTS):
-        name = "bf16" if is_baseline(columns) else row["dtype"]
-        table.add([name, f"{row['acceptance']:.2f}"], [columns])
-    return [table] if table.lines else []
+    return [pivot(rows, down, across, lambda row, _: row["shown"], list(down), case)]
 
 
 def readme_rows() -> list[Row]:
     """Of the README's dtypes, calibrated: a row a length."""
-    rows = shared(merged(continuations(WINDOW), ("prompt",)), ("prompt",))
+    rows = shared(merged(continuations(), ("prompt",)), ("prompt",))
     return [
         row for name in README_DTYPES for row in rows if row["dtype"] == name and row["setting"] in (CALIBRATED, OTHERS)
     ]
@@ -221,25 +242,21 @@ def readme_table() -> Table:
 
 def plotted() -> dict[str, tuple[list[Row], list[Row], float, float]]:
     """By length: rows with a file and others', rows without, the KL of bf16's rounding, and bf16's KV bytes a token."""
-    baseline = next(row for row, columns in _rows(WINDOW) if is_baseline(columns))
-    rows = merged(continuations(WINDOW), ("prompt",))
+    baseline = next(row for row, columns in _rows() if is_baseline(columns))
+    rows = merged(continuations(), ("prompt",))
     found = {}
     for prompt, rounding in baseline["rounding"].items():
         of_length = [row for row in rows if row["prompt"] == prompt]
         plain = [row for row in of_length if row["setting"] == UNCALIBRATED]
-        others = [row for row in of_length if row["setting"] != UNCALIBRATED]
+        others = [row for row in of_length if row["setting"] != UNCALIBRATED and math.isfinite(float(row["kl_mean"]))]
         found[_tokens(prompt)] = others, plain, rounding, baseline["bytes_per_token"]
     return found
 
 
 GENERATION: Mapping[str, Callable[[], Sequence[Table]]] = {
-    "generate": partial(by_text, WINDOW),
-    "generate-gain": partial(gain, WINDOW),
+    "generate": by_text,
+    "generate-gain": gain,
+    "generate-goals": goals,
     "generate-shares": shares,
-    "generate-no-window": partial(by_text, NO_WINDOW),
     "generate-planted": planted,
-    "generate-tasks": ruler,
-    "generate-drafts": drafts,
-    "generate-stretched": partial(by_text, STRETCHED),
-    "generate-stretched-gain": partial(gain, STRETCHED),
 }

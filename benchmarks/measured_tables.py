@@ -164,7 +164,7 @@ def columns() -> list[Table]:
     rows = [row for row in load("columns.csv") if row["recent"] == "0"]
     head = ["dtype of the packed pages", "kernel", "query heads", "new tokens"]
     down = ("dtype", "kernel", "group", "query_tokens")
-    return [pivot(ordered(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
+    return [pivot(in_order(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
 
 
 def kernel_batches() -> list[Table]:

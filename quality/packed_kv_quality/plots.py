@@ -129,8 +129,8 @@ def pareto_by_length(
         axes.set(xlabel="KV bytes per token", title=name)
     grid.flat[0].set_ylabel(f"mean KL divergence to {points[0].dtype} (nats)")
     grid.flat[0].legend(loc="best", fontsize=8)
-    for axes, (points, _, _) in zip(grid.flat, panels.values(), strict=True):
-        _label(axes, points[1:])
+    for axes, (points, plain, _) in zip(grid.flat, panels.values(), strict=True):
+        _label(axes, points[1:], plain)
     figure.suptitle(title)
     figure.savefig(path, dpi=figure.dpi)
     plt.close(figure)
@@ -165,10 +165,10 @@ def _better(one: Point, other: Point) -> bool:
     return a[0] <= b[0] and a[1] <= b[1] and a != b
 
 
-def _label(axes: Axes, rows: Sequence[Point]) -> None:
-    """Label the points so that labels overlap neither points nor each other, where possible."""
+def _label(axes: Axes, rows: Sequence[Point], others: Sequence[Point] = ()) -> None:
+    """Label the points so that labels overlap neither points, `others` among them, nor each other, where possible."""
     axes.figure.canvas.draw()  # until then the axes have no position
-    points = [axes.transData.transform((row.bytes_per_token, row.kl_mean)) for row in rows]
+    points = [axes.transData.transform((row.bytes_per_token, row.kl_mean)) for row in [*rows, *others]]
     taken = [Bbox.from_bounds(x - MARKER, y - MARKER, 2 * MARKER, 2 * MARKER) for x, y in points]
     for row in sorted(rows, key=lambda row: row.kl_mean):
         point = (row.bytes_per_token, row.kl_mean)

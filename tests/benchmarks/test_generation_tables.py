@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def row(dtype: str, mean: float) -> dict[str, Any]:
 
 
 def test_both_texts_count_alike(made: ModuleType) -> None:
-    rows = made.shared(made.merged(made.continuations(made.WINDOW), ("prompt",)), ("prompt",))
+    rows = made.shared(made.merged(made.continuations(), ("prompt",)), ("prompt",))
     found = {(row["dtype"], row["setting"]): made.kl(row, None) for row in rows}
     assert found == {
         ("fp8", made.OTHERS): "0.0400 ± 0.0079",
@@ -59,19 +60,27 @@ def test_both_texts_count_alike(made: ModuleType) -> None:
 
 
 def test_gains_are_paired_by_windows(made: ModuleType) -> None:
-    [table] = made.gain(made.WINDOW)
+    [table] = made.gain()
     assert table.lines == [["tq4", "0.50 ± 0.00"]], "windows differ by more than that, but alike in both"
     ratio, error = made.ratio_of_means([1.0, 2.0], [2.0, 2.0])
     assert (ratio, error) == (0.75, pytest.approx(0.25))
 
 
-def test_the_reference_of_a_run_without_a_window_is_that_with_one(made: ModuleType, tmp_path: Path) -> None:
-    assert made.by_text(made.NO_WINDOW) == made.by_text(made.STRETCHED) == []
-    write(tmp_path / made.FOLDER / "no-window-calibrated.json", {"auto": 0, "tq4": 0.06})
-    [table] = made.by_text(made.NO_WINDOW)
-    assert table.lines[1][3:] == ["0.0600 ± 0.0150 (3.00)", "0.1800 ± 0.0450 (3.00)"]
-    [table] = made.shares()
-    assert table.lines == [["tq4", "0.25", "0.50", "3.00"]]
+def test_what_is_not_finite_is_said_so(made: ModuleType, tmp_path: Path) -> None:
+    kl = {"auto": 0, "fp8": 0.02, "tq4": 0.005, "int4_per_token_head": math.nan}
+    write(tmp_path / made.FOLDER / "calibrated.json", kl)
+    assert made.by_text()[0].lines[-1] == ["int4_per_token_head", "1,000", "", made.NOT_FINITE, made.NOT_FINITE]
+    assert made.planted()[0].lines[-1] == ["int4_per_token_head", "", f"100%, {made.NOT_FINITE}"]
+    assert [row["dtype"] for row in made.plotted()["1,000"][0]] == ["fp8", "tq4"]
+
+
+def test_goals_are_judged_by_the_figures_shown(made: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "GAINS", {"tq4": (0.5,)})
+    monkeypatch.setattr(made, "SHARES", {"tq4": (0.24,)})
+    monkeypatch.setattr(made, "LOSSES", {"tq4": None})
+    [table] = made.goals()
+    assert [line[2] for line in table.lines] == ["0.50 (0.50: reached)", "0.25 (0.24: missed)", "0.05 (0.20: reached)"]
+    assert made.judged(0.504, 0.5).endswith("reached)") and made.judged(0.506, 0.5).endswith("missed)")
 
 
 def test_tasks_are_those_that_the_baseline_solves(made: ModuleType) -> None:
