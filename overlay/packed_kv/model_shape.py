@@ -217,6 +217,7 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                 yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
             if reads_latents(text):  # one vector on every rank
+                expanded_size(text)  # a bad field is named before anything reads it
                 sizes = {"head_size": whole(text, "kv_lora_rank"), "rope_size": whole(text, "qk_rope_head_dim")}
                 yield Layer(number, kind, 1, is_shared=number >= own, **sizes)
                 continue
@@ -227,11 +228,16 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
             yield Layer(number, kind, max(1, heads // ranks), window=window, is_shared=number >= own, **sizes)
 
 
+def expanded_size(text: Config) -> int:
+    """Channels of a head of K where latent vectors are expanded to K and V. Raises BadInput."""
+    return whole(text, "qk_nope_head_dim") + whole(text, "qk_rope_head_dim")
+
+
 def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     """KV heads of the whole model, and their sizes in K and V, of its layers of a kind. Raises BadInput."""
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     if word(text, "model_type") in EXPANDED_LATENTS:  # V is padded to K's size
-        size = whole(text, "qk_nope_head_dim") + whole(text, "qk_rope_head_dim")
+        size = expanded_size(text)
         return heads, size, size
     names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
     kv_heads = whole(part(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others

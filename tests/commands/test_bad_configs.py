@@ -80,6 +80,8 @@ BAD = {
                       r"(x\nOK    all is well\x1b[0m) has no attention"),
     "a list for a name": ({"model_type": ["llama"]}, "model_type is [\"llama\"]; a config has a text there"),
     "architectures": ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; a config has a'),
+    "latents": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": True},
+                "qk_nope_head_dim is true; a config has a whole number there"),
     "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is [2, 2]; a config has"),
 }  # fmt: skip
 

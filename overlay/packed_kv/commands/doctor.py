@@ -24,7 +24,7 @@ from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.cuda.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, parse, whole
+from ..model_shape import BadInput, Model, expanded_size, parse
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model
@@ -237,7 +237,7 @@ def _heads(model: Model | None) -> tuple[int, int]:
         return HEAD_DIM, GROUP
     layer = model.attention[0]
     if layer.rope_size:  # latents are expanded
-        return sum(whole(model.config, f"qk_{part}_head_dim") for part in ("nope", "rope")), layer.kv_heads
+        return expanded_size(model.config), layer.kv_heads
     return layer.head_size, model.config["num_attention_heads"] // layer.kv_heads
 
 
