@@ -22,12 +22,20 @@ LATENT_ROWS = 128
 CAPABILITY = (9, 0)
 
 
+def pass_tokens(group: int) -> int:
+    """Return the most query tokens of a request that one pass over its keys serves.
+
+    group: query heads per KV head.
+    """
+    return COLUMNS // group
+
+
 def longest_query(group: int) -> int:
     """Return the most query tokens of a request, drafts included, that the kernel serves; 0: it serves none.
 
     group: query heads per KV head.
     """
-    return MAX_PASSES * (COLUMNS // group)
+    return MAX_PASSES * pass_tokens(group)
 
 
 def refusal(

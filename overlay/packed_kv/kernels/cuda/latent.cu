@@ -46,7 +46,7 @@ struct Arguments {
 
 // Of a thread of each warpgroup; 504 in all. With fewer for O's, the compiler runs products one by one.
 constexpr int DECODER_REGISTERS = 152, VALUE_REGISTERS = 176;
-constexpr int RANK = HEAD_DIM, TILE = 64;
+constexpr int RANK = HEAD_DIM, TILE = TILE_TOKENS;
 constexpr int BLOCK_BYTES = TILE * 128, TILE_BYTES = RANK / 64 * BLOCK_BYTES;  // a block is 64 channels of a tile
 constexpr int QUERIES_AT = 2 * TILE_BYTES, QUERY_BLOCK = ROWS * 128;
 constexpr int WEIGHTS_AT = QUERIES_AT + 9 * QUERY_BLOCK;
@@ -59,8 +59,8 @@ constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 16, WEIGHTS_EMPTY = EMPTY + 16,
 constexpr int TOPS_AT = RAW + 40;                            // fp32 [4 warps, ROWS]
 constexpr int USED_BYTES = TOPS_AT + 16 * ROWS;
 static_assert(USED_BYTES <= SHARED_BYTES, "shared memory");
-static_assert(RANK == 512 && GROUPS == 16 && ROWS % 16 == 0 && ROWS <= 64, "shape");
-constexpr float QUERY_GAIN = 16, OVER_UNIT = 128, EMPTY_MAXIMUM = -1e30f;
+static_assert(RANK == 512 && GROUPS == 16 && TILE == 64 && ROWS % 16 == 0 && ROWS <= 64, "shape");
+constexpr float QUERY_FACTOR_F = QUERY_FACTOR, LATENT_DIVISOR_F = LATENT_DIVISOR, EMPTY_MAXIMUM = -1e30f;
 // What the value groups have to know of a tile.
 enum { MOVES = 1, FIRST = 2, LAST = 4, END = 8 };
 
@@ -113,7 +113,7 @@ struct Runs : Run {
 INLINE u32 query_pair(u32 pair) {
     const float low = QUERY == 0 ? low_float(pair) : __int_as_float(pair << 16);
     const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
-    return to_halves(low * QUERY_GAIN, high * QUERY_GAIN);
+    return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
 }
 INLINE void load_queries(const Arguments& a, const Runs& run, u32 target, int t) {
     constexpr int PIECES = ROWS * 72, BATCH = 12;  // of 16 bytes
@@ -137,7 +137,7 @@ INLINE void load_queries(const Arguments& a, const Runs& run, u32 target, int t)
             if (piece < 64) {
                 q = {query_pair(q.x), query_pair(q.y), query_pair(q.z), query_pair(q.w)};
             } else {  // keys of RoPE are values, not in units of 2^-7
-                const u32 unit = to_halves(1 / OVER_UNIT, 1 / OVER_UNIT);
+                const u32 unit = to_halves(1 / LATENT_DIVISOR_F, 1 / LATENT_DIVISOR_F);
                 q = {multiply_halves(query_pair(q.x), unit), multiply_halves(query_pair(q.y), unit),
                      multiply_halves(query_pair(q.z), unit), multiply_halves(query_pair(q.w), unit)};
             }
@@ -151,7 +151,7 @@ template <int BLOCK>
 INLINE void decode_block(const Words& words, const u32 (&scales)[8], const Tables& tables, u32 (&f)[16]) {
     for_each<2>([&](auto i) {
         constexpr int group = 2 * BLOCK + i.value;
-        constexpr float factor = group_layout(group).key_factor / OVER_UNIT;
+        constexpr float factor = group_layout(group).key_factor / LATENT_DIVISOR_F;
         u32 pairs[8];
         decode_group<group>(words, pairs, tables);
         const u32 gain = to_halves(factor, factor), word = scales[BLOCK];
@@ -371,7 +371,7 @@ INLINE void store_run(
         const float maximum = load_float(base + MAXIMA_AT + (odd * ROWS + row) * 4);
         if (run.is_whole) {
             const u64 token = run.token(row), head = run.head(row);
-            const float norm = total[r.value] > 0 ? OVER_UNIT / total[r.value] : 0;
+            const float norm = total[r.value] > 0 ? LATENT_DIVISOR_F / total[r.value] : 0;
             const u64 at = token * a.output_token_stride + head * a.output_head_stride + channel;
             const float* constant = hide_from_optimizer(a.constant + channel);
 #pragma unroll
@@ -490,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(128) latent_merge(const __grid_cons
         }
     }
     for_each<5>([&](auto i) { total += shuffle_xor(total, 1 << i.value); });
-    const float norm = total > 0 ? OVER_UNIT / total : 0;
+    const float norm = total > 0 ? LATENT_DIVISOR_F / total : 0;
     const u64 token = query + row / HEADS, head = row % HEADS;
     const u64 at = token * a.output_token_stride + head * a.output_head_stride;
     const int channel = quarter * 128 + lane * 4;

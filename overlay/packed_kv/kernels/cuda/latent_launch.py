@@ -13,14 +13,14 @@ from ...layout import MICRO_BLOCK, ROPE, PageLayout
 from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
+from .latent_schedule import TILE_TOKENS
 from .launch import OUTPUTS, decoder_constants, group_constants
 
 RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 32, 48, 64)
 """Rows of a thread block."""
-QUERY_GAIN, OVER_UNIT = 16, 128
-"""What the kernel multiplies queries by and divides latents by: `latent.cu`'s constants of these names."""
-TILE_TOKENS = 64
+QUERY_FACTOR, LATENT_DIVISOR = 16, 128
+"""What the kernel multiplies queries by and divides latents by, to have both as fp16."""
 THREADS, MERGE_THREADS = 384, 128
 
 
@@ -71,6 +71,9 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         **group_constants(layout),
         **decoder_constants(),
         "ROWS": rows,
+        "TILE_TOKENS": TILE_TOKENS,
+        "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
+        "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
         "HEADS": variant.heads,
         "RAW_BYTES": rope.offset,
         "SCALES_AT": page.plane(0, "scales").offset,
@@ -126,7 +129,7 @@ def make_step(
     assert lse is None or lse.is_contiguous(), lse.stride()
     tensors = (block_table, query_start, seq_lens, *schedule, partial_output, partial_stats, lse)
     rows = heads * max_query_len
-    factor = scale * LOG2_E * OVER_UNIT / QUERY_GAIN
+    factor = scale * LOG2_E * LATENT_DIVISOR / QUERY_FACTOR
     addresses = (0 if x is None else x.data_ptr() for x in tensors)
     arguments = STEP_ARGUMENTS.pack(*addresses, block_table.stride(0), rows, factor)
     return Step(arguments, shape, max_query_len, len(seq_lens))

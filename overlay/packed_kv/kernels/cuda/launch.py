@@ -18,7 +18,7 @@ from .. import units
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
-from . import COLUMNS
+from . import COLUMNS, pass_tokens
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -432,11 +432,6 @@ def column_count(group: int, max_query_len: int) -> int:
     """Return the columns that the kernel is compiled for: the fewest that are enough for a pass."""
     tokens = min(max_query_len, pass_tokens(group))
     return next(columns for columns in COLUMN_COUNTS if group * tokens <= columns)
-
-
-def pass_tokens(group: int) -> int:
-    """Return the most query tokens of a request that one pass over its keys serves."""
-    return COLUMNS // group
 
 
 def pass_count(group: int, max_query_len: int) -> int:
