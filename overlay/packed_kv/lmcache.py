@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lmcache.v1.distributed.serde import (
 from lmcache.v1.memory_management import MemoryObj
 
 from .codecs import get_codec
+from .codecs.codec import Codec
 from .formats import FORMAT_VERSION
 
 NAME = "packed_kv"
@@ -46,7 +47,7 @@ class PackedVectors:
     Args:
         dtype: of `FORMATS`.
         head_dim: channels of a head, which LMCache's shapes do not tell.
-        device: packs and unpacks. A GPU takes the chunk over the bus and does it in a hundredth of the time.
+        device: packs and unpacks; a GPU gets the chunk over the bus.
 
     Raises ValueError for another name or number of channels.
     """
@@ -72,13 +73,8 @@ class PackedVectors:
         if len(target) < end:
             raise ValueError(f"{NAME}: {end} bytes do not fit into a buffer of {len(target)}")
         target[:DIGEST_BYTES] = torch.frombuffer(bytearray(self.digest(shapes)), dtype=torch.uint8)
-        at = DIGEST_BYTES
-        for chunk in chunks:
-            for codec, vectors in zip(self.codecs, chunk.reshape(2, -1, self.head_dim), strict=True):
-                packed = target[at : at + len(vectors) * codec.vector_bytes].view(-1, codec.vector_bytes)
-                for rows, part in zip(packed.split(TILE), vectors.split(TILE), strict=True):
-                    rows.copy_(codec.encode(part.to(self.device)))
-                at += packed.numel()
+        for codec, packed, vectors in self._tiles(target, [chunk.reshape(2, -1, self.head_dim) for chunk in chunks]):
+            packed.copy_(codec.encode(vectors.to(self.device)))
         return end
 
     def unpack(self, source: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
@@ -90,12 +86,20 @@ class PackedVectors:
                 f"{NAME}: not {self.dtype} of {[tuple(shape) for shape in shapes]} and {self.head_dim} channels; give "
                 "each dtype a folder of its own"
             )
+        for codec, packed, vectors in self._tiles(source, [chunk.view(2, -1, self.head_dim) for chunk in chunks]):
+            vectors.copy_(codec.decode(packed.to(self.device)))
+
+    def _tiles(
+        self, buffer: torch.Tensor, chunks: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:
+        """Codec, bytes in `buffer` [vectors, bytes] and vectors [vectors, head_dim] of up to `TILE` vectors at a time,
+        of chunks [2, vectors, head_dim] in order."""
         at = DIGEST_BYTES
         for chunk in chunks:
-            for codec, vectors in zip(self.codecs, chunk.view(2, -1, self.head_dim), strict=True):
-                packed = source[at : at + len(vectors) * codec.vector_bytes].view(-1, codec.vector_bytes)
+            for codec, vectors in zip(self.codecs, chunk, strict=True):
+                packed = buffer[at : at + len(vectors) * codec.vector_bytes].view(-1, codec.vector_bytes)
                 for rows, part in zip(packed.split(TILE), vectors.split(TILE), strict=True):
-                    part.copy_(codec.decode(rows.to(self.device)))
+                    yield codec, rows, part
                 at += packed.numel()
 
     def _vectors(self, shape: torch.Size) -> int:
