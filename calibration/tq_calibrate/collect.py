@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .attended import Scores
 from .errors import UserError, first_line
-from .latents import Latents, output_weight_of_latents
+from .latents import Latents, output_weight_of_latents, rank_of
 from .ropes import ropes_of
 from .statistics import Statistics
 from .sums import Sums
@@ -44,7 +44,7 @@ class Collector:
         self, model: PreTrainedModel, batches: Iterable[list[list[int]]], progress: Callable[[int], object]
     ) -> None:
         """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError."""
-        if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        if rank_of(model.config.get_text_config()):
             self.latents, self.sums.has_latents = Latents(model), True
         else:
             self.sums.ropes = ropes_of(model.config.get_text_config())

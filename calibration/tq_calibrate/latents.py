@@ -12,11 +12,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from packed_kv.model_shape import BadInput, reads_latents
+from transformers import PretrainedConfig
 
 from .errors import UserError
 from .statistics import LayerStatistics
 
 UP_PROJECTION = "kv_b_proj"
+
+
+def rank_of(text: PretrainedConfig) -> int:
+    """Channels of a latent vector of a model of this text configuration; 0: vLLM serves it without latents. Raises
+    UserError."""
+    try:
+        return text.kv_lora_rank if reads_latents(text.to_dict()) else 0
+    except BadInput as error:
+        raise UserError(str(error)) from error
 
 
 class Latents:

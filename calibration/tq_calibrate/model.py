@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedError, UserError, first_line
+from .latents import rank_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,11 @@ def load_config(model: str) -> PretrainedConfig:
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
         raise UserError(f"{model}: {config.model_type} is an encoder-decoder; only causal LMs can be calibrated")
+    if getattr(text, "kv_lora_rank", None) and not rank_of(text):
+        raise UserError(
+            f"{model}: vLLM expands the latent vectors of {config.model_type} to K and V of every head, which "
+            "calibration does not know; serve it without a calibration file"
+        )
     if text.model_type == "llama4_text":
         raise UserError(
             f"{model}: vLLM orders the channels of {config.model_type}'s keys otherwise than transformers, by which a "
@@ -79,7 +85,7 @@ def model_folder(model: str) -> Path:
 def shape_of(config: PretrainedConfig) -> Shape:
     """The shape of a model's KV cache, from its configuration."""
     text = config.get_text_config()
-    if rank := getattr(text, "kv_lora_rank", None):  # a latent is K and V of one head
+    if rank := rank_of(text):  # a latent is K and V of one head
         return Shape(text.num_hidden_layers, 1, rank, rank, every_layer=True)
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from .choose import choose
 from .errors import UnsupportedError, UserError
+from .latents import rank_of
 from .model import SEQUENCE_LENGTH, load_config, model_folder, shape_of
 from .ropes import why_none
 from .statistics import Statistics, check_head_size
@@ -31,7 +32,7 @@ def calibrate(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     if options.weights_only:
         config = load_config(options.model)
-        if getattr(config.get_text_config(), "kv_lora_rank", None):
+        if rank_of(config.get_text_config()):
             raise UserError(f"{options.model} has latent attention (MLA), whose weights alone say too little; run it")
         check_head_size(shape_of(config).head_size)
         out = _out(options)
@@ -70,8 +71,7 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
     context = _context(options, model.longest)
     text = read_text(options.text)
     sequences = token_sequences(text, model.tokenizer(), options.tokens, context, options.seed)
-    has_latents = getattr(model.text_config, "kv_lora_rank", None)
-    if not has_latents and (reason := why_none(model.text_config)):
+    if not rank_of(model.text_config) and (reason := why_none(model.text_config)):
         print(
             f"{options.model}: {reason}, so keys get one mean for all positions, right for contexts of {context:,} "
             "tokens; --context sets how many",

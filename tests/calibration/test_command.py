@@ -229,6 +229,14 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda folder: [*bad_model(model_type="deepseek_v3", kv_lora_rank=64)(folder), "--weights-only"],
         "has latent attention (MLA), whose weights alone say too little",
     ),
+    "rank of latents": (
+        bad_model(model_type="deepseek_v3", kv_lora_rank=-5),
+        "kv_lora_rank is -5; a config has a whole",
+    ),
+    "expanded latents": (
+        bad_model(model_type="minicpm3", kv_lora_rank=64),
+        "vLLM expands the latent vectors of minicpm3 to K and V of every head",
+    ),
     "no attention": (bad_model(model_type="mamba", num_attention_heads=None), "mamba has no attention"),
     "head size": (bad_model(head_dim=80), "heads of 80 channels cannot be calibrated"),
     "vocabulary": (bad_model(vocab_size=100), "cannot be loaded"),
