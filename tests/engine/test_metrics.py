@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packed_kv.attention import metadata
 from packed_kv.engine import metrics
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -49,7 +50,8 @@ def value(what: str, name: str, route: str) -> float | None:
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (8, 0))
-    monkeypatch.setattr(metrics, "current_platform", platform)
+    for module in (metrics, metadata):
+        monkeypatch.setattr(module, "current_platform", platform)
 
 
 def test_tokens_and_requests_by_route() -> None:

@@ -114,8 +114,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         if device.type == "cuda" and not self.decodes_fused:
             group = _largest_group(vllm_config)
-            kernel = read_options(vllm_config.additional_config).decode_kernel
-            most = longest_fused(group, current_platform.get_device_capability(), kernel)
+            most = longest_fused(group, *device_and_kernel(vllm_config))
             logger.warning_once(
                 "KV cache dtype %s: decodes of %d query heads a KV head and %d tokens with their drafts run as "
                 "prefills do, slower and without CUDA graphs: the decode kernel takes fp16 and bf16, of these heads "
@@ -206,13 +205,17 @@ def longest_decode(vllm_config: VllmConfig) -> int:
     return 1 + (2 if speculative.parallel_drafting else 1) * (speculative.num_speculative_tokens or 0)
 
 
+def device_and_kernel(vllm_config: VllmConfig) -> tuple[tuple[int, int] | None, str]:
+    """Of the GPU, its compute capability, and the option `decode_kernel`: what limits decodes; see `routes.py`."""
+    return current_platform.get_device_capability(), read_options(vllm_config.additional_config).decode_kernel
+
+
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
     """Whether the fused route decodes all packed layers, `spec`'s among them, with up to `query_len` query tokens."""
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
-    capability = current_platform.get_device_capability()
-    kernel = read_options(vllm_config.additional_config).decode_kernel
-    return fused_serves(_largest_group(vllm_config), query_len, vllm_config.model_config.dtype, capability, kernel)
+    dtype = vllm_config.model_config.dtype
+    return fused_serves(_largest_group(vllm_config), query_len, dtype, *device_and_kernel(vllm_config))
 
 
 def _largest_group(vllm_config: VllmConfig) -> int:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
-from ..formats import FORMATS, HEAD_DIM_STEP, Format
-from ..layout import MICRO_BLOCK
-from ..refusals import LEAST_CAPABILITY, Facts, refuse
+from ..formats import FORMATS, HEAD_DIM_STEP
+from ..refusals import Facts, refuse
 from ..vllm_compat import PagesByShape, cache_layouts
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
+from .page_backend import PackedPages
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -39,11 +38,9 @@ class ReportingMetadataBuilder(PackedMetadataBuilder):
         log_match_unit(vllm_config)
 
 
-class PackedAttentionBackend(PagesByShape, AttentionBackend):
+class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
     """Base of the backends; `backend_of` makes one per format (vLLM asks the class, and gives it no dtype)."""
 
-    fmt: ClassVar[Format]
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update = True
 
     @classmethod
@@ -58,25 +55,13 @@ class PackedAttentionBackend(PagesByShape, AttentionBackend):
     def get_builder_cls() -> type[PackedMetadataBuilder]:
         return ReportingMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(MICRO_BLOCK)]
-
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size > 0 and head_size % HEAD_DIM_STEP == 0
 
     @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype == cls.fmt.name
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        return capability is None or (capability.major, capability.minor) >= LEAST_CAPABILITY
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

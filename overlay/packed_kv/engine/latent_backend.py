@@ -9,17 +9,15 @@ from typing import ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.latent.impl import LatentAttentionImpl
 from ..attention.latent.metadata import LatentMetadataBuilder
-from ..formats import FORMATS, Format
-from ..layout import MICRO_BLOCK
-from ..refusals import LEAST_CAPABILITY, Facts, refuse
+from ..formats import FORMATS
+from ..refusals import Facts, refuse
 from .capacity import log_capacity
 from .names import latent_registry_name
+from .page_backend import PackedPages
 
 SLIDING_SPEC = "SlidingWindowMLASpec"
 """KV-cache spec of latent layers with a sliding window, which vLLM does not mention when it selects a backend."""
@@ -35,14 +33,12 @@ class ReportingLatentBuilder(LatentMetadataBuilder):
         log_capacity(vllm_config, kv_cache_spec.block_size)
 
 
-class PackedLatentBackend(MLACommonBackend):
+class PackedLatentBackend(PackedPages, MLACommonBackend):
     """Base of the backends; `latent_backend_of` makes one per format and size (vLLM asks the class for a page's size,
     and tells it neither dtype nor rank)."""
 
-    fmt: ClassVar[Format]
     rank: ClassVar[int]
     rope_dim: ClassVar[int]
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod
     def get_name(cls) -> str:
@@ -56,21 +52,9 @@ class PackedLatentBackend(MLACommonBackend):
     def get_builder_cls() -> type[LatentMetadataBuilder]:
         return ReportingLatentBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(MICRO_BLOCK)]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [cls.rank + cls.rope_dim]
-
-    @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype == cls.fmt.name
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        return capability is None or (capability.major, capability.minor) >= LEAST_CAPABILITY
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

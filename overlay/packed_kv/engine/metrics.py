@@ -100,9 +100,8 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     Not counted apart: heads without FlashAttention, whose prefill runs in PyTorch, and prefill chunks as short as a
     decode, which the decode kernel takes.
     """
-    from ..attention.metadata import longest_decode
+    from ..attention.metadata import device_and_kernel, longest_decode
     from ..attention.routes import fused_serves
-    from ..settings.options import read_options
 
     model = config.model_config
     if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
@@ -110,9 +109,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     if model.use_mla:
         return PREFILL, DECODE
     group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
-    capability = current_platform.get_device_capability()
-    kernel = read_options(config.additional_config).decode_kernel
-    served = fused_serves(group, longest_decode(config), model.dtype, capability, kernel)
+    served = fused_serves(group, longest_decode(config), model.dtype, *device_and_kernel(config))
     return PREFILL, DECODE if served else PREFILL
 
 

@@ -43,7 +43,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         is_mla=model.use_mla,
         has_lora=config.lora_config is not None,
         would_calibrate=model.use_mla and _would_calibrate(config),
-        skip_layers=tuple(cache.kv_cache_dtype_skip_layers) if model.use_mla else None,
+        skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
     )

@@ -1,0 +1,33 @@
+"""What the backends of all packed pages have in common, those of latents included."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from ..formats import Format
+from ..layout import MICRO_BLOCK
+from ..refusals import LEAST_CAPABILITY
+
+
+class PackedPages:
+    """Stands before vLLM's class among the bases of a backend of one format."""
+
+    fmt: ClassVar[Format]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(MICRO_BLOCK)]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype == cls.fmt.name
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        return capability is None or (capability.major, capability.minor) >= LEAST_CAPABILITY
