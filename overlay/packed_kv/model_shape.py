@@ -254,9 +254,17 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     return kv_heads or heads, size, value_size
 
 
+def layer_letters(text: Config) -> str:
+    """Nemotron-H's letter of each layer; "" for other models. Raises BadInput for fewer letters than layers."""
+    letters, number = word(text, "hybrid_override_pattern"), text["num_hidden_layers"]
+    if letters and len(letters) < number:
+        raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, and the model {number} layers")
+    return letters[:number]
+
+
 def layer_kinds(text: Config) -> list[tuple[str, ...]]:
     """What each layer keeps, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
-    number, kind = text["num_hidden_layers"], word(text, "model_type")
+    number, kind, letters = text["num_hidden_layers"], word(text, "model_type"), layer_letters(text)
     window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
     if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):
         if unknown := sorted(set(words) - set(KINDS)):
@@ -265,10 +273,8 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
         return [KINDS[word] for word in words[:number]]
     if pattern := listed(text, "hybrid_layer_pattern", of=int, least=number):  # MiMo-V2
         return [("sliding",) if slides else ("full",) for slides in pattern[:number]]
-    if letters := word(text, "hybrid_override_pattern"):
-        if len(letters) < number:
-            raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, and the model {number} layers")
-        return [NEMOTRON_H.get(letter, ()) for letter in letters[:number]]
+    if letters:
+        return [NEMOTRON_H.get(letter, ()) for letter in letters]
     if kind in ATTENTION_FREE:
         return [("state",)] * number
     if kind == "falcon_h1":

@@ -82,6 +82,9 @@ BAD = {
     "architectures": ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; a config has a'),
     "latents": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": True},
                 "qk_nope_head_dim is true; a config has a whole number there"),
+    "letters of fewer layers": ({"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4,
+                                 "hybrid_override_pattern": "0"},
+                                "hybrid_override_pattern has 1 letters, and the model 4 layers"),
     "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is [2, 2]; a config has"),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from ..model_shape import (
     Config,
     Model,
     delta_net_channels,
+    layer_letters,
     listed,
     mamba_channels,
     part,
@@ -124,7 +125,7 @@ def _state(config: Config, hidden: int) -> float:
 
 def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
     """Numbers of a layer's MLP: those that every token reads, and those of the routed experts."""
-    pattern, layers = word(config, "hybrid_override_pattern"), config["num_hidden_layers"]
+    pattern, layers = layer_letters(config), config["num_hidden_layers"]
     if pattern and pattern[number] not in "-E":
         return 0, 0
     if isinstance(config.get("intermediate_size"), list):
