@@ -99,7 +99,7 @@ class VllmModel:
             "language_model_only": True,
             "disable_log_stats": True,
             "worker_extension_cls": WORKER,
-            **({"kv_cache_memory_bytes": self._cache_bytes(longest)} if current_platform.is_cpu() else {}),
+            "kv_cache_memory_bytes": self._cache_bytes(longest),
         }
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         try:
@@ -124,10 +124,14 @@ class VllmModel:
         return statistics
 
     def _cache_bytes(self, tokens: int) -> int:
-        """KV-cache bytes for two sequences, as blocks are rounded up. By default vLLM takes most of a CPU's memory."""
+        """KV-cache bytes for two sequences, as blocks are rounded up, and room for the states of hybrid models.
+
+        By default vLLM takes most of a CPU's memory, and fails on a GPU where another process frees memory meanwhile.
+        """
+        room = 64 << 20 if current_platform.is_cpu() else 1 << 30
         channels = self.config.get_total_num_kv_heads() * self.config.get_head_size()
         a_token = self.config.get_total_num_hidden_layers() * 2 * channels * self.config.dtype.itemsize
-        return 2 * tokens * a_token + (64 << 20)
+        return 2 * tokens * a_token + room
 
     def _refusal(self, error: BaseException) -> UserError:
         return UserError(f"vLLM cannot run {self.name} ({first_line(error)})")

@@ -14,7 +14,7 @@ from checkout import DEMO_MODEL
 from safetensors.torch import load_file, save_file
 from tq_calibrate.cli import main
 from tq_calibrate.errors import UserError
-from tq_calibrate.vllm_engine import check_passes
+from tq_calibrate.vllm_engine import VllmModel, check_passes, current_platform
 
 GROUP = 64
 NUMBERS = (
@@ -144,3 +144,20 @@ def test_what_vllm_refuses_is_told_in_one_line(
     assert main(["model", str(DEMO_MODEL), *arguments]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tq-calibrate: ")]
     assert len(lines) == 1 and message in lines[0] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_vllm_is_told_its_cache_and_profiles_no_memory(monkeypatch: pytest.MonkeyPatch, cpu: bool) -> None:
+    """Profiling fails on a GPU where another process frees memory meanwhile."""
+    given: dict[str, Any] = {}
+
+    def engine(model: str, options: dict[str, Any]) -> None:
+        given.update(options)
+        raise RuntimeError("not started")
+
+    model = VllmModel(str(DEMO_MODEL), "float32", {})
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: cpu)
+    monkeypatch.setattr("tq_calibrate.vllm_engine._engine", engine)
+    with pytest.raises(UserError, match="not started"):
+        model.run([[1, 2, 3]], lambda tokens: None)
+    assert given["kv_cache_memory_bytes"] > (1 << 26 if cpu else 1 << 30)
