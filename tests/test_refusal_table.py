@@ -56,10 +56,6 @@ REFUSED = [
     (Facts(is_mla=True, without_latents="0.31.0"), "latent attention (MLA) with this vLLM: 0.31.0; 0.32.0 and"),
     (Facts(is_mla=True, sliding_window=64), "latent attention (MLA) with a sliding window: 64 tokens; use"),
     (Facts(is_mla=True, skip_layers=("0", "2")), "latent attention (MLA) with skipped layers: 0 2, whose"),
-    (
-        Facts(is_mla=True, would_calibrate=True),
-        "latent attention (MLA) with a calibration made at its start: transformers has to run",
-    ),
     (Facts(is_mla=True, has_lora=True), "latent attention (MLA) with LoRA: adapters of kv_b_proj would"),
     (Facts(dcp=2, is_mla=True), "--decode-context-parallel-size with latent attention (MLA): 2 ranks; use"),
     (Facts(attention="encoder_only"), "encoders: encoder_only attention, and"),
@@ -154,7 +150,7 @@ SERVED = Facts(
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
     groups_stay=True,
-    would_calibrate=True, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 

@@ -45,21 +45,31 @@ class Latents:
     def as_one_head(
         self, module: Any, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value of latents and RoPE channels.
+        """`as_one_head` of a layer's attention, whose latents were the latest.
 
-        Args:
-            module: the attention of a layer, whose latents were the latest.
-            query, key: float [batch, heads, tokens, nope_dim + rope_dim].
-
-        Returns:
-            float [tokens, heads, rank + rope_dim], [tokens, 1, rank + rope_dim] and [tokens, 1, rank].
+        query, key: float [batch, heads, tokens, nope_dim + rope_dim].
         """
-        nope_dim = module.qk_nope_head_dim
         latent = self.latest.pop(getattr(module, UP_PROJECTION)).reshape(-1, 1, module.kv_lora_rank)
-        nope, rope = query.transpose(1, 2).flatten(0, 1).split([nope_dim, query.shape[-1] - nope_dim], dim=-1)
-        absorbed = torch.einsum("thp,hpr->thr", nope, up_projections(module)[0].to(nope.dtype))
-        rope_key = key[:, :1, :, nope_dim:].transpose(1, 2).flatten(0, 1)
-        return torch.cat((absorbed, rope), dim=-1), torch.cat((latent, rope_key), dim=-1), latent
+        rope_key = key[:, :1, :, module.qk_nope_head_dim :].transpose(1, 2).flatten(0, 1)
+        return as_one_head(query.transpose(1, 2).flatten(0, 1), latent, rope_key, up_projections(module)[0])
+
+
+def as_one_head(
+    query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor, key_up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of latents and RoPE channels.
+
+    Args:
+        query: float [tokens, heads, nope_dim + rope_dim].
+        latent, rope_key: float [tokens, 1, rank] and [tokens, 1, rope_dim].
+        key_up: W_UK, [heads, nope_dim, rank].
+
+    Returns:
+        float [tokens, heads, rank + rope_dim], [tokens, 1, rank + rope_dim] and [tokens, 1, rank].
+    """
+    nope, rope = query.split([key_up.shape[1], rope_key.shape[-1]], dim=-1)
+    absorbed = torch.einsum("thp,hpr->thr", nope, key_up.to(nope.dtype))
+    return torch.cat((absorbed, rope), dim=-1), torch.cat((latent, rope_key), dim=-1), latent
 
 
 def up_projections(module: Any) -> tuple[torch.Tensor, torch.Tensor]:

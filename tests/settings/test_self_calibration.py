@@ -105,6 +105,25 @@ def test_an_engine_calibrates_its_model_once(
     assert resolved(settings(model)) == path and not commands
 
 
+def test_an_engine_of_latents_calibrates_its_model(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_models.deepseek_v2(vocab_size=4096, num_hidden_layers=1, kv_lora_rank=256)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    replace_popen(monkeypatch, lambda command, **how: subprocess.Popen([*command, "--tokens", "512"], **how))
+    options = {**OPTIONS, "compilation_config": {"custom_ops": ["none"]}}
+    with engine(tiny_models.save(config, tmp_path / "model"), "tq4", **options) as llm:
+        config = llm.llm_engine.vllm_config
+        path = Path(config.additional_config["packed_kv"]["calibration"])
+        assert path.parent == cache
+        layer = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
+        (mean,) = load(path).layers[0].key_mean
+        assert (
+            layer.impl.pages.codec.latent.transform.mean.tolist() == pytest.approx(mean)
+            and layer.impl.weights.constant is not None
+        )
+
+
 def test_one_of_several_processes_calibrates(
     model: str, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

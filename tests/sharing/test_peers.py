@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import sys
 from collections.abc import Iterator
 from inspect import getsource
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibration_files import content, write
-from checkout import REPO
+from checkout import LATENT_MODEL, REPO
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
@@ -65,21 +67,19 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def peers(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Peer, Peer]]:
-    """A prefill engine of one rank and a decode engine of two, which have one calibration, of channels at random."""
+@contextlib.contextmanager
+def two_engines(model: str, folder: Path, **options: Any) -> Iterator[tuple[Peer, Peer]]:
+    """A prefill engine of one rank and a decode engine of two."""
     pytest.importorskip("nixl", reason="nixl is not installed (60 MB; it runs without a GPU, too)")
     if torch.cuda.is_available():
         pytest.skip("on GPUs, benchmarks/peers.py does the same")
-    folder = tmp_path_factory.mktemp("peers")
-    calibration = {"calibration": str(write(folder, content(LAYERS, KV_HEADS, HEAD_DIM)))}
-    options = OPTIONS | {"skip_tokenizer_init": True, "additional_config": {"packed_kv": calibration}}
+    options = OPTIONS | {"skip_tokenizer_init": True} | options
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     started = []
     try:
         for role, more in (("kv_producer", {}), ("kv_consumer", ranks)):
             environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": free_port()}
-            started.append(Peer(demo_model, role, folder / role, environment, options | more))
+            started.append(Peer(model, role, folder / role, environment, options | more))
         for peer in started:
             peer.wait()
         prefill, decode = started
@@ -87,6 +87,15 @@ def peers(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     finally:
         for peer in started:
             peer.close()
+
+
+@pytest.fixture(scope="module")
+def peers(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Peer, Peer]]:
+    """Two engines that have one calibration, of channels at random."""
+    folder = tmp_path_factory.mktemp("peers")
+    calibration = {"calibration": str(write(folder, content(LAYERS, KV_HEADS, HEAD_DIM)))}
+    with two_engines(demo_model, folder, additional_config={"packed_kv": calibration}) as both:
+        yield both
 
 
 def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -> None:
@@ -112,3 +121,13 @@ def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -
     ]
     assert len(pages[0]) == LAYERS * KV_HEADS * FULL_BLOCKS == len({*pages[0]})
     assert pages[0] == pages[1]
+
+
+def test_each_rank_reads_all_latents(tmp_path: Path) -> None:
+    options = {"kv_cache_dtype": "tq4", "compilation_config": {"custom_ops": ["none"]}}
+    with two_engines(str(LATENT_MODEL), tmp_path, **options) as (prefill, decode):
+        got = decode.ask(PROMPT, prefill.prefill(PROMPT).params, TOKENS)
+        own = prefill.ask(PROMPT, None, TOKENS)
+    assert got.tokens == own.tokens
+    a_layer = (FULL_BLOCKS + 1) * BLOCK * FORMATS["tq4"].latent_bytes(512, 64)
+    assert [nbytes for nbytes, _, _ in got.transfers] == [5 * a_layer] * 2

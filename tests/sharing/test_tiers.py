@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from calibration_files import content, write
 from cpu_offload import connector, count_copies
 from harness import Start, engine, keep_chunks, scheduler
 from packed_kv.formats import FORMATS
@@ -74,6 +75,26 @@ def test_pages_of_latents_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with engine(folder, "tq4", **OPTIONS, **options) as llm, count_copies() as copied:
         assert check_round_trip(llm, copied)[0] == WHOLE
     assert sum(copied["store"]) == sum(copied["load"]) == 3 * WHOLE * FORMATS["tq4"].latent_bytes(512, 64)
+
+
+def test_pages_of_latents_on_disk_are_found_by_engines_of_one_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart all of them, and none by engines of another calibration or another dtype."""
+    keep_chunks(monkeypatch)
+    folder, root = tiny_models.save(tiny_models.deepseek_v2(), tmp_path / "model"), tmp_path / "kv"
+    file = str(write(tmp_path, content(3, 1, 512, 128, version=2)))
+    others: list[dict[str, Any]] = [{}, {"additional_config": {"packed_kv": {"calibration": file}}}]
+    options = {**OPTIONS, "compilation_config": {"custom_ops": ["none"]}, "kv_transfer_config": connector(root)}
+    with engine(folder, "tq4", **options) as llm:
+        assert ask(llm)[0] == 0
+        hit = ask(llm)
+    found = []
+    for dtype, more in (("tq4", others[0]), ("tq4", others[1]), ("isoquant4", others[0])):
+        with engine(folder, dtype, **options, **more) as llm:
+            found.append(ask(llm))
+    assert [answer[0] for answer in found] == [WHOLE, 0, 0]
+    assert found[0] == hit
 
 
 def check_round_trip(llm: LLM, copied: dict[str, list[int]]) -> Answer:

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from ..calibration_file import FILE_NAME
 from ..refusals import Facts
 from ..vllm_compat import groups_stay, has_draft_cache, no_scratch_groups
-from .calibration import model_folder
 from .connectors import connectors
-from .options import AUTO, read_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,17 +39,10 @@ def engine_facts(config: VllmConfig) -> Facts:
         architecture=model.architecture,
         is_mla=model.use_mla,
         has_lora=config.lora_config is not None,
-        would_calibrate=model.use_mla and _would_calibrate(config),
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
     )
-
-
-def _would_calibrate(config: VllmConfig) -> bool:
-    """Whether "auto" has a calibration file made, as the model's folder has none. Raises OptionError."""
-    folder = model_folder(config.model_config.model, config.model_config.revision)
-    return str(read_options(config.additional_config).calibration) == AUTO and not (folder / FILE_NAME).is_file()
 
 
 def platform_name() -> str:
