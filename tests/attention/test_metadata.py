@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention import metadata
+from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.layer_attention import LayerAttention
 from packed_kv.attention.metadata import PackedMetadataBuilder
+from packed_kv.attention.routes import longest_fused
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -61,14 +63,37 @@ def test_positions_that_drafts_leave_behind_are_not(builder):
 class Layer(AttentionLayerBase):
     """A packed layer of 8 KV heads."""
 
-    def __init__(self, query_heads: int, kv_cache_dtype: str = "tq4") -> None:
-        self.kv_cache_dtype, self.impl = kv_cache_dtype, SimpleNamespace(group=query_heads // 8)
+    def __init__(self, query_heads: int, kv_cache_dtype: str = "tq4", **options) -> None:
+        self.kv_cache_dtype = kv_cache_dtype
+        self.impl = SimpleNamespace(
+            group=query_heads // 8, head_size=128, head_size_v=128, kv_cache_dtype=kv_cache_dtype,
+            options=AttentionOptions(128**-0.5, **options),
+        )  # fmt: skip
 
     def get_attn_backend(self):
         raise NotImplementedError
 
     def get_kv_cache_spec(self, vllm_config):
         raise NotImplementedError
+
+
+def is_captured(layers, drafts, capability, kernel, monkeypatch):
+    """Whether CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
+    monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    named = {str(i): layer for i, layer in enumerate(layers)} | {"draft": Layer(1000, "auto")}
+    speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=named),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        speculative_config=speculative,
+        additional_config={"packed_kv": {"decode_kernel": kernel}},
+    )
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
+    support = PackedMetadataBuilder.get_cudagraph_support(config, spec)
+    assert support in (AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.NEVER)
+    return support == AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize(
@@ -93,30 +118,26 @@ class Layer(AttentionLayerBase):
     ],
 )
 def test_graphs_hold_decodes_that_the_kernel_serves(query_heads, drafts, captured, capability, kernel, monkeypatch):
-    """Of layers that differ, the one with the most heads decides; layers that are not packed have no say."""
-    monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
-    layers = {str(i): Layer(heads) for i, heads in enumerate(query_heads)} | {"draft": Layer(1000, "auto")}
-    speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-        speculative_config=speculative,
-        additional_config={"packed_kv": {"decode_kernel": kernel}},
-    )
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.uint8)
-    support = PackedMetadataBuilder.get_cudagraph_support(config, spec)
-    assert support == (AttentionCGSupport.UNIFORM_BATCH if captured else AttentionCGSupport.NEVER)
+    """Of layers that differ, the one with the most heads decides."""
+    layers = [Layer(heads) for heads in query_heads]
+    assert is_captured(layers, drafts, capability, kernel, monkeypatch) == captured
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 128}, {"logits_soft_cap": 30.0}, {"sinks": torch.zeros(64)}])
+def test_graphs_hold_what_triton_serves_of_a_layer_that_the_cuda_kernel_refuses(options, monkeypatch):
+    """On Hopper, 8 query heads a KV head: 8 tokens, whatever its other layers take."""
+    layers = [Layer(64), Layer(64, **options)]
+    assert is_captured(layers, 7, (9, 0), "auto", monkeypatch)
+    assert not is_captured(layers, 8, (9, 0), "auto", monkeypatch)
+    assert is_captured(layers[:1], 8, (9, 0), "auto", monkeypatch)
 
 
 @pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
     layer = object.__new__(LayerAttention)
-    layer.group, layer.fused = 12, SimpleNamespace(capability=(8, 0), kernel="auto")
+    layer.fused = SimpleNamespace(longest=longest_fused(12, by_cuda=False))
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
     assert layer.fused_decodes(batch, torch.bfloat16) == decodes
-    layer.fused.capability = (9, 0)  # the CUDA kernel takes 20
-    assert layer.fused_decodes(batch, torch.bfloat16) == 3
-    layer.fused.kernel = "triton"
-    assert layer.fused_decodes(batch, torch.bfloat16) == decodes
+    layer.fused.longest = longest_fused(12, by_cuda=True)
+    assert layer.fused.longest == 20 and layer.fused_decodes(batch, torch.bfloat16) == 3

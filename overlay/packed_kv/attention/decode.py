@@ -106,7 +106,7 @@ class FusedDecode:
         shard: ContextShard = UNSHARDED,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
-        self.longest_decode, self.max_requests, self.kernel = longest_decode, max_requests, kernel
+        self.longest_decode, self.max_requests = longest_decode, max_requests
         self.has_lse = shard.ranks > 1
         means = Means.of(codec.key.transform, has_first=shard.has_first)
         self.mean_blocks = 0 if means is None else means.blocks
@@ -125,9 +125,8 @@ class FusedDecode:
         self.programs = kv_heads * -(-self.shape.group // COLUMNS)
         """Of a query token and split."""
         self.bound = Launches()
-        self.capability = properties.major, properties.minor
         refused = refusal(
-            self.capability, codec.key.head_dim, self.shape.group, longest_decode,
+            (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
             options.sliding_window, options.logits_soft_cap, has_sinks=options.sinks is not None,
             value_dim=codec.value.head_dim, group_bits=codec.layout.vector.group_bits,
         )  # fmt: skip
@@ -140,6 +139,8 @@ class FusedDecode:
             f"CUDA kernel ({served} {longest_query(group)})" if serves else f"Triton kernel (the CUDA kernel {reason})",
             scope="local",
         )
+        self.longest = longest_fused(group, by_cuda=serves)
+        """Query tokens of a request that this route takes."""
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
         self.card = cuda.Card(kv_heads, codec.key.head_dim, self.sm_count)
@@ -298,7 +299,7 @@ class FusedDecode:
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch, and compile the schedulers."""
         counts = range(1, self.max_requests + 1)
-        query_len = min(self.longest_decode, longest_fused(self.shape.group, self.capability, self.kernel))
+        query_len = min(self.longest_decode, self.longest)
         rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len
         self.reserve(self.max_requests * query_len, (rows, self.query_heads, 1))
         for scheduler in self.schedulers.values():

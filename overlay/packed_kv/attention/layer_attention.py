@@ -14,7 +14,6 @@ from ..window.step import WindowStep
 from .active_blocks import AttentionOptions, attend
 from .context_shard import UNSHARDED, ContextShard
 from .metadata import PackedMetadata
-from .routes import fused_serves
 
 if TYPE_CHECKING:
     from ..window.layer import WindowLayer
@@ -103,9 +102,7 @@ class LayerAttention:
     def fused_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
         """How many requests, from the first on, the fused route serves."""
         fused = self.fused
-        if fused is None:
-            return 0
-        if not fused_serves(self.group, metadata.decode_query_len, dtype, fused.capability, fused.kernel):
+        if fused is None or dtype == torch.float32 or metadata.decode_query_len > fused.longest:
             return 0
         return metadata.decodes
 

@@ -21,11 +21,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
+from ..kernels.cuda import refusal
 from ..layout import MICRO_BLOCK
 from ..settings.options import read_options
 from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
-from .routes import fused_serves, longest_fused
+from .routes import longest_fused
 
 logger = init_logger("vllm.packed_kv")
 
@@ -113,8 +114,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         if device.type == "cuda" and not self.decodes_fused:
-            group = _largest_group(vllm_config)
-            most = longest_fused(group, *device_and_kernel(vllm_config))
+            most, group = _longest_fused(vllm_config)
             logger.warning_once(
                 "KV cache dtype %s: decodes of %d query heads a KV head and %d tokens with their drafts run as "
                 "prefills do, slower and without CUDA graphs: the decode kernel takes fp16 and bf16, of these heads "
@@ -214,14 +214,24 @@ def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) 
     """Whether the fused route decodes all packed layers, `spec`'s among them, with up to `query_len` query tokens."""
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
-    dtype = vllm_config.model_config.dtype
-    return fused_serves(_largest_group(vllm_config), query_len, dtype, *device_and_kernel(vllm_config))
+    return vllm_config.model_config.dtype != torch.float32 and query_len <= _longest_fused(vllm_config)[0]
 
 
-def _largest_group(vllm_config: VllmConfig) -> int:
-    """Query heads a KV head, with those of the ranks that split its tokens: the most that a packed layer has (sliding
-    layers of Step-3.5 have more than the model)."""
-    return max(impl.group for impl in _packed_layers(vllm_config))
+def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
+    """The most query tokens of a request that the fused route takes of all packed layers, and the query heads a KV head
+    of the layer that takes no more. Sliding layers may have more heads than the model says (Step-3.5), and the CUDA
+    kernel does not serve them."""
+    capability, kernel = device_and_kernel(vllm_config)
+    limits = []
+    for impl in _packed_layers(vllm_config):
+        options = impl.options
+        by_cuda = capability is not None and kernel != "triton" and None is refusal(
+            capability, impl.head_size, impl.group, 1, options.sliding_window, options.logits_soft_cap,
+            has_sinks=options.sinks is not None, value_dim=impl.head_size_v,
+            group_bits=FORMATS[impl.kv_cache_dtype].group_bits(impl.head_size),
+        )  # fmt: skip
+        limits.append((longest_fused(impl.group, by_cuda=by_cuda), impl.group))
+    return min(limits)
 
 
 def _packed_layers(vllm_config: VllmConfig) -> list[Any]:

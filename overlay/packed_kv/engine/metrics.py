@@ -97,11 +97,12 @@ class PackedStats(StatLoggerBase):
 def routes(config: VllmConfig) -> tuple[str, str]:
     """On which routes an engine runs prefills and decodes, as far as its configuration tells.
 
-    Not counted apart: heads without FlashAttention, whose prefill runs in PyTorch, and prefill chunks as short as a
-    decode, which the decode kernel takes.
+    Not counted apart: heads without FlashAttention, whose prefill runs in PyTorch, prefill chunks as short as a decode,
+    which the decode kernel takes, and layers that the CUDA kernel does not serve on a Hopper GPU, such as sliding ones.
     """
     from ..attention.metadata import device_and_kernel, longest_decode
-    from ..attention.routes import fused_serves
+    from ..attention.routes import longest_fused
+    from ..kernels.cuda import CAPABILITY
 
     model = config.model_config
     if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
@@ -109,8 +110,9 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     if model.use_mla:
         return PREFILL, DECODE
     group = model.get_num_attention_heads(config.parallel_config) // model.get_num_kv_heads(config.parallel_config)
-    served = fused_serves(group, longest_decode(config), model.dtype, *device_and_kernel(config))
-    return PREFILL, DECODE if served else PREFILL
+    capability, kernel = device_and_kernel(config)
+    longest = longest_fused(group, by_cuda=capability == CAPABILITY and kernel != "triton")
+    return PREFILL, DECODE if longest_decode(config) <= longest else PREFILL
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
