@@ -1,22 +1,26 @@
 """What packed latents cost a trained model with latent attention (MLA): KL divergence, perplexity and recall.
 
-    python experiments/latent_quality.py MODEL --text FILE ... [--calibration FILE]
+    python experiments/latent_quality.py MODEL --text FILE ... [--calibration FILE] [--out CSV --commit COMMIT]
 
 MODEL runs in transformers, in fp32. A row's coding replaces latents and RoPE channels of every token before any token
 attends to them, its own included: what decodes of an engine read. KL is from the model with plain latents, in nats a
 token. Recall: digits of planted numbers that the model gives back. Besides our dtypes: `fp8` is e4m3 of latents and
 RoPE with a scale of 1 (vLLM's --kv-cache-dtype fp8), `nvfp4` e2m1 in groups of 16 with e4m3 scales under one fp32
-scale a layer. Without --calibration the dtypes are as without a file.
+scale a layer. Without --calibration the dtypes are as without a file. A coding DTYPE-rope8 has RoPE channels at 8 bits
+as pages have them, -rope8e4m3 in e4m3 under an fp32 scale a token, -rope4 through tq4's code. --out adds rows to a CSV
+file.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from packed_kv import FORMATS, get_codec
 from packed_kv.calibration_file import LayerCalibration, load
 from packed_kv.codecs.latent import LatentCodec
@@ -24,10 +28,12 @@ from packed_kv_quality.recall import recall_prompts
 from packed_kv_quality.teacher_forced import token_kl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+COLUMNS = ("coding", "calibrated", "bytes", "kl", "kl_error", "perplexity", "recall")
 Coding = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Latents [..., rank] and RoPE channels -> latents for K, for V, and RoPE channels, all fp32."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NVFP4_GROUP = 16
+BOTH_ROPES = [name + rope for name in FORMATS for rope in ("", "-rope8")]
 
 
 def e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -49,24 +55,32 @@ def nvfp4(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch
     return coded, coded, rope.half().float()
 
 
-def rope_of_bits(bits: int, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """RoPE channels as fp16; as integers of 8 bits with a scale for 32 of them; or through tq4's code."""
-    if bits == 16:
-        return lambda rope: rope.half().float()
-    if bits == 4:
-        codec = get_codec("tq4", 64, device=device)
-        return lambda rope: codec.decode(codec.encode(rope))
-
-    def integers(rope: torch.Tensor) -> torch.Tensor:
-        groups = rope.unflatten(-1, (-1, 32))
-        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-        return ((groups / scale).round() * scale).flatten(-2)
-
-    return integers
+ROPE_BYTES = {
+    "16": lambda n: 2 * n,
+    "8": lambda n: n + n // 32,
+    "8e4m3": lambda n: n + 4,
+    "4": lambda n: n // 2 + n // 32,
+}
+"""Coding of RoPE channels -> bytes of n of them."""
 
 
-def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope_bits: int, device: str) -> Coding:
-    """A dtype, by the codec of its pages."""
+def rope_of(coding: str, codec: LatentCodec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """RoPE channels as the codec's pages have them; in e4m3 with an fp32 scale a token; or through tq4's code."""
+    if coding == "8e4m3":
+
+        def floats(rope: torch.Tensor) -> torch.Tensor:
+            scale = rope.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 448
+            return e4m3(rope / scale) * scale
+
+        return floats
+    if coding == "4":
+        tq4 = get_codec("tq4", codec.rope_dim, device=codec.device)
+        return lambda rope: tq4.decode(tq4.encode(rope))
+    return lambda rope: codec.dequantize_rope(*codec.quantize_rope(rope))
+
+
+def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope: str, device: str) -> Coding:
+    """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them."""
     known: dict = {}
     if layer is not None:
         fmt = FORMATS[name]
@@ -75,7 +89,8 @@ def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, 
             known["outliers"] = layer.key_outlier_channels[0]
         elif fmt.rotation in ("quaternion", "givens"):
             known["channel_order"] = layer.key_channel_order and layer.key_channel_order[0]
-    codec, of_rope = LatentCodec(FORMATS[name], rank, rope_dim, device, **known), rope_of_bits(rope_bits, device)
+    codec = LatentCodec(FORMATS[name], rank, rope_dim, device, rope_bits=8 if rope == "8" else 16, **known)
+    of_rope = rope_of(rope, codec)
 
     def coded(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))
@@ -116,7 +131,9 @@ def main() -> None:
     add("--tokens", type=int, default=16384, help="of all texts together (default: %(default)s)")
     add("--context", type=int, default=2048, help="tokens of a row (default: %(default)s)")
     add("--prompts", type=int, default=24, help="planted numbers (default: %(default)s)")
-    add("--codings", nargs="+", default=["fp8", "nvfp4", "tq4-rope8", "tq4-rope4", *FORMATS])
+    add("--codings", nargs="+", default=["fp8", "nvfp4", "tq4-rope8e4m3", "tq4-rope4", *BOTH_ROPES])
+    add("--out", type=Path, metavar="CSV", help="append a row of each coding")
+    add("--commit", default="", help="for the rows")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, model = AutoTokenizer.from_pretrained(options.model), Model(options.model, device)
@@ -127,37 +144,50 @@ def main() -> None:
     rows = torch.tensor([ids[i * options.context :][: options.context] for ids in texts for i in range(each)]).to(
         device
     )
-    planted = recall_prompts(tokenizer, options.prompts, min(1800, options.context * 7 // 8))
+    planted = recall_prompts(tokenizer, options.prompts, min(1800, options.context * 7 // 8)) if options.prompts else []
     asked = torch.tensor([[*prompt.token_ids, *prompt.answer_ids] for prompt in planted]).to(device)
     answer = torch.tensor([prompt.answer_ids for prompt in planted]).to(device)
     known = load(options.calibration).layers if options.calibration else {}
     truth = model.logits(rows, [None] * layers).log_softmax(-1)
 
+    made_with = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "", "torch": torch.__version__,
+                 "transformers": transformers.__version__, "commit": options.commit}  # fmt: skip
+
     def judge(name: str, token_bytes: float, codings: Sequence[Coding | None]) -> None:
         logits = model.logits(rows, codings).log_softmax(-1)
         kl = token_kl(truth.flatten(0, 1), logits.flatten(0, 1))
         loss = -logits[:, :-1].gather(-1, rows[:, 1:, None]).mean()
-        said = model.logits(asked, codings)[:, -answer.shape[1] - 1 : -1].argmax(-1)
-        recall = (said == answer).float().mean()
-        error = kl.std() / len(kl) ** 0.5
-        print(
-            f"| {name} | {token_bytes:g} | {kl.mean():.5f} ± {error:.5f} | {loss.exp():.2f} | {recall:.2f} |",
-            flush=True,
-        )
+        recall = ""
+        if planted:
+            said = model.logits(asked, codings)[:, -answer.shape[1] - 1 : -1].argmax(-1)
+            recall = f"{(said == answer).float().mean():.2f}"
+        row = {
+            "coding": name, "calibrated": "yes" if known else "no", "bytes": f"{token_bytes:g}",
+            "kl": f"{kl.mean():.6f}", "kl_error": f"{kl.std() / len(kl) ** 0.5:.6f}",
+            "perplexity": f"{loss.exp():.2f}", "recall": recall, "tokens": rows.numel(), **made_with,
+        }  # fmt: skip
+        print(f"| {' | '.join(str(row[column]) for column in COLUMNS)} |", flush=True)
+        if options.out:
+            is_new = not options.out.exists()
+            with options.out.open("a", newline="") as file:
+                writer = csv.DictWriter(file, list(row))
+                if is_new:
+                    writer.writeheader()
+                writer.writerow(row)
 
     print(f"{layers} layers, rank {sizes[0]}, {rows.numel():,} tokens, calibration {options.calibration or 'none'}")
-    print("| coding | bytes | KL | perplexity | recall |\n|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     judge("plain", 2 * sum(sizes), [None] * layers)
     for name in options.codings:
-        dtype, _, bits = name.partition("-rope")
+        dtype, _, rope = name.partition("-rope")
         if name in ("fp8", "nvfp4"):
             coding = {"fp8": fp8, "nvfp4": nvfp4}[name]
             token_bytes = sum(sizes) if name == "fp8" else sizes[0] * 9 / 16 + 2 * sizes[1]
             judge(name, token_bytes, [coding] * layers)
             continue
-        rope_bits = int(bits or 16)
-        taken = FORMATS[dtype].latent_bytes(*sizes) - {16: 0, 8: sizes[1] - sizes[1] // 32, 4: 94}[rope_bits]
-        judge(name, taken, [packed(dtype, *sizes, known.get(i), rope_bits, device) for i in range(layers)])
+        rope = rope or "16"
+        taken = FORMATS[dtype].vector_bytes(sizes[0]) + ROPE_BYTES[rope](sizes[1])
+        judge(name, taken, [packed(dtype, *sizes, known.get(i), rope, device) for i in range(layers)])
 
 
 if __name__ == "__main__":

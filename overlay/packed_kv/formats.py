@@ -124,9 +124,25 @@ it; and tests (`tests/support/null_code.py`) send whole vectors through the same
 paging shows with it, an error of quantisation not."""
 
 
+BYTE_CODE = Code(
+    bits=8,
+    magnitudes=(),
+    search=(0, 0),
+    value_gain=1.0,
+    unit=2.0**-7,
+    code_words=4,
+    magnitude_shift=tuple(8 * (e & 3) for e in _E),
+    sign_shift=tuple(8 * (e & 3) + 7 for e in _E),
+)
+"""No entry of `CODES`: the ring's code (`codecs/ring.py`), a byte of code + 128. RoPE channels of latent pages may have
+it."""
+ROPE_BITS = (NULL_CODE.bits, BYTE_CODE.bits)
+"""What RoPE channels of latent pages may have, the default first."""
+
+
 def code_of(bits: int) -> Code:
-    """The code of a width, `NULL_CODE` of 16 bits."""
-    return NULL_CODE if bits == NULL_CODE.bits else CODES[bits]
+    """The code of a width, `NULL_CODE` of 16 bits and `BYTE_CODE` of 8."""
+    return {NULL_CODE.bits: NULL_CODE, BYTE_CODE.bits: BYTE_CODE}.get(bits) or CODES[bits]
 
 
 MAX_SCALE_BYTE = 0xF2
@@ -188,10 +204,11 @@ class Format:
         """Bytes of K and V of one token and one KV head."""
         return 2 * self.vector_bytes(head_dim)
 
-    def latent_bytes(self, rank: int, rope_dim: int) -> int:
+    def latent_bytes(self, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0]) -> int:
         """Bytes of one token of latent attention: a vector of `rank` channels, and `rope_dim` channels of RoPE at 16
-        bits."""
-        return self.vector_bytes(rank) + NULL_CODE.bits // 8 * rope_dim
+        bits, or at 8 with a scale byte for 32 of them."""
+        scales = rope_dim // GROUP_SIZE if rope_bits == BYTE_CODE.bits else 0
+        return self.vector_bytes(rank) + rope_bits * rope_dim // 8 + scales
 
     def compression(self, head_dim: int) -> float:
         """How many times smaller a slot is than in bf16."""

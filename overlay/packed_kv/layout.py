@@ -45,6 +45,11 @@ holds 16 RoPE channels of a group as 8 words, code e in half e & 1 of word e >> 
 
     micro-block:       | latent codes | latent scales | RoPE channels |   16 * latent_bytes bytes
 
+Or RoPE channels have 8 bits, as in the ring: 4 words a group, code e in byte e & 3 of word e >> 2, and scales in K's
+order:
+
+    micro-block:       | latent codes | latent scales | RoPE codes | RoPE scales |
+
 Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a byte a channel, and a token of a head in
 one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
 
@@ -60,7 +65,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .formats import CODES_PER_LANE, GROUP_SIZE, NIBBLES, NULL_CODE, Format, code_of, stored_dim
+from .formats import BYTE_CODE, CODES_PER_LANE, GROUP_SIZE, NIBBLES, ROPE_BITS, Format, code_of, stored_dim
 
 MICRO_BLOCK = 16
 """Tokens of one micro-block."""
@@ -69,6 +74,8 @@ PAIR = ("key", "value")
 """Orders of the vectors of a page: K, then V."""
 ROPE = "RoPE"
 """Content of the plane of RoPE channels in a page of latent attention."""
+ROPE_SCALES = "RoPE scales"
+"""And of their scales, where they have 8 bits."""
 
 SIGN_WORD_SHIFT = tuple(4 * NIBBLES[e] + 3 - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in a sign word, for the first of the two groups that share it."""
@@ -114,7 +121,7 @@ class VectorLayout:
 class Plane(NamedTuple):
     """A run of bytes of a micro-block that holds one kind of content of one of its vectors.
 
-    `content`: "words" (code words, then sign words), "half words", "scales" or `ROPE` (words of fp16 channels);
+    `content`: "words" (code words, then sign words), "half words", "scales", `ROPE` (words) or `ROPE_SCALES`;
     `vector`: index of the page's vector;
     `order`: in which order of the drawing, "key" or "value"; `width`: bits of an element; `elements`: of a
     lane (of words and half words) or of a token (of scales); `offset`: in bytes from the start of the micro-block.
@@ -129,15 +136,18 @@ class Plane(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return (MICRO_BLOCK if self.content == "scales" else LANES) * self.elements * self.width // 8
+        per = MICRO_BLOCK if self.content in ("scales", ROPE_SCALES) else LANES
+        return per * self.elements * self.width // 8
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The planes of a micro-block. A pair of K and V has two vectors, each packed as `vector` says."""
+    """The planes of a micro-block. A pair of K and V has two vectors, each packed as `vector` says; `rope`: the same of
+    RoPE channels beside a latent vector, None: there are none."""
 
     vector: VectorLayout
     planes: tuple[Plane, ...]
+    rope: VectorLayout | None = None
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -170,23 +180,23 @@ def page_layout(fmt: Format, head_dim: int, orders: tuple[str, ...] = PAIR) -> P
     return PageLayout(vector, tuple(planes))
 
 
-def rope_vector(rope_dim: int) -> VectorLayout:
-    """The words of a lane for the RoPE channels of latent pages. Raises ValueError where they are no whole groups."""
-    if rope_dim <= 0 or rope_dim % GROUP_SIZE:
-        raise ValueError(f"RoPE channels must be a positive multiple of {GROUP_SIZE}, got {rope_dim}")
-    return VectorLayout((NULL_CODE.bits,) * (rope_dim // GROUP_SIZE))
+def latent_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0]) -> PageLayout:
+    """Layout of the pages of `fmt` for latent vectors of `rank` channels with `rope_dim` channels of RoPE, which have
+    `rope_bits` of `ROPE_BITS`.
 
-
-def latent_layout(fmt: Format, rank: int, rope_dim: int) -> PageLayout:
-    """Layout of the pages of `fmt` for latent vectors of `rank` channels with `rope_dim` channels of RoPE.
-
-    Raises ValueError if one of them is no positive multiple of 32.
+    Raises ValueError if a number of channels is no positive multiple of 32, and for other bits.
     """
-    if rank <= 0 or rank % GROUP_SIZE:
-        raise ValueError(f"the rank of latent vectors must be a positive multiple of {GROUP_SIZE}, got {rank}")
-    page = page_layout(fmt, rank, ("key",))
-    rope = Plane(ROPE, 0, "key", 32, rope_vector(rope_dim).code_words, page.micro_block_bytes)
-    return PageLayout(page.vector, (*page.planes, rope))
+    for what, channels in (("the rank of latent vectors", rank), ("RoPE channels", rope_dim)):
+        if channels <= 0 or channels % GROUP_SIZE:
+            raise ValueError(f"{what} must be a positive multiple of {GROUP_SIZE}, got {channels}")
+    if rope_bits not in ROPE_BITS:
+        raise ValueError(f"RoPE channels have {' or '.join(map(str, ROPE_BITS))} bits, got {rope_bits}")
+    page, rope = page_layout(fmt, rank, ("key",)), VectorLayout((rope_bits,) * (rope_dim // GROUP_SIZE))
+    planes = [*page.planes, Plane(ROPE, 0, "key", 32, rope.code_words, page.micro_block_bytes)]
+    if rope_bits == BYTE_CODE.bits:
+        end = planes[-1].offset + planes[-1].bytes
+        planes.append(Plane(ROPE_SCALES, 0, "key", 8, len(rope.group_bits), end))
+    return PageLayout(page.vector, tuple(planes), rope)
 
 
 class RingLayout(NamedTuple):

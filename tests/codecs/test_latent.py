@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv import FORMATS
+from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
-from packed_kv.layout import ROPE, latent_layout
+from packed_kv.formats import ROPE_BITS
+from packed_kv.layout import ROPE, ROPE_SCALES, latent_layout
 
 every_dtype = pytest.mark.parametrize("name", FORMATS)
-SLOT_BYTES = {"tq4": 400, "tq3": 336, "turboquant35": 352, "turboquant25": 288}
+SLOT_BYTES = {"tq4": (400, 338), "tq3": (336, 274), "turboquant35": (352, 290), "turboquant25": (288, 226)}
+"""With RoPE at 16 bits, and at 8."""
+every_rope = pytest.mark.parametrize("rope_bits", ROPE_BITS)
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,9 +26,11 @@ def centred(name: str, rank: int = 512) -> LatentCodec:
 
 
 @every_dtype
-@pytest.mark.parametrize(("rank", "rope_dim"), [(512, 64), (256, 32), (96, 64)])
-def test_tokens_come_back_from_shuffled_slots_of_poisoned_pages(name, rank, rope_dim):
-    codec = LatentCodec(FORMATS[name], rank, rope_dim)
+@pytest.mark.parametrize(
+    ("rank", "rope_dim", "rope_bits"), [(512, 64, 16), (256, 32, 16), (96, 64, 16), (512, 64, 8), (96, 32, 8)]
+)
+def test_tokens_come_back_from_shuffled_slots_of_poisoned_pages(name, rank, rope_dim, rope_bits):
+    codec = LatentCodec(FORMATS[name], rank, rope_dim, rope_bits=rope_bits)
     cache = torch.full((3, 32, codec.slot_bytes), 0xFF, dtype=torch.uint8)
     slots = torch.randperm(96, generator=torch.Generator().manual_seed(3))[:50]
     latent, rope = gaussian(50, rank), gaussian(50, rope_dim, seed=1).bfloat16()
@@ -35,13 +41,16 @@ def test_tokens_come_back_from_shuffled_slots_of_poisoned_pages(name, rank, rope
     assert torch.equal(cache, before)
     stored, stored_rope = codec.read(cache, torch.arange(6))
     assert torch.equal(stored[slots], codec.latent.dequantize(*codec.latent.quantize(latent)))
-    assert torch.equal(stored_rope[slots], rope.float())
+    expected = rope.float() if rope_bits == 16 else ring.round_trip(rope.float())
+    assert torch.equal(stored_rope[slots], expected)
 
 
+@every_rope
 @pytest.mark.parametrize("name", SLOT_BYTES)
-def test_sizes(name):
-    assert FORMATS[name].latent_bytes(512, 64) == SLOT_BYTES[name]
-    assert latent_layout(FORMATS[name], 512, 64).micro_block_bytes == 16 * SLOT_BYTES[name]
+def test_sizes(name, rope_bits):
+    slot_bytes = SLOT_BYTES[name][ROPE_BITS.index(rope_bits)]
+    assert FORMATS[name].latent_bytes(512, 64, rope_bits) == slot_bytes
+    assert latent_layout(FORMATS[name], 512, 64, rope_bits).micro_block_bytes == 16 * slot_bytes
 
 
 def test_the_drawing():
@@ -67,13 +76,32 @@ def test_the_drawing():
     assert torch.equal(kept[2, :, 1], codec.latent.quantize(latent)[1][0])
 
 
-def test_rope_channels_that_are_no_numbers():
-    codec = LatentCodec(FORMATS["tq4"], 64, 32)
+def test_the_drawing_of_rope_at_8_bits():
+    """Token 10, as above: two groups, whose scales stand side by side."""
+    codec = LatentCodec(FORMATS["tq4"], 64, 64, rope_bits=8)
+    cache = torch.zeros(1, 16, codec.slot_bytes, dtype=torch.uint8)
+    rope = torch.cat((torch.arange(1, 33), torch.arange(-32, 0) / 100))
+    codec.write(cache, torch.tensor([10]), gaussian(1, 64), rope[None])
+    page, codes, scales = cache.flatten(), codec.layout.plane(0, ROPE), codec.layout.plane(0, ROPE_SCALES)
+    assert (codes.offset, scales.offset, len(page)) == (16 * 34, 16 * (34 + 64), 16 * (34 + 66))
+    expected, steps = ring.quantize(rope)
+    for channel in range(64):
+        group, d4, d3, t, d0 = channel >> 5, channel >> 4 & 1, channel >> 3 & 1, channel >> 1 & 3, channel & 1
+        code = 8 + 4 * d4 + 2 * d3 + d0
+        byte = codes.offset + group * 512 + (4 * 2 + t) * 16 + code
+        assert int(page[byte]) - 128 == expected[channel]
+    assert torch.equal(page[scales.offset :].view(8, 2, 2)[2, :, 1], steps)
+
+
+@every_rope
+def test_rope_channels_that_are_no_numbers(rope_bits):
+    codec = LatentCodec(FORMATS["tq4"], 64, 32, rope_bits=rope_bits)
     cache = torch.zeros(1, 16, codec.slot_bytes, dtype=torch.uint8)
     rope = torch.zeros(1, 32)
     rope[0, :4] = torch.tensor([float("nan"), float("inf"), 1e6, -1e6])
     codec.write(cache, torch.tensor([0]), gaussian(1, 64), rope)
-    assert codec.read(cache, torch.tensor([0]))[1][0, :4].tolist() == [0.0, 0.0, 32768.0, -32768.0]
+    found = codec.read(cache, torch.tensor([0]))[1][0, :4]
+    assert found.tolist() == pytest.approx([0.0, 0.0, 32768.0, -32768.0], rel=1 / 127)
 
 
 @every_dtype
@@ -113,3 +141,5 @@ def test_folding_allocates():
 def test_sizes_that_cannot_be(rank, rope_dim):
     with pytest.raises(ValueError, match="multiple of 32"):
         LatentCodec(FORMATS["tq4"], rank, rope_dim)
+    with pytest.raises(ValueError, match="16 or 8 bits, got 4"):
+        LatentCodec(FORMATS["tq4"], 512, 64, rope_bits=4)

@@ -46,7 +46,7 @@ def test_tq4_of_the_file_costs_less_than_fp8(found: calibration.RankCalibration)
         return token_kl(truth, model.logits(rows, codings).log_softmax(-1)[0]).mean().item()
 
     def tq4(known: list[LayerCalibration | None]) -> float:
-        return kl([latent_quality.packed("tq4", RANK, ROPE, layer, 16, "cpu") for layer in known])
+        return kl([latent_quality.packed("tq4", RANK, ROPE, layer, "16", "cpu") for layer in known])
 
     calibrated = tq4([LayerCalibration([], [], **entry) for entry in entries])
     fp8, without = kl([latent_quality.fp8] * len(layers)), tq4([None] * len(layers))

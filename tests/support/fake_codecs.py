@@ -28,7 +28,7 @@ class NullFormat(Format):
     def slot_bytes(self, head_dim: int) -> int:
         return 2 * head_dim * NULL_DTYPES[self.name].itemsize
 
-    def latent_bytes(self, rank: int, rope_dim: int) -> int:
+    def latent_bytes(self, rank: int, rope_dim: int, rope_bits: int = 16) -> int:
         return (rank + rope_dim) * NULL_DTYPES[self.name].itemsize
 
 

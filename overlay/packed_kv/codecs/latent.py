@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import GROUP_SIZE, Format, code_of
-from ..layout import MICRO_BLOCK, ROPE, latent_layout, rope_vector
+from ..formats import BYTE_CODE, GROUP_SIZE, ROPE_BITS, Format, code_of
+from ..layout import MICRO_BLOCK, ROPE, latent_layout
+from . import ring
 from .codec import Channels, Codec
 from .pages import micro_blocks_of, pack_codes, pack_scales, unpack_codes, unpack_scales
 from .transform import INPUT_LIMIT, Numbers
@@ -32,6 +33,7 @@ class LatentCodec:
         rope_dim: channels of RoPE, `qk_rope_head_dim`; a multiple of 32.
         device: where the constants live; inputs must be on it.
         outliers, channel_order, mean, scale: of the latent's channels, [n] or [rank]; see `Codec`.
+        rope_bits: of RoPE channels: 16, or 8 as in the ring (`ring.py`).
 
     Raises:
         ValueError: an unsupported size, or channels, means or scales that do not fit.
@@ -47,14 +49,16 @@ class LatentCodec:
         channel_order: Channels | None = None,
         mean: Numbers | None = None,
         scale: Numbers | None = None,
+        rope_bits: int = ROPE_BITS[0],
     ) -> None:
-        self.layout = latent_layout(fmt, rank, rope_dim)
+        self.layout = latent_layout(fmt, rank, rope_dim, rope_bits)
         self.latent = Codec(fmt, rank, "key", outliers, device, channel_order, mean, scale)
         if self.latent.heads is not None:
             raise ValueError(f"latent vectors have no heads; expected channels, means and scales [{rank}]")
         self.fmt, self.rank, self.rope_dim, self.device = fmt, rank, rope_dim, self.latent.device
-        self.slot_bytes = fmt.latent_bytes(rank, rope_dim)
-        self.rope_vector = rope_vector(rope_dim)
+        assert self.layout.rope is not None
+        self.rope_vector = self.layout.rope
+        self.rope_bits, self.slot_bytes = rope_bits, fmt.latent_bytes(rank, rope_dim, rope_bits)
 
     def write(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Store tokens.
@@ -72,14 +76,16 @@ class LatentCodec:
         token = slots % MICRO_BLOCK
         pages = _micro_blocks(cache)
         block, inner = touched // pages.shape[1], touched % pages.shape[1]
-        codes, scales, rope_codes = self._unpack(pages[block, inner])
-        codes[where, token], scales[where, token] = self.latent.quantize(latent)
-        rope_codes[where, token] = rope_codes_of(rope)
-        parts = (
+        unpacked = self._unpack(pages[block, inner])
+        for tokens, new in zip(unpacked, (*self.latent.quantize(latent), *self.quantize_rope(rope)), strict=True):
+            tokens[where, token] = new
+        codes, scales, rope_codes, *rope_scales = unpacked
+        parts = [
             pack_codes(codes, self.layout.vector, "key"),
             pack_scales(scales, "key"),
             pack_codes(rope_codes, self.rope_vector, "key"),
-        )
+            *(pack_scales(x, "key") for x in rope_scales),
+        ]
         pages[block, inner] = torch.cat(parts, dim=-1)
 
     def read(self, cache: torch.Tensor, micro_blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,8 +99,8 @@ class LatentCodec:
             latents as stored, y of the module's text, fp32 [n * 16, rank], and RoPE channels, fp32 [n * 16, rope_dim].
         """
         pages = _micro_blocks(cache)
-        codes, scales, rope = self._unpack(pages[micro_blocks // pages.shape[1], micro_blocks % pages.shape[1]])
-        return self.latent.dequantize(codes, scales).flatten(0, 1), _half(rope).flatten(0, 1)
+        codes, scales, *rope = self._unpack(pages[micro_blocks // pages.shape[1], micro_blocks % pages.shape[1]])
+        return self.latent.dequantize(codes, scales).flatten(0, 1), self.dequantize_rope(*rope).flatten(0, 1)
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """Latents as stored, fp32 [..., rank] -> as the model has them."""
@@ -141,26 +147,37 @@ class LatentCodec:
         mean = self.stored_mean()
         return None if mean is None else mean / self.value_gain()
 
-    def _unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Micro-blocks uint8 [n, bytes] -> codes [n, 16, rank], scales [n, 16, groups], RoPE codes [n, 16, RoPE]."""
+    def _unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Micro-blocks uint8 [n, bytes] -> codes [n, 16, rank], scales [n, 16, groups], RoPE codes [n, 16, RoPE] and,
+        at 8 bits, their scales [n, 16, RoPE groups]."""
         scales, rope = (self.layout.plane(0, content) for content in ("scales", ROPE))
-        return (
+        end = rope.offset + rope.bytes
+        parts = [
             unpack_codes(packed[..., : scales.offset], self.layout.vector, "key"),
             unpack_scales(packed[..., scales.offset : rope.offset], "key"),
-            unpack_codes(packed[..., rope.offset :], self.rope_vector, "key"),
-        )
+            unpack_codes(packed[..., rope.offset : end], self.rope_vector, "key"),
+        ]
+        return [*parts, unpack_scales(packed[..., end:], "key")] if self.rope_bits == BYTE_CODE.bits else parts
+
+    def quantize_rope(self, rope: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """RoPE channels, float [..., rope_dim] -> codes of 16 bits, or codes of 8 and scales."""
+        halves = halves_of(rope)
+        if self.rope_bits != BYTE_CODE.bits:
+            return (halves.view(torch.int16).to(torch.int32) & 0xFFFF,)
+        codes, scales = ring.quantize(halves.float())
+        return (codes.to(torch.int16) + 128).to(torch.uint8), scales
+
+    def dequantize_rope(self, codes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """Inverse of `quantize_rope`: -> fp32 [..., rope_dim]."""
+        if scales is None:
+            return codes.to(torch.int16).view(torch.float16).to(torch.float32)
+        return ring.dequantize((codes.to(torch.int16) - 128).to(torch.int8), scales)
 
 
-def rope_codes_of(rope: torch.Tensor) -> torch.Tensor:
-    """RoPE channels of any float dtype -> codes of 16 bits, int32: as fp16, NaN and infinities 0, the rest clamped."""
+def halves_of(rope: torch.Tensor) -> torch.Tensor:
+    """RoPE channels of any float dtype as fp16: NaN and infinities are 0, the rest is clamped."""
     rope = rope.float()
-    rope = torch.where(rope.isfinite(), rope, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT)
-    return rope.half().view(torch.int16).to(torch.int32) & 0xFFFF
-
-
-def _half(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of 16 bits, int32 -> fp32."""
-    return codes.to(torch.int16).view(torch.float16).to(torch.float32)
+    return torch.where(rope.isfinite(), rope, 0.0).clamp(-INPUT_LIMIT, INPUT_LIMIT).half()
 
 
 def _micro_blocks(cache: torch.Tensor) -> torch.Tensor:
