@@ -8,6 +8,10 @@ the import of vLLM in the process that it starts.
 A row has the seconds until the first token and, of these, what vLLM's worker took for each step of the start. Of
 packed-kv's kernels it says how many were compiled and how many came from a cache, the sum of their seconds (several may
 be compiled at a time), and which were compiled when requests ran.
+
+With `--fork`, PyTorch and vLLM are imported once and each case is a fork of the process that did: where imports are
+slow, as from a file system over a network, more cases fit into a time, and their differences are the same. An engine of
+`auto` that is not counted goes before them, and vLLM's own cache, which knows what class the model is, is shared.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +54,7 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # the package may be missing
 }
 PROMPT, MAX_LEN, MAX_REQUESTS, STEP_TOKENS, CACHE_BYTES = 300, 2048, 64, 2048, 2 << 30
-ROW = "ROW "
+ROW, FIRST = "ROW ", "first"
 
 
 @dataclass
@@ -122,9 +126,8 @@ def time_steps(seconds: dict[str, float]) -> None:
         setattr(Worker, name, timed(getattr(Worker, name), column))
 
 
-def measure(dtype: str, options: argparse.Namespace) -> dict[str, object]:
+def measure(dtype: str, started: float, options: argparse.Namespace) -> dict[str, object]:
     """In a worker: the row of an engine's start, without its first columns."""
-    started = options.started
     import torch
     from vllm import LLM, SamplingParams
 
@@ -180,28 +183,71 @@ def _model(folder: str, layers: int) -> str:
     return folder
 
 
-def run_case(dtype: str, caches: Path, state: str, options: argparse.Namespace) -> bool:
+def import_vllm() -> None:
+    """Import what all cases need, but packed-kv, which is of their tree; and without CUDA, which no fork could use."""
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    here = sys.path.pop(0)  # or transformers takes kernels.py for the package of that name, which it looks for
+    import torch
+    from vllm import LLM  # noqa: F401
+    from vllm.model_executor.models import llama  # noqa: F401
+    from vllm.v1.worker import gpu_worker  # noqa: F401
+
+    sys.path.insert(0, here)
+    assert not torch.cuda.is_initialized() and "packed_kv" not in sys.modules
+
+
+def work(
+    dtype: str, started: float, environment: dict[str, str], tree: str, log: str, profile: str, options: Any
+) -> None:
+    """A worker: measure, and print a row into the file `log`."""
+    os.environ.update({**ENVIRONMENT, **os.environ, **environment})
+    if tree:
+        sys.path.insert(0, tree)
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with open(log, "w") as target:
+        os.dup2(target.fileno(), 1)
+        os.dup2(target.fileno(), 2)
+    profiler = cProfile.Profile() if profile else None
+    if profiler:
+        profiler.enable()
+    row = measure(dtype, started, options)
+    if profiler:
+        profiler.disable()
+        profiler.dump_stats(profile)
+    if tree and (found := str(sys.modules["packed_kv"].__file__)) != str(Path(tree, "packed_kv/__init__.py")):
+        raise RuntimeError(f"packed_kv is {found}, not of {tree}")
+    print(ROW + json.dumps({**row, **rows.machine()}), flush=True)
+    os._exit(0)  # without what an engine does as it ends
+
+
+def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, options: argparse.Namespace) -> bool:
     """Start a worker, write and print its row; whether it ended well."""
-    environment = {**ENVIRONMENT, **os.environ, **{name: str(caches / folder) for name, folder in CACHES.items()}}
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", dtype, "--started", str(time.monotonic())]
-    if options.profile:
-        command += ["--profile", f"{options.profile}-{dtype}-{state}.prof"]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=options.timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        print(f"{dtype} {state}: took more than {options.timeout} s", flush=True)
-        return False
-    lines = done.stdout.splitlines()
+    folders = {name: str(caches / folder) for name, folder in CACHES.items()}
+    if options.fork:
+        folders["VLLM_CACHE_ROOT"] = str(caches.parent / "vllm")
+    profile = f"{options.profile}-{dtype}-{state}.prof" if options.profile else ""
+    context: Any = multiprocessing.get_context("fork" if options.fork else "spawn")
+    with tempfile.NamedTemporaryFile("r") as log:
+        arguments = (dtype, time.monotonic(), folders, tree, log.name, profile, options)
+        worker = context.Process(target=work, args=arguments)
+        worker.start()
+        worker.join(options.timeout)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+            print(f"{dtype} {state}: took more than {options.timeout} s", flush=True)
+            return False
+        output = Path(log.name).read_text()
+    lines = output.splitlines()
     found = [json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW)]
-    if done.returncode or not found:
-        print(f"{dtype} {state} failed: {(done.stdout + done.stderr)[-3000:]}", flush=True)
+    if not found:
+        print(f"{dtype} {state} failed: {output[-3000:]}", flush=True)
         return False
     case = {"dtype": dtype, "caches": state, "torch_compile": "yes" if options.compile else "no",
             "layers": "" if options.model else options.layers}  # fmt: skip
-    row = {**case, **found[0], "commit": options.commit or rows.commit_here()}
-    rows.append(options.csv, row)
+    row = {**case, **found[0], "commit": commit}
+    if state != FIRST:
+        rows.append(options.csv, row)
     print(*(f"{name} {value} " for name, value in row.items() if value != "" and name not in rows.MACHINE), flush=True)
     print(*(line for line in lines if line.startswith("    ")), sep="\n", flush=True)
     return True
@@ -221,22 +267,22 @@ def main() -> int:
     add("--timeout", type=int, default=300, help="seconds of a start (default: %(default)s)")
     add("--profile", help="prefix of files for cProfile, which slows the start down")
     add("--commit", help="for the rows (default: what git says)")
-    add("--worker", help=argparse.SUPPRESS)
-    add("--started", type=float, help=argparse.SUPPRESS)
+    add("--fork", action="store_true", help="import PyTorch and vLLM once")
+    add("--trees", nargs="+", default=[], metavar="COMMIT=FOLDER", help="of the package, in turn")
     options = parser.parse_args()
-    if options.worker:
-        profile = cProfile.Profile() if options.profile else None
-        row = profile.runcall(measure, options.worker, options) if profile else measure(options.worker, options)
-        if profile:
-            profile.dump_stats(options.profile)
-        print(ROW + json.dumps({**row, **rows.machine()}), flush=True)
-        return 0
+    trees = dict(tree.split("=", 1) for tree in options.trees) or {options.commit or rows.commit_here(): ""}
     ended_well = True
     with tempfile.TemporaryDirectory() as folder:
+        caches = options.caches or Path(folder)
+        if options.fork:
+            import_vllm()
+            commit, tree = next(iter(trees.items()))
+            run_case("auto", caches / FIRST, FIRST, commit, tree, options)
         for dtype in options.dtypes:
-            caches = (options.caches or Path(folder)) / dtype
             for state in options.states:
-                ended_well &= run_case(dtype, caches, state, options)
+                for commit, tree in trees.items():
+                    of_tree = f"{dtype}-{commit}" if options.trees else dtype
+                    ended_well &= run_case(dtype, caches / of_tree, state, commit, tree, options)
     return 0 if ended_well else 1
 
 
