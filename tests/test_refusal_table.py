@@ -147,6 +147,7 @@ SERVED = Facts(
     speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
     skip_layers=("0",), skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
     dcp_run=1, has_mean_blocks=True,
+    has_several_kinds=True,
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
     groups_stay=True,
@@ -194,6 +195,8 @@ def test_what_has_no_recent_window() -> None:
     connectors = (Connector("NixlConnector"), Connector("OffloadingConnector"))
     assert not no_window(Facts(connector="MultiConnector", connectors=connectors, groups_stay=True, platform="cpu"))
     assert not no_window(Facts(pipeline=2, has_chunks=True))
+    assert not no_window(Facts(pipeline=2, has_other_dtypes=True, has_several_kinds=False, platform="cuda"))
+    assert no_window(Facts(pipeline=2, has_other_dtypes=True, has_several_kinds=True, platform="cuda"))
     assert not no_window(Facts(connectors=connectors[1:], has_other_dtypes=True, has_states=True, platform="cuda"))
     assert not no_window(Facts(has_other_dtypes=True, has_states=True, platform="cuda"))
 

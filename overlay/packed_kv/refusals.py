@@ -80,6 +80,7 @@ class Facts:
         skip_layers: `--kv-cache-dtype-skip-layers`.
         has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
         has_draft_cache: a draft has layers with a cache of their own.
+        has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
         backend_reasons: what vLLM says against the backend.
         without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
         without_latents: version of a vLLM whose latent attention has not what packed pages need.
@@ -134,6 +135,7 @@ class Facts:
     has_image_prefix: bool | None = None
     has_states: bool | None = None
     has_chunks: bool | None = None
+    has_several_kinds: bool | None = None
 
     # A layer
     layer: str | None = None
@@ -393,7 +395,8 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("layers of another KV-cache dtype", "`--kv-cache-dtype-skip-layers`, the draft's dtype",
          lambda f: f.has_other_dtypes and f.platform == "cpu" and "vLLM's CPU platform lays out pages of one size"),
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
-         lambda f: (f.pipeline or 1) > 1 and bool(f.has_other_dtypes or f.has_draft_cache)
+         lambda f: (f.pipeline or 1) > 1
+         and bool(f.has_draft_cache or (f.has_other_dtypes and (f.has_states or f.has_several_kinds)))
          and f"its stages would lay out their pages differently beside {_beside(f)}"),
     Rule("NIXL", "`--kv-transfer-config`",
          lambda f: any(c.name.startswith("Nixl") for c in _connectors(f))

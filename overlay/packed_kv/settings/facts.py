@@ -42,6 +42,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
+        has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
     )
 
 

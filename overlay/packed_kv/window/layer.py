@@ -49,7 +49,8 @@ class WindowLayer(AttentionLayerBase):
         """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        backend = MixedPagesWindowBackend if _need_block_outermost(_specs(self.config)) else WindowBackend
+        side_by_side = _lie_side_by_side(self.config, _specs(self.config))
+        backend = MixedPagesWindowBackend if side_by_side else WindowBackend
         layer = self.config.compilation_config.static_forward_context[self.layer_name.removesuffix(SUFFIX)]
         chunk_size = getattr(layer, "attention_chunk_size", None)
         return _of_chunks(backend, chunk_size) if chunk_size else backend
@@ -63,8 +64,9 @@ class WindowLayer(AttentionLayerBase):
         """As `get_kv_cache_spec`, without a change to the layer."""
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
-        sizes = {"one_size": _have_one_size(specs), "side_by_side": _need_block_outermost(specs)}
-        return ring_spec(packed, self.window, self.slack, **sizes)
+        side_by_side = _lie_side_by_side(vllm_config, specs)
+        one_size = not side_by_side and _have_one_size(specs)
+        return ring_spec(packed, self.window, self.slack, one_size=one_size, side_by_side=side_by_side)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep vLLM's view of the cache as uint8 [ring blocks, KV heads, ring_block_size, ring_slot_bytes]."""
@@ -94,10 +96,13 @@ def _have_one_size(specs: dict[str, KVCacheSpec]) -> bool:
     return len({spec.page_size_bytes for spec in specs.values()}) == 1
 
 
-def _need_block_outermost(specs: dict[str, KVCacheSpec]) -> bool:
+def _lie_side_by_side(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> bool:
     """Whether pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
     draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads all pages to the
-    largest; BLHNC packs pages of any size side by side."""
+    largest; BLHNC packs pages of any size side by side. A pipeline's stage does not see the layers of the others, so
+    there it is so beside any skipped layers."""
+    if config.parallel_config.pipeline_parallel_size > 1 and config.cache_config.kv_cache_dtype_skip_layers:
+        return True
     return not _have_one_size(specs) and UniformTypeKVCacheSpecs.is_uniform_type(specs)
 
 
@@ -126,7 +131,7 @@ class WindowBackend(AttentionBackend):
 
 
 class MixedPagesWindowBackend(WindowBackend):
-    """Where the pages of a block differ in size: see `_need_block_outermost`."""
+    """Where the pages of a block differ in size: see `_lie_side_by_side`."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
