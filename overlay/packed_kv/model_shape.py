@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .formats import FORMATS
+from .formats import FORMATS, ROPE_BITS
 from .json_file import printable, shown
 
 Config = dict[str, Any]
@@ -56,9 +56,9 @@ class Layer:
     """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
 
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
-    `head_size` channels, which is K and V at once; 0: K and V are apart. `window`: tokens of a sliding layer's window
-    or of a chunk. `state_bytes`: of a state layer, for one rank, and `states` of them a request. `is_shared`: it reads
-    the pages of a layer before it and has none.
+    `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: of RoPE in packed pages.
+    `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
+    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none.
     """
 
     number: int
@@ -71,6 +71,7 @@ class Layer:
     is_shared: bool = False
     value_size: int = 0
     rope_size: int = 0
+    rope_bits: int = ROPE_BITS[0]
 
     @property
     def channels(self) -> int:
@@ -302,7 +303,7 @@ def layer_kinds(text: Config) -> list[tuple[str, ...]]:
 def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
     """Bytes of K and V of one token and KV head. `dtype_bytes`: of a number in `DENSE`, the model's own dtype."""
     if dtype in FORMATS and layer.rope_size:
-        return FORMATS[dtype].latent_bytes(layer.head_size, layer.rope_size)
+        return FORMATS[dtype].latent_bytes(layer.head_size, layer.rope_size, layer.rope_bits)
     if dtype in FORMATS:
         return FORMATS[dtype].slot_bytes(layer.head_size)
     return layer.channels * (1 if dtype == FP8 else dtype_bytes)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 from compiling import Case, compile_kernels
 from packed_kv.formats import FORMATS, Format
-from packed_kv.kernels.kernel_layout import kernel_layout
+from packed_kv.kernels.kernel_layout import kernel_layout, rope_layout
 from packed_kv.kernels.triton import latent_decode, latent_gather
 from packed_kv.kernels.triton.latent_store import ROPE_CHANNELS
 from packed_kv.kernels.triton.store import rows_of
-from packed_kv.layout import ROPE, latent_layout
+from packed_kv.layout import latent_layout
 
 RANK, ROPE_DIM = 512, 64
 SPILLED_BYTES = 160
 """Of a thread with 16 rows, which has the most registers that there are: its stack is read a few times a tile."""
 
 
-def sizes(fmt: Format) -> dict:
-    page = latent_layout(fmt, RANK, ROPE_DIM)
-    return dict(ROPE_AT=page.plane(0, ROPE).offset, ROPE_DIM=ROPE_DIM, LAYOUT=kernel_layout(page))
+def sizes(fmt: Format, rope_bits: int = 16) -> dict:
+    page = latent_layout(fmt, RANK, ROPE_DIM, rope_bits)
+    return dict(ROPE=rope_layout(page), LAYOUT=kernel_layout(page))
 
 
-def decode_case(fmt: Format, arch: int, rows: int = 16) -> Case:
+def decode_case(fmt: Format, arch: int, rope_bits: int, rows: int = 16) -> Case:
     numbers = ("table_stride", "splits", "block_stride", "latent_token_stride", "latent_head_stride",
                "rope_token_stride", "rope_head_stride")  # fmt: skip
     return Case(
@@ -32,24 +32,28 @@ def decode_case(fmt: Format, arch: int, rows: int = 16) -> Case:
             partial_output="*fp32", partial_stats="*fp32", cache="*u8", scale="fp32", **dict.fromkeys(numbers, "i32"),
         ),
         constants=dict(
-            HEADS=16, ROWS=rows, MICRO_BLOCKS=latent_decode.MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=1, CHUNK=4, **sizes(fmt)
+            HEADS=16, ROWS=rows, MICRO_BLOCKS=latent_decode.MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=1, CHUNK=4,
+            **sizes(fmt, rope_bits),
         ),
         options=dict(num_warps=latent_decode.MICRO_BLOCKS, num_stages=1),
         unaligned=("q_latent", "q_rope", "block_table", "query_start", "seq_lens", "table_stride", "splits"),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "arch"), [("tq4", 80), ("tq4", 90), ("turboquant25", 100), ("tq3", 120)])
-def test_decode_compiles(name: str, arch: int) -> None:
-    (resources,) = compile_kernels([decode_case(FORMATS[name], arch)])
+@pytest.mark.parametrize(
+    ("name", "arch", "rope_bits"),
+    [("tq4", 80, 8), ("tq4", 90, 16), ("tq4", 90, 8), ("turboquant25", 100, 16), ("tq3", 120, 8)],
+)
+def test_decode_compiles(name: str, arch: int, rope_bits: int) -> None:
+    (resources,) = compile_kernels([decode_case(FORMATS[name], arch, rope_bits)])
     print(resources.registers, resources.stack_bytes, resources.shared_bytes)
     assert resources.stack_bytes <= SPILLED_BYTES
     assert resources.shared_bytes <= 99 << 10  # what a program may have on sm_89 and sm_120
     assert resources.count("LDG.E.128") >= 8
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_store_and_gather_stay_in_registers(arch: int) -> None:
+@pytest.mark.parametrize(("arch", "rope_bits"), [(80, 16), (90, 8), (100, 16)])
+def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
     fmt = FORMATS["turboquant25"]
     store = Case(
         kernel="packed_kv.kernels.triton.latent_store:store_latents_kernel",
@@ -60,8 +64,8 @@ def test_store_and_gather_stay_in_registers(arch: int) -> None:
             channels_ptr="*i64", table_ptr="*fp32", spectrum_ptr="*fp32",
         ),
         constants=dict(
-            TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16, RANK=RANK, ROPE_WORDS=16,
-            ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS, **sizes(fmt),
+            TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16, RANK=RANK,
+            ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS, **sizes(fmt, rope_bits),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "slots_ptr"),
@@ -73,7 +77,7 @@ def test_store_and_gather_stay_in_registers(arch: int) -> None:
             rows="*bf16", block_table="*i32", starts="*i32", first_rows="*i32", table_stride="i32", cache="*u8",
             block_stride="i32",
         ),
-        constants=dict(MICRO_BLOCKS=latent_gather.MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=1, **sizes(fmt)),
+        constants=dict(MICRO_BLOCKS=latent_gather.MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=1, **sizes(fmt, rope_bits)),
         options=dict(num_warps=latent_gather.MICRO_BLOCKS, num_stages=1),
         unaligned=("rows", "block_table", "starts", "first_rows", "table_stride"),
     )  # fmt: skip

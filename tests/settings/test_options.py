@@ -9,8 +9,8 @@ from packed_kv.settings.options import OptionError, Options, check_files, read_o
 
 
 def test_options_are_read() -> None:
-    given = {"packed_kv": {"calibration": "~/x.json", "recent_tokens": 0, "decode_kernel": "triton"}, "other": 1}
-    assert read_options(given) == Options(Path("~/x.json").expanduser(), 0, "triton")
+    ours = {"calibration": "~/x.json", "recent_tokens": 0, "decode_kernel": "triton", "latent_rope_bits": 8}
+    assert read_options({"packed_kv": ours, "other": 1}) == Options(Path("~/x.json").expanduser(), 0, "triton", 8)
     assert read_options({"packed_kv": {"calibration": "auto"}}).calibration == Path("auto")
     assert read_options({}) == read_options(None) == read_options({"kv": 1, "packed": {}, 5: {}}) == Options()
 
@@ -39,8 +39,9 @@ def test_a_path_that_is_none(path: object) -> None:
         ("Recent-Tokens", "write recent_tokens"),
         ("recent", "write recent_tokens"),
         ("decode kernel\n", "write decode_kernel"),
-        ("dtype", "write one of calibration, recent_tokens, decode_kernel"),
-        (5, "write one of calibration, recent_tokens, decode_kernel"),
+        ("rope_bits", "write latent_rope_bits"),
+        ("dtype", "write one of calibration, recent_tokens, decode_kernel, latent_rope_bits"),
+        (5, "write one of calibration, recent_tokens, decode_kernel, latent_rope_bits"),
     ],
 )
 def test_a_misspelt_option_is_named_with_the_nearest(key: object, hint: str) -> None:
@@ -57,3 +58,9 @@ def test_a_file_that_is_not_there(path: str) -> None:
     assert str(error.value).isprintable() and error.value.__context__ is None
     check_files(read_options({"packed_kv": {"calibration": "auto"}}))
     check_files(read_options({"packed_kv": {"calibration": __file__}}))
+
+
+@pytest.mark.parametrize("bits", [4, "8", True, 8.0, None])
+def test_bits_of_rope_that_pages_do_not_have(bits: object) -> None:
+    with pytest.raises(OptionError, match=r"packed_kv.latent_rope_bits is .*; write 16 or 8$"):
+        read_options({"packed_kv": {"latent_rope_bits": bits}})

@@ -107,6 +107,17 @@ def test_fingerprint_of_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert differ(plain, fingerprints(tmp_path)) == {*FORMATS}
 
 
+def test_fingerprint_of_the_bits_of_rope(tmp_path: Path) -> None:
+    """Of latents alone."""
+    found = {}
+    for bits, is_latent in ((16, True), (8, True), (8, False)):
+        config = settings(tmp_path, "tq4")
+        config.additional_config = {"packed_kv": {"latent_rope_bits": bits}}
+        config.model_config.use_mla = is_latent
+        found[bits, is_latent] = fingerprint(config, FORMATS["tq4"])
+    assert found[16, True] == found[8, False] == fingerprints(tmp_path)["tq4"] != found[8, True]
+
+
 def test_fingerprint_of_a_calibration(tmp_path: Path) -> None:
     """Of every channel list that a dtype uses, in the last layer and head too; of no other thing in the file."""
     plain = fingerprints(tmp_path)

@@ -20,6 +20,7 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..model_shape import DENSE, FP8
 from ..refusals import Facts, refuse
+from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups
 from ..window.cache_group import RingSpec
@@ -33,12 +34,13 @@ CPU_BLOCK = 128
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
     """KV bytes of a token in all attention layers of this rank: as stored, and in bf16."""
-    layers = []
+    layers, options = [], read_options(vllm_config.additional_config)
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         if not hasattr(layer, "kv_cache_dtype") or getattr(layer, "kv_sharing_target_layer_name", None):
             continue
         if rank := getattr(layer, "kv_lora_rank", None):
-            shape = model_shape.Layer(0, "full", 1, rank, rope_size=layer.qk_rope_head_dim)
+            rope = {"rope_size": layer.qk_rope_head_dim, "rope_bits": options.latent_rope_bits}
+            shape = model_shape.Layer(0, "full", 1, rank, **rope)
         else:
             shape = model_shape.Layer(0, "full", layer.num_kv_heads, layer.head_size, value_size=layer.head_size_v)
         is_fp8 = get_dtype_size(kv_cache_dtype_str_to_dtype(layer.kv_cache_dtype, vllm_config.model_config)) == 1

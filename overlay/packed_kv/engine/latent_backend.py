@@ -39,6 +39,7 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
 
     rank: ClassVar[int]
     rope_dim: ClassVar[int]
+    rope_bits: ClassVar[int]
 
     @classmethod
     def get_name(cls) -> str:
@@ -69,11 +70,12 @@ class PackedLatentBackend(PackedPages, MLACommonBackend):
             built_latent_size=cls.rank + cls.rope_dim,
         )
         refuse(facts, cls.fmt.name)
-        return replace(spec, state_content_bytes=cls.fmt.latent_bytes(cls.rank, cls.rope_dim))
+        return replace(spec, state_content_bytes=cls.fmt.latent_bytes(cls.rank, cls.rope_dim, cls.rope_bits))
 
 
 @functools.cache
-def latent_backend_of(name: str, rank: int, rope_dim: int) -> type[PackedLatentBackend]:
-    """The backend class of a dtype for latents of `rank` channels beside `rope_dim` of RoPE."""
-    members = {"fmt": FORMATS[name], "rank": rank, "rope_dim": rope_dim, "__module__": __name__}
+def latent_backend_of(name: str, rank: int, rope_dim: int, rope_bits: int) -> type[PackedLatentBackend]:
+    """The backend class of a dtype for latents of `rank` channels beside `rope_dim` of RoPE, of `rope_bits`."""
+    sizes = {"rank": rank, "rope_dim": rope_dim, "rope_bits": rope_bits}
+    members = {"fmt": FORMATS[name], **sizes, "__module__": __name__}
     return type(f"{name.capitalize()}LatentBackend", (PackedLatentBackend,), members)

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from ..formats import FORMATS, Format
 from ..refusals import Facts, refuse
 from ..settings.facts import engine_facts
+from ..settings.options import read_options
 from ..vllm_compat import is_patched, no_latents
 from .names import class_name, latent_registry_name, registry_name
 
@@ -122,7 +123,8 @@ class PackedDTypeHandler:
         refuse(facts, self.name)
         from .latent_backend import latent_backend_of
 
-        backend = latent_backend_of(self.name, rank, rope_dim)
+        rope_bits = read_options(vllm_config.additional_config).latent_rope_bits
+        backend = latent_backend_of(self.name, rank, rope_dim, rope_bits)
         capability = current_platform.get_device_capability()
         reasons = tuple(backend.validate_configuration(device_capability=capability, **config._asdict()))
         refuse(Facts(backend_reasons=reasons), self.name)
@@ -164,7 +166,7 @@ class PackedDTypeHandler:
 
         Raises Refused, OptionError, CalibrationError, and ValueError for tiers without a folder.
         """
-        from ..settings.options import check_files, read_options
+        from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers
         from ..window.size import find_window

@@ -11,7 +11,7 @@ import functools
 from typing import NamedTuple
 
 from ..formats import GROUP_SIZE, Code, code_of
-from ..layout import PageLayout, RingLayout, ring_layout
+from ..layout import ROPE, ROPE_SCALES, PageLayout, RingLayout, ring_layout
 from .units import score_unit
 
 
@@ -70,6 +70,24 @@ class KernelLayout(NamedTuple):
     scales_at: tuple[int, ...]
     score_unit: float
     ring: RingLayout
+
+
+class RopeLayout(NamedTuple):
+    """RoPE channels beside the latents of a page: how many, offset of their plane in a micro-block and words of it a
+    lane; and offset of their scales, 0: they are fp16."""
+
+    channels: int
+    at: int
+    words: int
+    scales_at: int
+
+
+def rope_layout(page: PageLayout) -> RopeLayout:
+    """That of pages of latents."""
+    assert page.rope is not None
+    planes = {plane.content: plane for plane in page.planes}
+    scales_at = planes[ROPE_SCALES].offset if ROPE_SCALES in planes else 0
+    return RopeLayout(GROUP_SIZE * len(page.rope.group_bits), planes[ROPE].offset, planes[ROPE].elements, scales_at)
 
 
 @functools.cache

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..formats import ROPE_BITS
 from ..json_file import printable
 
 KEY = "packed_kv"
-KEYS = {"calibration": '"auto" or "PATH"', "recent_tokens": "N", "decode_kernel": '"auto" or "triton"'}
+KEYS = {
+    "calibration": '"auto" or "PATH"',
+    "recent_tokens": "N",
+    "decode_kernel": '"auto" or "triton"',
+    "latent_rope_bits": " or ".join(map(str, ROPE_BITS)),
+}
 """Of the options, with their values in words."""
 DECODE_KERNELS = ("auto", "triton")
 AUTO = "auto"
@@ -28,11 +34,13 @@ class OptionError(ValueError):
 @dataclass(frozen=True)
 class Options:
     """`calibration`: the file to use, or None: that of the model's folder. `recent_tokens`: tokens of the recent
-    window, 0: none, or None: not said. `decode_kernel`: "triton", or "auto": the CUDA kernel where it serves."""
+    window, 0: none, or None: not said. `decode_kernel`: "triton", or "auto": the CUDA kernel where it serves.
+    `latent_rope_bits`: of RoPE channels beside latents (MLA), of `ROPE_BITS`."""
 
     calibration: Path | None = None
     recent_tokens: int | None = None
     decode_kernel: str = "auto"
+    latent_rope_bits: int = ROPE_BITS[0]
 
 
 def read_options(additional_config: object) -> Options:
@@ -66,7 +74,11 @@ def read_options(additional_config: object) -> Options:
     kernel = options.get("decode_kernel", "auto")
     if kernel not in DECODE_KERNELS:
         raise OptionError(f'--additional-config: packed_kv.decode_kernel is {_shown(kernel)}; write "auto" or "triton"')
-    return Options(Path(path).expanduser() if isinstance(path, str) else None, recent, kernel)
+    rope_bits = options.get("latent_rope_bits", ROPE_BITS[0])
+    if type(rope_bits) is not int or rope_bits not in ROPE_BITS:
+        said = f"--additional-config: packed_kv.latent_rope_bits is {_shown(rope_bits)}"
+        raise OptionError(f"{said}; write {KEYS['latent_rope_bits']}")
+    return Options(Path(path).expanduser() if isinstance(path, str) else None, recent, kernel, rope_bits)
 
 
 def check_files(options: Options) -> None:

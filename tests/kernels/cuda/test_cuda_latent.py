@@ -184,5 +184,6 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "8.9" in str(latent_refusal((8, 9), 512, 64, 16, 1, widths))
     assert "256 channels" in str(latent_refusal((9, 0), 256, 64, 16, 1, widths))
     assert "32 of RoPE" in str(latent_refusal((9, 0), 512, 32, 16, 1, widths))
+    assert "RoPE channels of 8 bits" in str(latent_refusal((9, 0), 512, 64, 16, 1, widths, rope_bits=8))
     assert "64 query heads times 3" in str(latent_refusal((9, 0), 512, 64, 64, 3, widths))
     assert "5 bits" in str(latent_refusal((9, 0), 512, 64, 64, 2, (4, 5)))

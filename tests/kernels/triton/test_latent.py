@@ -23,14 +23,14 @@ def null(monkeypatch: pytest.MonkeyPatch) -> None:
     null_code.register(monkeypatch)
 
 
-def codec_of(fmt: Format, rank: int, rope_dim: int, seed: int = 0) -> LatentCodec:
+def codec_of(fmt: Format, rank: int, rope_dim: int, rope_bits: int = 16, seed: int = 0) -> LatentCodec:
     """Centred, scaled and, where it has outliers, with some that were chosen."""
     random = torch.Generator().manual_seed(seed)
     mean, scale = torch.randn(2, rank, generator=random)
     outliers = None
     if count := fmt.outlier_channels(rank):
         outliers = torch.randperm(rank, generator=random)[:count].sort().values
-    return LatentCodec(fmt, rank, rope_dim, DEVICE, outliers, mean=mean, scale=(0.3 * scale).exp())
+    return LatentCodec(fmt, rank, rope_dim, DEVICE, outliers, None, mean, (0.3 * scale).exp(), rope_bits)
 
 
 def tokens(codec: LatentCodec, count: int, seed: int, dtype: torch.dtype = torch.bfloat16):
@@ -60,13 +60,20 @@ def filled(codec: LatentCodec, seq_lens: tuple[int, ...], block_size: int) -> tu
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "rope_dim"),
-    [*((name, 96, 32) for name in (*FORMATS, "null")), ("tq4", 512, 64), ("turboquant25", 512, 64)],
+    ("name", "rank", "rope_dim", "rope_bits"),
+    [
+        *((name, 96, 32, 16) for name in (*FORMATS, "null")),
+        ("tq4", 512, 64, 16),
+        ("turboquant25", 512, 64, 16),
+        ("tq4", 64, 64, 8),
+        ("isoquant3", 96, 96, 8),
+    ],
 )
-def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int) -> None:
-    codec = codec_of(FORMATS[name], rank, rope_dim)
+def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int, rope_bits: int) -> None:
+    codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     latent, rope = tokens(codec, 9, seed=1)
     latent[3, :5], latent[4, 0], rope[3, 1], rope[5, 2] = float("nan"), float("inf"), float("-inf"), float("nan")
+    rope[0], rope[1, :2], rope[6] = 0, 1e6, rope[6] * 1e-6
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:7]
     slots[2] = -1
     slots = slots.to(DEVICE)
@@ -89,10 +96,12 @@ def test_other_inputs(dtype: torch.dtype) -> None:
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "rope_bits"), [("tq4", 16), ("isoquant3", 16), ("turboquant25", 16), ("tq4", 8), ("turboquant35", 8)]
+)
 @pytest.mark.parametrize(("rank", "rope_dim"), SIZES)
-@pytest.mark.parametrize("name", ["tq4", "isoquant3", "turboquant25"])
-def test_gathered_rows_equal_the_pages(name: str, rank: int, rope_dim: int) -> None:
-    codec = codec_of(FORMATS[name], rank, rope_dim)
+def test_gathered_rows_equal_the_pages(name: str, rank: int, rope_dim: int, rope_bits: int) -> None:
+    codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     cache, table = filled(codec, (150, 70, 33), 32)
     starts, counts = (32, 0, 0), (101, 70, 0)  # of the last nothing
     first_rows = torch.tensor([0, 101, 171, 171], dtype=torch.int32, device=DEVICE)
@@ -119,11 +128,18 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "rank", "rope_dim", "heads"),
-    [("tq4", 512, 64, 16), ("tq3", 128, 64, 5), ("turboquant35", 128, 64, 40), ("turboquant25", 96, 32, 3)],
+    ("name", "rank", "rope_dim", "heads", "rope_bits"),
+    [
+        ("tq4", 512, 64, 16, 16),
+        ("tq3", 128, 64, 5, 16),
+        ("turboquant35", 128, 64, 40, 16),
+        ("turboquant25", 96, 32, 3, 16),
+        ("tq4", 512, 64, 16, 8),
+        ("turboquant35", 128, 96, 3, 8),
+    ],
 )
-def test_decodes_equal_the_reference(name, rank, rope_dim, heads, splits, batch) -> None:
-    codec = codec_of(FORMATS[name], rank, rope_dim)
+def test_decodes_equal_the_reference(name, rank, rope_dim, heads, rope_bits, splits, batch) -> None:
+    codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     seq_lens, counts = BATCHES[batch]
     cache, table = filled(codec, seq_lens, 16)
     random = torch.Generator().manual_seed(7)

@@ -103,7 +103,9 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         if self.weights is not None:
             return
         fmt = FORMATS[self.kv_cache_dtype]
-        codec = LatentCodec(fmt, self.kv_lora_rank, self.qk_rope_head_dim, self.device, **self._channels(layer_name))
+        rope_bits = read_options(self.config.additional_config).latent_rope_bits
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim
+        codec = LatentCodec(fmt, *sizes, self.device, rope_bits=rope_bits, **self._channels(layer_name))
         self.weights = FoldedWeights(codec, layer)
         self.pages = self._pages(codec, self.weights.constant)
 

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...layout import MICRO_BLOCK, ROPE, PageLayout
+from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
-from ..kernel_layout import kernel_layout
+from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
@@ -54,14 +54,14 @@ def _decode_latents_kernel(
     q_latent, q_rope, block_table, query_start, seq_lens, partial_output, partial_stats, table_stride, splits,
     cache, block_stride, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_DIM: tl.constexpr, LAYOUT: tl.constexpr,
+    CHUNK: tl.constexpr, ROPE: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of ROWS rows over a split of a request's tokens.
 
     Grid: (splits, tiles of rows, requests).
 
     Args:
-        q_latent, q_rope: fp16, bf16 or fp32 [tokens, HEADS, rank] and [tokens, HEADS, ROPE_DIM], with
+        q_latent, q_rope: fp16, bf16 or fp32 [tokens, HEADS, rank] and [tokens, HEADS, RoPE channels], with
             `latent_token_stride`, `latent_head_stride`, `rope_token_stride` and `rope_head_stride` (int32).
         block_table: int32 [requests, blocks], with `table_stride`.
         query_start, seq_lens: int32 [requests + 1] and [requests].
@@ -69,8 +69,8 @@ def _decode_latents_kernel(
             filled with sums of latents, and with maximum and sum of the weights.
         cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
         scale: fp32, of scores, times log2 e.
-        MICRO_BLOCKS: of a tile. MICRO_BLOCKS_A_BLOCK: block_size / 16. CHUNK: groups of a product. ROPE_AT: offset of
-            RoPE in a micro-block. LAYOUT: `KernelLayout`.
+        MICRO_BLOCKS: of a tile. MICRO_BLOCKS_A_BLOCK: block_size / 16. CHUNK: groups of a product. ROPE: `RopeLayout`.
+            LAYOUT: `KernelLayout`.
     """
     RANK: tl.constexpr = LAYOUT.head_dim
     CHUNKS: tl.constexpr = len(LAYOUT.groups) // CHUNK
@@ -95,7 +95,7 @@ def _decode_latents_kernel(
         outputs = outputs + (tl.zeros([ROWS, CHANNELS], tl.float32),)
     source = q_rope + token * rope_token_stride + head * rope_head_stride
     rope_queries = ()
-    for g in tl.static_range(ROPE_DIM // 32):
+    for g in tl.static_range(ROPE.channels // 32):
         x = tl.load(source[:, None] + g * 32 + tl.arange(0, 32)[None, :], mask=valid[:, None], other=0.0)
         rope_queries = rope_queries + ((x.to(tl.float32) * scale).to(tl.float16),)
     maximum, total = tl.full([ROWS], _MASKED, tl.float32), tl.zeros([ROWS], tl.float32)
@@ -112,13 +112,13 @@ def _decode_latents_kernel(
             MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK, LAYOUT.micro_block_bytes // 4,
         )  # fmt: skip
         words, scales = load_latents(pointers, LAYOUT), load_scales(pointers, LAYOUT)
-        rope = load_rope(pointers, ROPE_AT, ROPE_DIM)
+        rope = load_rope(pointers, ROPE)
         scores = tl.zeros([ROWS, TOKENS], tl.float32)
         for c in tl.static_range(CHUNKS):
             latents = decode_groups(words, scales, zero, c * CHUNK, CHUNK, LAYOUT)
             scores = tl.dot(queries[c], tl.trans(latents), scores)
         scores *= 1 / LATENT_UNIT
-        for g in tl.static_range(ROPE_DIM // 32):
+        for g in tl.static_range(ROPE.channels // 32):
             scores = tl.dot(rope_queries[g], tl.trans(rope[g]), scores)
         position = tile * TOKENS + tl.arange(0, TOKENS)
         scores = tl.where(position[None, :] < limit[:, None], scores, float("-inf"))
@@ -155,7 +155,7 @@ def bind_decode_latents(
     these; they are the first arguments of the launch."""
     assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
     assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
-    layout, plane = kernel_layout(page), page.plane(0, ROPE)
+    layout = kernel_layout(page)
     groups = len(layout.groups)
     return Launch(
         _decode_latents_kernel,
@@ -164,8 +164,8 @@ def bind_decode_latents(
         ),
         dict(
             HEADS=shape.heads, ROWS=shape.rows, MICRO_BLOCKS=MICRO_BLOCKS,
-            MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, CHUNK=min(4, groups & -groups), ROPE_AT=plane.offset,
-            ROPE_DIM=2 * plane.elements * 32 // MICRO_BLOCK, LAYOUT=layout,
+            MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, CHUNK=min(4, groups & -groups), ROPE=rope_layout(page),
+            LAYOUT=layout,
         ),
         num_warps=MICRO_BLOCKS, num_stages=1,
     )  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...layout import MICRO_BLOCK, ROPE, PageLayout
-from ..kernel_layout import kernel_layout
+from ...layout import MICRO_BLOCK, PageLayout
+from ..kernel_layout import kernel_layout, rope_layout
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
 from .launch import Arguments, Launch
@@ -27,22 +27,22 @@ TILE_TOKENS = MICRO_BLOCKS * MICRO_BLOCK
 )
 def _gather_latents_kernel(
     rows, block_table, starts, first_rows, table_stride, cache, block_stride,
-    MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_DIM: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    MICRO_BLOCKS: tl.constexpr, MICRO_BLOCKS_A_BLOCK: tl.constexpr, ROPE: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of a request's tokens.
 
     Grid: (tiles of the longest request, requests).
 
     Args:
-        rows: fp16, bf16 or fp32 [tokens, rank + ROPE_DIM], contiguous; filled.
+        rows: fp16, bf16 or fp32 [tokens, rank + RoPE channels], contiguous; filled.
         block_table: int32 [requests, blocks], with `table_stride`.
         starts, first_rows: int32 [requests] and [requests + 1]; see `gather_latents`.
         cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
-        MICRO_BLOCKS_A_BLOCK: block_size / 16. ROPE_AT: offset of RoPE in a micro-block. LAYOUT: `KernelLayout`.
+        MICRO_BLOCKS_A_BLOCK: block_size / 16. ROPE: `RopeLayout`. LAYOUT: `KernelLayout`.
     """
     RANK: tl.constexpr = LAYOUT.head_dim
-    WIDTH: tl.constexpr = RANK + ROPE_DIM
+    ROPE_CHANNELS: tl.constexpr = ROPE.channels
+    WIDTH: tl.constexpr = RANK + ROPE_CHANNELS
     TOKENS: tl.constexpr = MICRO_BLOCKS * 16
     request = tl.program_id(1)
     first_row, end = tl.load(first_rows + request), tl.load(first_rows + request + 1)
@@ -64,21 +64,20 @@ def _gather_latents_kernel(
     for g in tl.static_range(len(LAYOUT.groups)):
         x = decode_groups(words, scales, zero, g, 1, LAYOUT).to(tl.float32) * (1 / LATENT_UNIT)
         tl.store(target + g * 32, x.to(rows.dtype.element_ty), mask=known)
-    rope = load_rope(pointers, ROPE_AT, ROPE_DIM)
-    for g in tl.static_range(ROPE_DIM // 32):
+    rope = load_rope(pointers, ROPE)
+    for g in tl.static_range(ROPE_CHANNELS // 32):
         tl.store(target + RANK + g * 32, rope[g].to(rows.dtype.element_ty), mask=known)
 
 
 def bind_gather_latents(page: PageLayout, cache: torch.Tensor) -> Launch:
     """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], 16-byte aligned."""
     assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
-    plane = page.plane(0, ROPE)
     return Launch(
         _gather_latents_kernel,
         Arguments(cache, cache.stride(0) // 4),
         dict(
-            MICRO_BLOCKS=MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, ROPE_AT=plane.offset,
-            ROPE_DIM=2 * plane.elements * 32 // MICRO_BLOCK, LAYOUT=kernel_layout(page),
+            MICRO_BLOCKS=MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, ROPE=rope_layout(page),
+            LAYOUT=kernel_layout(page),
         ),
         num_warps=MICRO_BLOCKS, num_stages=1,
     )  # fmt: skip

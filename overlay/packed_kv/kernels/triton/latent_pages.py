@@ -13,6 +13,7 @@ import triton.language as tl
 from ...formats import CODES
 from .fragments import IS_INTERPRETED, decode_words, join_pairs
 from .pages import KEY
+from .ring import key_pairs, ring_step
 
 LATENT_UNIT = tl.constexpr(2.0**-7)
 """What a latent's value of 1 is: so its products of magnitude and scale are exact in fp16 for scales from 2^-7 on."""
@@ -148,15 +149,34 @@ def _product(x, y):
 
 
 @triton.jit
-def load_rope(pointers, ROPE_AT: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """RoPE channels, fp16 [tokens, 32] of each group of 32: a tuple."""
+def load_rope(pointers, ROPE: tl.constexpr):
+    """RoPE channels, fp16 [tokens, 32] of each group of 32: a tuple. ROPE: `RopeLayout`."""
     lane = tl.arange(0, 32)[None, :]
     groups = ()
-    for group in tl.static_range(ROPE_DIM // 32):
-        at = pointers + ROPE_AT // 4 + group * 256 + lane * 4
-        words = _load_chunk(at, 4) + _load_chunk(at + 128, 4)
-        groups = groups + (_as_tokens(join_pairs(words), 1),)
+    for group in tl.static_range(ROPE.channels // 32):
+        if ROPE.scales_at == 0:
+            at = pointers + ROPE.at // 4 + group * 256 + lane * 4
+            values = join_pairs(_load_chunk(at, 4) + _load_chunk(at + 128, 4))
+        else:
+            values = _load_rope_codes(pointers, lane, group, ROPE)
+        groups = groups + (_as_tokens(values, 1),)
     return groups
+
+
+@triton.jit
+def _load_rope_codes(pointers, lane, GROUP: tl.constexpr, ROPE: tl.constexpr):
+    """A group of RoPE channels at 8 bits, fp16 [MICRO_BLOCKS, 32, n3, d4, d3, d0]; exact, for scales from 2^-14 on."""
+    MICRO_BLOCKS: tl.constexpr = pointers.shape[0]
+    pairs = ()
+    words = _load_chunk(pointers + ROPE.at // 4 + GROUP * 128 + lane * 4, 4)
+    for word in tl.static_range(4):
+        pairs = pairs + key_pairs(words[word])
+    codes = tl.reshape(join_pairs(pairs), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
+    scales = (pointers + ROPE.scales_at // 4).to(tl.pointer_type(tl.uint16)) + lane // 4 * (ROPE.channels // 32)
+    both = tl.load(scales + GROUP).to(tl.int32)
+    steps = tl.join(ring_step(both & 0xFF).to(tl.float16), ring_step(both >> 8).to(tl.float16))
+    steps = tl.reshape(steps, [MICRO_BLOCKS, 32, 2, 1, 1, 1])
+    return _product(codes, tl.broadcast_to(steps, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
 
 
 @triton.jit

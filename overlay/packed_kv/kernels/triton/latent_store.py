@@ -1,4 +1,5 @@
-"""Store kernel of latent attention: quantise and pack the latents of new tokens, and write RoPE channels as fp16.
+"""Store kernel of latent attention: quantise and pack the latents of new tokens, and write RoPE channels as fp16 or at
+8 bits.
 
 The bytes equal those of `LatentCodec.write`; `store.py` has the arithmetic and its rounding rule.
 """
@@ -11,10 +12,11 @@ import triton.language as tl
 
 from ...codecs.latent import LatentCodec
 from ...codecs.transform import INPUT_LIMIT
-from ...layout import MICRO_BLOCK, ROPE
+from ...layout import MICRO_BLOCK
 from .. import power_of_2
-from ..kernel_layout import kernel_layout
+from ..kernel_layout import kernel_layout, rope_layout
 from .launch import Arguments, Launch
+from .ring import inverse_step, ring_code, ring_scale, ring_step
 from .store import padded_groups, rows_of, store_section
 from .words import word_index
 
@@ -34,7 +36,7 @@ def bind_store_latents(codec: LatentCodec, cache: torch.Tensor, latent: torch.Te
     assert latent.shape[1] == codec.rank and rope.shape[1] == codec.rope_dim, (latent.shape, rope.shape)
     assert latent.stride(1) == rope.stride(1) == 1, (latent.stride(), rope.stride())
     transform, channels = codec.latent.transform, codec.latent.channels
-    layout, plane = kernel_layout(codec.layout), codec.layout.plane(0, ROPE)
+    layout = kernel_layout(codec.layout)
     return Launch(
         store_latents_kernel,
         Arguments(
@@ -43,8 +45,8 @@ def bind_store_latents(codec: LatentCodec, cache: torch.Tensor, latent: torch.Te
         ),
         dict(
             TRANSFORMED=transform.changes, ORDERED=codec.latent.order is not None, ROTATION=codec.fmt.rotation,
-            BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank, ROPE_DIM=codec.rope_dim,
-            ROPE_AT=plane.offset, ROPE_WORDS=plane.elements, ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
+            BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank, ROPE=rope_layout(codec.layout),
+            ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
         ),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -87,23 +89,22 @@ def store_latents_kernel(
     latent_ptr, rope_ptr, slots_ptr, tokens, cache_ptr, cache_block_stride, latent_token_stride, rope_token_stride,
     constants_ptr, channels_ptr, table_ptr, spectrum_ptr,
     TRANSFORMED: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, ROPE_AT: tl.constexpr, ROPE_WORDS: tl.constexpr,
-    ROPE_CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens.
 
     Grid: programs of each section of the latents in turn, then those of RoPE.
 
     Args:
-        latent_ptr, rope_ptr: fp16, bf16 or fp32 [tokens, RANK] and [tokens, ROPE_DIM], with `latent_token_stride` and
-            `rope_token_stride` (int32).
+        latent_ptr, rope_ptr: fp16, bf16 or fp32 [tokens, RANK] and [tokens, RoPE channels], with
+            `latent_token_stride` and `rope_token_stride` (int32).
         slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
         cache_ptr: uint8 [blocks, BLOCK_SIZE, slot_bytes], with `cache_block_stride`.
         constants_ptr: fp32 [RANK], the rotation's constants by packed channel.
         channels_ptr: int64 [RANK], the channels in packing order; read where ORDERED.
         table_ptr: fp32 [4, RANK] of `ChannelTransform.table`; read where TRANSFORMED.
         spectrum_ptr: not read.
-        ROPE_AT, ROPE_WORDS: offset of the plane of RoPE in a micro-block, and its words a lane. LAYOUT: `KernelLayout`.
+        ROPE: `RopeLayout`. ROPE_CHANNELS: that a program writes. LAYOUT: `KernelLayout`.
     """
     program = tl.program_id(0)
     for s in tl.static_range(len(LAYOUT.sections)):
@@ -118,7 +119,7 @@ def store_latents_kernel(
         program -= programs
     if program >= 0:
         index = program.to(tl.int64) * ROPE_CHANNELS + tl.arange(0, ROPE_CHANNELS)
-        token, channel = index // ROPE_DIM, (index % ROPE_DIM).to(tl.int32)
+        token, channel = index // ROPE.channels, (index % ROPE.channels).to(tl.int32)
         slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
         stored = slot >= 0
         x = tl.load(rope_ptr + token * rope_token_stride + channel, mask=stored, other=0.0).to(tl.float32)
@@ -127,8 +128,19 @@ def store_latents_kernel(
         slot = tl.where(stored, slot, 0)
         inside = slot % BLOCK_SIZE
         n = (inside % 16).to(tl.int32)
+        micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + inside // 16 * LAYOUT.micro_block_bytes
+        group, lane = channel // 32, n % 8 * 4 + channel // 2 % 4
         code = n // 8 * 8 + channel % 32 // 8 * 2 + channel % 2
-        index = word_index(channel // 32 * 8 + code // 2, n % 8 * 4 + channel // 2 % 4, ROPE_WORDS)
-        target = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + inside // 16 * LAYOUT.micro_block_bytes
-        target += ROPE_AT + 4 * index + code % 2 * 2
-        tl.store(target.to(tl.pointer_type(tl.float16)), x, mask=stored)
+        if ROPE.scales_at == 0:
+            target = micro_block + ROPE.at + 4 * word_index(group * 8 + code // 2, lane, ROPE.words) + code % 2 * 2
+            tl.store(target.to(tl.pointer_type(tl.float16)), x, mask=stored)
+        else:
+            x = x.to(tl.float32)
+            top = tl.max(tl.reshape(tl.abs(x), [ROPE_CHANNELS // 32, 32]), 1)
+            top = tl.reshape(tl.broadcast_to(top[:, None], [ROPE_CHANNELS // 32, 32]), [ROPE_CHANNELS])
+            scale = ring_scale(top)
+            value = ring_code(x, inverse_step(ring_step(scale))).to(tl.uint8)
+            tl.store(micro_block + ROPE.at + 4 * word_index(group * 4 + code // 4, lane, ROPE.words) + code % 4, value,
+                     mask=stored)  # fmt: skip
+            at = (n % 8 * (ROPE.channels // 32) + group) * 2 + n // 8
+            tl.store(micro_block + ROPE.scales_at + at, scale.to(tl.uint8), mask=stored & (channel % 32 == 0))

@@ -37,13 +37,13 @@ TOKENS_A_PROGRAM = 1024
 
 
 @triton.jit
-def _step(scale):
+def ring_step(scale):
     """Scale bytes -> fp32, what a code of 1 is worth."""
     return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * RING_UNIT
 
 
 @triton.jit
-def _inverse(step):
+def inverse_step(step):
     """fp32(1 / step), or 0 of 0. A step has 4 significant bits, so a table of 8 serves; a division takes a call."""
     bits = step.to(tl.int32, bitcast=True)
     inverse = tl.full(step.shape, 1.0, tl.float32)
@@ -51,6 +51,21 @@ def _inverse(step):
         inverse = tl.where(bits >> 20 & 7 == i, of(_EIGHTHS, i), inverse)
     scaled = inverse.to(tl.int32, bitcast=True) - (((bits >> 23) - 127) << 23)
     return tl.where(step > 0, scaled.to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def ring_scale(top):
+    """Scale bytes, int32, for groups whose largest absolute values are `top`."""
+    largest = tl.minimum(top * _OVER_LARGEST, _LARGEST_HALF).to(tl.float16)
+    return tl.minimum((largest.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, _MAX_SCALE_BYTE)
+
+
+@triton.jit
+def ring_code(x, inverse):
+    """x times `inverse_step` of its scale, rounded, as a byte in an int32."""
+    code = product(x, inverse)
+    code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
+    return code.to(tl.int32) + 128
 
 
 @triton.jit
@@ -67,17 +82,14 @@ def store_ring(slot, x, group, index, stored, VECTOR: tl.constexpr, RING: tl.con
         top = tl.maximum(top, tl.abs(x[k]))
     top = tl.maximum(top, tl.gather(top, index ^ 1, 0))
     top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
-    largest = tl.minimum(top * _OVER_LARGEST, _LARGEST_HALF).to(tl.float16)
-    scale = tl.minimum((largest.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, _MAX_SCALE_BYTE)
-    inverse = _inverse(_step(scale))
+    scale = ring_scale(top)
+    inverse = inverse_step(ring_step(scale))
     # The lane's 8 bytes: registers k = d4 d3 d0 in order for K, d0 d4 d3 for V.
     pointer = (slot + group * 32 + 8 * lane + RING.codes[VECTOR]).to(tl.pointer_type(tl.int32))
     for half in tl.static_range(2):
         word = tl.zeros(index.shape, tl.int32)
         for byte in tl.static_range(4):
-            code = product(x[4 * half + byte if IS_KEY else 2 * byte + half], inverse)
-            code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
-            word |= (code.to(tl.int32) + 128) << (8 * byte)
+            word |= ring_code(x[4 * half + byte if IS_KEY else 2 * byte + half], inverse) << (8 * byte)
         tl.store(pointer + half, word, mask=stored)
     tl.store(slot + group + RING.scales[VECTOR], scale.to(tl.uint8), mask=stored & (lane == 0))
 
@@ -101,7 +113,7 @@ def _pair(first, second, byte0: tl.constexpr, byte1: tl.constexpr):
 
 
 @triton.jit
-def _key_pairs(word):
+def key_pairs(word):
     """int32 [32, 2], a word of K -> the pairs of d3 = 0 and 1."""
     if IS_INTERPRETED:
         result = (_pair(word, word, 0, 1), _pair(word, word, 2, 3))
@@ -124,7 +136,7 @@ def _value_pairs(first, second):
 
 
 @triton.jit
-def _slots(ring_head, table, token, block_stride, BLOCK: tl.constexpr, SLOT: tl.constexpr):
+def ring_slots(ring_head, table, token, block_stride, BLOCK: tl.constexpr, SLOT: tl.constexpr):
     """Pointers to the slots of tokens."""
     return ring_head + tl.load(table + token // BLOCK).to(tl.int64) * block_stride + token % BLOCK * SLOT
 
@@ -176,14 +188,14 @@ def attend_ring(
         low_slots, high_slots, slots = (), (), ()
         for m in tl.static_range(2):
             token = base + 16 * m + row
-            low_slots += (_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),)
-            high_slots += (_slots(ring_head, table, tl.minimum(token + 8, seq_len - 1), block_stride, BLOCK, SLOT),)
+            low_slots += (ring_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),)
+            high_slots += (ring_slots(ring_head, table, tl.minimum(token + 8, seq_len - 1), block_stride, BLOCK, SLOT),)
         for n in tl.static_range(4):
             token = base + 8 * (n // 2) + 2 * column + n % 2
             slots += (
                 (
-                    _slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),
-                    _slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT),
+                    ring_slots(ring_head, table, tl.minimum(token, seq_len - 1), block_stride, BLOCK, SLOT),
+                    ring_slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT),
                 ),
             )
         scores = tl.zeros([32, 8], tl.float32)
@@ -193,7 +205,7 @@ def attend_ring(
             high_scales += _load(high_slots, SCALES + 4 * i, 1)
         for g in tl.static_range(GROUPS):
             words = _load(low_slots, KEYS + g * 32 + column * 8, 2) + _load(high_slots, KEYS + g * 32 + column * 8, 2)
-            pairs = _key_pairs(words[0]) + _key_pairs(words[1]) + _key_pairs(words[2]) + _key_pairs(words[3])
+            pairs = key_pairs(words[0]) + key_pairs(words[1]) + key_pairs(words[2]) + key_pairs(words[3])
             low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
@@ -318,14 +330,14 @@ def _gather_ring_kernel(
     for base in range(tl.maximum(low, tl.load(first + request)), end, 32):
         token = base + tl.arange(0, 32)
         there = token < end
-        slot = _slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, SLOT)
+        slot = ring_slots(ring_head, table, tl.minimum(token, end - 1), block_stride, BLOCK, SLOT)
         target = ((row + token).to(tl.int64) * KV_HEADS + head) * HEAD_DIM
         for vector in tl.static_range(2):
             for g in tl.static_range(GROUPS):
                 codes = tl.load(
                     slot[:, None] + RING.codes[vector] + g * 32 + position[None, :], mask=there[:, None], other=0
                 )
-                step = _step(tl.load(slot + RING.scales[vector] + g, mask=there, other=0))
+                step = ring_step(tl.load(slot + RING.scales[vector] + g, mask=there, other=0))
                 x = ((codes.to(tl.float32) - 128) * step[:, None]).to(tl.float16)
                 if vector == KEY:
                     out = key + target[:, None] + g * 32 + key_channel[None, :]
