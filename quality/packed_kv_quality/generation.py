@@ -154,14 +154,14 @@ def generate(dtype: str, settings: GenerationSettings, path: Path) -> Generation
 
 
 def acceptance(dtype: str, settings: GenerationSettings) -> float:
-    """Tokens a step of decodes with n-gram drafts, in an engine of its own, behind prompts that repeat a passage of the
-    text. Raises Refused if the engine does not start."""
+    """Tokens a step of decodes with n-gram drafts, in an engine of its own, behind prompts that each repeat the
+    beginning of a window. Raises Refused if the engine does not start."""
     from vllm import SamplingParams
 
     drafts = {"method": "ngram", "num_speculative_tokens": settings.drafts, "prompt_lookup_max": 4}
     copied = min(COPIED, 2 * settings.max_model_len() // 3)
-    passages = {window.text: window.token_ids[:copied] for window in settings.windows}
-    prompts: Any = [{"prompt_token_ids": ids + ids[: len(ids) // 4]} for ids in passages.values()]
+    passages = dict.fromkeys(tuple(window.token_ids[:copied]) for window in settings.windows)
+    prompts: Any = [{"prompt_token_ids": [*ids, *ids[: len(ids) // 4]]} for ids in passages]
     with _engine(dtype, settings, speculative_config=drafts, disable_log_stats=False) as llm:
         longest = settings.max_model_len() - max(len(prompt["prompt_token_ids"]) for prompt in prompts)
         sampling = SamplingParams(max_tokens=min(DRAFTED, longest), temperature=0, ignore_eos=True, detokenize=False)
