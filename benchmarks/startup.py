@@ -275,7 +275,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         caches = options.caches or Path(folder)
         if options.fork:
+            begun = time.monotonic()
             import_vllm()
+            print(f"imported in {time.monotonic() - begun:.1f} s", flush=True)
             commit, tree = next(iter(trees.items()))
             run_case("auto", caches / FIRST, FIRST, commit, tree, options)
         for dtype in options.dtypes:

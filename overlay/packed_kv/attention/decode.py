@@ -224,12 +224,9 @@ class FusedDecode:
         assert self.has_lse == (lse is not None)
         shape, tokens = self.shape, len(positions)
         requests, schedule = len(seq_lens), None
-        if self.of_cuda is None:
-            grid = cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
-        else:
-            columns, passes = cuda.column_count(shape.group, max_query_len), cuda.pass_count(shape.group, max_query_len)
-            grid = cuda.grid(requests * passes, self.card, columns)
+        grid = self._grid(requests, max_query_len)
         if grid.is_final:
+            columns, passes = cuda.column_count(shape.group, max_query_len), cuda.pass_count(shape.group, max_query_len)
             schedule = self.schedulers[cuda.kind_of(requests * passes, self.card, columns)](seq_lens, passes)
             rotated, partial, stats, *bias = self.reserve(tokens, (grid.blocks, self.kv_heads, columns))
         else:
@@ -295,6 +292,23 @@ class FusedDecode:
 
     def _heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(len(output), self.kv_heads, self.shape.group, output.shape[2])
+
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        """Requests and their query tokens, of steps that launch all variants of the kernels between them."""
+        steps: dict[tuple[int, int] | None, tuple[int, int]] = {}
+        for query_len in {1, min(self.longest_decode, self.longest)}:
+            for requests in range(self.max_requests, 0, -1):
+                grid = self._grid(requests, query_len)
+                steps[None if grid.is_final else merge_tile(grid.blocks)] = requests, query_len
+        return list(steps.values())
+
+    def _grid(self, requests: int, max_query_len: int) -> cuda.Grid:
+        """Of the CUDA kernel, or with the splits of Triton's."""
+        if self.of_cuda is None:
+            return cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
+        group = self.shape.group
+        passes = cuda.pass_count(group, max_query_len)
+        return cuda.grid(requests * passes, self.card, cuda.column_count(group, max_query_len))
 
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch, and compile the schedulers."""

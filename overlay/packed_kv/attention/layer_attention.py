@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..codecs.pages import PagedCodec
+from ..codecs.ring import Ring
+from ..kernels.ahead import Ahead
 from ..layout import MICRO_BLOCK
 from ..window.metadata import RecentTokens
 from ..window.step import WindowStep
@@ -66,8 +68,10 @@ class LayerAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
         window_layer: WindowLayer | None,
     ) -> None:  # fmt: skip
-        """Take the workspace and compile the kernels, on pages and a ring of our own: else the first request behind a
-        cached prefix would wait for them, 1.3 s on an H200. Nothing to do where there are no kernels.
+        """Take the workspace, and compile the kernels side by side, on pages and a ring of our own. Nothing to do where
+        there are no kernels.
+
+        What is compiled by a later step: the rotation of queries by itself, in a layer that shares another's cache.
 
         Args:
             query, key, value: of vLLM's profiling run.
@@ -76,12 +80,28 @@ class LayerAttention:
         """
         if self.fused is None or key is None:
             return
+        batch = (query, key, value, block_size, window_layer)
+        with Ahead() as ahead:
+            self._launch_decodes(*batch)  # first, as their kernels take longest
+            self._launch_prefills(*batch)
+            self._forget_launches()
+        if ahead.compiled:  # the first layer of its kind takes what memory PyTorch and the kernels' code need
+            self._launch_prefills(*batch)
+        else:
+            self.reserve(query)
+        self._forget_launches()
+
+    def _launch_prefills(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
+        window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        """Every launch of a step with prefills."""
+        assert self.fused is not None
         self.reserve(query)
         # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
         tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
         new_tokens = tokens if self.prefill is None else -(-tokens // 2)
-        shape = (-(-tokens // block_size), self.kv_heads, block_size, self.codec.slot_bytes)
-        pages = key.new_zeros(shape, dtype=torch.uint8)
+        pages = self._pages(tokens, block_size, key)
         heads = self.query_heads * self.shard.ranks
         batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device, self.shard, heads, block_size)
         positions = torch.arange(tokens, device=key.device)
@@ -89,13 +109,54 @@ class LayerAttention:
         output = query.new_empty((*query.shape[:2], self.codec.value.head_dim))
         self.forward(query, key, value, pages, batch, output)
         if window_layer is not None and self.prefill is not None and window_layer.ring_block_size:
-            ring = window_layer.ring_of_one_request(tokens, self.kv_heads, self.codec.key.head_dim, key.device)
+            ring = self._ring(tokens, window_layer, key)
             for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
                 rows = positions[start:]
                 step = self.fused.store_step(rows, rows, rows.to(torch.int32))
                 self.fused.store(pages, key[rows], value[rows], step, ring.cache, only_ring=start > 0)
             self.prefill.attend(query, key, value, pages, batch, 0, output, ring)
-        self.fused.bound.clear()  # of these pages and this ring
+            window_layer.fill_slots_of_one_request(ring)
+
+    def _launch_decodes(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
+        window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        """Every launch of steps of decodes alone, in a block of `Ahead`."""
+        fused = self.fused
+        assert fused is not None
+        if query.dtype == torch.float32:
+            return
+        for requests, query_len in fused.batches_to_compile():
+            count = torch.arange(requests + 1, dtype=torch.int32, device=key.device)
+            pages, positions = self._pages(1, block_size, key), count[:-1].long()
+            ring, of_ring = None, None
+            if window_layer is not None and window_layer.ring_block_size:
+                ring, of_ring = self._ring(requests, window_layer, key), positions.to(torch.int32)
+            queries, lse = query[:requests], None
+            output = query.new_empty((requests, self.query_heads, self.codec.value.head_dim))
+            if self.shard.ranks > 1:
+                heads = self.query_heads * self.shard.ranks
+                queries = query.new_empty((requests, heads, query.shape[2]))
+                output = query.new_empty((requests, heads, output.shape[2]), dtype=torch.float32)
+                lse = output.new_empty((requests, heads))
+            tables = count[:-1, None], count, count[1:]
+            step = fused.decode_step(positions, *tables, query_len, ring, lse)
+            store = fused.store_step(positions, positions, of_ring, step)
+            cache = None if ring is None else ring.cache
+            fused.store(pages, key[:requests], value[:requests], store, cache, queries)
+            fused.attend(pages, step, output, ring)
+
+    def _pages(self, tokens: int, block_size: int, like: torch.Tensor) -> torch.Tensor:
+        shape = (-(-tokens // block_size), self.kv_heads, block_size, self.codec.slot_bytes)
+        return like.new_zeros(shape, dtype=torch.uint8)
+
+    def _ring(self, tokens: int, layer: WindowLayer, like: torch.Tensor) -> Ring:
+        return layer.ring_of_one_request(tokens, self.kv_heads, self.codec.key.head_dim, like.device)
+
+    def _forget_launches(self) -> None:
+        """Of pages and a ring of our own."""
+        assert self.fused is not None
+        self.fused.bound.clear()
         if self.prefill is not None:
             self.prefill.bound.clear()
 

@@ -19,7 +19,7 @@ from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
 from ..vllm_compat import cache_layouts
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
-from .metadata import ChunkedWindowMetadataBuilder, RecentTokens, WindowMetadataBuilder
+from .metadata import ChunkedWindowMetadataBuilder, RecentTokens, WindowMetadataBuilder, slot_filler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +43,8 @@ class WindowLayer(AttentionLayerBase):
     def __init__(self, layer_name: str, window: int, slack: int, config: VllmConfig) -> None:
         self.layer_name, self.window, self.slack = layer_name, window, slack
         self.config = config
-        self.ring_block_size = 0
+        self.spec: RingSpec | None = None
+        """Of the cache that vLLM lays out, once it has asked."""
         self.kv_cache = torch.tensor([])
         self.recent_tokens: dict[int, RecentTokens] = {}
         """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
@@ -56,9 +57,13 @@ class WindowLayer(AttentionLayerBase):
         return _of_chunks(backend, chunk_size) if chunk_size else backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        spec = self.find_spec(vllm_config)
-        self.ring_block_size = spec.ring_block_size  # of the cache that vLLM is about to lay out
-        return spec
+        self.spec = self.find_spec(vllm_config)
+        return self.spec
+
+    @property
+    def ring_block_size(self) -> int:
+        """Tokens of a ring block; 0 as long as vLLM has not asked."""
+        return 0 if self.spec is None else self.spec.ring_block_size
 
     def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
         """As `get_kv_cache_spec`, without a change to the layer."""
@@ -79,6 +84,12 @@ class WindowLayer(AttentionLayerBase):
         shape = (blocks, kv_heads, self.ring_block_size, ring_slot_bytes(head_dim))
         table = torch.arange(blocks, dtype=torch.int32, device=device).unsqueeze(0)
         return Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, table.new_zeros(1), self.window)
+
+    def fill_slots_of_one_request(self, ring: Ring) -> None:
+        """Launch, for a `ring_of_one_request`, what a step's metadata launch."""
+        starts = torch.arange(2, dtype=torch.int32, device=ring.cache.device)
+        fill, sizes = slot_filler(self.spec, ring.cache.device)
+        fill(starts, starts[1:].clone(), ring.block_table, starts[:1].clone(), ring.first, **sizes)
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,21 +68,11 @@ class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
         spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
-        self.sizes = {
-            "block_size": spec.ring_block_size,
-            "ring_blocks": spec.ring_blocks,
-            "window": spec.window,
-            "longest_decode": spec.slack if device.type == "cuda" else 0,  # in PyTorch a batch's own tokens are raw
-        }
+        self.fill, self.sizes = slot_filler(spec, device)
         scheduler = vllm_config.scheduler_config
         tokens = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * spec.slack
         self.slots = torch.full((tokens,), -1, dtype=torch.int32, device=device)
         self.first = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self.fill = fill_slots
-        if device.type == "cuda":
-            from ..kernels.triton.ring import plan_ring
-
-            self.fill = plan_ring
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -122,3 +113,14 @@ class ChunkedWindowMetadataBuilder(WindowMetadataBuilder):
         request = np.searchsorted(starts[1:], ends)
         is_short = (np.diff(chunk_starts) <= longest) & (np.diff(starts)[request] > longest)
         return torch.from_numpy(is_short & (ends < starts[1:][request]))
+
+
+def slot_filler(spec: Any, device: torch.device) -> tuple[Callable[..., None], dict[str, int]]:
+    """Return what fills a step's slots on a device, `fill_slots` or its kernel, and its keyword arguments for rings of
+    `spec`, a `RingSpec`."""
+    sizes = {"block_size": spec.ring_block_size, "ring_blocks": spec.ring_blocks, "window": spec.window}
+    if device.type != "cuda":
+        return fill_slots, {**sizes, "longest_decode": 0}  # in PyTorch a batch's own tokens are raw
+    from ..kernels.triton.ring import plan_ring
+
+    return plan_ring, {**sizes, "longest_decode": spec.slack}

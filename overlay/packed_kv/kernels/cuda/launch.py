@@ -15,6 +15,7 @@ from ...codecs.ring import Ring
 from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout
 from .. import units
+from ..ahead import current
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
@@ -379,7 +380,7 @@ class CudaDecode:
         self.functions: dict[tuple[int, bool, int], _Function] = {}
 
     def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream; in a block of `Ahead`, do nothing.
 
         Args:
             shape: of `grid`. If it is final, `output` is filled, otherwise the partial results of `step`.
@@ -391,6 +392,8 @@ class CudaDecode:
         variant = (shape.warps, shape.is_final, max_query_len)
         function = self.functions.get(variant)
         if function is None:
+            if current() is not None:
+                return
             function = self.functions[variant] = self._function(shape, max_query_len)
         CALL_ARGUMENTS.pack_into(self.arguments, 0, output.data_ptr())
         self.arguments[CALL_ARGUMENTS.size : CALL_ARGUMENTS.size + STEP_ARGUMENTS.size] = step
@@ -404,7 +407,8 @@ class CudaDecode:
             raise RuntimeError(f"the decode kernel was not launched: {status.name}")
 
     def compile_variants(self, longest_decode: int) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one.
+        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        note them.
 
         Args:
             longest_decode: most query tokens of a request, drafts included.
@@ -415,17 +419,24 @@ class CudaDecode:
         }
         for (columns, _), length in lengths.items():
             few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1), columns)
-            for warps in {few.warps, many.warps}:
-                self._function(Grid(warps, 1, True), length)
-            self._function(Grid(few.warps if columns > 8 else 1, 1, False), length)
+            final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
+            for shape in (*final, Grid(few.warps if columns > 8 else 1, 1, False)):
+                wanted = self._constants(shape, length)
+                if (ahead := current()) is None:
+                    _load(wanted, self.device)
+                else:
+                    ahead.note(wanted, functools.partial(_machine_code, wanted))
 
     def _function(self, shape: Grid, max_query_len: int) -> _Function:
+        return _load(self._constants(shape, max_query_len), self.device)
+
+    def _constants(self, shape: Grid, max_query_len: int) -> tuple[tuple[str, str], ...]:
         variant = Variant(
             shape.warps, shape.is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
             self.recent, self.has_bias, self.output, self.has_lse and shape.is_final,
             self.tiles_a_block, pass_count(self.group, max_query_len),
         )  # fmt: skip
-        return _load(tuple(constants(self.page, self.kv_heads, self.group, variant).items()), self.device)
+        return tuple(constants(self.page, self.kv_heads, self.group, variant).items())
 
 
 def column_count(group: int, max_query_len: int) -> int:
@@ -455,9 +466,16 @@ def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
     """Return the kernel compiled with these constants; all layers of a process share it."""
     from cuda.bindings import driver
 
-    from .nvrtc import compiled_kernel, load
+    from .nvrtc import load
 
-    values = dict(constants)
-    shared_bytes = int(values["SHARED_BYTES"])
+    shared_bytes = int(dict(constants)["SHARED_BYTES"])
     with torch.cuda.device(device):
-        return _Function(driver.cuLaunchKernel, load(compiled_kernel(values), "decode", shared_bytes), shared_bytes)
+        return _Function(driver.cuLaunchKernel, load(_machine_code(constants), "decode", shared_bytes), shared_bytes)
+
+
+@functools.cache
+def _machine_code(constants: tuple[tuple[str, str], ...]) -> bytes:
+    """Return the kernel compiled with these constants. Any thread may ask; to load it takes one with a CUDA context."""
+    from .nvrtc import compiled_kernel
+
+    return compiled_kernel(dict(constants))

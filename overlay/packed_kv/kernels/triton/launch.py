@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import triton
 
+from ..ahead import current
+
 Bound = TypeVar("Bound")
 
 
@@ -36,7 +38,8 @@ class Launch:
         constants: values of the constexpr parameters, by name.
         options: of the compilation: `num_warps` and so on.
 
-    Raises TypeError in the first call if the kernel is specialized on a number that is not in `fixed`.
+    Raises TypeError in the first call if the kernel is specialized on a number that is not in `fixed`. In a block of
+    `Ahead`, the first call only notes what is to be compiled.
     """
 
     def __init__(self, kernel: Any, fixed: Arguments, constants: dict[str, Any], **options: Any) -> None:
@@ -55,7 +58,11 @@ class Launch:
         """
         compiled = self.compiled
         if compiled is None:
-            self._first(grid, tensors, step)
+            ahead = current()
+            if ahead is None:
+                self._first(grid, tensors, step)
+            else:
+                ahead.note(self.variant(tensors, step), self._compilation(grid, tensors, step))
             return
         addresses = [x.data_ptr() for x in tensors]
         unaligned = 0
@@ -76,6 +83,36 @@ class Launch:
     def _by_jit(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> Any:
         values = (*tensors, *step.values, *self.fixed.values)
         return self.kernel[grid](*values, **self.constants, **self.options)
+
+    def variant(self, tensors: tuple[torch.Tensor, ...], step: Arguments) -> tuple[Any, ...]:
+        """What the JIT compiles for these arguments, as a key."""
+        kernel, unspecialized = self.kernel, self._names("do_not_specialize")
+        any_address = unspecialized | self._names("do_not_specialize_on_alignment")
+        kinds: list[Any] = []
+        for name, x in zip(kernel.arg_names, (*tensors, *step.values, *self.fixed.values), strict=False):
+            if isinstance(x, torch.Tensor):
+                kinds.append((x.dtype, name in any_address or x.data_ptr() % 16 == 0))
+            else:
+                is_special = isinstance(x, int) and name not in unspecialized
+                kinds.append((type(x), is_special and x == 1, is_special and x % 16 == 0))
+        return kernel, *kinds, *self.constants.items(), *self.options.items()
+
+    def _compilation(
+        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments
+    ) -> Callable[[], None]:
+        """What compiles for these arguments, in any thread. The interpreter compiles nothing."""
+        warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *step.values, *self.fixed.values)
+        device = next((x.device.index for x in values if isinstance(x, torch.Tensor) and x.is_cuda), -1)
+        caches = getattr(self.kernel, "device_caches", None)
+        if caches is not None and device >= 0:
+            caches[device]  # made here: threads that make it each for themselves would compile into several
+
+        def compile_variant() -> None:
+            with torch.cuda.device(device):  # of this thread; -1: as it is
+                if warmup is not None:
+                    warmup(*values, grid=grid, **self.constants, **self.options)
+
+        return compile_variant
 
     def _first(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
         """Compile, launch and keep what later calls need. Under the interpreter there is nothing to keep."""

@@ -7,6 +7,8 @@ from which token on a request's ring can be read. The reference of the bytes is 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -302,11 +304,19 @@ def plan_ring(
 ) -> None:
     """`window/slots.fill_slots` in one launch: fills `slots` and `first`. The arguments are the same."""
     requests = len(seq_lens)
-    _plan_kernel[(requests,)](
-        query_start, seq_lens, block_table, slots, first, requests, len(slots), block_table.stride(0),
+    launch = _bind_plan(block_size, ring_blocks, window, longest_decode, slots.device)
+    step = Arguments(requests, len(slots), block_table.stride(0))
+    launch((requests, 1, 1), (query_start, seq_lens, block_table, slots, first), step)
+
+
+@functools.cache
+def _bind_plan(block_size: int, ring_blocks: int, window: int, longest_decode: int, device: torch.device) -> Launch:
+    """The kernel for rings of these sizes; `device` keeps those of several devices apart."""
+    constants = dict(
         WINDOW=window, BLOCK=block_size, RING_BLOCKS=ring_blocks, LONGEST=longest_decode,
-        ENTRIES=power_of_2((window + longest_decode) // block_size + 2), TOKENS=TOKENS_A_PROGRAM, num_warps=4,
+        ENTRIES=power_of_2((window + longest_decode) // block_size + 2), TOKENS=TOKENS_A_PROGRAM,
     )  # fmt: skip
+    return Launch(_plan_kernel, Arguments(), constants, num_warps=4)
 
 
 @triton.jit(

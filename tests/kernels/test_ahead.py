@@ -1,0 +1,141 @@
+"""What steps launch is compiled before them, side by side."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packed_kv import FORMATS
+from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.context_shard import ContextShard
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.kernels import ahead
+from packed_kv.kernels.ahead import Ahead, current
+from packed_kv.kernels.cuda import launch as cuda
+from packed_kv.kernels.triton.launch import Arguments, Launch
+from packed_kv.window.layer import WindowLayer
+from packed_kv.window.step import WindowStep
+from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, _machine, batch, layer
+
+__all__ = ["_machine"]  # a fixture
+RING_BLOCK, WINDOW = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_compiled", set())
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _process: {0, 1})
+
+
+def test_two_variants_compile_at_a_time() -> None:
+    both = threading.Barrier(2, timeout=30)
+    done: list[int] = []
+    with Ahead() as block:
+        assert current() is block
+        for number in (0, 1, 0):
+            block.note(number, lambda number=number: (both.wait(), done.append(number)))
+        assert not done
+    assert current() is None and sorted(done) == [0, 1] and block.compiled == 2
+
+
+def test_a_variant_is_compiled_once() -> None:
+    done: list[str] = []
+    for _ in range(2):
+        with Ahead() as block:
+            block.note("variant", lambda: done.append("compiled"))
+    assert done == ["compiled"] and block.compiled == 0
+
+
+def test_errors_are_raised() -> None:
+    with pytest.raises(RuntimeError, match="ptxas"), Ahead() as block:  # raised at the block's end
+        block.note("bad", lambda: (_ for _ in ()).throw(RuntimeError("ptxas")))
+    assert current() is None
+    done: list[str] = []
+    with pytest.raises(ValueError, match="elsewhere"), Ahead() as block:  # noqa: PT012
+        block.note("good", lambda: done.append("compiled"))
+        raise ValueError("elsewhere")
+    assert current() is None and not done
+
+
+def test_a_launch_is_noted_and_not_run() -> None:
+    asked: list[dict] = []
+
+    class Kernel:
+        arg_names = ("x", "SIZE")
+        params = ()
+        do_not_specialize = do_not_specialize_on_alignment = ()
+
+        def warmup(self, *values: object, **options: object) -> None:
+            asked.append({"values": values, **options})
+
+        def __getitem__(self, grid: object) -> None:
+            raise AssertionError("launched")
+
+    x, kernel = torch.zeros(16), Kernel()
+    with Ahead():
+        for start in (0, 4, 1):  # the last one is not aligned
+            Launch(kernel, Arguments(), {"SIZE": 32}, num_warps=2)((5, 1, 1), (x[start:],), Arguments())
+    assert [(*call.pop("values")[0].shape, *call.items()) for call in asked] == [
+        (16, ("grid", (5, 1, 1)), ("SIZE", 32), ("num_warps", 2)),
+        (15, ("grid", (5, 1, 1)), ("SIZE", 32), ("num_warps", 2)),
+    ]
+
+
+def window_layer() -> WindowLayer:
+    made = object.__new__(WindowLayer)
+    made.window = WINDOW
+    made.spec = SimpleNamespace(ring_block_size=RING_BLOCK, ring_blocks=4, window=WINDOW, slack=1)
+    return made
+
+
+@pytest.mark.parametrize("has_ring", [True, False], ids=["ring", "no_ring"])
+@pytest.mark.parametrize("major", [8, 9], ids=["ampere", "hopper"])
+def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted."""
+    noted, launched = set(), set()
+
+    def note(self: Ahead) -> None:
+        noted.update(self.jobs)
+        self.compiled = len(self.jobs)
+
+    monkeypatch.setattr(Ahead, "_compile", note)
+    keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
+    monkeypatch.setattr(Launch, "_first", keep)
+    monkeypatch.setattr(cuda, "_load", lambda constants, _device: launched.add(constants))
+    of_cuda = lambda self, grid, length, *_: launched.add(self._constants(grid, length))  # noqa: E731
+    monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
+    monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
+    card = SimpleNamespace(multi_processor_count=2, major=major, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
+    shard = ContextShard()
+    served = layer(codec, shard, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False)
+    window = window_layer() if has_ring else None
+
+    def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = torch.zeros(tokens, HEADS + 2, HEAD_DIM, dtype=torch.float16, device=DEVICE)
+        return rows[:, :HEADS], rows[:, HEADS : HEADS + 1], rows[:, HEADS + 1 :]
+
+    served.profile(*inputs(64), BLOCK, window)
+    assert launched <= noted and len(noted) >= 6
+    for lengths in (
+        [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], *([(9, 1)] * n for n in range(1, 9)),
+    ):  # fmt: skip
+        metadata, _ = batch(shard, lengths)
+        metadata.decode_query_len = 1
+        step = None
+        if window is not None:
+            ring = window.ring_of_one_request(64, 1, HEAD_DIM, DEVICE)
+            window.kv_cache = ring.cache
+            table = ring.block_table.repeat(len(lengths), 1)
+            first = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
+            slots = metadata.slot_mapping.to(torch.int32)
+            of_requests = lambda a, b, table=table, first=first: (table[a:b], first[a:b])  # noqa: E731
+            step = WindowStep(window, SimpleNamespace(slots=slots, of_requests=of_requests), is_shared=False)
+        cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
+        query, key, value = inputs(metadata.num_actual_tokens)
+        served.forward(query, key, value, cache, metadata, torch.zeros_like(query), step)
+    assert launched <= noted, [variant[0] for variant in launched - noted]
+    assert noted <= launched, [variant[0] for variant in noted - launched]
