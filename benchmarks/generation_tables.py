@@ -14,14 +14,30 @@ from tables import Row, Table, pivot
 FOLDER = "generate-smollm2"
 CALIBRATED, UNCALIBRATED, OTHERS = "calibrated", "no file", ""
 FILES = {"calibrated": CALIBRATED, "uncalibrated": UNCALIBRATED}
-"""File of the folder -> its setting of our dtypes (of others it is `OTHERS`). All have the window of 64 tokens."""
+"""File of the folder -> its setting of our dtypes (of others it is `OTHERS`). With the window of 64 tokens."""
+NO_WINDOW = {"no-window-calibrated": CALIBRATED, "no-window-uncalibrated": UNCALIBRATED}
+STRETCHED = {"yarn-calibrated": CALIBRATED, "yarn-uncalibrated": UNCALIBRATED}
+"""The model stretched by YaRN, with the window."""
+HARDER = {"tasks": CALIBRATED}
+"""RULER's other tasks, with the window."""
+REPEATED = {"repeated": CALIBRATED}
+"""Of a prompt whose first token stands there twice and once, with the window."""
 REFERENCE = "fp8"
 """vLLM's own, of which the tables give ratios. It knows neither file nor window."""
 NOT_FINITE = "not finite"
 """Stands for a KL or a log-probability that an engine gave as nan."""
 README_DTYPES = ("tq4", "turboquant35", "tq3", "turboquant25", REFERENCE, "int4_per_token_head")
 PLACES = ("text", "prompt")
-TASKS = {"single": "a number", "far": "a number far back"}
+TASKS = {
+    "single": "a number",
+    "far": "a number far back",
+    "multi_key": "one of several names",
+    "multi_value": "several numbers of a name",
+    "multi_query": "several names",
+    "variables": "variables",
+    "common_words": "the commonest word",
+    "json": "JSON",
+}
 GAINS = {
     "tq4": (0.75, 0.65, 0.75),
     "isoquant4": (0.55, 0.45, 0.60),
@@ -37,24 +53,28 @@ SHARES = {
     "turboquant25": (1.2, 1.0, 1.1),
 }
 """Goals at the three lengths, at most: KL with a file, of the reference's."""
+STRETCHED_GAIN = 0.8
+"""Goal of the stretched model, below: KL with a file, of that without, of each dtype of `GAINS`."""
+NO_WINDOW_KL = {"fiction": 0.0173, "technical": 0.0277}
+"""Goals of tq4 without a window at the last length, at most: half of what a file of version 2 had."""
 LOSSES: Mapping[str, float | None] = {"tq4": None, "turboquant35": None, "tq3": 0.2, "turboquant25": 0.4}
 """Goals far back at the last length, at most: nats lost an answer. None: less than the reference loses."""
 
 
-def continuations() -> list[Row]:
+def continuations(files: Mapping[str, str] = FILES) -> list[Row]:
     """A row a dtype, setting, text and length of prompts."""
     found = [
         {**columns, "text": part["text"], "prompt": str(part["prompt"]), "kl_mean": str(part["kl_mean"]),
          "kl_error": str(part["kl_error"] or ""), "windows": json.dumps(part["kl_windows"])}
-        for row, columns in _rows()
+        for row, columns in _rows(files)
         for part in row["continuations"]
     ]  # fmt: skip
     return in_order([row for row in found if not is_baseline(row)])
 
 
-def _rows() -> Iterator[tuple[Mapping, dict[str, str]]]:
+def _rows(files: Mapping[str, str] = FILES) -> Iterator[tuple[Mapping, dict[str, str]]]:
     """Each row of the files, with the columns that its lines in tables share."""
-    for file, setting in FILES.items():
+    for file, setting in files.items():
         name = f"{FOLDER}/{file}.json"
         found = json.loads((RESULTS / name).read_text())
         for row in found["rows"]:
@@ -103,16 +123,16 @@ def _tokens(length: str) -> str:
     return f"{int(length):,}"
 
 
-def by_text() -> list[Table]:
+def by_text(files: Mapping[str, str] = FILES) -> list[Table]:
     """Texts and lengths across."""
-    rows = shared(continuations(), PLACES)
+    rows = shared(continuations(files), PLACES)
     head = ["dtype", "KV bytes/token", "setting"]
     return [pivot(rows, ("dtype", "token", "setting"), PLACES, kl, head, lambda text, n: f"{text}, {_tokens(n)}")]
 
 
-def gain() -> list[Table]:
+def gain(files: Mapping[str, str] = FILES) -> list[Table]:
     """Lengths across: the KL with a file, of that without, paired by windows."""
-    found = _pairs()
+    found = _pairs(files)
     lengths = list(dict.fromkeys(prompt for dtype in found.values() for prompt in dtype))
     table = Table(["calibrated / no file", *map(_tokens, lengths)], 1)
     for dtype, by_prompt in found.items():
@@ -122,10 +142,10 @@ def gain() -> list[Table]:
     return [table]
 
 
-def _pairs() -> dict[str, dict[str, dict[str, Row]]]:
+def _pairs(files: Mapping[str, str] = FILES) -> dict[str, dict[str, dict[str, Row]]]:
     """Dtype -> length -> setting -> the row of both texts."""
     found: dict[str, dict[str, dict[str, Row]]] = {}
-    for row in merged(continuations(), ("prompt",)):
+    for row in merged(continuations(files), ("prompt",)):
         found.setdefault(row["dtype"], {}).setdefault(row["prompt"], {})[row["setting"]] = row
     return found
 
@@ -186,17 +206,42 @@ def goals() -> list[Table]:
     return [table]
 
 
-def judged(value: float, limit: float) -> str:
+def no_window_goals() -> list[Table]:
+    """tq4's goals, texts across."""
+    rows = [row for row in continuations(NO_WINDOW) if row["dtype"] == "tq4" and row["setting"] == CALIBRATED]
+    last = max(int(row["prompt"]) for row in rows)
+    rows = [row for row in rows if int(row["prompt"]) == last]
+    table = Table(
+        ["KL, no window, calibrated: goal at most", *(f"{row['text']}, {_tokens(row['prompt'])}" for row in rows)], 1
+    )
+    cells = [judged(float(row["kl_mean"]), NO_WINDOW_KL[row["text"]], 4) for row in rows]
+    table.add(["tq4", *cells], rows)
+    return [table]
+
+
+def stretched_goals() -> list[Table]:
+    """Lengths across: the KL with a file, of that without."""
+    found = _pairs(STRETCHED)
+    lengths = list(found["tq4"])
+    table = Table(["calibrated / no file: goal below", *map(_tokens, lengths)], 1)
+    for dtype in GAINS:
+        pairs = [found[dtype][prompt] for prompt in lengths]
+        cells = [judged(_gain_of(pair)[0], STRETCHED_GAIN - 0.01) for pair in pairs]
+        table.add([dtype, *cells], [row for pair in pairs for row in pair.values()])
+    return [table]
+
+
+def judged(value: float, limit: float, digits: int = 2) -> str:
     """A figure, its goal, and whether it is reached, by the figure as it is shown."""
-    return f"{value:.2f} ({limit:.2f}: {'reached' if round(value, 2) <= limit else 'missed'})"
+    return f"{value:.{digits}f} ({limit:.{digits}f}: {'reached' if round(value, digits) <= limit else 'missed'})"
 
 
-def kept_tasks() -> list[Row]:
+def kept_tasks(files: Mapping[str, str] = FILES) -> list[Row]:
     """A row a dtype, setting, kind of task and length, of the tasks that the baseline solves: how many of how many
     (`kept`), the share that the dtype solves, and the nats lost an answer. None where it solves no task."""
     known: dict[tuple[str, int], Mapping] = {}
     rows = []
-    for row, columns in _rows():
+    for row, columns in _rows(files):
         for part in row["answers"]:
             at = part["kind"], part["prompt"]
             if is_baseline(columns):
@@ -214,9 +259,9 @@ def kept_tasks() -> list[Row]:
     return in_order(rows)
 
 
-def planted() -> list[Table]:
-    """Numbers planted once, by where and length."""
-    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks()]
+def planted(files: Mapping[str, str] = FILES) -> list[Table]:
+    """Tasks by kind and length."""
+    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks(files)]
 
     def case(task: str, prompt: str, kept: str) -> str:
         return f"{task}, {prompt} ({kept})"
@@ -224,6 +269,13 @@ def planted() -> list[Table]:
     across = ("task", "prompt", "kept")
     down = ("dtype", "setting")
     return [pivot(rows, down, across, lambda row, _: row["shown"], list(down), case)]
+
+
+def harder() -> list[Table]:
+    """RULER's other tasks, dtypes across."""
+    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks(HARDER)]
+    down, head = ("task", "prompt", "kept"), ["tasks", "prompt", "bf16 answers"]
+    return [pivot(rows, down, ("dtype",), lambda row, _: row["shown"], head)]
 
 
 def readme_rows() -> list[Row]:
@@ -259,4 +311,11 @@ GENERATION: Mapping[str, Callable[[], Sequence[Table]]] = {
     "generate-goals": goals,
     "generate-shares": shares,
     "generate-planted": planted,
+    "generate-repeated": lambda: by_text(REPEATED),
+    "generate-no-window": lambda: by_text(NO_WINDOW),
+    "generate-no-window-gain": lambda: gain(NO_WINDOW),
+    "generate-no-window-goals": no_window_goals,
+    "generate-yarn": lambda: by_text(STRETCHED),
+    "generate-yarn-goals": stretched_goals,
+    "generate-tasks": harder,
 }

@@ -32,9 +32,9 @@ memcheck_cases=(
     "tests/kernels/cuda/test_cuda_decode.py::test_pages[{'name': 'isoquant3', 'kv_heads': 1, 'group': 16, 'query_lens': (4, 3), 'seq_lens': (2100, 70), 'splits': Grid(warps=4, blocks=2, is_final=True)}]"
     "tests/kernels/cuda/test_cuda_decode.py::test_recent_tokens[{'name': 'turboquant25', 'kv_heads': 1, 'group': 16, 'query_lens': (2, 1), 'recent': 64, 'requests': ((700, 0), (60, 50)), 'splits': Grid(warps=4, blocks=3, is_final=False)}]"
     # Latent attention: store, gather, both decode kernels.
-    "tests/kernels/triton/test_latent.py::test_stored_bytes_equal_the_codecs[tq4-512-64]"
-    "tests/kernels/triton/test_latent.py::test_gathered_rows_equal_the_pages[isoquant3-96-32]"
-    "tests/kernels/triton/test_latent.py::test_decodes_equal_the_reference[turboquant25-96-32-3-3-drafts]"
+    "tests/kernels/triton/test_latent.py::test_stored_bytes_equal_the_codecs[tq4-512-64-16]"
+    "tests/kernels/triton/test_latent.py::test_gathered_rows_equal_the_pages[96-32-isoquant3-16]"
+    "tests/kernels/triton/test_latent.py::test_decodes_equal_the_reference[turboquant25-96-32-3-16-3-drafts]"
     "tests/kernels/cuda/test_cuda_latent.py::test_decode[{'name': 'turboquant25', 'heads': 4, 'seq_lens': (200, 70, 0, 5), 'query_lens': (3, 0, 1, 2), 'block_size': 16}]"
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
