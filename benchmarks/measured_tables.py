@@ -185,6 +185,13 @@ def store() -> list[Table]:
     return [pivot(in_order(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
 
 
+def startup() -> list[Table]:
+    seconds = {"first_token_s": "s to the first token", "profile_s": "profiling run", "warm_up_s": "warm-up",
+               "kernels_compiled": "kernels compiled", "compile_s": "their s, summed"}  # fmt: skip
+    down = {"dtype": "dtype", "caches": "caches", "commit": "tree"}
+    return [figures(load("startup.csv"), down, {title: text(name) for name, title in seconds.items()})]
+
+
 def routes() -> list[Table]:
     def show(row: Row, _: Row | None) -> str:
         return f"{float(row['decode_us']):.0f} / {float(row['prefill_us']):.0f}"
@@ -392,6 +399,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "columns": columns,
     "kernel-batches": kernel_batches,
     "store": store,
+    "startup": startup,
     "routes": routes,
     "copies": copies,
     "contexts": contexts,
