@@ -1,5 +1,5 @@
-"""Makes the tables of README.md, benchmarks/results/README.md and docs/ (measured.md, tried.md, reliability.md) from
-the rows in results/.
+"""Makes the tables of README.md, benchmarks/results/README.md and docs/ (measured.md, tried.md, reliability.md,
+quality.md) from the rows in results/.
 
     python benchmarks/measured.py            # rewrites what stands between the markers
     python benchmarks/measured.py --check    # changes nothing; exit code 1 if a file differs from its rows
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import generation_tables
-from measured_experiments import RELIABILITY, TRIED
+from measured_experiments import QUALITY, RELIABILITY, TRIED
 from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
 from measured_tables import DOCS, README
 from tables import Table
@@ -70,7 +70,12 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
         REPO / "README.md": {name: make for name, make in README.items()},
         **{
             REPO / "docs" / page: {name: partial(_made, make) for name, make in tables.items()}
-            for page, tables in (("measured.md", DOCS), ("tried.md", TRIED), ("reliability.md", RELIABILITY))
+            for page, tables in (
+                ("measured.md", DOCS),
+                ("tried.md", TRIED),
+                ("reliability.md", RELIABILITY),
+                ("quality.md", QUALITY),
+            )
         },
         RESULTS / "README.md": {"files": index},
     }

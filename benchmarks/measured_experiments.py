@@ -1,12 +1,12 @@
-"""The tables of docs/tried.md and docs/reliability.md that `measured.py` makes from results/. `TRIED` and `RELIABILITY`
-name them."""
+"""The tables of docs/tried.md, docs/reliability.md and docs/quality.md that `measured.py` makes from results/. `TRIED`,
+`RELIABILITY` and `QUALITY` name them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from measured_rows import RESULTS, file_named, files, load
+from measured_rows import ORDER, RESULTS, file_named, files, load
 from tables import Row, Table
 
 KINDS = {"single": "facts", "multi_key": "many keys", "variables": "variables", "quote": "quotes",
@@ -88,5 +88,31 @@ def _memory(found: Mapping, what: str) -> str:
     return f"{', '.join(f'{used:,}' for used in found[f'{what}_mib'])} MiB; {found[f'{what}_growth_mib']:.0f} MiB"
 
 
+LATENT_CODINGS = {"plain": "bf16 (not coded)", "fp8": "fp8: e4m3, scale 1", "nvfp4": "NVFP4-like"}
+ROPE_CODINGS = {"8": "RoPE at 8 bits", "8e4m3": "RoPE in e4m3, a scale a token", "4": "RoPE at 4 bits"}
+
+
+def latents() -> list[Table]:
+    """What latents cost, coded in ways that experiments/latent_quality.py names."""
+    rows = {(row["coding"], row["calibrated"]): row for row in load("latent_quality.csv")}
+    table = Table(["coding", "file", "bytes", "KL", "of fp8", "of NVFP4-like", "perplexity"], 2)
+    ropes = ("", *(f"-rope{rope}" for rope in ROPE_CODINGS))
+    names = dict.fromkeys([*LATENT_CODINGS, *(f"{dtype}{rope}" for dtype in ORDER for rope in ropes)])
+    for name in names:
+        for calibrated in ("yes", "no"):
+            row = rows.get((name, calibrated))
+            if row is None or (calibrated == "no" and name in LATENT_CODINGS):
+                continue
+            dtype, _, rope = name.partition("-rope")
+            title = LATENT_CODINGS.get(name) or f"`{dtype}`{rope and f', {ROPE_CODINGS[rope]}'}"
+            kl = float(row["kl"])
+            ratios = [f"{kl / float(rows[base, 'yes']['kl']):.2f}" if kl else "" for base in ("fp8", "nvfp4")]
+            file = "" if name in LATENT_CODINGS else calibrated
+            cells = [title, file, row["bytes"], f"{kl:.5f} ± {float(row['kl_error']):.5f}", *ratios]
+            table.add([*cells, row["perplexity"]], [row])
+    return [table]
+
+
 TRIED: Mapping[str, Callable[[], Sequence[Table]]] = {"pages": page_selection}
 RELIABILITY: Mapping[str, Callable[[], Sequence[Table]]] = {"soak-restarts": soak_restarts}
+QUALITY: Mapping[str, Callable[[], Sequence[Table]]] = {"latents": latents}

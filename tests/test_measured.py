@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     """What the tables are made from, and the pages with them."""
     shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
     (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/measured.md", "docs/tried.md", "docs/reliability.md"):
+    for page in ("README.md", "docs/measured.md", "docs/tried.md", "docs/reliability.md", "docs/quality.md"):
         shutil.copy(REPO / page, tmp_path / page)
     return tmp_path
 
@@ -44,9 +44,10 @@ def test_tables_are_those_of_the_rows() -> None:
         ("quality-smollm2-h200/calibrated-window-64.json", '"kl_mean": 0.0034', '"kl_mean": 0.0074',
          "docs/measured.md"),
         ("soak_restarts_cpu.json", '"errors": 0', '"errors": 1', "docs/reliability.md"),
+        ("latent_quality.csv", "tq4,yes,400,0.000556", "tq4,yes,400,0.000656", "docs/quality.md"),
         ("runs.toml", "benchmarks/routes.py", "benchmarks/roads.py", "docs/measured.md, benchmarks/results/README.md"),
     ],
-    ids=["step", "card", "quality", "teacher-forced", "soak", "command"],
+    ids=["step", "card", "quality", "teacher-forced", "soak", "latents", "command"],
 )  # fmt: skip
 def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages: str) -> None:
     path = copy / "benchmarks" / "results" / file

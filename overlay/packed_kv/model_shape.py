@@ -7,7 +7,7 @@ holds what is known of them. Imports no torch and no vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .formats import FORMATS, ROPE_BITS
@@ -99,6 +99,17 @@ class Model:
     @property
     def has_latents(self) -> bool:
         return any(layer.rope_size for layer in self.layers)
+
+    @property
+    def rope_bits(self) -> int | None:
+        """Of RoPE beside latents, in packed pages; None: the model has no latents."""
+        return next((layer.rope_bits for layer in self.layers if layer.rope_size), None)
+
+    def with_rope_bits(self, bits: int) -> Model:
+        """The same model with other bits of RoPE beside its latents. Raises BadInput if it has none."""
+        if not self.has_latents:
+            raise BadInput(f"{self.name} has no latent attention (MLA), and so no RoPE channels of {bits} bits")
+        return replace(self, layers=tuple(replace(layer, rope_bits=bits) for layer in self.layers))
 
     @property
     def attention(self) -> tuple[Layer, ...]:

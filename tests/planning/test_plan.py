@@ -366,7 +366,7 @@ GLM_4_7_FLASH = {
 
 
 def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same vector on each rank; no window, and no figure that was measured on other models."""
+    """The same vector on each rank; the KL of a model with latents, and no step that was measured on other models."""
     (tmp_path / "config.json").write_text(json.dumps(GLM_4_7_FLASH))
     command = [str(tmp_path), "--gpu", "H200", "--tensor-parallel", "2", "--context", "8k"]
     assert main([*command, "--json"]) == 0
@@ -376,13 +376,38 @@ def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {name: found[name]["bytes_per_token"] for name in sizes} == {name: 47 * n for name, n in sizes.items()}
     assert found["tq4"]["kv_tokens"] == pytest.approx(2.88 * found["bf16"]["kv_tokens"], rel=1e-3)
     assert {(row["step_ms"], row["recent_tokens"]) for row in found.values()} == {(None, 0)}
-    assert {row["kl"] for name, row in found.items() if name != "bf16"} == {None}
-    assert plan["recommendation"].startswith("none: what a dtype costs latent attention (MLA) was not measured")
+    assert (found["tq4"]["kl"], found["tq4"]["kl_uncalibrated"], found["fp8"]["kl"]) == (0.22, 0.34, 1)
+    assert plan["recommendation"].startswith("tq3, calibrated: the most requests of 8,192 tokens")
+    assert any("mla-demo, a small model" in line for line in plan["assumed"])
+    assert main([*command, "--json", "--latent-rope-bits", "8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    of_8 = {row["dtype"]: row for row in plan["dtypes"]}
+    assert of_8["tq4"]["bytes_per_token"] == 47 * 338 and of_8["tq4"]["kl"] == 0.26
+    assert of_8["tq4"]["kv_tokens"] == pytest.approx(3.41 * of_8["bf16"]["kv_tokens"], rel=1e-3)
+    assert of_8["bf16"] == found["bf16"]
+    assert any("64 of RoPE at 8 bits" in line for line in plan["assumed"])
     assert main([*command, "--skip-layers", "0"]) == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert "?" not in text
     assert "47 layers of latents of 512 channels and 64 of RoPE" in text
     assert "a packed dtype keeps 0.20 GiB of folded weights a card" in text
     assert "cannot serve latent attention (MLA) with skipped layers: 0, whose" in text
+
+
+def test_kl_of_latents_is_that_of_the_rows() -> None:
+    """In units of fp8's, which no file changes."""
+    found = {(row["coding"], row["calibrated"]): float(row["kl"]) for row in rows("latent_quality.csv")}
+    for bits, rope in ((16, ""), (8, "-rope8")):
+        for calibrated, state in ((True, "yes"), (False, "no")):
+            for dtype in FORMATS:
+                expected = round(found[dtype + rope, state] / found["fp8", "yes"], 2)
+                assert measured.kl(dtype, True, calibrated, bits) == expected, (dtype, bits, state)
+            assert (measured.kl("fp8", False, calibrated, bits), measured.kl("bf16", False, calibrated, bits)) == (1, 0)
+
+
+def test_bits_of_rope_need_latents(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([shape_8b, "--gpu", "H200", "--latent-rope-bits", "8"]) == 2
+    assert "has no latent attention (MLA), and so no RoPE channels of 8 bits" in capsys.readouterr().err
 
 
 def test_plot(shape_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..formats import ROPE_BITS
 from ..json_file import printable
 from ..model_shape import BadInput, Config, Model, parse
 from ..planning import cards
@@ -63,6 +64,8 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     add("--tensor-parallel", type=whole, default=1, metavar="N", help="cards that share the model (default 1)")
     add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: the config's)")
     add("--recent-tokens", type=count, metavar="N", help="of the recent window (default 64; 0: none)")
+    add("--latent-rope-bits", type=int, choices=ROPE_BITS, metavar="N",
+        help="of RoPE beside latents (MLA), 8 or 16, as packed_kv.latent_rope_bits (default 16)")  # fmt: skip
     add("--skip-layers", type=count, nargs="+", default=[], metavar="N", help="layers that stay in bf16")
     add("--gpu-memory-utilization", type=number, default=UTILIZATION, metavar="SHARE",
         help="as vLLM's (default %(default)s)")  # fmt: skip
@@ -82,6 +85,8 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
     config, folder = load(options.model)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     model, said = _servable(config, name, options)
+    if options.latent_rope_bits:
+        model = model.with_rope_bits(options.latent_rope_bits)
     card = _card(options)
     context = options.context or min(DEFAULT_CONTEXT, model.max_len or DEFAULT_CONTEXT)
     if options.context is None:

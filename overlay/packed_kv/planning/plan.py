@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..formats import FORMATS
+from ..formats import FORMATS, ROPE_BITS
 from ..model_shape import DENSE, FP8, BadInput, Model, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
@@ -84,7 +84,7 @@ def _row(target: Target, dtype: str, users: int) -> Row:
         step = round(seconds * 1e3, 3)
     return Row(
         *known, holds.tokens, holds.requests, holds.request_bytes, number, step,
-        kl(dtype, window > 0, True, model.has_latents), kl(dtype, window > 0, False, model.has_latents),
+        kl(dtype, window > 0, True, model.rope_bits), kl(dtype, window > 0, False, model.rope_bits),
     )  # fmt: skip
 
 
@@ -94,18 +94,7 @@ def recommend(target: Target, rows: list[Row]) -> str:
     if not any(row.requests for row in started.values()):
         context = f"{target.serving.context:,} tokens"
         return f"none: no dtype holds one request of {context}; give a shorter --context, or more memory."
-    if target.model.has_latents and not any(row.kl for row in started.values()):
-        return _unmeasured(target, started)
     return _most_room(target, started) if target.users is None else _least_loss(target, started, target.users)
-
-
-def _unmeasured(target: Target, rows: dict[str, Row]) -> str:
-    """What to know where no dtype's loss is known."""
-    most = max(rows.values(), key=lambda row: row.requests)
-    return (
-        f"none: what a dtype costs latent attention (MLA) was not measured; {most.dtype} holds the most requests of "
-        f"{target.serving.context:,} tokens ({most.requests}; bf16 {rows[DENSE].requests}, fp8 {rows[FP8].requests})."
-    )
 
 
 def _most_room(target: Target, rows: dict[str, Row]) -> str:
@@ -171,10 +160,11 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if model.has_latents:
         copies = len(model.layers) * _folded_bytes(model) / model.ranks
         lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights a card beside this (kv_b_proj)")
-        lines.append("no KL and no step: not measured for latent attention (MLA)")
-        return lines
-    lines.append(f"KL: {KL['source']}; calibrated once with packed-kv calibrate (and in brackets without)")
-    if target.card.bandwidth:
+    source = KL["latents"]["source"] if model.has_latents else KL["source"]
+    lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (and in brackets without)")
+    if model.has_latents:
+        lines.append("no step: not measured for latent attention (MLA)")
+    elif target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
         if is_measured_h100(target.card):
             lines.append("step on H100: from the H200's; bf16, fp8, isoquant4, turboquant25 on one are met within 9 %")
@@ -201,7 +191,7 @@ def layers(model: Model) -> str:
             layer.kv_heads,
             layer.head_size,
             layer.value_size,
-            layer.rope_size,
+            (layer.rope_size, layer.rope_bits),
             layer.window,
             layer.state_bytes,
             layer.is_shared,
@@ -209,7 +199,7 @@ def layers(model: Model) -> str:
         for layer in model.layers
     )
     words = []
-    for (kind, heads, size, value_size, rope_size, window, state, shared), number in kinds.items():
+    for (kind, heads, size, value_size, (rope_size, rope_bits), window, state, shared), number in kinds.items():
         if kind == "state":
             words.append(f"{number} state layers of {state:,} bytes")
             continue
@@ -217,7 +207,8 @@ def layers(model: Model) -> str:
         sizes = f"{size} channels of K and {value_size} of V" if value_size else f"{size} channels"
         what = f"{number} {kind} layers{within} of {heads} KV heads of {sizes}"
         if rope_size:
-            what = f"{number} layers of latents of {size} channels and {rope_size} of RoPE"
+            rope = f"{rope_size} of RoPE{'' if rope_bits == ROPE_BITS[0] else f' at {rope_bits} bits'}"
+            what = f"{number} layers of latents of {size} channels and {rope}"
         words.append(f"{what}{' that read the pages of others' if shared else ''}")
     return ", ".join(words) + (f", on each of {model.ranks} cards" if model.ranks > 1 else "")
 
