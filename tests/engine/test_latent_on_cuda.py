@@ -72,6 +72,19 @@ def test_graphs_give_eager_tokens(name: str, latent_engine) -> None:
         assert greedy(llm) == eager
 
 
+def test_rope_at_8_bits(model: str, latent_engine) -> None:
+    options = {"additional_config": {"packed_kv": {"latent_rope_bits": 8}}}
+    expected = true_logits(model, TOKEN_IDS, latents=coded("tq4", rope_bits=8))
+    with latent_engine("tq4", **options) as llm:
+        error = mean_kl(expected, teacher_forced_logits(llm, TOKEN_IDS, 1).cpu())
+        eager = greedy(llm)
+    loss = mean_kl(true_logits(model, TOKEN_IDS), expected)
+    print(f"KL {error:.1e} from the codec in transformers, of {loss:.4f} that it costs")
+    assert error < loss / 50
+    with latent_engine("tq4", **options, **graphs("FULL_DECODE_ONLY")) as llm:
+        assert greedy(llm) == eager
+
+
 def test_drafts_in_graphs_change_no_token(latent_engine) -> None:
     """Of random weights many tokens are all but equally likely, so one other first token of the five is let pass."""
     with latent_engine("tq4") as llm:
