@@ -238,7 +238,8 @@ def judged(value: float, limit: float, digits: int = 2) -> str:
 
 def kept_tasks(files: Mapping[str, str] = FILES) -> list[Row]:
     """A row a dtype, setting, kind of task and length, of the tasks that the baseline solves: how many of how many
-    (`kept`), the share that the dtype solves, and the nats lost an answer. None where it solves no task."""
+    (`kept`), the share that the dtype solves, and the nats lost an answer with their standard error. None where the
+    baseline solves no task."""
     known: dict[tuple[str, int], Mapping] = {}
     rows = []
     for row, columns in _rows(files):
@@ -249,19 +250,23 @@ def kept_tasks(files: Mapping[str, str] = FILES) -> list[Row]:
             elif any(known[at]["solved"]):
                 pairs = zip(known[at]["solved"], known[at]["log_probs"], part["solved"], part["log_probs"], strict=True)
                 kept = [(solved, before - after) for theirs, before, solved, after in pairs if theirs]
-                lost = statistics.fmean(lost for _, lost in kept)
+                losses = [lost for _, lost in kept]
+                lost = statistics.fmean(losses)
+                has_error = len(losses) > 1 and math.isfinite(lost)
+                error = statistics.stdev(losses) / math.sqrt(len(losses)) if has_error else None
                 rows.append({
                     **columns, "task": TASKS[at[0]], "prompt": _tokens(at[1]),
                     "kept": f"{len(kept)} of {len(part['solved'])}",
                     "share": f"{statistics.fmean(solved for solved, _ in kept):.0%}",
                     "lost": f"{lost:.2f}" if math.isfinite(lost) else NOT_FINITE,
+                    "error": "" if error is None else f" ± {error:.2f}",
                 })  # fmt: skip
     return in_order(rows)
 
 
 def planted(files: Mapping[str, str] = FILES) -> list[Table]:
     """Tasks by kind and length."""
-    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks(files)]
+    rows = [{**row, "shown": f"{row['share']}, {row['lost']}{row['error']}"} for row in kept_tasks(files)]
 
     def case(task: str, prompt: str, kept: str) -> str:
         return f"{task}, {prompt} ({kept})"
@@ -273,7 +278,7 @@ def planted(files: Mapping[str, str] = FILES) -> list[Table]:
 
 def harder() -> list[Table]:
     """RULER's other tasks, dtypes across."""
-    rows = [{**row, "shown": f"{row['share']}, {row['lost']}"} for row in kept_tasks(HARDER)]
+    rows = [{**row, "shown": f"{row['share']}, {row['lost']}{row['error']}"} for row in kept_tasks(HARDER)]
     down, head = ("task", "prompt", "kept"), ["tasks", "prompt", "bf16 answers"]
     return [pivot(rows, down, ("dtype",), lambda row, _: row["shown"], head)]
 
