@@ -57,7 +57,7 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
         # More parts than a thread loads at once (AT_ONCE).
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (9300, 5000), "splits": Grid(2, 18, True)},
-        # More than 8 columns.
+        # More than 8 columns: 16, and teams.
         {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "group": 16, "seq_lens": (1, 100)},
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 3, "query_lens": (4, 1, 0),
          "seq_lens": (1100, 40, 9), "splits": Grid(2, 3, True)},
@@ -160,8 +160,8 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
-    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 8 columns, few words are
-    spilled, outside of the loop; teams spill some in it."""
+    """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 16 columns, few words
+    are spilled, outside of the loop; teams spill some in it."""
     pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
 
@@ -175,7 +175,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     file.write_bytes(compiled_kernel(values))
     registers, stack, _ = resources(file)["decode"]
     blocks = few.warps_per_sm // few.warps
-    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 8 else 192)
+    assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 16 else 192)
     assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
 
 
@@ -205,7 +205,14 @@ def test_grid(requests: int, kv_heads: int) -> None:
         assert shape.blocks == min(128, 132 * 16 // (requests * kv_heads))
 
 
-@pytest.mark.parametrize("columns", [16, 32, 64])
+@pytest.mark.parametrize(("requests", "warps"), [(3, 1), (4, 4), (66, 4), (67, 2)])
+def test_grid_of_16_columns(requests: int, warps: int) -> None:
+    """An SM holds half the warps that it holds of 8 columns, in as many blocks."""
+    shape = grid(requests, Card(8, 128, 132), 16)
+    assert (shape.warps, shape.is_final) == (warps, warps > 1)
+
+
+@pytest.mark.parametrize("columns", [32, 64])
 @pytest.mark.parametrize("requests", [1, 4, 32, 128])
 def test_grid_of_teams(requests: int, columns: int) -> None:
     """A block has a warp for each group of 32 channels, whether it writes the output or not."""

@@ -53,7 +53,7 @@ struct Arguments {
 #include "ptx.cuh"
 
 // Shared memory: the stages of all warps (wide: of the block), their barriers, and the work item once per warp.
-constexpr bool IS_WIDE = COLUMNS > 8;
+constexpr bool IS_WIDE = COLUMNS > 16;
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int BARRIERS = STAGE_OWNERS * STAGES * STAGE_BYTES, WORK_ITEMS = BARRIERS + STAGE_OWNERS * STAGES * 8;
 
@@ -82,7 +82,7 @@ INLINE WorkItem shared_work_item() {
     return WorkItem({words[0], words[1], words[2], words[3]});
 }
 
-#if COLUMNS > 8
+#if COLUMNS > 16
 #include "wide.cuh"
 #else
 #include "narrow.cuh"

@@ -1,4 +1,4 @@
-// The end of a block of up to 8 columns: store partial results of each warp, or combine the warps.
+// The end of a block of up to 16 columns: store partial results of each warp, or combine the warps.
 #pragma once
 #include "attend.cuh"
 #include "combine.cuh"
@@ -9,12 +9,12 @@ constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
 
 // Converts outputs to values of unit 1, and sums the totals over the warp's lanes.
 INLINE void finish(State& state) {
-    for_each<GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8;
+    for_each<OCTETS * GROUPS * 8>([&](auto i) {
+        constexpr int group = i.value / 8 % GROUPS;
         constexpr float factor = group_layout(group).value_factor;
-        state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
+        state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
-    for_each<2>([&](auto c) {
+    for_each<OWN>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
     });
 }
@@ -22,13 +22,13 @@ INLINE void finish(State& state) {
 // Calls `store(column, channel, value)` for this lane's outputs, and `statistics(column, maximum, total)`.
 template <class Store, class Statistics>
 INLINE void for_outputs(const State& state, const Lane& lane, Store&& store, Statistics&& statistics) {
-    for_each<2>([&](auto c) {
+    for_each<OWN>([&](auto c) {
         const int column = own_column(lane, c.value);
         for_each<GROUPS * 4>([&](auto i) {
             constexpr int group = i.value / 4, half = i.value / 2 % 2, eight = i.value % 2;
             if (!TWICE || lane.column / 2 == group % 2)
                 store(column, group * 32 + half * 16 + eight * 8 + lane.row,
-                      state.output[group][half][2 * eight + c.value]);
+                      state.output[c.value / 2][group][half][2 * eight + c.value % 2]);
         });
         if (lane.row == 0 && (!TWICE || lane.column < 2))
             statistics(column, state.maximum[c.value], state.total[c.value]);

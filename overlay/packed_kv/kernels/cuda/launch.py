@@ -24,13 +24,11 @@ from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
-"""The columns that kernels are compiled for. Beyond 8, a block's warps are a team (`wide.cuh`). Beyond the last, query
-tokens take several passes over the keys."""
-WARPS_PER_SM = {4: 16, 8: 16, 16: 16, 32: 12, 64: 8}
+"""The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
+NARROW = 16
+"""The most columns that warps serve alone. Beyond, a block's warps are a team (`wide.cuh`)."""
+WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 12, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
-NARROW_WARPS = (8, 4)
-"""Warps of a block that writes the output and has up to 8 columns: in batches of up to two requests per resident block,
-and in larger ones. There, smaller blocks leave less of the card idle (an H200 at 128 x 2048: 81 us instead of 88)."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results, and `merge` follows.
@@ -77,9 +75,12 @@ class Kind(NamedTuple):
 
 
 def kinds(card: Card, columns: int) -> tuple[Kind, Kind]:
-    """Return the blocks of batches of up to two requests per resident block, and those of larger ones."""
-    few, many = NARROW_WARPS if columns <= 8 else (card.head_dim // GROUP_SIZE,) * 2
+    """Return the blocks of batches of up to two requests per resident block, and those of larger ones.
+
+    There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
+    """
     most = WARPS_PER_SM[columns]
+    few, many = (most // 2, most // 4) if columns <= NARROW else (card.head_dim // GROUP_SIZE,) * 2
     return Kind(few, most, stream_k=True), Kind(many, most, stream_k=False)
 
 
@@ -98,7 +99,7 @@ def grid(requests: int, card: Card, columns: int) -> Grid:
     blocks = card.sm_count * kind.warps_per_sm // kind.warps
     if blocks // pairs <= MAX_FINAL_BLOCKS:
         return Grid(kind.warps, item_count(requests, kind.resident(card)), True)
-    if columns <= 8:
+    if columns <= NARROW:
         return Grid(1, min(MAX_SPLITS, blocks * kind.warps // pairs), False)
     return Grid(kind.warps, min(MAX_SPLITS, blocks // pairs), False)
 
@@ -136,9 +137,9 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
     stage = max(TILE_BLOCKS * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
-    if columns > 8:
+    if columns > NARROW:
         stage *= warps
-    shared = _wide_bytes if columns > 8 else _narrow_bytes
+    shared = _wide_bytes if columns > NARROW else _narrow_bytes
     values: dict[str, object] = {
         **_layout_constants(layout),
         **group_constants(layout),
@@ -170,13 +171,13 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
 
 
 def _narrow_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
-    """Return the shared memory of a block of up to 8 columns."""
+    """Return the shared memory of a block whose warps serve columns alone."""
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     return max(warps * (STAGES * (stage + 8) + 16), combine)
 
 
 def _wide_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
-    """Return the shared memory of a block of more columns: what `wide.cuh` lists."""
+    """Return the shared memory of a team: what `team.cuh` lists."""
     queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * TILE_BLOCKS * warps * columns
     own = STAGES * (stage + 8) + 16 * warps + queries + weights + 2 * 4 * warps * columns
     return max(own, 4 * columns * (head_dim + 4 + 32) + 16)
@@ -420,7 +421,7 @@ class CudaDecode:
         for (columns, _), length in lengths.items():
             few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1), columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
-            for shape in (*final, Grid(few.warps if columns > 8 else 1, 1, False)):
+            for shape in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
                 wanted = self._constants(shape, length)
                 if (ahead := current()) is None:
                     _load(wanted, self.device)

@@ -1,4 +1,4 @@
-// Attention of a block for up to 8 columns: each warp attends to tiles of its own.
+// Attention of a block for up to 16 columns: each warp attends to tiles of its own.
 #pragma once
 #include "finish.cuh"
 #include "pages.cuh"
@@ -6,7 +6,7 @@
 static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RING_TILE_BYTES), "a stage holds a tile");
 static_assert(!IS_FINAL || SHARED_BYTES >= COMBINE_BYTES, "the outputs of all warps fit");
 
-INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[4]) {
+INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[SCORES]) {
     score(
         queries, [&](auto group, u32* pairs) { ring_key_pairs(tile, lane, group.value, pairs); },
         [&](auto set, float& low, float& high) {
@@ -15,7 +15,7 @@ INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, floa
         scores);
 }
 
-INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[2],
+INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], const u32 (&operands)[OWN],
                             const Lane& lane) {
     add_values(
         state, [&](auto group, u32* pairs) { ring_value_pairs(tile, lane, group.value, pairs); }, scales, operands);
@@ -25,10 +25,10 @@ INLINE void add_ring_values(State& state, u32 tile, const u32 (&scales)[SETS], c
 INLINE void attend_ring_tile(const Arguments& a, const Request& request, int head, int number, u32 tile,
                              const Queries& queries, const Lane& lane, State& state) {
     const int first = 16 * (request.first_ring_tile() + number);
-    float scores[1][4];
+    float scores[1][SCORES];
     ring_scores(tile, queries, lane, scores[0]);
     mask_ring_scores(a, request, head, first, lane, scores[0]);
-    u32 scales[1][SETS], operands[1][2];
+    u32 scales[1][SETS], operands[1][OWN];
     ring_value_scales(request, tile, first, lane, scales[0]);
     online_softmax_update(state, scores, RING_UNIT, scales, operands);
     add_ring_values(state, tile, scales[0], operands[0], lane);
@@ -36,16 +36,16 @@ INLINE void attend_ring_tile(const Arguments& a, const Request& request, int hea
 
 // Converts outputs of the ring to the units of those of pages.
 INLINE void to_page_unit(State& state) {
-    for_each<GROUPS * 8>([&](auto i) {
-        constexpr int group = i.value / 8;
+    for_each<OCTETS * GROUPS * 8>([&](auto i) {
+        constexpr int group = i.value / 8 % GROUPS;
         constexpr float factor = RING_UNIT / group_layout(group).value_factor;
-        state.output[group][i.value / 4 % 2][i.value % 4] *= factor;
+        state.output[i.value / 8 / GROUPS][group][i.value / 4 % 2][i.value % 4] *= factor;
     });
 }
 
 // Computes a tile's scores, and loads its V scales.
 INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane& lane, u32 tile,
-                       float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS]) {
+                       float (&scores)[TILE_BLOCKS][SCORES], u32 (&scales)[TILE_BLOCKS][SETS]) {
     const u32 key_selector = lane.column / 2 ? 0x4342 : 0x4140;
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
@@ -66,8 +66,8 @@ INLINE void score_tile(const Queries& queries, const Tables& tables, const Lane&
 
 // Turns a tile's scores into weights; `operands` are as `online_softmax_update` returns them.
 INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, int first_token, int masked_from,
-                           float (&scores)[TILE_BLOCKS][4], u32 (&scales)[TILE_BLOCKS][SETS],
-                           u32 (&operands)[TILE_BLOCKS][2]) {
+                           float (&scores)[TILE_BLOCKS][SCORES], u32 (&scales)[TILE_BLOCKS][SETS],
+                           u32 (&operands)[TILE_BLOCKS][OWN]) {
     if (__builtin_expect(first_token + TILE_TOKENS > masked_from || (HAS_BIAS && first_token == 0), 0))
         mask(a, lane.in_rare_branch(), first_token, scores, scales);
     online_softmax_update(state, scores, 1 / SCORE_UNIT, scales, operands);
@@ -75,7 +75,7 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
 
 // Adds a tile's V, multiplied by its weights, to the output.
 INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
-                     const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][2]) {
+                     const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][OWN]) {
     for_each<TILE_BLOCKS>([&](auto b) {
         const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
         Words words;
@@ -152,8 +152,8 @@ INLINE void attend(const Arguments& a) {
     for (int tile = range.low; tile < last; tile++) {
         u32 next[TILE_BLOCKS];
         pages.load_blocks(tile + STAGES, next);
-        float scores[TILE_BLOCKS][4];
-        u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][2];
+        float scores[TILE_BLOCKS][SCORES];
+        u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][OWN];
         barrier_wait(stages.barrier, stages.parity);
         score_tile(queries, tables, lane, stages.stage, scores, scales);
         update_softmax(a, state, lane, TILE_TOKENS * tile, masked_from, scores, scales, operands);

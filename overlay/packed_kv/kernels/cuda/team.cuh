@@ -1,4 +1,4 @@
-// A team of warps, which shares the unpacking of 16 to 64 columns: its scores, weights and outputs. `wide.cuh` says how.
+// A team of warps, which shares the unpacking of 32 or 64 columns: its scores, weights and outputs. `wide.cuh` says how.
 #pragma once
 #include "pages.cuh"
 

@@ -1,4 +1,4 @@
-// Attention of a block for 16 to 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
+// Attention of a block for 32 or 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
 // channels. A tile of the team is TILE_BLOCKS micro-blocks a warp. Each warp computes the weights of its own tokens for
 // all columns, and leaves them in shared memory; then it adds V of all the team's tokens for its own group of channels.
 // So each code is unpacked by one warp, once, and a warp holds the outputs of 32 channels only.
