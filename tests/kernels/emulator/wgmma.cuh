@@ -39,7 +39,10 @@ INLINE u32 finite_halves(u32 pair) { return to_halves(fminf(low_float(pair), 655
 
 INLINE u8* swizzled_memory() { return block_memory.data(); }
 INLINE u32 load_int(const int* p) { return *p; }
-INLINE Quad load_page_16(const u8* p) { return load_constant_16(p); }
+template <int WIDTH> void load_page(const u8* p, u32* x) {
+    if ((u64)p % (4 * WIDTH)) fail("a load is misaligned");
+    memcpy(x, p, 4 * WIDTH);
+}
 template <int BYTES> void prefetch_bulk(const u8* source) {
     if ((u64)source % 16 || BYTES % 16) fail("a prefetch is misaligned");
 }
@@ -107,5 +110,17 @@ template <int COLUMNS, int TRANSPOSED> struct Product {
                     target = sum;
                 }
         });
+    }
+};
+template <int COLUMNS> struct SharedProduct {
+    static void add(float (&d)[COLUMNS / 2], u64 a, u64 b, int accumulate) {
+        const int row = running / 32 % 4 * 16 + lane() / 4;
+        for (int i = 0; i < COLUMNS / 2; i++) {
+            const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+            float sum = accumulate ? d[i] : 0;
+            for (int k = 0; k < 16; k++)
+                sum += to_float(element_of(a, 0, k, row + i / 2 % 2 * 8)) * to_float(element_of(b, 0, k, column));
+            d[i] = sum;
+        }
     }
 };

@@ -66,7 +66,6 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent.cu` is compiled with."""
     layout, rope = kernel_layout(page), page.plane(0, ROPE)
     rows = variant.rows
-    tiles, queries, weights = 2 * TILE_TOKENS * RANK * 2, (RANK + ROPE_DIM) * rows * 2, TILE_TOKENS * 128
     values: dict[str, object] = {
         **group_constants(layout),
         **decoder_constants(),
@@ -75,7 +74,6 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
         "HEADS": variant.heads,
-        "RAW_BYTES": rope.offset,
         "SCALES_AT": page.plane(0, "scales").offset,
         "ROPE_AT": rope.offset,
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
@@ -83,8 +81,8 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "OUTPUT": OUTPUTS[variant.output],
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
-        # Factors, maxima of two runs and of each warp; two runs, what happened, barriers.
-        "SHARED_BYTES": tiles + queries + weights + 4 * rope.offset + 28 * rows + 64 + 16 + 80,
+        # Two tiles and the queries; weights, factors, two runs, what happened, barriers.
+        "SHARED_BYTES": 3 * TILE_TOKENS * (RANK + ROPE_DIM) * 2 + TILE_TOKENS * 128 + 2048 + 64 + 16 + 80,
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -20,7 +20,11 @@ DECODE = Program(
      "narrow.cuh", "team.cuh", "wide.cuh"),
     "sm_90",
 )  # fmt: skip
-LATENT = Program("latent.cu", ("ptx.cuh", "codes.cuh", "wgmma.cuh"), "sm_90a")
+LATENT = Program(
+    "latent.cu",
+    ("ptx.cuh", "codes.cuh", "wgmma.cuh", "latent_runs.cuh", "latent_tile.cuh", "latent_attend.cuh"),
+    "sm_90a",
+)
 
 
 def read_sources(program: Program) -> dict[str, str]:

@@ -46,11 +46,15 @@ INLINE u32 load_int(const int* p) {  // not to a uniform register, which is wait
     asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
-INLINE Quad load_page_16(const u8* p) {
-    Quad q;
-    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p) : "memory");
-    return q;
+// WIDTH words, past the L1.
+template <int WIDTH> INLINE void load_page(const u8* p, u32* x) {
+    if constexpr (WIDTH == 4)
+        asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(p) : "memory");
+    else if constexpr (WIDTH == 2)
+        asm volatile("ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(p) : "memory");
+    else
+        asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(x[0]) : "l"(p) : "memory");
 }
 
 // Brings bytes to the L2.
@@ -112,6 +116,15 @@ PRODUCT(32, 0, "%16", "%17", "%18", "%19", "%20", "%21")
 PRODUCT(48, 0, "%24", "%25", "%26", "%27", "%28", "%29")
 PRODUCT(64, 0, "%32", "%33", "%34", "%35", "%36", "%37")
 PRODUCT(256, 1, "%128", "%129", "%130", "%131", "%132", "%133")
+// A in shared memory, too, with contiguous rows.
+template <int COLUMNS_OF_B> struct SharedProduct;
+template <> struct SharedProduct<64> {
+    INLINE static void add(float (&d)[32], u64 a, u64 b, int accumulate) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;"
+            " wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_64 "}, %32, %33, p, 1, 1, 0, 0; }"
+            : SUMS_64(0) : "l"(a), "l"(b), "r"(accumulate));
+    }
+};
 
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
 INLINE void store_matrices(u32 address, const u32* x) {

@@ -1,0 +1,274 @@
+// Attention over tiles of latents in shared memory.
+#pragma once
+#include "latent_tile.cuh"
+
+constexpr float QUERY_FACTOR_F = QUERY_FACTOR, EMPTY_MAXIMUM = -1e30f;
+// What the second group has to know of a tile.
+enum { FIRST = 1, LAST = 2, END = 4 };
+
+// Two numbers of a query, QUERY, as fp16 with the gain.
+INLINE u32 query_pair(u32 pair) {
+    const float low = QUERY == 0 ? low_float(pair) : __int_as_float(pair << 16);
+    const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
+    return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
+}
+INLINE void load_queries(const Arguments& a, const Runs& run, u32 target, int t) {
+    constexpr int PIECES = ROWS * 72, BATCH = 12;  // of 16 bytes
+#pragma unroll 1
+    for (int base = 0; base < PIECES; base += 128 * BATCH) {
+        Quad x[BATCH];
+        for_each<BATCH>([&](auto k) {
+            const int i = base + k.value * 128 + t, row = i / 72, piece = i % 72;
+            x[k.value] = {0, 0, 0, 0};
+            if (i < PIECES && row < run.rows) {
+                const u64 token = run.token(row), head = run.head(row);
+                const u16* latent = (const u16*)a.query + token * a.query_token_stride + head * a.query_head_stride;
+                const u16* rope = (const u16*)a.rope_query + token * a.rope_token_stride + head * a.rope_head_stride;
+                x[k.value] = load_constant_16(piece < 64 ? latent + piece * 8 : rope + (piece - 64) * 8);
+            }
+        });
+        for_each<BATCH>([&](auto k) {
+            const int i = base + k.value * 128 + t, row = i / 72, piece = i % 72;
+            if (i >= PIECES) return;
+            Quad& q = x[k.value];
+            if (piece < 64) {
+                q = {query_pair(q.x), query_pair(q.y), query_pair(q.z), query_pair(q.w)};
+            } else {  // keys of RoPE are values, not in units of 2^-7
+                const u32 unit = to_halves(1 / LATENT_DIVISOR_F, 1 / LATENT_DIVISOR_F);
+                q = {multiply_halves(query_pair(q.x), unit), multiply_halves(query_pair(q.y), unit),
+                     multiply_halves(query_pair(q.z), unit), multiply_halves(query_pair(q.w), unit)};
+            }
+            store_shared_4(target + piece / 8 * BLOCK_BYTES + row * 128 + ((piece % 8 ^ row % 8) << 4), q);
+        });
+    }
+}
+
+// Stores outputs of two channels.
+INLINE void store_pair(const Arguments& a, u64 offset, const float* constant, float x, float y, float norm) {
+    x *= norm, y *= norm;
+    if constexpr (HAS_CONSTANT) x += constant[0], y += constant[1];
+    if constexpr (OUTPUT == 0) *(u32*)((u16*)a.output + offset) = to_halves(x, y);
+    else if constexpr (OUTPUT == 1) *(u32*)((u16*)a.output + offset) = to_bfloats(x, y);
+    else ((float*)a.output)[offset] = x, ((float*)a.output)[offset + 1] = y;
+    keep_order();  // constants in as few registers as can be
+}
+
+typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
+
+typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
+// Of the rows r and r + 8 of a lane.
+struct Pair {
+    float of[2];
+};
+
+INLINE void store_outputs(const Arguments& a, const Run& run, const Outputs& o, Pair total, int half, int t) {
+    for_each<2>([&](auto r) {
+        const int row = t / 32 * 16 + t % 32 / 4 + r.value * 8, channel = half * 256 + t % 4 * 2;
+        if (row >= run.rows) return;
+        if (run.is_whole) {
+            const u64 token = run.token(row), head = run.head(row);
+            const float norm = total.of[r.value] > 0 ? LATENT_DIVISOR_F / total.of[r.value] : 0;
+            const u64 at = token * a.output_token_stride + head * a.output_head_stride + channel;
+            const float* constant = hide_from_optimizer(a.constant + channel);
+#pragma unroll
+            for (int j = 0; j < 32; j++)
+                store_pair(a, at + j * 8, constant + j * 8, o[4 * j + 2 * r.value], o[4 * j + 2 * r.value + 1], norm);
+        } else {
+            float* target = a.partial_output + (u64)(run.slot + row) * RANK + channel;
+#pragma unroll
+            for (int j = 0; j < 32; j++)
+                *(float2*)(target + j * 8) = make_float2(o[4 * j + 2 * r.value], o[4 * j + 2 * r.value + 1]);
+        }
+    });
+}
+INLINE void store_stats(const Arguments& a, const Run& run, Pair maximum, Pair total, int t) {
+    if (t % 4) return;
+    for_each<2>([&](auto r) {
+        const int row = t / 32 * 16 + t % 32 / 4 + r.value * 8;
+        if (row >= run.rows) return;
+        if (!run.is_whole)
+            *(float2*)(a.partial_stats + 2 * (u64)(run.slot + row)) = make_float2(maximum.of[r.value], total.of[r.value]);
+        else if (HAS_LSE)
+            a.lse[(u64)run.token(row) * HEADS + run.head(row)] =
+                (maximum.of[r.value] + log2_fast(total.of[r.value])) * 0.6931471805599453f;
+    });
+}
+
+INLINE void rescale(Outputs& o, Pair factor) {
+    if (any_lane(factor.of[0] != 1 || factor.of[1] != 1))
+        for_each<128>([&](auto j) { o[j.value] *= factor.of[j.value / 2 % 2]; });
+}
+// O += P V of a tile, for half of the channels; O = P V if it is the first.
+INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int adds) {
+    const u64 values = matrix_descriptor(tile + half * 4 * BLOCK_BYTES, BLOCK_BYTES, 1024);
+    wgmma_fence();
+    for_each<4>([&](auto k) { Product<256, 1>::add(o, p + 4 * k.value, values + (k.value * 2048 >> 4), k.value ? 1 : adds); });
+    wgmma_commit();
+}
+
+// S = Q C' of the tile that is number `tiles` since the start.
+INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
+    const u32 stage = tiles % 2, parity = tiles / 2 % 2;
+    const u64 queries = matrix_descriptor(base + QUERIES_AT, 16, 1024);
+    const u64 keys = matrix_descriptor(base + stage * TILE_BYTES, 16, 1024);
+    auto add = [&](auto block) {
+        for_each<4>([&](auto k) {
+            constexpr u32 step = (block.value * BLOCK_BYTES + k.value * 32) >> 4;
+            SharedProduct<64>::add(s, queries + step, keys + step, step != 0);
+        });
+    };
+    barrier_wait(base + LOW_FULL + 8 * stage, parity);
+    wgmma_fence();
+    for_each<4>([&](auto b) { add(b); });
+    wgmma_commit();
+    barrier_wait(base + HIGH_FULL + 8 * stage, parity);
+    wgmma_fence();
+    for_each<4 - SHARE>([&](auto b) { add(Index<4 + b.value>{}); });
+    add(Index<BLOCKS>{});
+    if constexpr (SHARE) {
+        barrier_wait(base + SHARE_FULL + 8 * stage, parity);
+        wgmma_fence();
+        for_each<SHARE>([&](auto b) { add(Index<BLOCKS - SHARE + b.value>{}); });
+    }
+    wgmma_commit();
+}
+
+INLINE void attend(const Arguments& a, u32 base, int t) {
+    const int lane = t % 32, row = t / 32 * 16 + lane / 4, column = lane % 4 * 2;
+    const u32 weights = base + WEIGHTS_AT + t * 16, factors = base + FACTORS_AT + t * 16;
+    u32 tiles = 0, runs = 0;  // since the start: they say which stage and which parity
+    Runs run(a);
+    Outputs o;
+    for_each<128>([&](auto j) { o[j.value] = 0; });
+#pragma unroll 1
+    for (; run.next(a); runs++) {
+        sync_group(1);
+        load_queries(a, run, base + QUERIES_AT, t);
+        fence_async();
+        sync_group(1);
+        Pair maximum{EMPTY_MAXIMUM, EMPTY_MAXIMUM}, total{0, 0};
+        float s[32];
+        add_scores(s, base, tiles);
+        auto turn = [&](int i, auto is_last) {
+            wgmma_wait<0>();
+            if (__builtin_expect((run.first + i + 1) * TILE > run.unmasked, 0)) {
+                const int token = (run.first + i) * TILE + column, first = blockIdx.x * ROWS + row;
+                const int limits[2] = {min(run.unmasked + first / HEADS, run.tokens),
+                                       min(run.unmasked + (first + 8) / HEADS, run.tokens)};
+                for_each<32>([&](auto j) {
+                    if (token + j.value / 4 * 8 + j.value % 2 >= limits[j.value / 2 % 2]) s[j.value] = minus_infinity();
+                });
+            }
+            Pair top{s[0], s[2]}, factor{1, 1};
+            for_each<32>([&](auto j) {
+                float& own = top.of[j.value / 2 % 2];
+                own = maximum_of(own, s[j.value]);
+            });
+            for_each<2>([&](auto r) {
+                float& own = top.of[r.value];
+                own = maximum_of(own, shuffle_xor(own, 1));
+                own = maximum_of(own, shuffle_xor(own, 2)) * a.factor;
+                if (own > maximum.of[r.value] + 10) {  // maxima move only when weights would exceed 2^10
+                    factor.of[r.value] = exp2_fast(maximum.of[r.value] - own);
+                    maximum.of[r.value] = own;
+                }
+                total.of[r.value] *= factor.of[r.value];
+            });
+            u32 p[16];
+            for_each<16>([&](auto k) {
+                constexpr int r = k.value % 2;
+                const float x = exp2_fast(s[2 * k.value] * a.factor - maximum.of[r]);
+                const float y = exp2_fast(s[2 * k.value + 1] * a.factor - maximum.of[r]);
+                total.of[r] += x + y;
+                p[k.value] = to_halves(x, y);
+            });
+            if constexpr (is_last.value) for_each<2>([&](auto r) {
+                total.of[r.value] += shuffle_xor(total.of[r.value], 1);
+                total.of[r.value] += shuffle_xor(total.of[r.value], 2);
+            });
+            barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
+            for_each<4>([&](auto k) {
+                store_shared_4(weights + k.value * 2048, {p[4 * k.value], p[4 * k.value + 1], p[4 * k.value + 2], p[4 * k.value + 3]});
+            });
+            store_shared_4(factors, {(u32)__float_as_int(factor.of[0]), (u32)__float_as_int(factor.of[1]),
+                                     (u32)__float_as_int(total.of[0]), (u32)__float_as_int(total.of[1])});
+            if (t == 0) {
+                store_shared(base + EVENT_AT, (i == 0 ? FIRST : 0) | (is_last.value ? LAST : 0));
+                if (is_last.value) run.write(base + RUNS_AT + runs % 2 * 32);
+            }
+            sync_warp();
+            if (lane == 0) arrive(base + WEIGHTS_FULL);
+            rescale(o, factor);
+            add_values(o, p, base + tiles % 2 * TILE_BYTES, 0, i != 0);
+            if constexpr (!is_last.value) {
+                add_scores(s, base, tiles + 1);
+                wgmma_wait<2>();
+            } else {
+                wgmma_wait<0>();
+            }
+            if (lane == 0) arrive(base + EMPTY + 8 * (tiles % 2));
+            tiles++;
+        };
+#pragma unroll 1
+        for (int i = 0; i < run.count - 1; i++) turn(i, Index<0>{});
+        turn(run.count - 1, Index<1>{});
+        store_outputs(a, run, o, total, 0, t);
+        store_stats(a, run, maximum, total, t);
+    }
+    barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
+    if (t == 0) store_shared(base + EVENT_AT, END);
+    sync_warp();
+    if (lane == 0) arrive(base + WEIGHTS_FULL);
+}
+
+INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
+    const int lane = t % 32, warp = t / 32;
+    const u32 weights = base + WEIGHTS_AT + t * 16, factors = base + FACTORS_AT + t * 16;
+    const Tables tables(hide_from_optimizer((u32)0));
+    u32 offsets[4], runs = 0;
+    own_offsets(lane, warp, offsets);
+    Reader reader(a, warp);
+    Raw<BLOCKS - SHARE, BLOCKS> raw;
+    bool more = SHARE && reader.next();
+    if (SHARE && more) raw.load(reader, lane);
+    auto unpack = [&](u32 tiles) {
+        const u32 stage = tiles % 2;
+        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        raw.store(tables, base + stage * TILE_BYTES, offsets);
+        finish_stores(base + SHARE_FULL + 8 * stage, lane);
+        more = reader.next();
+        if (more) raw.load(reader, lane);
+        sync_warp();
+    };
+    if constexpr (SHARE) {
+#pragma unroll 1
+        for (u32 k = 0; k < 2; k++)
+            if (more) unpack(k);
+    }
+    Outputs o;
+    for_each<128>([&](auto j) { o[j.value] = 0; });
+#pragma unroll 1
+    for (u32 tiles = 0;; tiles++) {
+        const u32 stage = tiles % 2;
+        barrier_wait(base + WEIGHTS_FULL, tiles % 2);
+        const u32 event = load_shared(base + EVENT_AT);
+        if (event & END) break;
+        u32 p[16], x[4];
+        for_each<4>([&](auto k) { load_shared_4(weights + k.value * 2048, p + 4 * k.value); });
+        load_shared_4(factors, x);
+        const Pair total{__int_as_float(x[2]), __int_as_float(x[3])};
+        sync_warp();
+        if (lane == 0) arrive(base + WEIGHTS_EMPTY);
+        rescale(o, {__int_as_float(x[0]), __int_as_float(x[1])});
+        barrier_wait(base + HIGH_FULL + 8 * stage, tiles / 2 % 2);
+        add_values(o, p, base + stage * TILE_BYTES, 1, !(event & FIRST));
+        wgmma_wait<0>();
+        if (lane == 0) arrive(base + EMPTY + 8 * stage);
+        if (SHARE && more) unpack(tiles + 2);
+        if (event & LAST) {
+            Run run;
+            run.read(base + RUNS_AT + runs++ % 2 * 32);
+            store_outputs(a, run, o, total, 1, t);
+        }
+    }
+}

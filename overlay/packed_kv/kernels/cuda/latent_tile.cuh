@@ -1,0 +1,135 @@
+// Tiles of latents: raw bytes of pages to fp16 in shared memory, as keys and as values.
+#pragma once
+#include "latent_runs.cuh"
+
+constexpr float LATENT_DIVISOR_F = LATENT_DIVISOR;
+constexpr int BLOCK_BYTES = TILE * 128, TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
+constexpr int QUERIES_AT = 2 * TILE_BYTES, WEIGHTS_AT = QUERIES_AT + TILE_BYTES;  // fp16 [9, 64 rows, 64 channels]
+constexpr int FACTORS_AT = WEIGHTS_AT + TILE * 128;  // fp32 [128 threads, 4]
+constexpr int RUNS_AT = FACTORS_AT + 2048;           // [2], 32 bytes of a run
+constexpr int EVENT_AT = RUNS_AT + 64, BARRIERS_AT = EVENT_AT + 16;
+constexpr int LOW_FULL = BARRIERS_AT, HIGH_FULL = LOW_FULL + 16, SHARE_FULL = HIGH_FULL + 16, EMPTY = SHARE_FULL + 16;
+constexpr int WEIGHTS_FULL = EMPTY + 16, WEIGHTS_EMPTY = WEIGHTS_FULL + 8, USED_BYTES = WEIGHTS_EMPTY + 8;
+static_assert(USED_BYTES <= SHARED_BYTES, "shared memory");
+
+// 64 channels of the lane's two tokens: the left operands of four products.
+template <int BLOCK>
+INLINE void decode_block(const Words& words, u32 word, const Tables& tables, u32 (&f)[16]) {
+    for_each<2>([&](auto i) {
+        constexpr int group = 2 * BLOCK + i.value;
+        constexpr float factor = group_layout(group).key_factor / LATENT_DIVISOR_F;
+        u32 pairs[8];
+        decode_group<group>(words, pairs, tables);
+        const u32 gain = to_halves(factor, factor);
+        const u32 first = finite_halves(multiply_halves(scale_pair(word, 0x4040 + 0x202 * i.value), gain));
+        const u32 second = finite_halves(multiply_halves(scale_pair(word, 0x4141 + 0x202 * i.value), gain));
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32* target = f + 8 * i.value + 4 * half;
+            target[0] = multiply_halves(pairs[2 * half], first);
+            target[1] = multiply_halves(pairs[4 + 2 * half], second);
+            target[2] = multiply_halves(pairs[2 * half + 1], first);
+            target[3] = multiply_halves(pairs[5 + 2 * half], second);
+        }
+    });
+}
+
+// Whether a chunk of words has codes or signs of blocks FIRST to LAST - 1.
+constexpr bool has_words(int start, int end, int first, int last) {
+    for (int g = 2 * first; g < 2 * last; g++) {
+        const Group group = group_layout(g);
+        if (group.word < end && group.word + (group.bits == 4) >= start) return true;
+        if (group.bits == 3 && group.sign_word >= start && group.sign_word < end) return true;
+    }
+    return false;
+}
+template <int FIRST, int LAST, int CHUNK = 0, int START = 0>
+INLINE void load_page_words(Words& words, const u8* page, int lane) {
+    if constexpr (START < WORDS) {
+        constexpr int width = chunk_width(CHUNK);
+        if constexpr (has_words(START, START + width, FIRST, LAST))
+            load_page<width>(page + 128 * START + 4 * width * lane, words.word + START);
+        load_page_words<FIRST, LAST, CHUNK + 1, START + width>(words, page, lane);
+    }
+}
+
+// A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, its row of which are r and r + 8.
+template <int FIRST, int LAST> struct Raw {
+    Words words;
+    u32 scales[8], kept;
+
+    INLINE void load(const Reader& reader, int lane) {
+        load_page_words<FIRST, LAST>(words, reader.page, lane);
+        const u8* own = reader.page + SCALES_AT + lane / 4 * 32;
+        if constexpr (FIRST < 4) load_page<4>(own, scales);
+        if constexpr (LAST > 4) load_page<4>(own + 16, scales + 4);
+        kept = reader.stored_bytes(lane / 4);
+    }
+    // `offsets`: of this lane's row of a step's four matrices in a block.
+    INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4]) {
+        for_each<LAST - FIRST>([&](auto i) {
+            constexpr int block = FIRST + i.value;
+            u32 f[16];
+            decode_block<block>(words, scales[block] & kept, tables, f);
+#pragma unroll
+            for (int k = 0; k < 4; k++) store_matrices(tile + block * BLOCK_BYTES + offsets[k], f + 4 * k);
+        });
+    }
+};
+struct RawRope {
+    u32 word[16];
+    INLINE void load(const Reader& reader, int lane) {
+        for_each<4>([&](auto i) {
+            u32 q[4];
+            load_page<4>(reader.page + ROPE_AT + i.value * 512 + lane * 16, q);
+            u32* target = word + i.value / 2 * 8 + i.value % 2;  // [group][half][k][n3]
+            target[0] = q[0], target[2] = q[1], target[4] = q[2], target[6] = q[3];
+        });
+    }
+    INLINE void store(u32 tile, const u32 (&offsets)[4]) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], word + 4 * k);
+    }
+};
+
+INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
+    for_each<4>([&](auto k) {
+        offsets[k.value] = (warp * 16 + lane % 16) * 128 + (((2 * k.value + lane / 16) ^ (lane & 7)) << 4);
+    });
+}
+// Of a warp whose stores the products of other warps read.
+INLINE void finish_stores(u32 barrier, int lane) {
+    fence_async();
+    sync_warp();
+    if (lane == 0) arrive(barrier);
+}
+
+// Half of a tile is loaded while the other half is unpacked: the fence that stores need waits for loads, too.
+INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
+    const int lane = t % 32, warp = t / 32;
+    const Tables tables(hide_from_optimizer((u32)0));
+    u32 offsets[4];
+    own_offsets(lane, warp, offsets);
+    Reader reader(a, warp);
+    if (!reader.next()) return;
+    Raw<0, 4> low;
+    Raw<4, BLOCKS - SHARE> high;
+    RawRope rope;
+    low.load(reader, lane), high.load(reader, lane), rope.load(reader, lane);
+    bool more = true;
+#pragma unroll 1
+    for (u32 tiles = 0; more; tiles++) {
+        const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
+        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        low.store(tables, tile, offsets);
+        finish_stores(base + LOW_FULL + 8 * stage, lane);
+        more = reader.next();
+        if (more) low.load(reader, lane);
+        sync_warp();
+        high.store(tables, tile, offsets);
+        rope.store(tile, offsets);
+        finish_stores(base + HIGH_FULL + 8 * stage, lane);
+        if (more) high.load(reader, lane), rope.load(reader, lane);
+        sync_warp();
+    }
+}
