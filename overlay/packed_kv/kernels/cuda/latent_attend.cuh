@@ -113,7 +113,7 @@ INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
     const u64 keys = matrix_descriptor(base + stage * TILE_BYTES, 16, 1024);
     auto add = [&](auto block) {
         for_each<4>([&](auto k) {
-            constexpr u32 step = (block.value * BLOCK_BYTES + k.value * 32) >> 4;
+            constexpr u32 step = (decltype(block)::value * BLOCK_BYTES + k.value * 32) >> 4;
             SharedProduct<64>::add(s, queries + step, keys + step, step != 0);
         });
     };
