@@ -116,7 +116,7 @@ class Case:
         import emulated
 
         variant = launch.Variant(
-            self.heads, self.shape.rows, self.cache.shape[1], self.query.dtype, self.output.dtype,
+            self.heads, *self.shape[:2], self.cache.shape[1], self.query.dtype, self.output.dtype,
             self.constant is not None, True,
         )  # fmt: skip
         emulated.run_latent(
@@ -164,7 +164,7 @@ def test_resources(name: str, rows: int, tmp_path: Path) -> None:
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
     from packed_kv.kernels.cuda.source import LATENT
 
-    variant = launch.Variant(rows, rows, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
+    variant = launch.Variant(rows, rows, 1, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
     file = tmp_path / "latent.cubin"
     file.write_bytes(compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64), variant), LATENT))
     registers, stack, _ = resources(file)["latent_decode"]

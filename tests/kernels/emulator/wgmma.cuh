@@ -11,7 +11,7 @@ INLINE float2 make_float2(float x, float y) { return {x, y}; }
 // ---- barriers
 
 static std::map<int, Meeting> groups;  // by barrier and warpgroup
-enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, LOAD_MATRICES, PRODUCT };
+enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, LOAD_MATRICES, PRODUCT, PAIRS };
 
 INLINE void arrive(u32 address) {
     Barrier& barrier = barriers.at(address);
@@ -28,16 +28,25 @@ INLINE bool any_of_group(int id, bool x) {
 }
 INLINE void fence_async() {}
 
+// ---- the two blocks of a cluster
+
+INLINE u32 address_in_peer(u32 address, u32 peer) { return address % block_bytes + peer * block_bytes; }
+INLINE void arrive_in_peer(u32 barrier) { arrive(barrier); }
+template <int BYTES> void copy_to_peer(u32 target, u32 barrier, u32 source) {
+    copy_bulk<BYTES>(target, barrier, shared_at(source, 16));
+}
+INLINE void sync_pair() { meet(whole_block, fibers.size(), PAIRS, [] {}); }
+
 // ---- registers
 
 template <int COUNT> void set_registers() {}
-INLINE int warpgroup() { return running / 128; }
+INLINE int warpgroup() { return running % block_threads / 128; }
 INLINE u32 shuffle_word(u32 x, int source) { return __float_as_int(shuffle(__int_as_float(x), source)); }
 INLINE u32 finite_halves(u32 pair) { return to_halves(fminf(low_float(pair), 65504), fminf(high_float(pair), 65504)); }
 
 // ---- memory
 
-INLINE u8* swizzled_memory() { return block_memory.data(); }
+INLINE u8* swizzled_memory() { return shared_memory(); }
 INLINE u32 load_int(const int* p) { return *p; }
 template <int WIDTH> void load_page(const u8* p, u32* x) {
     if ((u64)p % (4 * WIDTH)) fail("a load is misaligned");
@@ -83,7 +92,7 @@ INLINE u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {
     return (u64)(address >> 4) | (u64)(lead >> 4) << 16 | (u64)(stride >> 4) << 32;
 }
 static u16 element_of(u64 descriptor, int transposed, int k, int n) {
-    const u32 start = (descriptor & 0x3FFF) << 4, lead = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
+    const u32 start = (descriptor & 0xFFFF) << 4, lead = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
     const u32 at = transposed ? start + n / 64 * lead + k / 8 * stride + k % 8 * 128 + n % 64 * 2
                               : start + n / 8 * stride + n % 8 * 128 + k * 2;
     return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);

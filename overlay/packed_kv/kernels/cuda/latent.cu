@@ -42,7 +42,10 @@ struct Arguments {
 };
 
 #ifndef SHARE
-#define SHARE 2  // blocks of a tile that the second attending group unpacks
+#define SHARE (PAIR ? 0 : 2)  // blocks of a tile that the second attending group unpacks
+#endif
+#ifndef PAIR
+#define PAIR 0
 #endif
 #ifndef PREFETCH
 #define PREFETCH 1
@@ -52,13 +55,18 @@ struct Arguments {
 // Of a thread of each warpgroup; 504 in all.
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = SHARE ? 200 : 192, UNPACK_REGISTERS = SHARE ? 96 : 104;
 
-extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
+#if PAIR
+#define CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER
+#endif
+extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     const int group = warpgroup(), t = threadIdx.x % 128;
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; s++) {
             barrier_init<4>(base + LOW_FULL + 8 * s), barrier_init<4>(base + HIGH_FULL + 8 * s);
-            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8>(base + EMPTY + 8 * s);
+            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8 + 8 * PAIR>(base + EMPTY + 8 * s);
         }
         barrier_init<4>(base + WEIGHTS_FULL), barrier_init<4>(base + WEIGHTS_EMPTY);
         barrier_init_fence();
@@ -66,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
     // Rows that the block lacks stay 0.
     for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + QUERIES_AT + i * 16, {0, 0, 0, 0});
     sync_block();
+    if constexpr (PAIR) sync_pair();
     if (group == 0) {
         set_registers<ATTEND_REGISTERS>();
         attend(a, base, t);
@@ -74,8 +83,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
         attend_and_unpack(a, base, t);
     } else {
         set_registers<UNPACK_REGISTERS>();
-        unpack_tiles(a, base, t);
+        if constexpr (PAIR == 0) unpack_tiles(a, base, t);
+        else if (blockIdx.x % 2) unpack_for_pair<1>(a, base, t);
+        else unpack_for_pair<0>(a, base, t);
     }
+    if constexpr (PAIR) sync_pair();
 }
 
 // Combines the partial results of rows; one warp for 128 channels of a row. The grid is (rows of a request, requests).

@@ -120,11 +120,12 @@ INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
     barrier_wait(base + LOW_FULL + 8 * stage, parity);
     wgmma_fence();
     for_each<4>([&](auto b) { add(b); });
+    if constexpr (PAIR) add(Index<BLOCKS>{});
     wgmma_commit();
     barrier_wait(base + HIGH_FULL + 8 * stage, parity);
     wgmma_fence();
     for_each<4 - SHARE>([&](auto b) { add(Index<4 + b.value>{}); });
-    add(Index<BLOCKS>{});
+    if constexpr (!PAIR) add(Index<BLOCKS>{});
     if constexpr (SHARE) {
         barrier_wait(base + SHARE_FULL + 8 * stage, parity);
         wgmma_fence();
@@ -206,7 +207,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
             } else {
                 wgmma_wait<0>();
             }
-            if (lane == 0) arrive(base + EMPTY + 8 * (tiles % 2));
+            release_tile(base + EMPTY + 8 * (tiles % 2), lane);
             tiles++;
         };
 #pragma unroll 1
@@ -263,7 +264,7 @@ INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
         barrier_wait(base + HIGH_FULL + 8 * stage, tiles / 2 % 2);
         add_values(o, p, base + stage * TILE_BYTES, 1, !(event & FIRST));
         wgmma_wait<0>();
-        if (lane == 0) arrive(base + EMPTY + 8 * stage);
+        release_tile(base + EMPTY + 8 * stage, lane);
         if (SHARE && more) unpack(tiles + 2);
         if (event & LAST) {
             Run run;

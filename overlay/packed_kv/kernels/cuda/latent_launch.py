@@ -51,10 +51,11 @@ def shape_of(rows: int, sm_count: int) -> Shape:
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block."""
+    """What the kernel is compiled for besides the page's layout: `row_blocks` thread blocks of `rows` rows each."""
 
     heads: int
     rows: int
+    row_blocks: int
     block_size: int
     query: torch.dtype
     output: torch.dtype
@@ -65,11 +66,11 @@ class Variant(NamedTuple):
 def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent.cu` is compiled with."""
     layout, rope = kernel_layout(page), page.plane(0, ROPE)
-    rows = variant.rows
     values: dict[str, object] = {
         **group_constants(layout),
         **decoder_constants(),
-        "ROWS": rows,
+        "ROWS": variant.rows,
+        "PAIR": variant.row_blocks - 1,
         "TILE_TOKENS": TILE_TOKENS,
         "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
@@ -171,7 +172,7 @@ class CudaLatentDecode:
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
         self.device = cache.device.index
-        self.functions: dict[int, _Functions] = {}
+        self.functions: dict[tuple[int, int], _Functions] = {}
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
         """Launch on the current stream.
@@ -183,19 +184,19 @@ class CudaLatentDecode:
             output: [tokens, heads, 512], unit stride over channels; filled with the sums of latents as stored, whose
                 weights sum to 1, and the constant.
         """
-        functions = self.functions.get(step.shape.rows)
+        rows, row_blocks, partitions = step.shape
+        functions = self.functions.get((rows, row_blocks))
         if functions is None:
-            functions = self.functions[step.shape.rows] = self._functions(step.shape.rows)
+            functions = self.functions[rows, row_blocks] = self._functions(rows, row_blocks)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        _, row_blocks, partitions = step.shape
         (status,) = functions.launch(
             functions.decode, row_blocks, partitions, 1, THREADS, 1, 1, functions.shared_bytes, stream, self.address, 0
         )
         if not status:
-            rows = self.heads * step.max_query_len
+            most = self.heads * step.max_query_len
             (status,) = functions.launch(
-                functions.merge, rows, step.requests, 1, MERGE_THREADS, 1, 1, 0, stream, self.address, 0
+                functions.merge, most, step.requests, 1, MERGE_THREADS, 1, 1, 0, stream, self.address, 0
             )
         if status:
             raise RuntimeError(f"the decode kernel of latents was not launched: {status.name}")
@@ -206,12 +207,13 @@ class CudaLatentDecode:
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
-        for rows in {shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)}:
-            self.functions[rows] = self._functions(rows)
+        for rows, row_blocks in {shape_of(self.heads * length, 1)[:2] for length in range(1, longest_decode + 1)}:
+            self.functions[rows, row_blocks] = self._functions(rows, row_blocks)
 
-    def _functions(self, rows: int) -> _Functions:
+    def _functions(self, rows: int, row_blocks: int) -> _Functions:
         has_constant = self.constant is not None
-        variant = Variant(self.heads, rows, self.block_size, self.query, self.output, has_constant, self.has_lse)
+        dtypes = self.query, self.output
+        variant = Variant(self.heads, rows, row_blocks, self.block_size, *dtypes, has_constant, self.has_lse)
         return _load(tuple(constants(self.page, variant).items()), self.device)
 
 

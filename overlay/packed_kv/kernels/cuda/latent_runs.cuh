@@ -42,7 +42,7 @@ struct Runs : Run {
             unmasked = tokens - queries + 1;
             is_whole = count == tiles;
             slot = ((blockIdx.y * 2 + (index != first_request)) * gridDim.x + blockIdx.x) * ROWS;
-            if (count > 0 && rows > 0) return true;
+            if (count > 0 && (PAIR ? queries > 0 : rows > 0)) return true;
         }
         return false;
     }
