@@ -88,17 +88,16 @@ INLINE void load_transposed_matrices(u32 address, u32* x) {
 INLINE void wgmma_fence() {}
 INLINE void wgmma_commit() {}
 template <int PENDING> void wgmma_wait() {}
-INLINE u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {
-    return (u64)(address >> 4) | (u64)(lead >> 4) << 16 | (u64)(stride >> 4) << 32;
-}
-static u16 element_of(u64 descriptor, int transposed, int k, int n) {
-    const u32 start = (descriptor & 0xFFFF) << 4, lead = (descriptor >> 16 & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
+// With two bits more of the address than the hardware takes, for two blocks.
+INLINE u32 matrix_descriptor(u32 address, u32 lead) { return address >> 4 | lead >> 4 << 16; }
+static u16 element_of(u32 descriptor, int transposed, int k, int n) {
+    const u32 start = (descriptor & 0xFFFF) << 4, lead = descriptor >> 16 << 4, stride = 1024;
     const u32 at = transposed ? start + n / 64 * lead + k / 8 * stride + k % 8 * 128 + n % 64 * 2
                               : start + n / 8 * stride + n % 8 * 128 + k * 2;
     return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);
 }
 template <int COLUMNS, int TRANSPOSED> struct Product {
-    static void add(float (&d)[COLUMNS / 2], const u32* a, u64 b, int accumulate) {
+    static void add(float (&d)[COLUMNS / 2], const u32* a, u32 b, int accumulate) {
         static std::map<int, std::pair<const u32*, float*>> operands;  // by thread
         operands[running] = {a, d};
         meet(warp(), 32, PRODUCT, [=] {
@@ -122,7 +121,7 @@ template <int COLUMNS, int TRANSPOSED> struct Product {
     }
 };
 template <int COLUMNS> struct SharedProduct {
-    static void add(float (&d)[COLUMNS / 2], u64 a, u64 b, int accumulate) {
+    static void add(float (&d)[COLUMNS / 2], u32 a, u32 b, int accumulate) {
         const int row = running / 32 % 4 * 16 + lane() / 4;
         for (int i = 0; i < COLUMNS / 2; i++) {
             const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;

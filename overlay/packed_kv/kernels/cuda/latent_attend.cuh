@@ -100,7 +100,7 @@ INLINE void rescale(Outputs& o, Pair factor) {
 }
 // O += P V of a tile, for half of the channels; O = P V if it is the first.
 INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int adds) {
-    const u64 values = matrix_descriptor(tile + half * 4 * BLOCK_BYTES, BLOCK_BYTES, 1024);
+    const u32 values = matrix_descriptor(tile + half * 4 * BLOCK_BYTES, BLOCK_BYTES);
     wgmma_fence();
     for_each<4>([&](auto k) { Product<256, 1>::add(o, p + 4 * k.value, values + (k.value * 2048 >> 4), k.value ? 1 : adds); });
     wgmma_commit();
@@ -109,8 +109,8 @@ INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int a
 // S = Q C' of the tile that is number `tiles` since the start.
 INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
     const u32 stage = tiles % 2, parity = tiles / 2 % 2;
-    const u64 queries = matrix_descriptor(base + QUERIES_AT, 16, 1024);
-    const u64 keys = matrix_descriptor(base + stage * TILE_BYTES, 16, 1024);
+    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
+    const u32 keys = matrix_descriptor(base + stage * TILE_BYTES, 16);
     auto add = [&](auto block) {
         for_each<4>([&](auto k) {
             constexpr u32 step = (decltype(block)::value * BLOCK_BYTES + k.value * 32) >> 4;

@@ -94,9 +94,9 @@ template <int PENDING> INLINE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 // Of a matrix in shared memory in rows of 128 bytes, whose 16-byte pieces are swizzled by the row's number modulo 8.
-INLINE u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)(lead >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
-}
+// Groups of 8 rows follow each other by 1024 bytes; blocks of 64 columns, of a transposed one, by `lead`.
+INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF) >> 4 | lead >> 4 << 16; }
+#define DESCRIPTOR(NAME, LOW) " .reg .b64 " NAME "; mov.b64 " NAME ", {" LOW ", 0x40000040};"
 
 // Names of registers and operands of D, by columns.
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -123,11 +123,11 @@ INLINE u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {
 template <int COLUMNS_OF_B, int TRANSPOSED> struct Product;
 #define PRODUCT(N, TRANSPOSED, A0, A1, A2, A3, B, ACCUMULATE)                                                         \
     template <> struct Product<N, TRANSPOSED> {                                                                       \
-        INLINE static void add(float (&d)[N / 2], const u32* a, u64 b, int accumulate) {                              \
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;"                                          \
+        INLINE static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) {                              \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;" DESCRIPTOR("b", B)                        \
                 " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES_##N "}, {" A0 ", " A1 ", " A2 ", "  \
-                A3 "}, " B ", p, 1, 1, " #TRANSPOSED "; }"                                                            \
-                : SUMS_##N(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                 \
+                A3 "}, b, p, 1, 1, " #TRANSPOSED "; }"                                                            \
+                : SUMS_##N(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));                 \
         }                                                                                                             \
     };
 PRODUCT(16, 0, "%8", "%9", "%10", "%11", "%12", "%13")
@@ -138,10 +138,10 @@ PRODUCT(256, 1, "%128", "%129", "%130", "%131", "%132", "%133")
 // A in shared memory, too, with contiguous rows.
 template <int COLUMNS_OF_B> struct SharedProduct;
 template <> struct SharedProduct<64> {
-    INLINE static void add(float (&d)[32], u64 a, u64 b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;"
-            " wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_64 "}, %32, %33, p, 1, 1, 0, 0; }"
-            : SUMS_64(0) : "l"(a), "l"(b), "r"(accumulate));
+    INLINE static void add(float (&d)[32], u32 a, u32 b, int accumulate) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;" DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33")
+            " wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_64 "}, a, b, p, 1, 1, 0, 0; }"
+            : SUMS_64(0) : "r"(a), "r"(b), "r"(accumulate));
     }
 };
 
