@@ -21,5 +21,5 @@ static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()
 extern "C" void launch(const Arguments* arguments, u32 row_blocks, u32 partitions, u32 rows, u32 requests) {
     given = arguments;
     run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body, 1 + PAIR);
-    run_grid(rows, requests, 128, 16, merge_body);
+    run_grid(rows, requests, 64 * arguments->merge_shares, 2048 * arguments->merge_shares, merge_body);
 }

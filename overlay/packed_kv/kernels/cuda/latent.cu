@@ -35,6 +35,7 @@ struct Arguments {
     float* lse;                // [tokens, HEADS]
     unsigned table_stride, max_rows;  // most rows of a request
     float factor;              // from scores to exponents of 2
+    unsigned merge_shares;
     // fixed for a layer
     const unsigned char* cache;  // [blocks, 16 MICRO_BLOCKS tokens, slot bytes]
     const float* constant;       // [512], added to the outputs
@@ -90,45 +91,56 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) latent_decode(const
     if constexpr (PAIR) sync_pair();
 }
 
-// Combines the partial results of rows; one warp for 128 channels of a row. The grid is (rows of a request, requests).
-extern "C" __global__ void __launch_bounds__(128) latent_merge(const __grid_constant__ Arguments a) {
-    const int row = blockIdx.x, request = blockIdx.y, lane = threadIdx.x % 32, quarter = threadIdx.x / 32;
-    const int query = a.query_start[request], rows = (a.query_start[request + 1] - query) * HEADS;
-    const int first = a.spans[2 * request], parts = a.spans[2 * request + 1];
-    if (row >= rows || parts == 1) return;  // 0: there is no token
+// Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts
+// each. The grid is (rows of a request, requests).
+extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_constant__ Arguments a) {
+    const int row = blockIdx.x, request = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int query = a.query_start[request], next = a.query_start[request + 1];
+    const int first = a.spans[2 * request], parts = a.spans[2 * request + 1], shares = a.merge_shares;
+    if (row >= (next - query) * HEADS || parts == 1) return;  // 0: there is no token
     const int row_blocks = (a.max_rows + ROWS - 1) / ROWS, block = row / ROWS, own = row % ROWS;
+    const int is_last = a.begins[2 * first] != request;  // the first part is what a partition has last
     auto slot = [&](int part) {
-        const int partition = first + part;
-        return (((u64)partition * 2 + (a.begins[2 * partition] != request)) * row_blocks + block) * ROWS + own;
+        return (((u64)(first + part) * 2 + (part == 0 && is_last)) * row_blocks + block) * ROWS + own;
     };
-    float top = EMPTY_MAXIMUM;
+    float top = EMPTY_MAXIMUM, total = 0;
     for (int part = lane; part < parts; part += 32) top = maximum_of(top, a.partial_stats[2 * slot(part)]);
     for_each<5>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 1 << i.value)); });
-    float total = 0, x[4] = {0, 0, 0, 0};
-    for (int start = 0; start < parts; start += 32) {
-        const int part = start + lane;
-        u64 own_slot = 0;
-        float weight = 0;
-        if (part < parts) {
-            own_slot = slot(part);
-            weight = exp2_fast(a.partial_stats[2 * own_slot] - top);
-            total += weight * a.partial_stats[2 * own_slot + 1];
-        }
-        const int count = min(32, parts - start);
-#pragma unroll 8
-        for (int i = 0; i < count; i++) {
-            const float w = shuffle(weight, i);
-            const u32 s = shuffle_word((u32)own_slot, i);
-            const float4 y = *(const float4*)(a.partial_output + (u64)s * RANK + quarter * 128 + lane * 4);
-            x[0] += w * y.x, x[1] += w * y.y, x[2] += w * y.z, x[3] += w * y.w;
-        }
+    for (int part = lane; part < parts; part += 32) {
+        const float* stats = a.partial_stats + 2 * slot(part);
+        total += exp2_fast(stats[0] - top) * stats[1];
     }
     for_each<5>([&](auto i) { total += shuffle_xor(total, 1 << i.value); });
+    const int channel = warp % 2 * 256 + lane * 4;
+    float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+#pragma unroll 4
+    for (int part = warp / 2; part < parts; part += shares) {
+        const u64 from = slot(part);
+        const float weight = exp2_fast(a.partial_stats[2 * from] - top);
+        const float* output = a.partial_output + from * RANK + channel;
+        const float4 y = *(const float4*)output, z = *(const float4*)(output + 128);
+        x[0] += weight * y.x, x[1] += weight * y.y, x[2] += weight * y.z, x[3] += weight * y.w;
+        x[4] += weight * z.x, x[5] += weight * z.y, x[6] += weight * z.z, x[7] += weight * z.w;
+    }
+    if (shares > 1) {
+        const u32 sums = shared_address(shared_memory()) + threadIdx.x * 32;
+        auto bits = [&](int i) { return (u32)__float_as_int(x[i]); };
+        store_shared_4(sums, {bits(0), bits(1), bits(2), bits(3)});
+        store_shared_4(sums + 16, {bits(4), bits(5), bits(6), bits(7)});
+        sync_block();
+        if (warp >= 2) return;
+        for (int share = 1; share < shares; share++) {
+            u32 y[8];
+            load_shared_4(sums + share * 2048, y), load_shared_4(sums + share * 2048 + 16, y + 4);
+            for_each<8>([&](auto i) { x[i.value] += __int_as_float(y[i.value]); });
+        }
+    }
     const float norm = total > 0 ? LATENT_DIVISOR_F / total : 0;
     const u64 token = query + row / HEADS, head = row % HEADS;
     const u64 at = token * a.output_token_stride + head * a.output_head_stride;
-    const int channel = quarter * 128 + lane * 4;
-    store_pair(a, at + channel, a.constant + channel, x[0], x[1], norm);
-    store_pair(a, at + channel + 2, a.constant + channel + 2, x[2], x[3], norm);
+    for_each<4>([&](auto i) {
+        const int own_channel = channel + i.value / 2 * 128 + i.value % 2 * 2;
+        store_pair(a, at + own_channel, a.constant + own_channel, x[2 * i.value], x[2 * i.value + 1], norm);
+    });
     if (HAS_LSE && threadIdx.x == 0) a.lse[token * HEADS + head] = (top + log2_fast(total)) * 0.6931471805599453f;
 }

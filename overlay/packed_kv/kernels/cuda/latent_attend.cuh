@@ -12,33 +12,42 @@ INLINE u32 query_pair(u32 pair) {
     const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
     return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
 }
-INLINE void load_queries(const Arguments& a, const Runs& run, u32 target, int t) {
-    constexpr int PIECES = ROWS * 72, BATCH = 12;  // of 16 bytes
+// A warp has every fourth row: a lane 16 bytes of each half of a latent, and 8 lanes RoPE's of a row.
+INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
+    constexpr int BATCH = ROWS % 32 ? 4 : 8;  // rows of a warp at a time
+    const int lane = t % 32, warp = t / 32;
+    auto store = [&](Quad q, int row, int piece, bool is_rope) {
+        q = {query_pair(q.x), query_pair(q.y), query_pair(q.z), query_pair(q.w)};
+        if (is_rope) {  // keys of RoPE are values, not in units of 2^-7
+            const u32 unit = to_halves(1 / LATENT_DIVISOR_F, 1 / LATENT_DIVISOR_F);
+            q = {multiply_halves(q.x, unit), multiply_halves(q.y, unit), multiply_halves(q.z, unit),
+                 multiply_halves(q.w, unit)};
+        }
+        store_shared_4(target + piece / 8 * BLOCK_BYTES + row * 128 + ((piece % 8 ^ row % 8) << 4), q);
+    };
 #pragma unroll 1
-    for (int base = 0; base < PIECES; base += 128 * BATCH) {
-        Quad x[BATCH];
+    for (int base = 0; base < ROWS; base += 4 * BATCH) {
+        Quad latent[BATCH][2], rope[BATCH / 4];
         for_each<BATCH>([&](auto k) {
-            const int i = base + k.value * 128 + t, row = i / 72, piece = i % 72;
-            x[k.value] = {0, 0, 0, 0};
-            if (i < PIECES && row < run.rows) {
-                const u64 token = run.token(row), head = run.head(row);
-                const u16* latent = (const u16*)a.query + token * a.query_token_stride + head * a.query_head_stride;
-                const u16* rope = (const u16*)a.rope_query + token * a.rope_token_stride + head * a.rope_head_stride;
-                x[k.value] = load_constant_16(piece < 64 ? latent + piece * 8 : rope + (piece - 64) * 8);
-            }
+            const int row = base + 4 * k.value + warp;
+            const u64 at = (u64)run.token(row) * a.query_token_stride + run.head(row) * a.query_head_stride + lane * 8;
+            const u16* from = (const u16*)a.query + at;
+            latent[k.value][0] = latent[k.value][1] = {0, 0, 0, 0};
+            if (row < run.rows)
+                latent[k.value][0] = load_constant_16(from), latent[k.value][1] = load_constant_16(from + 256);
+        });
+        for_each<BATCH / 4>([&](auto k) {
+            const int row = base + 4 * (4 * k.value + lane / 8) + warp;
+            const u64 at = (u64)run.token(row) * a.rope_token_stride + run.head(row) * a.rope_head_stride + lane % 8 * 8;
+            rope[k.value] = {0, 0, 0, 0};
+            if (row < run.rows) rope[k.value] = load_constant_16((const u16*)a.rope_query + at);
         });
         for_each<BATCH>([&](auto k) {
-            const int i = base + k.value * 128 + t, row = i / 72, piece = i % 72;
-            if (i >= PIECES) return;
-            Quad& q = x[k.value];
-            if (piece < 64) {
-                q = {query_pair(q.x), query_pair(q.y), query_pair(q.z), query_pair(q.w)};
-            } else {  // keys of RoPE are values, not in units of 2^-7
-                const u32 unit = to_halves(1 / LATENT_DIVISOR_F, 1 / LATENT_DIVISOR_F);
-                q = {multiply_halves(query_pair(q.x), unit), multiply_halves(query_pair(q.y), unit),
-                     multiply_halves(query_pair(q.z), unit), multiply_halves(query_pair(q.w), unit)};
-            }
-            store_shared_4(target + piece / 8 * BLOCK_BYTES + row * 128 + ((piece % 8 ^ row % 8) << 4), q);
+            const int row = base + 4 * k.value + warp;
+            store(latent[k.value][0], row, lane, false), store(latent[k.value][1], row, lane + 32, false);
+        });
+        for_each<BATCH / 4>([&](auto k) {
+            store(rope[k.value], base + 4 * (4 * k.value + lane / 8) + warp, 64 + lane % 8, true);
         });
     }
 }
@@ -139,8 +148,6 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
     const u32 weights = base + WEIGHTS_AT + t * 16, factors = base + FACTORS_AT + t * 16;
     u32 tiles = 0, runs = 0;  // since the start: they say which stage and which parity
     Runs run(a);
-    Outputs o;
-    for_each<128>([&](auto j) { o[j.value] = 0; });
 #pragma unroll 1
     for (; run.next(a); runs++) {
         sync_group(1);
@@ -148,6 +155,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
         fence_async();
         sync_group(1);
         Pair maximum{EMPTY_MAXIMUM, EMPTY_MAXIMUM}, total{0, 0};
+        Outputs o;  // without a value: the first products set it
         float s[32];
         add_scores(s, base, tiles);
         auto turn = [&](int i, auto is_last) {

@@ -21,7 +21,7 @@ BLOCK_ROWS = (16, 32, 48, 64)
 """Rows of a thread block."""
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
 """What the kernel multiplies queries by and divides latents by, to have both as fp16."""
-THREADS, MERGE_THREADS = 384, 128
+THREADS, MERGE_THREADS, MERGE_BYTES = 384, 64, 2048
 
 
 class Shape(NamedTuple):
@@ -88,9 +88,15 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=3Q6I"), struct.Struct("=8Q2If4x")
+CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=3Q6I"), struct.Struct("=8Q2IfI")
 LAYER_ARGUMENTS = struct.Struct("=2QI4x")
 """The three parts of `Arguments` in latent.cu, in order."""
+
+
+def merge_shares(partitions: int, requests: int) -> int:
+    """Return how many shares of a row's parts are combined side by side: where few requests have many parts each, 8."""
+    parts = partitions // max(requests, 1)
+    return 1 << min(max(parts // 4, 1).bit_length() - 1, 3)
 
 
 class Step(NamedTuple):
@@ -100,6 +106,7 @@ class Step(NamedTuple):
     shape: Shape
     max_query_len: int
     requests: int
+    merge_shares: int
 
 
 def make_step(
@@ -130,8 +137,9 @@ def make_step(
     rows = heads * max_query_len
     factor = scale * LOG2_E * LATENT_DIVISOR / QUERY_FACTOR
     addresses = (0 if x is None else x.data_ptr() for x in tensors)
-    arguments = STEP_ARGUMENTS.pack(*addresses, block_table.stride(0), rows, factor)
-    return Step(arguments, shape, max_query_len, len(seq_lens))
+    shares = merge_shares(shape.partitions, len(seq_lens))
+    arguments = STEP_ARGUMENTS.pack(*addresses, block_table.stride(0), rows, factor, shares)
+    return Step(arguments, shape, max_query_len, len(seq_lens), shares)
 
 
 def call_arguments(output: torch.Tensor, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
@@ -196,7 +204,8 @@ class CudaLatentDecode:
         if not status:
             most = self.heads * step.max_query_len
             (status,) = functions.launch(
-                functions.merge, most, step.requests, 1, MERGE_THREADS, 1, 1, 0, stream, self.address, 0
+                functions.merge, most, step.requests, 1, MERGE_THREADS * step.merge_shares, 1, 1, MERGE_BYTES * step.merge_shares,
+                stream, self.address, 0
             )
         if status:
             raise RuntimeError(f"the decode kernel of latents was not launched: {status.name}")
