@@ -2,7 +2,7 @@
 #pragma once
 #include "latent_tile.cuh"
 
-constexpr float QUERY_FACTOR_F = QUERY_FACTOR, EMPTY_MAXIMUM = -1e30f;
+constexpr float QUERY_FACTOR_F = QUERY_FACTOR, EMPTY_MAXIMUM = -1e30f, MOST_WEIGHT = 10;
 // What the second group has to know of a tile.
 enum { FIRST = 1, LAST = 2, END = 4 };
 
@@ -115,6 +115,18 @@ INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int a
     wgmma_commit();
 }
 
+// Moves the maxima of a lane's rows where exponents of weights would exceed MOST_WEIGHT, and notes by what sums shrink.
+INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
+    for_each<2>([&](auto r) {
+        float own = maximum_of(top.of[r.value], shuffle_xor(top.of[r.value], 1));
+        own = maximum_of(own, shuffle_xor(own, 2)) * scale;
+        if (own > maximum.of[r.value] + MOST_WEIGHT) {
+            factor.of[r.value] = exp2_fast(maximum.of[r.value] - own);
+            maximum.of[r.value] = own;
+        }
+    });
+}
+
 // S = Q C' of the tile that is number `tiles` since the start.
 INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
     const u32 stage = tiles % 2, parity = tiles / 2 % 2;
@@ -173,16 +185,10 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
                 float& own = top.of[j.value / 2 % 2];
                 own = maximum_of(own, s[j.value]);
             });
-            for_each<2>([&](auto r) {
-                float& own = top.of[r.value];
-                own = maximum_of(own, shuffle_xor(own, 1));
-                own = maximum_of(own, shuffle_xor(own, 2)) * a.factor;
-                if (own > maximum.of[r.value] + 10) {  // maxima move only when weights would exceed 2^10
-                    factor.of[r.value] = exp2_fast(maximum.of[r.value] - own);
-                    maximum.of[r.value] = own;
-                }
-                total.of[r.value] *= factor.of[r.value];
-            });
+            auto exceeds = [&](int r) { return top.of[r] * a.factor > maximum.of[r] + MOST_WEIGHT; };
+            const bool moves = any_lane(exceeds(0) || exceeds(1));
+            if (__builtin_expect(moves, 0)) move_maxima(top, a.factor, maximum, factor);
+            for_each<2>([&](auto r) { total.of[r.value] *= factor.of[r.value]; });
             u32 p[16];
             for_each<16>([&](auto k) {
                 constexpr int r = k.value % 2;
@@ -191,6 +197,8 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
                 total.of[r] += x + y;
                 p[k.value] = to_halves(x, y);
             });
+            if (moves) for_each<128>([&](auto j) { o[j.value] *= factor.of[j.value / 2 % 2]; });
+            add_values(o, p, base + tiles % 2 * TILE_BYTES, 0, i != 0);
             if constexpr (is_last.value) for_each<2>([&](auto r) {
                 total.of[r.value] += shuffle_xor(total.of[r.value], 1);
                 total.of[r.value] += shuffle_xor(total.of[r.value], 2);
@@ -207,8 +215,6 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
             }
             sync_warp();
             if (lane == 0) arrive(base + WEIGHTS_FULL);
-            rescale(o, factor);
-            add_values(o, p, base + tiles % 2 * TILE_BYTES, 0, i != 0);
             if constexpr (!is_last.value) {
                 add_scores(s, base, tiles + 1);
                 wgmma_wait<2>();
