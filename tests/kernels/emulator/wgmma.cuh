@@ -132,3 +132,18 @@ template <int COLUMNS> struct SharedProduct {
         }
     }
 };
+template <int COLUMNS> struct TransposedProduct {
+    static void add(float (&d)[COLUMNS / 2], u32 a, u32 b, int accumulate) {
+        const int row = running / 32 % 4 * 16 + lane() / 4;
+        for (int i = 0; i < COLUMNS / 2; i++) {
+            const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+            float sum = accumulate ? d[i] : 0;
+            for (int k = 0; k < 16; k++) {
+                const u32 at = ((b & 0xFFFF) << 4) + k * 2 * COLUMNS + column * 2;
+                const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (COLUMNS / 8 - 1)) << 4, 2);
+                sum += to_float(element_of(a, 1, k, row + i / 2 % 2 * 8)) * to_float(right);
+            }
+            d[i] = sum;
+        }
+    }
+};

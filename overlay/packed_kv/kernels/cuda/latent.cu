@@ -51,7 +51,13 @@ struct Arguments {
 #ifndef PREFETCH
 #define PREFETCH 1
 #endif
+#ifndef NARROW
+#define NARROW (ROWS <= 32 && !PAIR)
+#endif
 #include "latent_attend.cuh"
+#if NARROW
+#include "latent_narrow.cuh"
+#endif
 
 // Of a thread of each warpgroup; 504 in all.
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = SHARE ? 200 : 192, UNPACK_REGISTERS = SHARE ? 96 : 104;
@@ -78,10 +84,18 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) latent_decode(const
     if constexpr (PAIR) sync_pair();
     if (group == 0) {
         set_registers<ATTEND_REGISTERS>();
+#if NARROW
+        attend_narrow(a, base, t);
+#else
         attend(a, base, t);
+#endif
     } else if (group == 1) {
         set_registers<SECOND_REGISTERS>();
+#if NARROW
+        attend_narrow_and_unpack(a, base, t);
+#else
         attend_and_unpack(a, base, t);
+#endif
     } else {
         set_registers<UNPACK_REGISTERS>();
         if constexpr (PAIR == 0) unpack_tiles(a, base, t);

@@ -145,6 +145,39 @@ template <> struct SharedProduct<64> {
     }
 };
 
+template <> struct SharedProduct<16> {
+    INLINE static void add(float (&d)[8], u32 a, u32 b, int accumulate) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;" DESCRIPTOR("a", "%8") DESCRIPTOR("b", "%9")
+            " wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" NAMES_16 "}, a, b, p, 1, 1, 0, 0; }"
+            : SUMS_16(0) : "r"(a), "r"(b), "r"(accumulate));
+    }
+};
+template <> struct SharedProduct<32> {
+    INLINE static void add(float (&d)[16], u32 a, u32 b, int accumulate) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;" DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17")
+            " wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" NAMES_32 "}, a, b, p, 1, 1, 0, 0; }"
+            : SUMS_32(0) : "r"(a), "r"(b), "r"(accumulate));
+    }
+};
+// Both with contiguous columns; B in rows of 32 or 64 bytes, swizzled as far as they reach.
+template <int COLUMNS_OF_B> struct TransposedProduct;
+template <> struct TransposedProduct<16> {
+    INLINE static void add(float (&d)[8], u32 a, u32 b, int accumulate) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;" DESCRIPTOR("a", "%8")
+            " .reg .b64 b; mov.b64 b, {%9, 0xC0000010};"
+            " wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" NAMES_16 "}, a, b, p, 1, 1, 1, 1; }"
+            : SUMS_16(0) : "r"(a), "r"(b), "r"(accumulate));
+    }
+};
+template <> struct TransposedProduct<32> {
+    INLINE static void add(float (&d)[16], u32 a, u32 b, int accumulate) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;" DESCRIPTOR("a", "%16")
+            " .reg .b64 b; mov.b64 b, {%17, 0x80000020};"
+            " wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" NAMES_32 "}, a, b, p, 1, 1, 1, 1; }"
+            : SUMS_32(0) : "r"(a), "r"(b), "r"(accumulate));
+    }
+};
+
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
 INLINE void store_matrices(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
