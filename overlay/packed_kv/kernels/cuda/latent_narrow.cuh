@@ -146,7 +146,7 @@ INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
             for_each<ROWS / 8>([&](auto n) {
                 float e[4];
                 for_each<4>([&](auto j) {
-                    constexpr int k = 2 * n.value + j.value % 2;
+                    constexpr int k = 2 * decltype(n)::value + decltype(j)::value % 2;
                     e[j.value] = exp2_fast(s[4 * n.value + j.value] * a.factor - maximum[k]);
                     total[k] += e[j.value];
                 });
