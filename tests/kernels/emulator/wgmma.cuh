@@ -11,7 +11,7 @@ INLINE float2 make_float2(float x, float y) { return {x, y}; }
 // ---- barriers
 
 static std::map<int, Meeting> groups;  // by barrier and warpgroup
-enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, LOAD_MATRICES, PRODUCT, PAIRS };
+enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, PRODUCT, PAIRS };
 
 INLINE void arrive(u32 address) {
     Barrier& barrier = barriers.at(address);
@@ -71,18 +71,6 @@ INLINE void store_matrices(u32 address, const u32* x) {
         }
     });
 }
-INLINE void load_transposed_matrices(u32 address, u32* x) {
-    warp().in[lane()][0] = address;
-    meet(warp(), 32, LOAD_MATRICES, [] {
-        for (int i = 0; i < 128; i++) {
-            const int matrix = i / 32, column = i % 32 / 4, pair = i % 4;
-            const u32 high = *matrix_element(matrix, 2 * pair + 1, column);
-            warp().out[i % 32][matrix] = *matrix_element(matrix, 2 * pair, column) | high << 16;
-        }
-    });
-    memcpy(x, warp().out[lane()], 16);
-}
-
 // ---- products
 
 INLINE void wgmma_fence() {}
@@ -96,30 +84,29 @@ static u16 element_of(u32 descriptor, int transposed, int k, int n) {
                               : start + n / 8 * stride + n % 8 * 128 + k * 2;
     return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);
 }
-template <int COLUMNS, int TRANSPOSED> struct Product {
-    static void add(float (&d)[COLUMNS / 2], const u32* a, u32 b, int accumulate) {
-        static std::map<int, std::pair<const u32*, float*>> operands;  // by thread
-        operands[running] = {a, d};
-        meet(warp(), 32, PRODUCT, [=] {
-            const int first = running / 32 * 32;
-            float right[16][COLUMNS], left[16][16];
-            for (int k = 0; k < 16; k++)
-                for (int n = 0; n < COLUMNS; n++) right[k][n] = to_float(element_of(b, TRANSPOSED, k, n));
-            for (int i = 0; i < 16; i++)
-                for (int k = 0; k < 16; k++) {
-                    const u32 pair = operands[first + i % 8 * 4 + k % 8 / 2].first[i / 8 + k / 8 * 2];
-                    left[i][k] = k % 2 ? high_float(pair) : low_float(pair);
-                }
-            for (int i = 0; i < 16; i++)
-                for (int n = 0; n < COLUMNS; n++) {
-                    float& target = operands[first + i % 8 * 4 + n % 8 / 2].second[n / 8 * 4 + i / 8 * 2 + n % 2];
-                    float sum = accumulate ? target : 0;
-                    for (int k = 0; k < 16; k++) sum += left[i][k] * right[k][n];
-                    target = sum;
-                }
-        });
-    }
-};
+INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
+    constexpr int COLUMNS = 256;
+    static std::map<int, std::pair<const u32*, float*>> operands;  // by thread
+    operands[running] = {a, d};
+    meet(warp(), 32, PRODUCT, [=] {
+        const int first = running / 32 * 32;
+        float right[16][COLUMNS], left[16][16];
+        for (int k = 0; k < 16; k++)
+            for (int n = 0; n < COLUMNS; n++) right[k][n] = to_float(element_of(b, 1, k, n));
+        for (int i = 0; i < 16; i++)
+            for (int k = 0; k < 16; k++) {
+                const u32 pair = operands[first + i % 8 * 4 + k % 8 / 2].first[i / 8 + k / 8 * 2];
+                left[i][k] = k % 2 ? high_float(pair) : low_float(pair);
+            }
+        for (int i = 0; i < 16; i++)
+            for (int n = 0; n < COLUMNS; n++) {
+                float& target = operands[first + i % 8 * 4 + n % 8 / 2].second[n / 8 * 4 + i / 8 * 2 + n % 2];
+                float sum = accumulate ? target : 0;
+                for (int k = 0; k < 16; k++) sum += left[i][k] * right[k][n];
+                target = sum;
+            }
+    });
+}
 template <int COLUMNS> struct SharedProduct {
     static void add(float (&d)[COLUMNS / 2], u32 a, u32 b, int accumulate) {
         const int row = running / 32 % 4 * 16 + lane() / 4;

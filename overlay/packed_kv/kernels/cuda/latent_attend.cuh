@@ -111,7 +111,7 @@ INLINE void rescale(Outputs& o, Pair factor) {
 INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int adds) {
     const u32 values = matrix_descriptor(tile + half * 4 * BLOCK_BYTES, BLOCK_BYTES);
     wgmma_fence();
-    for_each<4>([&](auto k) { Product<256, 1>::add(o, p + 4 * k.value, values + (k.value * 2048 >> 4), k.value ? 1 : adds); });
+    for_each<4>([&](auto k) { add_product(o, p + 4 * k.value, values + (k.value * 2048 >> 4), k.value ? 1 : adds); });
     wgmma_commit();
 }
 
@@ -127,32 +127,36 @@ INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
     });
 }
 
-// S = Q C' of the tile that is number `tiles` since the start.
-INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
+// Adds the steps of 16 channels, given as distances in descriptors, of the scores of the tile that is number `tiles`
+// since the start, as its blocks come.
+template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
     const u32 stage = tiles % 2, parity = tiles / 2 % 2;
-    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
-    const u32 keys = matrix_descriptor(base + stage * TILE_BYTES, 16);
-    auto add = [&](auto block) {
-        for_each<4>([&](auto k) {
-            constexpr u32 step = (decltype(block)::value * BLOCK_BYTES + k.value * 32) >> 4;
-            SharedProduct<64>::add(s, queries + step, keys + step, step != 0);
-        });
+    auto add_block = [&](auto block) {
+        for_each<4>([&](auto k) { add(Index<(decltype(block)::value * BLOCK_BYTES + decltype(k)::value * 32) / 16>{}); });
     };
     barrier_wait(base + LOW_FULL + 8 * stage, parity);
     wgmma_fence();
-    for_each<4>([&](auto b) { add(b); });
-    if constexpr (PAIR) add(Index<BLOCKS>{});
+    for_each<4>([&](auto b) { add_block(b); });
+    if constexpr (PAIR) add_block(Index<BLOCKS>{});
     wgmma_commit();
     barrier_wait(base + HIGH_FULL + 8 * stage, parity);
     wgmma_fence();
-    for_each<4 - SHARE>([&](auto b) { add(Index<4 + b.value>{}); });
-    if constexpr (!PAIR) add(Index<BLOCKS>{});
+    for_each<4 - SHARE>([&](auto b) { add_block(Index<4 + decltype(b)::value>{}); });
+    if constexpr (!PAIR) add_block(Index<BLOCKS>{});
     if constexpr (SHARE) {
         barrier_wait(base + SHARE_FULL + 8 * stage, parity);
         wgmma_fence();
-        for_each<SHARE>([&](auto b) { add(Index<BLOCKS - SHARE + b.value>{}); });
+        for_each<SHARE>([&](auto b) { add_block(Index<BLOCKS - SHARE + decltype(b)::value>{}); });
     }
     wgmma_commit();
+}
+// S = Q C'.
+INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
+    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
+    const u32 keys = matrix_descriptor(base + tiles % 2 * TILE_BYTES, 16);
+    add_steps(base, tiles, [&](auto step) {
+        SharedProduct<64>::add(s, queries + step.value, keys + step.value, step.value != 0);
+    });
 }
 
 INLINE void attend(const Arguments& a, u32 base, int t) {
@@ -237,29 +241,10 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
 }
 
 INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, warp = t / 32;
+    const int lane = t % 32;
     const u32 weights = base + WEIGHTS_AT + t * 16, factors = base + FACTORS_AT + t * 16;
-    const Tables tables(hide_from_optimizer((u32)0));
-    u32 offsets[4], runs = 0;
-    own_offsets(lane, warp, offsets);
-    Reader reader(a, warp);
-    Raw<BLOCKS - SHARE, BLOCKS> raw;
-    bool more = SHARE && reader.next();
-    if (SHARE && more) raw.load(reader, lane);
-    auto unpack = [&](u32 tiles) {
-        const u32 stage = tiles % 2;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
-        raw.store(tables, base + stage * TILE_BYTES, offsets);
-        finish_stores(base + SHARE_FULL + 8 * stage, lane);
-        more = reader.next();
-        if (more) raw.load(reader, lane);
-        sync_warp();
-    };
-    if constexpr (SHARE) {
-#pragma unroll 1
-        for (u32 k = 0; k < 2; k++)
-            if (more) unpack(k);
-    }
+    Share share(a, base, t);
+    u32 runs = 0;
     Outputs o;
     for_each<128>([&](auto j) { o[j.value] = 0; });
 #pragma unroll 1
@@ -279,7 +264,7 @@ INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
         add_values(o, p, base + stage * TILE_BYTES, 1, !(event & FIRST));
         wgmma_wait<0>();
         release_tile(base + EMPTY + 8 * stage, lane);
-        if (SHARE && more) unpack(tiles + 2);
+        share.unpack(tiles + 2);
         if (event & LAST) {
             Run run;
             run.read(base + RUNS_AT + runs++ % 2 * 32);

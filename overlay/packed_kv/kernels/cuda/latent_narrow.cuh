@@ -65,30 +65,13 @@ INLINE void load_totals(u32 base, int c, Columns& total) {
     });
 }
 
+// S' = C Q'.
 INLINE void add_scores(float (&s)[ROWS / 2], u32 base, u32 tiles) {
-    const u32 stage = tiles % 2, parity = tiles / 2 % 2;
     const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
-    const u32 keys = matrix_descriptor(base + stage * TILE_BYTES, 16);
-    auto add = [&](auto block) {
-        for_each<4>([&](auto k) {
-            constexpr u32 step = (decltype(block)::value * BLOCK_BYTES + k.value * 32) >> 4;
-            SharedProduct<ROWS>::add(s, keys + step, queries + step, step != 0);
-        });
-    };
-    barrier_wait(base + LOW_FULL + 8 * stage, parity);
-    wgmma_fence();
-    for_each<4>([&](auto b) { add(b); });
-    wgmma_commit();
-    barrier_wait(base + HIGH_FULL + 8 * stage, parity);
-    wgmma_fence();
-    for_each<4 - SHARE>([&](auto b) { add(Index<4 + b.value>{}); });
-    add(Index<BLOCKS>{});
-    if constexpr (SHARE) {
-        barrier_wait(base + SHARE_FULL + 8 * stage, parity);
-        wgmma_fence();
-        for_each<SHARE>([&](auto b) { add(Index<BLOCKS - SHARE + b.value>{}); });
-    }
-    wgmma_commit();
+    const u32 keys = matrix_descriptor(base + tiles % 2 * TILE_BYTES, 16);
+    add_steps(base, tiles, [&](auto step) {
+        SharedProduct<ROWS>::add(s, keys + step.value, queries + step.value, step.value != 0);
+    });
 }
 
 INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
@@ -200,28 +183,9 @@ INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
 }
 
 INLINE void attend_narrow_and_unpack(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, warp = t / 32, c = lane % 4;
-    const Tables tables(hide_from_optimizer((u32)0));
-    u32 offsets[4], runs = 0;
-    own_offsets(lane, warp, offsets);
-    Reader reader(a, warp);
-    Raw<BLOCKS - SHARE, BLOCKS> raw;
-    bool more = SHARE && reader.next();
-    if (SHARE && more) raw.load(reader, lane);
-    auto unpack = [&](u32 tiles) {
-        const u32 stage = tiles % 2;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
-        raw.store(tables, base + stage * TILE_BYTES, offsets);
-        finish_stores(base + SHARE_FULL + 8 * stage, lane);
-        more = reader.next();
-        if (more) raw.load(reader, lane);
-        sync_warp();
-    };
-    if constexpr (SHARE) {
-#pragma unroll 1
-        for (u32 k = 0; k < 2; k++)
-            if (more) unpack(k);
-    }
+    const int lane = t % 32, c = lane % 4;
+    Share share(a, base, t);
+    u32 runs = 0;
     NarrowOutputs o;
     for_each<4>([&](auto b) { for_each<ROWS / 2>([&](auto j) { o[b.value][j.value] = 0; }); });
 #pragma unroll 1
@@ -242,7 +206,7 @@ INLINE void attend_narrow_and_unpack(const Arguments& a, u32 base, int t) {
         wgmma_wait<0>();
         if (lane == 0) arrive(base + WEIGHTS_EMPTY);
         release_tile(base + EMPTY + 8 * stage, lane);
-        if (SHARE && more) unpack(tiles + 2);
+        share.unpack(tiles + 2);
         if (event & LAST) {
             Run run;
             run.read(base + RUNS_AT + runs++ % 2 * 32);

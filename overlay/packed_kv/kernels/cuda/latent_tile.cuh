@@ -160,6 +160,37 @@ template <int HALF> INLINE void unpack_for_pair(const Arguments& a, u32 base, in
     }
 }
 
+// The blocks of tiles that the second attending group unpacks, two tiles ahead of its values.
+struct Share {
+    const Tables tables;
+    u32 base, offsets[4];
+    int lane;
+    Reader reader;
+    Raw<BLOCKS - SHARE, BLOCKS> raw;
+    bool more;
+
+    INLINE Share(const Arguments& a, u32 base, int t)
+        : tables(hide_from_optimizer((u32)0)), base(base), lane(t % 32), reader(a, t / 32) {
+        own_offsets(lane, t / 32, offsets);
+        more = SHARE && reader.next();
+        if (!more) return;
+        raw.load(reader, lane);
+#pragma unroll 1
+        for (u32 k = 0; k < 2; k++) unpack(k);
+    }
+    // Of the tile that is number `tiles` since the start.
+    INLINE void unpack(u32 tiles) {
+        if (!SHARE || !more) return;
+        const u32 stage = tiles % 2;
+        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        raw.store(tables, base + stage * TILE_BYTES, offsets);
+        finish_stores(base + SHARE_FULL + 8 * stage, lane);
+        more = reader.next();
+        if (more) raw.load(reader, lane);
+        sync_warp();
+    }
+};
+
 // Half of a tile is loaded while the other half is unpacked: the fence that stores need waits for loads, too.
 INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, warp = t / 32;

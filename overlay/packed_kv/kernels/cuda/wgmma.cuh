@@ -96,13 +96,12 @@ template <int PENDING> INLINE void wgmma_wait() {
 // Of a matrix in shared memory in rows of 128 bytes, whose 16-byte pieces are swizzled by the row's number modulo 8.
 // Groups of 8 rows follow each other by 1024 bytes; blocks of 64 columns, of a transposed one, by `lead`.
 INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF) >> 4 | lead >> 4 << 16; }
-#define DESCRIPTOR(NAME, LOW) " .reg .b64 " NAME "; mov.b64 " NAME ", {" LOW ", 0x40000040};"
+#define DESCRIPTOR(NAME, LOW, HIGH) " .reg .b64 " NAME "; mov.b64 " NAME ", {" LOW ", " HIGH "};"
 
 // Names of registers and operands of D, by columns.
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_32 NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_48 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define NAMES_64 NAMES_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_128 NAMES_64 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -114,76 +113,39 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 8)
-#define SUMS_48(i) SUMS_32(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 16)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 32)
 #define SUMS_256(i) SUMS_128(i), SUMS_128(i + 64)
 
-// TRANSPOSED: B's columns are contiguous, not its rows.
-template <int COLUMNS_OF_B, int TRANSPOSED> struct Product;
-#define PRODUCT(N, TRANSPOSED, A0, A1, A2, A3, B, ACCUMULATE)                                                         \
-    template <> struct Product<N, TRANSPOSED> {                                                                       \
-        INLINE static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) {                              \
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;" DESCRIPTOR("b", B)                        \
-                " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES_##N "}, {" A0 ", " A1 ", " A2 ", "  \
-                A3 "}, b, p, 1, 1, " #TRANSPOSED "; }"                                                            \
-                : SUMS_##N(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));                 \
+// B's columns are contiguous, and 256.
+INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0;" DESCRIPTOR("b", "%132", "0x40000040")
+        " wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_256 "}, {%128, %129, %130, %131}, b, p, 1, 1, 1; }"
+        : SUMS_256(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
+}
+
+// A in shared memory, too. SharedProduct: both have contiguous rows. TransposedProduct: both have contiguous columns, and
+// B's rows of 32 or 64 bytes are swizzled as far as they reach; HIGH is the upper half of its descriptor.
+template <int COLUMNS_OF_B> struct SharedProduct;
+template <int COLUMNS_OF_B> struct TransposedProduct;
+#define SHARED_PRODUCT(KIND, N, A, B, ACCUMULATE, HIGH, TRANSPOSED)                                                   \
+    template <> struct KIND<N> {                                                                                      \
+        INLINE static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {                                     \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;"                                          \
+                DESCRIPTOR("a", A, "0x40000040") DESCRIPTOR("b", B, HIGH)                                             \
+                " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES_##N "}, a, b, p, 1, 1, "            \
+                #TRANSPOSED ", " #TRANSPOSED "; }"                                                                    \
+                : SUMS_##N(0) : "r"(a), "r"(b), "r"(accumulate));                                                     \
         }                                                                                                             \
     };
-PRODUCT(16, 0, "%8", "%9", "%10", "%11", "%12", "%13")
-PRODUCT(32, 0, "%16", "%17", "%18", "%19", "%20", "%21")
-PRODUCT(48, 0, "%24", "%25", "%26", "%27", "%28", "%29")
-PRODUCT(64, 0, "%32", "%33", "%34", "%35", "%36", "%37")
-PRODUCT(256, 1, "%128", "%129", "%130", "%131", "%132", "%133")
-// A in shared memory, too, with contiguous rows.
-template <int COLUMNS_OF_B> struct SharedProduct;
-template <> struct SharedProduct<64> {
-    INLINE static void add(float (&d)[32], u32 a, u32 b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;" DESCRIPTOR("a", "%32") DESCRIPTOR("b", "%33")
-            " wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" NAMES_64 "}, a, b, p, 1, 1, 0, 0; }"
-            : SUMS_64(0) : "r"(a), "r"(b), "r"(accumulate));
-    }
-};
-
-template <> struct SharedProduct<16> {
-    INLINE static void add(float (&d)[8], u32 a, u32 b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;" DESCRIPTOR("a", "%8") DESCRIPTOR("b", "%9")
-            " wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" NAMES_16 "}, a, b, p, 1, 1, 0, 0; }"
-            : SUMS_16(0) : "r"(a), "r"(b), "r"(accumulate));
-    }
-};
-template <> struct SharedProduct<32> {
-    INLINE static void add(float (&d)[16], u32 a, u32 b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;" DESCRIPTOR("a", "%16") DESCRIPTOR("b", "%17")
-            " wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" NAMES_32 "}, a, b, p, 1, 1, 0, 0; }"
-            : SUMS_32(0) : "r"(a), "r"(b), "r"(accumulate));
-    }
-};
-// Both with contiguous columns; B in rows of 32 or 64 bytes, swizzled as far as they reach.
-template <int COLUMNS_OF_B> struct TransposedProduct;
-template <> struct TransposedProduct<16> {
-    INLINE static void add(float (&d)[8], u32 a, u32 b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;" DESCRIPTOR("a", "%8")
-            " .reg .b64 b; mov.b64 b, {%9, 0xC0000010};"
-            " wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" NAMES_16 "}, a, b, p, 1, 1, 1, 1; }"
-            : SUMS_16(0) : "r"(a), "r"(b), "r"(accumulate));
-    }
-};
-template <> struct TransposedProduct<32> {
-    INLINE static void add(float (&d)[16], u32 a, u32 b, int accumulate) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;" DESCRIPTOR("a", "%16")
-            " .reg .b64 b; mov.b64 b, {%17, 0x80000020};"
-            " wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" NAMES_32 "}, a, b, p, 1, 1, 1, 1; }"
-            : SUMS_32(0) : "r"(a), "r"(b), "r"(accumulate));
-    }
-};
+SHARED_PRODUCT(SharedProduct, 16, "%8", "%9", "%10", "0x40000040", 0)
+SHARED_PRODUCT(SharedProduct, 32, "%16", "%17", "%18", "0x40000040", 0)
+SHARED_PRODUCT(SharedProduct, 64, "%32", "%33", "%34", "0x40000040", 0)
+SHARED_PRODUCT(TransposedProduct, 16, "%8", "%9", "%10", "0xC0000010", 1)
+SHARED_PRODUCT(TransposedProduct, 32, "%16", "%17", "%18", "0x80000020", 1)
 
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
 INLINE void store_matrices(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-INLINE void load_transposed_matrices(u32 address, u32* x) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
