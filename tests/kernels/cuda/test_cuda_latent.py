@@ -138,8 +138,11 @@ CASES = [
     {"name": "tq4", "heads": 16, "seq_lens": (1, 37, 300)},
     {"name": "turboquant25", "heads": 4, "seq_lens": (200, 70, 0, 5), "query_lens": (3, 0, 1, 2), "block_size": 16},
     {"name": "tq3", "heads": 40, "seq_lens": (500, 90), "query_lens": (2, 1), "sharpness": 3.0, "has_constant": True},
+    {"name": "tq4", "heads": 36, "seq_lens": (600,), "partitions": 8},  # two shares of parts are merged
     gpu_only(name="turboquant35", heads=64, seq_lens=(4096, 64, 65, 1000, 1)),
     gpu_only(name="tq4", heads=128, seq_lens=(3000, 4097, 17), partitions=132),
+    gpu_only(name="turboquant35", heads=32, seq_lens=(30000,), partitions=132),
+    gpu_only(name="tq4", heads=64, seq_lens=(500, 900, 64, 63), query_lens=(2, 1, 2, 1), partitions=132),
     gpu_only(name="turboquant25", heads=20, seq_lens=(9000, 100, 0, 64), partitions=132, block_size=48),
     gpu_only(name="tq3", heads=16, seq_lens=(30000, 700), query_lens=(8, 3), partitions=132),
     gpu_only(name="turboquant35", heads=1, seq_lens=(100, 5000), query_lens=(100, 3), partitions=132),
@@ -156,15 +159,18 @@ def test_decode(options: dict[str, Any]) -> None:
     assert error < BOUND and of_lse < 2e-3, (error, of_lse)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("tq4", 64), ("turboquant35", 48), ("turboquant25", 16)])
-def test_resources(name: str, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "row_blocks"), [("tq4", 64, 1), ("tq4", 64, 2), ("turboquant35", 48, 1), ("turboquant25", 16, 1)]
+)
+def test_resources(name: str, rows: int, row_blocks: int, tmp_path: Path) -> None:
     """NVRTC, which needs no GPU, compiles the kernel with few words spilled, and products run several at a time: where
     registers do not suffice, the compiler waits for each of the 40 by itself."""
     pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
     from packed_kv.kernels.cuda.source import LATENT
 
-    variant = launch.Variant(rows, rows, 1, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
+    dtypes = torch.bfloat16, torch.bfloat16
+    variant = launch.Variant(rows * row_blocks, rows, row_blocks, 64, *dtypes, has_constant=True, has_lse=False)
     file = tmp_path / "latent.cubin"
     file.write_bytes(compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64), variant), LATENT))
     registers, stack, _ = resources(file)["latent_decode"]
@@ -177,6 +183,11 @@ def test_shape() -> None:
     assert launch.shape_of(20, 132) == (32, 1, 132)
     assert launch.shape_of(66, 132) == (48, 2, 66)
     assert launch.shape_of(128, 132) == (64, 2, 66)
+
+
+def test_shares_of_a_merge() -> None:
+    found = [launch.merge_shares(132, requests) for requests in (1, 4, 8, 16, 64, 256)]
+    assert found == [8, 8, 4, 2, 1, 1]
 
 
 def test_refusal_names_what_the_kernel_does_not_take() -> None:
