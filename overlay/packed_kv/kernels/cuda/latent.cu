@@ -4,16 +4,20 @@
 // The grid is (row blocks, partitions). A row is a query head of a query token; a block has up to ROWS of a request's.
 // A partition is a run of tiles of 64 tokens, of one request or of several in turn (`latent_schedule.py`). Three
 // warpgroups:
-//   0      decodes a tile: in registers it is the left operand of S' = C Q' (tokens x rows) as it lies there, and goes
-//          to shared memory besides; then the softmax, and P' to shared memory
-//   1, 2   O[:, half of the channels] += P V, with the tile as V
-// Raw bytes reach shared memory by bulk copies, a micro-block a warp, and registers a tile ahead, so nothing waits for
-// memory. A latent in registers and in the tile is value * 2^-7 in fp16.
+//   0      scores, weights, and half of the channels of O
+//   1      the other half of O; it unpacks SHARE of a tile's 8 blocks of 64 channels besides
+//   2      unpacks the rest of a tile: raw bytes come into registers while the other half is unpacked, and fp16 goes to
+//          shared memory, where the tile is keys and values at once
+// Up to 32 rows are the narrow side of both products (latent_narrow.cuh); more are the 64 of their left operand, as S and
+// P have them in registers (latent_attend.cuh).
+//
+// A latent in the tile is value * 2^-7 in fp16.
 //
 // `latent_launch.py` defines, beside the names of `KernelLayout` (decode.cu):
 //
 //   ROWS, HEADS                         rows of a block: 16, 32, 48 or 64; query heads
-//   RAW_BYTES, SCALES_AT, ROPE_AT       of a micro-block: bytes of words and scales; where scales and RoPE begin
+//   PAIR                                whether two blocks, of two row blocks, are a cluster that unpacks a tile once
+//   SCALES_AT, ROPE_AT                  of a micro-block: where scales and RoPE begin
 //   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
 //   QUERY, OUTPUT                       dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
 //   HAS_LSE, HAS_CONSTANT               whether log-sum-exps are written, and whether a constant is added to outputs

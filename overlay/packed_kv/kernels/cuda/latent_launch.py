@@ -21,7 +21,8 @@ BLOCK_ROWS = (16, 32, 48, 64)
 """Rows of a thread block."""
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
 """What the kernel multiplies queries by and divides latents by, to have both as fp16."""
-THREADS, MERGE_THREADS, MERGE_BYTES = 384, 64, 2048
+THREADS, MERGE_THREADS, MERGE_BYTES, MOST_SHARES = 384, 64, 2048, 8
+"""Threads of a block; of a merge threads and bytes of shared memory for each share of the parts, and the most shares."""
 
 
 class Shape(NamedTuple):
@@ -96,7 +97,7 @@ LAYER_ARGUMENTS = struct.Struct("=2QI4x")
 def merge_shares(partitions: int, requests: int) -> int:
     """Return how many shares of a row's parts are combined side by side: where few requests have many parts each, 8."""
     parts = partitions // max(requests, 1)
-    return 1 << min(max(parts // 4, 1).bit_length() - 1, 3)
+    return min(1 << max(parts // 4, 1).bit_length() - 1, MOST_SHARES)
 
 
 class Step(NamedTuple):
@@ -244,5 +245,5 @@ def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
     values = dict(definitions)
     shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT)
     with torch.cuda.device(device):
-        decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", 0)
+        decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", MERGE_BYTES * MOST_SHARES)
     return _Functions(driver.cuLaunchKernel, decode, merge, shared_bytes)
