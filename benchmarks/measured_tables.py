@@ -13,6 +13,7 @@ from measured_rows import RESULTS, file_named, in_order, is_baseline, load, load
 from tables import Row, Show, Table, figures, pivot, ratio
 
 MEANS_CASE = ("dtype", "means", "requests", "context")
+LATENT_CASE = ("heads", "queries", "spread", "requests", "context")
 LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
 """The shapes of the README's table."""
 
@@ -179,6 +180,25 @@ def kernel_batches() -> list[Table]:
     columns = {"all, us": text("p50_us"), "attention and merge, us": text("attention_p50_us"),
                "of a copy": text("bandwidth", ".0%")}  # fmt: skip
     return [figures([row for row in rows if row["kernel"] == "cuda"], down, columns)]
+
+
+def latent_kernels() -> list[Table]:
+    """Decode attention over latents; of a packed cache with the share of the better bf16 kernel's time in its run."""
+    rows = load("latent_kernels.csv")
+    rows.sort(key=lambda row: (int(row["heads"]), int(row["queries"]), float(row["spread"])))
+    best: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        if row["cache"] in ("fa3", "flashmla"):
+            case = tuple(row[key] for key in LATENT_CASE)
+            best[case] = min(best.get(case, float("inf")), float(row["p50_us"]))
+
+    def show(row: Row, _: Row | None) -> str:
+        time, base = float(row["p50_us"]), best.get(tuple(row[key] for key in LATENT_CASE))
+        is_packed = row["cache"] not in ("fa3", "flashmla")
+        return f"{time:.1f}" + (f" ({time / base:.2f})" if base and is_packed else "")
+
+    down, head = ("heads", "queries", "spread", "cache"), ["heads", "query tokens", "spread of lengths", "µs"]
+    return [pivot(rows, down, ("requests", "context"), show, head)]
 
 
 def store() -> list[Table]:
@@ -398,6 +418,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "kernels-h100": partial(kernels, "h100/kernels.csv"),
     "columns": columns,
     "kernel-batches": kernel_batches,
+    "latent-kernels": latent_kernels,
     "store": store,
     "startup": startup,
     "routes": routes,

@@ -9,17 +9,17 @@ static void finish() {
 }
 static void decode_body() { latent_decode(*given), finish(); }
 static void merge_body() { latent_merge(*given), finish(); }
-static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)(), int blocks = 1) {
+static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()) {
     gridDim = {x, y, 1};
-    for (u32 i = 0; i < x * y; i += blocks) {
+    for (u32 i = 0; i < x * y; i++) {
         blockIdx = {i % x, i / x, 0};
         groups.clear();
-        run_block(threads, shared_bytes, body, blocks);
+        run_block(threads, shared_bytes, body);
     }
 }
 
 extern "C" void launch(const Arguments* arguments, u32 row_blocks, u32 partitions, u32 rows, u32 requests) {
     given = arguments;
-    run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body, 1 + PAIR);
+    run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body);
     run_grid(rows, requests, 64 * arguments->merge_shares, 2048 * arguments->merge_shares, merge_body);
 }

@@ -23,7 +23,6 @@ typedef unsigned long long u64;
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 using std::max;
 using std::min;
 
@@ -50,21 +49,15 @@ static std::vector<u8> block_memory;
 static std::map<u32, Barrier> barriers;
 static ucontext_t scheduler;
 static int running;
-static u32 block_threads, block_bytes;  // of one of the blocks that run at a time, which are neighbours
 
 static void fail(const char* what) {
     fprintf(stderr, "emulator: %s (thread %d of block %u %u %u)\n", what, running, blockIdx.x, blockIdx.y, blockIdx.z);
     abort();
 }
-static void resume(int fiber) {
-    running = fiber, threadIdx.x = fiber % block_threads;
-    const u32 blocks = fibers.size() / block_threads;
-    blockIdx.x = blockIdx.x / blocks * blocks + fiber / block_threads;
-}
 static void yield() {
     int self = running;
     swapcontext(&fibers[self].context, &scheduler);
-    resume(self);
+    running = self, threadIdx.x = self;
 }
 static void meet(Meeting& meeting, int members, int operation, const std::function<void()>& finish) {
     if (meeting.arrived == 0) meeting.operation = operation;
@@ -188,7 +181,7 @@ INLINE bool any_thread(bool predicate) {
 
 // ---- memory
 
-INLINE u8* shared_memory() { return block_memory.data() + running / block_threads * block_bytes; }
+INLINE u8* shared_memory() { return block_memory.data(); }
 INLINE u32 shared_address(const void* pointer) { return (const u8*)pointer - block_memory.data(); }
 static const u8* shared_at(u32 address, u32 size) {
     if (address % size || address + size > block_memory.size()) fail("shared memory read out of bounds or misaligned");
@@ -244,13 +237,11 @@ template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
 
 // ---- the launch
 
-// Runs as many blocks at a time as a cluster has, from blockIdx on.
-static void run_block(int threads, int shared_bytes, void (*body)(), int blocks = 1) {
-    block_threads = threads, block_bytes = (shared_bytes + 1023) / 1024 * 1024, threads *= blocks;
+static void run_block(int threads, int shared_bytes, void (*body)()) {
     fibers.clear(), fibers.resize(threads);
     warps.assign(threads / 32, Meeting{});
     whole_block = Meeting{};
-    block_memory.assign(blocks > 1 ? blocks * block_bytes : shared_bytes, 0xEE);
+    block_memory.assign(shared_bytes, 0xEE);
     barriers.clear();
     for (int i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
@@ -265,7 +256,7 @@ static void run_block(int threads, int shared_bytes, void (*body)(), int blocks 
         left = 0;
         for (int i = 0; i < threads; i++)
             if (!fibers[i].done) {
-                left++, resume(i);
+                running = i, threadIdx = {(u32)i, 0, 0}, left++;
                 swapcontext(&scheduler, &fibers[i].context);
             }
     }

@@ -11,7 +11,7 @@ INLINE float2 make_float2(float x, float y) { return {x, y}; }
 // ---- barriers
 
 static std::map<int, Meeting> groups;  // by barrier and warpgroup
-enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, PRODUCT, PAIRS };
+enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, PRODUCT };
 
 INLINE void arrive(u32 address) {
     Barrier& barrier = barriers.at(address);
@@ -28,32 +28,20 @@ INLINE bool any_of_group(int id, bool x) {
 }
 INLINE void fence_async() {}
 
-// ---- the two blocks of a cluster
-
-INLINE u32 address_in_peer(u32 address, u32 peer) { return address % block_bytes + peer * block_bytes; }
-INLINE void arrive_in_peer(u32 barrier) { arrive(barrier); }
-template <int BYTES> void copy_to_peer(u32 target, u32 barrier, u32 source) {
-    copy_bulk<BYTES>(target, barrier, shared_at(source, 16));
-}
-INLINE void sync_pair() { meet(whole_block, fibers.size(), PAIRS, [] {}); }
-
 // ---- registers
 
 template <int COUNT> void set_registers() {}
-INLINE int warpgroup() { return running % block_threads / 128; }
+INLINE int warpgroup() { return running / 128; }
 INLINE u32 shuffle_word(u32 x, int source) { return __float_as_int(shuffle(__int_as_float(x), source)); }
 INLINE u32 finite_halves(u32 pair) { return to_halves(fminf(low_float(pair), 65504), fminf(high_float(pair), 65504)); }
 
 // ---- memory
 
-INLINE u8* swizzled_memory() { return shared_memory(); }
+INLINE u8* swizzled_memory() { return block_memory.data(); }
 INLINE u32 load_int(const int* p) { return *p; }
 template <int WIDTH> void load_page(const u8* p, u32* x) {
     if ((u64)p % (4 * WIDTH)) fail("a load is misaligned");
     memcpy(x, p, 4 * WIDTH);
-}
-template <int BYTES> void prefetch_bulk(const u8* source) {
-    if ((u64)source % 16 || BYTES % 16) fail("a prefetch is misaligned");
 }
 INLINE void keep_order() {}
 
@@ -76,10 +64,9 @@ INLINE void store_matrices(u32 address, const u32* x) {
 INLINE void wgmma_fence() {}
 INLINE void wgmma_commit() {}
 template <int PENDING> void wgmma_wait() {}
-// With two bits more of the address than the hardware takes, for two blocks.
 INLINE u32 matrix_descriptor(u32 address, u32 lead) { return address >> 4 | lead >> 4 << 16; }
 static u16 element_of(u32 descriptor, int transposed, int k, int n) {
-    const u32 start = (descriptor & 0xFFFF) << 4, lead = descriptor >> 16 << 4, stride = 1024;
+    const u32 start = (descriptor & 0x3FFF) << 4, lead = descriptor >> 16 << 4, stride = 1024;
     const u32 at = transposed ? start + n / 64 * lead + k / 8 * stride + k % 8 * 128 + n % 64 * 2
                               : start + n / 8 * stride + n % 8 * 128 + k * 2;
     return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);
@@ -126,7 +113,7 @@ template <int COLUMNS> struct TransposedProduct {
             const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
             float sum = accumulate ? d[i] : 0;
             for (int k = 0; k < 16; k++) {
-                const u32 at = ((b & 0xFFFF) << 4) + k * 2 * COLUMNS + column * 2;
+                const u32 at = ((b & 0x3FFF) << 4) + k * 2 * COLUMNS + column * 2;
                 const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (COLUMNS / 8 - 1)) << 4, 2);
                 sum += to_float(element_of(a, 1, k, row + i / 2 % 2 * 8)) * to_float(right);
             }

@@ -16,7 +16,6 @@
 // `latent_launch.py` defines, beside the names of `KernelLayout` (decode.cu):
 //
 //   ROWS, HEADS                         rows of a block: 16, 32, 48 or 64; query heads
-//   PAIR                                whether two blocks, of two row blocks, are a cluster that unpacks a tile once
 //   SCALES_AT, ROPE_AT                  of a micro-block: where scales and RoPE begin
 //   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
 //   QUERY, OUTPUT                       dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
@@ -46,38 +45,24 @@ struct Arguments {
     unsigned block_stride;
 };
 
-#ifndef SHARE
-#define SHARE (PAIR ? 0 : 2)  // blocks of a tile that the second attending group unpacks
-#endif
-#ifndef PAIR
-#define PAIR 0
-#endif
-#ifndef PREFETCH
-#define PREFETCH 1
-#endif
-#ifndef NARROW
-#define NARROW (ROWS <= 32 && !PAIR)
+#ifndef SHARE  // blocks of a tile that the second attending group unpacks
+#define SHARE (ROWS == 16 ? 4 : ROWS == 32 ? 3 : 2)
 #endif
 #include "latent_attend.cuh"
-#if NARROW
+#if ROWS <= 32
 #include "latent_narrow.cuh"
 #endif
 
 // Of a thread of each warpgroup; 504 in all.
-constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = SHARE ? 200 : 192, UNPACK_REGISTERS = SHARE ? 96 : 104;
+constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
-#if PAIR
-#define CLUSTER __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTER
-#endif
-extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     const int group = warpgroup(), t = threadIdx.x % 128;
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; s++) {
             barrier_init<4>(base + LOW_FULL + 8 * s), barrier_init<4>(base + HIGH_FULL + 8 * s);
-            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8 + 8 * PAIR>(base + EMPTY + 8 * s);
+            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8>(base + EMPTY + 8 * s);
         }
         barrier_init<4>(base + WEIGHTS_FULL), barrier_init<4>(base + WEIGHTS_EMPTY);
         barrier_init_fence();
@@ -85,28 +70,24 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) latent_decode(const
     // Rows that the block lacks stay 0.
     for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + QUERIES_AT + i * 16, {0, 0, 0, 0});
     sync_block();
-    if constexpr (PAIR) sync_pair();
     if (group == 0) {
         set_registers<ATTEND_REGISTERS>();
-#if NARROW
+#if ROWS <= 32
         attend_narrow(a, base, t);
 #else
         attend(a, base, t);
 #endif
     } else if (group == 1) {
         set_registers<SECOND_REGISTERS>();
-#if NARROW
+#if ROWS <= 32
         attend_narrow_and_unpack(a, base, t);
 #else
         attend_and_unpack(a, base, t);
 #endif
     } else {
         set_registers<UNPACK_REGISTERS>();
-        if constexpr (PAIR == 0) unpack_tiles(a, base, t);
-        else if (blockIdx.x % 2) unpack_for_pair<1>(a, base, t);
-        else unpack_for_pair<0>(a, base, t);
+        unpack_tiles(a, base, t);
     }
-    if constexpr (PAIR) sync_pair();
 }
 
 // Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts

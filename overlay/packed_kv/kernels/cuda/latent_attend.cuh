@@ -137,12 +137,11 @@ template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
     barrier_wait(base + LOW_FULL + 8 * stage, parity);
     wgmma_fence();
     for_each<4>([&](auto b) { add_block(b); });
-    if constexpr (PAIR) add_block(Index<BLOCKS>{});
     wgmma_commit();
     barrier_wait(base + HIGH_FULL + 8 * stage, parity);
     wgmma_fence();
     for_each<4 - SHARE>([&](auto b) { add_block(Index<4 + decltype(b)::value>{}); });
-    if constexpr (!PAIR) add_block(Index<BLOCKS>{});
+    add_block(Index<BLOCKS>{});
     if constexpr (SHARE) {
         barrier_wait(base + SHARE_FULL + 8 * stage, parity);
         wgmma_fence();
@@ -225,7 +224,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
             } else {
                 wgmma_wait<0>();
             }
-            release_tile(base + EMPTY + 8 * (tiles % 2), lane);
+            if (lane == 0) arrive(base + EMPTY + 8 * (tiles % 2));
             tiles++;
         };
 #pragma unroll 1
@@ -263,7 +262,7 @@ INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
         barrier_wait(base + HIGH_FULL + 8 * stage, tiles / 2 % 2);
         add_values(o, p, base + stage * TILE_BYTES, 1, !(event & FIRST));
         wgmma_wait<0>();
-        release_tile(base + EMPTY + 8 * stage, lane);
+        if (lane == 0) arrive(base + EMPTY + 8 * stage);
         share.unpack(tiles + 2);
         if (event & LAST) {
             Run run;

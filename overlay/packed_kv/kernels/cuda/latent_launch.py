@@ -52,11 +52,10 @@ def shape_of(rows: int, sm_count: int) -> Shape:
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for besides the page's layout: `row_blocks` thread blocks of `rows` rows each."""
+    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block."""
 
     heads: int
     rows: int
-    row_blocks: int
     block_size: int
     query: torch.dtype
     output: torch.dtype
@@ -71,7 +70,6 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         **group_constants(layout),
         **decoder_constants(),
         "ROWS": variant.rows,
-        "PAIR": variant.row_blocks - 1,
         "TILE_TOKENS": TILE_TOKENS,
         "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
@@ -181,7 +179,7 @@ class CudaLatentDecode:
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
         self.address = ctypes.addressof(self.parameters)
         self.device = cache.device.index
-        self.functions: dict[tuple[int, int], _Functions] = {}
+        self.functions: dict[int, _Functions] = {}
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
         """Launch on the current stream.
@@ -194,9 +192,9 @@ class CudaLatentDecode:
                 weights sum to 1, and the constant.
         """
         rows, row_blocks, partitions = step.shape
-        functions = self.functions.get((rows, row_blocks))
+        functions = self.functions.get(rows)
         if functions is None:
-            functions = self.functions[rows, row_blocks] = self._functions(rows, row_blocks)
+            functions = self.functions[rows] = self._functions(rows)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
         (status,) = functions.launch(
@@ -217,13 +215,12 @@ class CudaLatentDecode:
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
-        for rows, row_blocks in {shape_of(self.heads * length, 1)[:2] for length in range(1, longest_decode + 1)}:
-            self.functions[rows, row_blocks] = self._functions(rows, row_blocks)
+        for rows in {shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)}:
+            self.functions[rows] = self._functions(rows)
 
-    def _functions(self, rows: int, row_blocks: int) -> _Functions:
+    def _functions(self, rows: int) -> _Functions:
         has_constant = self.constant is not None
-        dtypes = self.query, self.output
-        variant = Variant(self.heads, rows, row_blocks, self.block_size, *dtypes, has_constant, self.has_lse)
+        variant = Variant(self.heads, rows, self.block_size, self.query, self.output, has_constant, self.has_lse)
         return _load(tuple(constants(self.page, variant).items()), self.device)
 
 

@@ -159,7 +159,7 @@ INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
                 load_totals(base, c, total);
                 wgmma_wait<0>();
             }
-            release_tile(base + EMPTY + 8 * (tiles % 2), lane);
+            if (lane == 0) arrive(base + EMPTY + 8 * (tiles % 2));
             tiles++;
         };
 #pragma unroll 1
@@ -205,7 +205,7 @@ INLINE void attend_narrow_and_unpack(const Arguments& a, u32 base, int t) {
         add_values(o, base, base + stage * TILE_BYTES, 1, !(event & FIRST));
         wgmma_wait<0>();
         if (lane == 0) arrive(base + WEIGHTS_EMPTY);
-        release_tile(base + EMPTY + 8 * stage, lane);
+        if (lane == 0) arrive(base + EMPTY + 8 * stage);
         share.unpack(tiles + 2);
         if (event & LAST) {
             Run run;

@@ -42,7 +42,7 @@ struct Runs : Run {
             unmasked = tokens - queries + 1;
             is_whole = count == tiles;
             slot = ((blockIdx.y * 2 + (index != first_request)) * gridDim.x + blockIdx.x) * ROWS;
-            if (count > 0 && (PAIR ? queries > 0 : rows > 0)) return true;
+            if (count > 0 && rows > 0) return true;
         }
         return false;
     }
@@ -53,10 +53,10 @@ struct Reader {
     const Arguments& a;
     Runs run;
     int tile, warp;      // of the run
-    u32 ahead, after;    // blocks of the next tile, and of the one after it
+    u32 ahead;           // block of the next tile
     const u8* page;      // the warp's micro-block
 
-    INLINE Reader(const Arguments& a, int warp) : a(a), run(a), tile(-1), warp(warp), ahead(0), after(0), page(nullptr) {
+    INLINE Reader(const Arguments& a, int warp) : a(a), run(a), tile(-1), warp(warp), ahead(0), page(nullptr) {
         run.count = 0;
     }
     INLINE int micro_block(int i) const {
@@ -73,11 +73,10 @@ struct Reader {
         if (++tile >= run.count) {
             if (!run.next(a)) return false;
             tile = 0;
-            block = block_of(0), after = block_of(1);
+            block = block_of(0);
         }
         page = source(tile, block);
-        ahead = after, after = block_of(tile + 2);
-        if (PREFETCH && tile + 1 < run.count && elect_lane()) prefetch_bulk<MICRO_BLOCK_BYTES>(source(tile + 1, ahead));
+        ahead = block_of(tile + 1);
         return true;
     }
     // Ones for the scales of tokens that are stored; bytes of others may be anything.

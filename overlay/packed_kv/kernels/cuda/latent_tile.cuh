@@ -97,67 +97,11 @@ INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
         offsets[k.value] = (warp * 16 + lane % 16) * 128 + (((2 * k.value + lane / 16) ^ (lane & 7)) << 4);
     });
 }
-INLINE void release_tile(u32 barrier, int lane) {
-    if (lane) return;
-    arrive(barrier);
-    if constexpr (PAIR) arrive_in_peer(address_in_peer(barrier, 1 - blockIdx.x % 2));
-}
 // Of a warp whose stores the products of other warps read.
 INLINE void finish_stores(u32 barrier, int lane) {
     fence_async();
     sync_warp();
     if (lane == 0) arrive(barrier);
-}
-
-// A warp's rows of blocks FIRST to LAST - 1, to the other block of the cluster.
-template <int FIRST, int LAST> INLINE void send_blocks(u32 tile, u32 barrier, int warp, u32 peer) {
-    if (!elect_lane()) return;
-    for_each<LAST - FIRST>([&](auto i) {
-        const u32 source = tile + (FIRST + i.value) * BLOCK_BYTES + warp * 2048;
-        copy_to_peer<2048>(address_in_peer(source, peer), address_in_peer(barrier, peer), source);
-    });
-}
-// Each block of a cluster unpacks half of the channels for both.
-template <int HALF> INLINE void unpack_for_pair(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, warp = t / 32;
-    constexpr u32 peer = 1 - HALF, FULL = HALF ? HIGH_FULL : LOW_FULL, PEER_FULL = HALF ? LOW_FULL : HIGH_FULL;
-    constexpr int FIRST = 4 * HALF;
-    const Tables tables(hide_from_optimizer((u32)0));
-    u32 offsets[4];
-    own_offsets(lane, warp, offsets);
-    Reader reader(a, warp);
-    if (!reader.next()) return;
-    Raw<FIRST, FIRST + 2> first;
-    Raw<FIRST + 2, FIRST + 4> second;
-    RawRope rope;
-    first.load(reader, lane), second.load(reader, lane);
-    if constexpr (HALF == 0) rope.load(reader, lane);
-    bool more = true;
-#pragma unroll 1
-    for (u32 tiles = 0; more; tiles++) {
-        const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES, full = base + FULL + 8 * stage;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
-        if (lane == 0) expect_bytes(base + PEER_FULL + 8 * stage, (4 + HALF) * 2048);
-        first.store(tables, tile, offsets);
-        fence_async();
-        sync_warp();
-        send_blocks<FIRST, FIRST + 2>(tile, full, warp, peer);
-        more = reader.next();
-        if (more) first.load(reader, lane);
-        sync_warp();
-        second.store(tables, tile, offsets);
-        if constexpr (HALF == 0) rope.store(tile, offsets);
-        fence_async();
-        sync_warp();
-        send_blocks<FIRST + 2, FIRST + 4>(tile, full, warp, peer);
-        if constexpr (HALF == 0) send_blocks<BLOCKS, BLOCKS + 1>(tile, full, warp, peer);
-        if (lane == 0) arrive(full);
-        if (more) {
-            second.load(reader, lane);
-            if constexpr (HALF == 0) rope.load(reader, lane);
-        }
-        sync_warp();
-    }
 }
 
 // The blocks of tiles that the second attending group unpacks, two tiles ahead of its values.

@@ -16,25 +16,6 @@ INLINE bool any_of_group(int id, bool x) {
 // Makes this thread's stores to shared memory visible to products and bulk copies.
 INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- the two blocks of a cluster
-
-// The address of the other block's shared memory that is like this one's.
-INLINE u32 address_in_peer(u32 address, u32 peer) {
-    u32 r;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(peer));
-    return r;
-}
-INLINE void arrive_in_peer(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-template <int BYTES> INLINE void copy_to_peer(u32 target, u32 barrier, u32 source) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(target), "r"(source), "n"(BYTES), "r"(barrier) : "memory");
-}
-INLINE void sync_pair() {
-    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // ---- registers
 
 // From the 168 that a thread of three warpgroups starts with.
@@ -76,10 +57,6 @@ template <int WIDTH> INLINE void load_page(const u8* p, u32* x) {
         asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(x[0]) : "l"(p) : "memory");
 }
 
-// Brings bytes to the L2.
-template <int BYTES> INLINE void prefetch_bulk(const u8* source) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(source), "n"(BYTES) : "memory");
-}
 // The compiler moves no load or store across.
 INLINE void keep_order() { asm volatile("" ::: "memory"); }
 
