@@ -103,8 +103,10 @@ extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_cons
         return (((u64)(first + part) * 2 + (part == 0 && is_last)) * row_blocks + block) * ROWS + own;
     };
     float top = EMPTY_MAXIMUM, total = 0;
+#pragma unroll 4
     for (int part = lane; part < parts; part += 32) top = maximum_of(top, a.partial_stats[2 * slot(part)]);
     for_each<5>([&](auto i) { top = maximum_of(top, shuffle_xor(top, 1 << i.value)); });
+#pragma unroll 4
     for (int part = lane; part < parts; part += 32) {
         const float* stats = a.partial_stats + 2 * slot(part);
         total += exp2_fast(stats[0] - top) * stats[1];
@@ -112,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_cons
     for_each<5>([&](auto i) { total += shuffle_xor(total, 1 << i.value); });
     const int channel = warp % 2 * 256 + lane * 4;
     float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll 8
     for (int part = warp / 2; part < parts; part += shares) {
         const u64 from = slot(part);
         const float weight = exp2_fast(a.partial_stats[2 * from] - top);

@@ -127,6 +127,21 @@ INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
     });
 }
 
+// Ends the second group's loop, behind `tiles` tiles.
+INLINE void end_weights(u32 base, u32 tiles, int t) {
+    barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
+    if (t == 0) store_shared(base + EVENT_AT, END);
+    sync_warp();
+    if (t % 32 == 0) arrive(base + WEIGHTS_FULL);
+}
+// Brings a run's queries to shared memory, which no product reads any more when all threads have come.
+INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
+    sync_group(1);
+    load_queries(a, run, base + QUERIES_AT, t);
+    fence_async();
+    sync_group(1);
+}
+
 // Adds the steps of 16 channels, given as distances in descriptors, of the scores of the tile that is number `tiles`
 // since the start, as its blocks come.
 template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
@@ -165,10 +180,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
     Runs run(a);
 #pragma unroll 1
     for (; run.next(a); runs++) {
-        sync_group(1);
-        load_queries(a, run, base + QUERIES_AT, t);
-        fence_async();
-        sync_group(1);
+        start_run(a, run, base, t);
         Pair maximum{EMPTY_MAXIMUM, EMPTY_MAXIMUM}, total{0, 0};
         Outputs o;  // without a value: the first products set it
         float s[32];
@@ -233,10 +245,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
         store_outputs(a, run, o, total, 0, t);
         store_stats(a, run, maximum, total, t);
     }
-    barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
-    if (t == 0) store_shared(base + EVENT_AT, END);
-    sync_warp();
-    if (lane == 0) arrive(base + WEIGHTS_FULL);
+    end_weights(base, tiles, t);
 }
 
 INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {

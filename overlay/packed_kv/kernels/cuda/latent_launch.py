@@ -22,7 +22,7 @@ BLOCK_ROWS = (16, 32, 48, 64)
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
 """What the kernel multiplies queries by and divides latents by, to have both as fp16."""
 THREADS, MERGE_THREADS, MERGE_BYTES, MOST_SHARES = 384, 64, 2048, 8
-"""Threads of a block; of a merge threads and bytes of shared memory for each share of the parts, and the most shares."""
+"""Threads of a block; of a merge, threads and bytes of shared memory for each share of the parts, and most shares."""
 
 
 class Shape(NamedTuple):
@@ -203,8 +203,17 @@ class CudaLatentDecode:
         if not status:
             most = self.heads * step.max_query_len
             (status,) = functions.launch(
-                functions.merge, most, step.requests, 1, MERGE_THREADS * step.merge_shares, 1, 1, MERGE_BYTES * step.merge_shares,
-                stream, self.address, 0
+                functions.merge,
+                most,
+                step.requests,
+                1,
+                MERGE_THREADS * step.merge_shares,
+                1,
+                1,
+                MERGE_BYTES * step.merge_shares,
+                stream,
+                self.address,
+                0,
             )
         if status:
             raise RuntimeError(f"the decode kernel of latents was not launched: {status.name}")

@@ -80,10 +80,7 @@ INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
     Runs run(a);
 #pragma unroll 1
     for (; run.next(a); runs++) {
-        sync_group(1);
-        load_queries(a, run, base + QUERIES_AT, t);
-        fence_async();
-        sync_group(1);
+        start_run(a, run, base, t);
         Columns maximum, total;
         for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM, total[k.value] = 0; });
         NarrowOutputs o;
@@ -176,10 +173,7 @@ INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
                     (maximum[k.value] + log2_fast(total[k.value])) * 0.6931471805599453f;
         });
     }
-    barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
-    if (t == 0) store_shared(base + EVENT_AT, END);
-    sync_warp();
-    if (lane == 0) arrive(base + WEIGHTS_FULL);
+    end_weights(base, tiles, t);
 }
 
 INLINE void attend_narrow_and_unpack(const Arguments& a, u32 base, int t) {

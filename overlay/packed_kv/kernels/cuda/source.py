@@ -22,7 +22,15 @@ DECODE = Program(
 )  # fmt: skip
 LATENT = Program(
     "latent.cu",
-    ("ptx.cuh", "codes.cuh", "wgmma.cuh", "latent_runs.cuh", "latent_tile.cuh", "latent_attend.cuh", "latent_narrow.cuh"),
+    (
+        "ptx.cuh",
+        "codes.cuh",
+        "wgmma.cuh",
+        "latent_runs.cuh",
+        "latent_tile.cuh",
+        "latent_attend.cuh",
+        "latent_narrow.cuh",
+    ),
     "sm_90a",
 )
 
