@@ -45,9 +45,7 @@ struct Arguments {
     unsigned block_stride;
 };
 
-#ifndef SHARE  // blocks of a tile that the second attending group unpacks
-#define SHARE (ROWS == 16 ? 4 : ROWS == 32 ? 3 : 2)
-#endif
+#define SHARE (ROWS <= 32 ? 4 : 2)  // blocks of a tile that the second attending group unpacks; by measurement
 #include "latent_attend.cuh"
 #if ROWS <= 32
 #include "latent_narrow.cuh"

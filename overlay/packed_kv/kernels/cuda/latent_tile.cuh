@@ -135,7 +135,8 @@ struct Share {
     }
 };
 
-// Half of a tile is loaded while the other half is unpacked: the fence that stores need waits for loads, too.
+// The fence that stores need waits for loads, too. So loads follow the last fence, but with many rows those of the first
+// half of a tile are under way while the second is unpacked.
 INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, warp = t / 32;
     const Tables tables(hide_from_optimizer((u32)0));
@@ -148,18 +149,22 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     RawRope rope;
     low.load(reader, lane), high.load(reader, lane), rope.load(reader, lane);
     bool more = true;
+    auto load_low = [&]() {
+        more = reader.next();
+        if (more) low.load(reader, lane);
+        sync_warp();
+    };
 #pragma unroll 1
     for (u32 tiles = 0; more; tiles++) {
         const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
         barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
         low.store(tables, tile, offsets);
         finish_stores(base + LOW_FULL + 8 * stage, lane);
-        more = reader.next();
-        if (more) low.load(reader, lane);
-        sync_warp();
+        if constexpr (ROWS > 32) load_low();
         high.store(tables, tile, offsets);
         rope.store(tile, offsets);
         finish_stores(base + HIGH_FULL + 8 * stage, lane);
+        if constexpr (ROWS <= 32) load_low();
         if (more) high.load(reader, lane), rope.load(reader, lane);
         sync_warp();
     }
