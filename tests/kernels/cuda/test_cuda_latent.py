@@ -41,13 +41,14 @@ class Case:
         block_size: tokens of a page.
         partitions: of the schedule, if there is one row block.
         dtype, output: of queries and outputs.
-        size: of latents; sharpness: of the softmax.
+        size: of latents; sharpness: of the softmax. rope_bits: of RoPE channels.
     """
 
     def __init__(
         self, name: str, heads: int, seq_lens: tuple[int, ...], query_lens: tuple[int, ...] = (), block_size: int = 64,
         partitions: int = 4, dtype: torch.dtype = torch.bfloat16, output: torch.dtype = torch.float32,
         size: float = 1.0, sharpness: float = 1.0, has_constant: bool = False, poison: int = 0xFF,
+        rope_bits: int = 16,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(heads + len(seq_lens))
 
@@ -55,7 +56,7 @@ class Case:
             return torch.randn(shape, generator=generator).to(DEVICE)
 
         query_lens = query_lens or (1,) * len(seq_lens)
-        self.codec = LatentCodec(FORMATS[name], 512, 64, device=DEVICE)
+        self.codec = LatentCodec(FORMATS[name], 512, 64, DEVICE, rope_bits=rope_bits)
         self.heads, self.longest, tokens = heads, max(query_lens), sum(query_lens)
         blocks_each = [-(-n // block_size) for n in seq_lens]
         cache = torch.full((sum(blocks_each) + 2, block_size, self.codec.slot_bytes), poison, dtype=torch.uint8)
@@ -138,9 +139,12 @@ CASES = [
     {"name": "tq4", "heads": 16, "seq_lens": (1, 37, 300)},
     {"name": "turboquant25", "heads": 4, "seq_lens": (200, 70, 0, 5), "query_lens": (3, 0, 1, 2), "block_size": 16},
     {"name": "tq3", "heads": 40, "seq_lens": (500, 90), "query_lens": (2, 1), "sharpness": 3.0, "has_constant": True},
+    {"name": "tq4", "heads": 20, "seq_lens": (37, 200), "rope_bits": 8, "sharpness": 3.0, "block_size": 32},
     {"name": "tq4", "heads": 36, "seq_lens": (600,), "partitions": 8},  # two shares of parts are merged
     gpu_only(name="turboquant35", heads=64, seq_lens=(4096, 64, 65, 1000, 1)),
     gpu_only(name="tq4", heads=128, seq_lens=(3000, 4097, 17), partitions=132),
+    gpu_only(name="turboquant35", heads=128, seq_lens=(3000, 4097, 17), partitions=132, rope_bits=8),
+    gpu_only(name="tq4", heads=16, seq_lens=(3000, 4097, 17), partitions=132, rope_bits=8, block_size=16),
     gpu_only(name="turboquant35", heads=32, seq_lens=(30000,), partitions=132),
     gpu_only(name="tq4", heads=64, seq_lens=(500, 900, 64, 63), query_lens=(2, 1, 2, 1), partitions=132),
     gpu_only(name="turboquant25", heads=20, seq_lens=(9000, 100, 0, 64), partitions=132, block_size=48),
@@ -159,8 +163,10 @@ def test_decode(options: dict[str, Any]) -> None:
     assert error < BOUND and of_lse < 2e-3, (error, of_lse)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("tq4", 64), ("turboquant35", 48), ("turboquant25", 16)])
-def test_resources(name: str, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "rope_bits"), [("tq4", 64, 16), ("turboquant35", 48, 8), ("turboquant25", 16, 16), ("tq4", 64, 8)]
+)
+def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None:
     """NVRTC, which needs no GPU, compiles the kernel with few words spilled, and products run several at a time: where
     registers do not suffice, the compiler waits for each of the 40 by itself."""
     pytest.importorskip("cuda.bindings.nvrtc")
@@ -169,7 +175,9 @@ def test_resources(name: str, rows: int, tmp_path: Path) -> None:
 
     variant = launch.Variant(rows, rows, 64, torch.bfloat16, torch.bfloat16, has_constant=True, has_lse=False)
     file = tmp_path / "latent.cubin"
-    file.write_bytes(compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64), variant), LATENT))
+    file.write_bytes(
+        compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64, rope_bits), variant), LATENT)
+    )
     registers, stack, _ = resources(file)["latent_decode"]
     assert registers <= 168 and stack <= 64
     assert dump("--dump-sass", file).count("WARPGROUP.DEPBAR") <= 10
@@ -192,6 +200,5 @@ def test_refusal_names_what_the_kernel_does_not_take() -> None:
     assert "8.9" in str(latent_refusal((8, 9), 512, 64, 16, 1, widths))
     assert "256 channels" in str(latent_refusal((9, 0), 256, 64, 16, 1, widths))
     assert "32 of RoPE" in str(latent_refusal((9, 0), 512, 32, 16, 1, widths))
-    assert "RoPE channels of 8 bits" in str(latent_refusal((9, 0), 512, 64, 16, 1, widths, rope_bits=8))
     assert "64 query heads times 3" in str(latent_refusal((9, 0), 512, 64, 64, 3, widths))
     assert "5 bits" in str(latent_refusal((9, 0), 512, 64, 64, 2, (4, 5)))

@@ -27,8 +27,7 @@ def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode | HopperLaten
     """
     codec = layer.codec
     capability, widths = torch.cuda.get_device_capability(codec.device), codec.layout.vector.group_bits
-    rows = layer.heads, layer.longest_decode
-    refused = latent_refusal(capability, codec.rank, codec.rope_dim, *rows, widths, codec.rope_bits)
+    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, layer.longest_decode, widths)
     reason = f"does not serve {refused}" if refused else None
     if kernel == "triton":
         reason = "is disabled by decode_kernel=triton"

@@ -17,8 +17,6 @@ MAX_PASSES = 4
 """The most passes over the keys of a request. With more, the prefill route is faster, which unpacks once."""
 LATENT = 512, 64
 """Rank and RoPE channels of the latents that `latent.cu` attends over."""
-LATENT_ROPE_BITS = 16
-"""Of the RoPE channels that it reads."""
 LATENT_ROWS = 128
 """The most query heads times query tokens of a request over latents."""
 CAPABILITY = (9, 0)
@@ -89,22 +87,18 @@ def latent_refusal(
     heads: int,
     query_len: int,
     group_bits: tuple[int, ...] = BITS,
-    rope_bits: int = LATENT_ROPE_BITS,
 ) -> str | None:
     """Return what of a layer `latent.cu` does not serve, for the log, or None if it serves the layer.
 
     Args:
         capability: compute capability of the GPU.
-        rank, rope_dim: channels of a latent, and RoPE's.
+        rank, rope_dim: channels of a latent, and RoPE's, of 16 bits or 8.
         heads: query heads of this rank.
         query_len: most query tokens of a request, drafts included.
         group_bits: bits of the format's groups.
-        rope_bits: of RoPE channels.
     """
     if capability != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} (only 9.0)"
-    if rope_bits != LATENT_ROPE_BITS:
-        return f"RoPE channels of {rope_bits} bits (only {LATENT_ROPE_BITS})"
     if (rank, rope_dim) != LATENT:
         return f"latents of {rank} channels with {rope_dim} of RoPE (only {LATENT[0]} with {LATENT[1]})"
     if heads * query_len > LATENT_ROWS:

@@ -133,5 +133,10 @@ template <int GROUP> INLINE void decode_group(const Words& words, u32* pairs, co
     }
 }
 
+constexpr float RING_UNIT = 1.f / 128;  // the value of the ring's code of 1
+
+// Two bytes of `word`, each a code of the ring + 128, as fp16: 0x6400 | byte is 1024 + byte, and less 1152 it is the code.
+INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64646464, selector), 0xE480E480); }
+
 // Converts two bytes of a word, e5m3, to fp16.
 INLINE u32 scale_pair(u32 word, u32 selector) { return prmt(word, 0, selector) << 7; }

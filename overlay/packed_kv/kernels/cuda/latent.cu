@@ -16,7 +16,8 @@
 // `latent_launch.py` defines, beside the names of `KernelLayout` (decode.cu):
 //
 //   ROWS, HEADS                         rows of a block: 16, 32, 48 or 64; query heads
-//   SCALES_AT, ROPE_AT                  of a micro-block: where scales and RoPE begin
+//   SCALES_AT, ROPE_AT, ROPE_SCALES_AT  of a micro-block: where scales and RoPE begin, and RoPE's scales
+//   ROPE_BITS                           16, or 8 with scales
 //   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
 //   QUERY, OUTPUT                       dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
 //   HAS_LSE, HAS_CONSTANT               whether log-sum-exps are written, and whether a constant is added to outputs

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...layout import MICRO_BLOCK, ROPE, PageLayout
-from ..kernel_layout import kernel_layout
+from ...layout import MICRO_BLOCK, PageLayout
+from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .latent_schedule import TILE_TOKENS
@@ -65,7 +65,7 @@ class Variant(NamedTuple):
 
 def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent.cu` is compiled with."""
-    layout, rope = kernel_layout(page), page.plane(0, ROPE)
+    layout, rope = kernel_layout(page), rope_layout(page)
     values: dict[str, object] = {
         **group_constants(layout),
         **decoder_constants(),
@@ -75,7 +75,9 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
         "HEADS": variant.heads,
         "SCALES_AT": page.plane(0, "scales").offset,
-        "ROPE_AT": rope.offset,
+        "ROPE_AT": rope.at,
+        "ROPE_BITS": 8 if rope.scales_at else 16,
+        "ROPE_SCALES_AT": rope.scales_at,
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "QUERY": OUTPUTS[variant.query],
         "OUTPUT": OUTPUTS[variant.output],

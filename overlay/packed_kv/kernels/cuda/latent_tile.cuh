@@ -76,7 +76,9 @@ template <int FIRST, int LAST> struct Raw {
         });
     }
 };
-struct RawRope {
+// A lane's RoPE channels of 16 tokens: fp16, or codes of 8 bits (codecs/ring.py) and scales.
+template <int BITS> struct RawRope;
+template <> struct RawRope<16> {
     u32 word[16];
     INLINE void load(const Reader& reader, int lane) {
         for_each<4>([&](auto i) {
@@ -87,6 +89,26 @@ struct RawRope {
         });
     }
     INLINE void store(u32 tile, const u32 (&offsets)[4]) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], word + 4 * k);
+    }
+};
+template <> struct RawRope<8> {
+    u32 code[8], scales[1];  // four codes of a group, d4 = i % 2 of token n3 = i / 2 % 2
+    INLINE void load(const Reader& reader, int lane) {
+        for_each<2>([&](auto g) { load_page<4>(reader.page + ROPE_AT + g.value * 512 + lane * 16, code + 4 * g.value); });
+        load_page<1>(reader.page + ROPE_SCALES_AT + lane / 4 * 4, scales);
+    }
+    INLINE void store(u32 tile, const u32 (&offsets)[4]) const {
+        const u32 unit = to_halves(RING_UNIT, RING_UNIT);
+        u32 word[16];
+        for_each<8>([&](auto i) {
+            constexpr int group = i.value / 4, n3 = i.value / 2 % 2;
+            const u32 step = multiply_halves(scale_pair(scales[0], 0x4040 + 0x101 * (2 * group + n3)), unit);
+            u32* target = word + 8 * group + 4 * (i.value % 2) + n3;
+            target[0] = multiply_halves(ring_pair(code[i.value], 0x4140), step);
+            target[2] = multiply_halves(ring_pair(code[i.value], 0x4342), step);
+        });
 #pragma unroll
         for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], word + 4 * k);
     }
@@ -146,7 +168,7 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     if (!reader.next()) return;
     Raw<0, 4> low;
     Raw<4, BLOCKS - SHARE> high;
-    RawRope rope;
+    RawRope<ROPE_BITS> rope;
     low.load(reader, lane), high.load(reader, lane), rope.load(reader, lane);
     bool more = true;
     auto load_low = [&]() {

@@ -3,11 +3,6 @@
 #pragma once
 #include "columns.cuh"
 
-constexpr float RING_UNIT = 1.f / 128;  // the value of a code of 1
-
-// Two bytes of `word`, each a code + 128, as fp16: 0x6400 | byte is 1024 + byte, and less 1152 it is the code.
-INLINE u32 ring_pair(u32 word, u32 selector) { return add_halves(prmt(word, 0x64646464, selector), 0xE480E480); }
-
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
