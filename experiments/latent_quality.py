@@ -3,7 +3,8 @@
     python experiments/latent_quality.py MODEL --text FILE ... [--calibration FILE] [--out CSV --commit COMMIT]
 
 MODEL runs in transformers, in fp32. A row's coding replaces latents and RoPE channels of every token before any token
-attends to them, its own included: what decodes of an engine read. KL is from the model with plain latents, in nats a
+attends to them, its own included: what decodes of an engine read. With `-windowN` behind a dtype, a token reads the
+last N at 8 bits, its own included, as from the recent window. KL is from the model with plain latents, in nats a
 token. Recall: digits of planted numbers that the model gives back. Besides our dtypes: `fp8` is e4m3 of latents and
 RoPE with a scale of 1 (vLLM's --kv-cache-dtype fp8), `nvfp4` e2m1 in groups of 16 with e4m3 scales under one fp32
 scale a layer. Without --calibration the dtypes are as without a file. A coding DTYPE-rope8 has RoPE channels at 8 bits
@@ -16,21 +17,40 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from packed_kv import FORMATS, get_codec
 from packed_kv.calibration_file import LayerCalibration, load
+from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv_quality.recall import recall_prompts
 from packed_kv_quality.teacher_forced import token_kl
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 COLUMNS = ("coding", "calibrated", "bytes", "kl", "kl_error", "perplexity", "recall")
 Coding = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Latents [..., rank] and RoPE channels -> latents for K, for V, and RoPE channels, all fp32."""
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """The last `window` tokens, a query's own included, by `near`; those before them by `far`."""
+
+    far: Coding
+    near: Coding
+    window: int
+
+
+Codings = Sequence[Coding | Windowed | None]
+"""Of each layer."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NVFP4_GROUP = 16
 BOTH_ROPES = [name + rope for name in FORMATS for rope in ("", "-rope8")]
@@ -79,8 +99,11 @@ def rope_of(coding: str, codec: LatentCodec) -> Callable[[torch.Tensor], torch.T
     return lambda rope: codec.dequantize_rope(*codec.quantize_rope(rope))
 
 
-def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope: str, device: str) -> Coding:
-    """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them."""
+def packed(
+    name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, rope: str, device: str, window: int = 0
+) -> Coding | Windowed:
+    """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them; with a window, by that of the
+    ring, too."""
     known: dict = {}
     if layer is not None:
         fmt = FORMATS[name]
@@ -96,28 +119,57 @@ def packed(name: str, rank: int, rope_dim: int, layer: LayerCalibration | None, 
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))
         return codec.restore(stored), codec.restore(stored * codec.value_gain()), of_rope(rope)
 
-    return coded
+    def recent(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        whole = ring.round_trip(torch.cat((codec.latent.prepare(latent), rope.half().float()), dim=-1))
+        stored, rope = whole.split([rank, rope_dim], dim=-1)
+        return codec.restore(stored), codec.restore(stored), rope
+
+    return Windowed(coded, recent, window) if window else coded
+
+
+def attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: object, scaling: float, **_: object
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of transformers; where there are twice as many keys as queries, the first are those of tokens
+    before the module's `window`, the others those of tokens within."""
+    position = torch.arange(query.shape[2], device=query.device)
+    distance = position[:, None] - position
+    hidden = distance < 0
+    if key.shape[2] > query.shape[2]:
+        hidden = torch.cat((distance < module.window, hidden | (distance >= module.window)), dim=1)
+    weights = (query @ key.transpose(2, 3) * scaling).masked_fill_(hidden, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("windowed", attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register("windowed", lambda *_args, **_options: None)
 
 
 class Model:
     """A model of transformers whose latents can be coded."""
 
     def __init__(self, name: str, device: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().to(device)
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "windowed"}
+        self.model = AutoModelForCausalLM.from_pretrained(name, **options).eval().to(device)
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         self.expand = [layer.expand_kv for layer in self.layers]
 
     @torch.inference_mode()
-    def logits(self, rows: torch.Tensor, codings: Sequence[Coding | None]) -> torch.Tensor:
+    def logits(self, rows: torch.Tensor, codings: Codings) -> torch.Tensor:
         """Of rows [n, tokens], each a text, with each layer's coding or none: [n, tokens, vocabulary]."""
         for layer, expand, coding in zip(self.layers, self.expand, codings, strict=True):
             layer.expand_kv = expand if coding is None else functools.partial(expand_coded, expand, coding)
+            layer.window = coding.window if isinstance(coding, Windowed) else 0
         return torch.cat([self.model(input_ids=row[None], use_cache=False).logits for row in rows])
 
 
 def expand_coded(
-    expand: Callable, coding: Coding, latent: torch.Tensor, rope: torch.Tensor
+    expand: Callable, coding: Coding | Windowed, latent: torch.Tensor, rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V; of a window, all by `far` and, behind them, all by `near`."""
+    if isinstance(coding, Windowed):
+        far, near = (expand_coded(expand, part, latent, rope) for part in (coding.far, coding.near))
+        return torch.cat((far[0], near[0]), dim=2), torch.cat((far[1], near[1]), dim=2)
     for_key, for_value, rope = coding(latent.float(), rope.float())
     return expand(for_key, rope)[0], expand(for_value, rope)[1]
 
@@ -153,7 +205,7 @@ def main() -> None:
     made_with = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "", "torch": torch.__version__,
                  "transformers": transformers.__version__, "commit": options.commit}  # fmt: skip
 
-    def judge(name: str, token_bytes: float, codings: Sequence[Coding | None]) -> None:
+    def judge(name: str, token_bytes: float, codings: Codings) -> None:
         logits = model.logits(rows, codings).log_softmax(-1)
         kl = token_kl(truth.flatten(0, 1), logits.flatten(0, 1))
         loss = -logits[:, :-1].gather(-1, rows[:, 1:, None]).mean()
@@ -179,7 +231,8 @@ def main() -> None:
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     judge("plain", 2 * sum(sizes), [None] * layers)
     for name in options.codings:
-        dtype, _, rope = name.partition("-rope")
+        found = re.fullmatch(r"(\w+?)(?:-window(\d+))?(?:-rope(\w+))?", name)
+        dtype, window, rope = found.groups() if found else (name, None, None)
         if name in ("fp8", "nvfp4"):
             coding = {"fp8": fp8, "nvfp4": nvfp4}[name]
             token_bytes = sum(sizes) if name == "fp8" else sizes[0] * 9 / 16 + 2 * sizes[1]
@@ -187,7 +240,8 @@ def main() -> None:
             continue
         rope = rope or "16"
         taken = FORMATS[dtype].vector_bytes(sizes[0]) + ROPE_BYTES[rope](sizes[1])
-        judge(name, taken, [packed(dtype, *sizes, known.get(i), rope, device) for i in range(layers)])
+        of_layers = (packed(dtype, *sizes, known.get(i), rope, device, int(window or 0)) for i in range(layers))
+        judge(name, taken, list(of_layers))
 
 
 if __name__ == "__main__":

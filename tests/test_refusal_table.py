@@ -166,7 +166,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 
 NO_WINDOW = [
-    (Facts(is_mla=True), "latent attention (MLA) (one vector is"),
+    (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) beside other pages"),
     (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
     (Facts(dcp=2), "decode context parallelism (it deals"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
@@ -197,6 +197,7 @@ def test_what_has_no_recent_window() -> None:
     assert not no_window(Facts(pipeline=2, has_chunks=True))
     assert not no_window(Facts(pipeline=2, has_other_dtypes=True, has_several_kinds=False, platform="cuda"))
     assert no_window(Facts(pipeline=2, has_other_dtypes=True, has_several_kinds=True, platform="cuda"))
+    assert not no_window(Facts(is_mla=True, has_draft_cache=True, speculative_method="mtp"))
     assert not no_window(Facts(connectors=connectors[1:], has_other_dtypes=True, has_states=True, platform="cuda"))
     assert not no_window(Facts(has_other_dtypes=True, has_states=True, platform="cuda"))
 

@@ -54,9 +54,11 @@ Beside the pages, the ring of a request's recent tokens (`codecs/ring.py`): a by
 one run of bytes, as rings begin and end anywhere. Padded to a multiple of 8 bytes:
 
     ring slot:         | K codes | V codes | K scales | V scales | padding |
+    of latents:        | latent codes | RoPE codes | latent scales | RoPE scales | padding |
 
 Codes are code + 128; the byte of channel d4..d0 of a group is, again so that a lane's bytes are neighbours in the
-order in which it feeds them to the tensor core, number  d2 d1 d4 d3 d0  for K and  d2 d1 d0 d4 d3  for V.
+order in which it feeds them to the tensor core, number  d2 d1 d4 d3 d0  for K and  d2 d1 d0 d4 d3  for V. A latent and
+its RoPE channels are one vector there, in K's order.
 """
 
 from __future__ import annotations
@@ -216,9 +218,9 @@ def ring_layout(head_dim: int, vectors: int = len(PAIR)) -> RingLayout:
     return RingLayout(codes, scales, -(-vectors * (channels + groups) // 8) * 8)
 
 
-def ring_slot_bytes(head_dim: int) -> int:
-    """Bytes of K and V of one token and head in the ring."""
-    return ring_layout(head_dim).slot_bytes
+def ring_slot_bytes(head_dim: int, vectors: int = len(PAIR)) -> int:
+    """Bytes of K and V of one token and head in the ring; with one vector, of a latent and its RoPE channels."""
+    return ring_layout(head_dim, vectors).slot_bytes
 
 
 RECENT_TOKENS = 64

@@ -12,6 +12,7 @@ from typing import Any
 
 from .formats import FORMATS, ROPE_BITS
 from .json_file import printable, shown
+from .layout import ring_slot_bytes
 
 Config = dict[str, Any]
 
@@ -318,6 +319,13 @@ def slot_bytes(dtype: str, layer: Layer, dtype_bytes: int = 2) -> int:
     if dtype in FORMATS:
         return FORMATS[dtype].slot_bytes(layer.head_size)
     return layer.channels * (1 if dtype == FP8 else dtype_bytes)
+
+
+def recent_slot_bytes(layer: Layer) -> int:
+    """Bytes of one token and KV head in the ring of a layer's recent window."""
+    if layer.rope_size:
+        return ring_slot_bytes(layer.head_size + layer.rope_size, vectors=1)
+    return ring_slot_bytes(layer.head_size)
 
 
 def bytes_per_token(layers: Iterable[tuple[Layer, str]], dtype_bytes: int = 2) -> int:

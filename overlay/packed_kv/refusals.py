@@ -381,8 +381,9 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("this vLLM", "its version",
          lambda f: f.without_scratch_groups and f"{f.without_scratch_groups}, in which all layers' blocks take part in "
          "the prefix cache; 0.31.0 has groups that do not"),
-    Rule("latent attention (MLA)", "`kv_lora_rank`; vLLM's `use_mla`",
-         lambda f: f.is_mla and "one vector is both K and V, and all tokens are in packed pages"),
+    Rule("latent attention (MLA) beside other pages", "the draft's dtype and its layers",
+         lambda f: f.is_mla and (f.has_other_dtypes or (f.has_draft_cache and f.speculative_method != "mtp"))
+         and "vLLM cannot pad pages of latents to one size"),
     Rule("decode context parallelism", "`--decode-context-parallel-size`",
          lambda f: (f.dcp or 1) > 1 and "it deals a request's tokens out to ranks"),
     Rule("--disable-hybrid-kv-cache-manager", "the option",

@@ -64,11 +64,26 @@ def test_logits_are_those_of_the_codec(name: str, model: str, latent_engine) -> 
     assert of_chunks < loss
 
 
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_the_window(kernel: str, model: str, latent_engine) -> None:
+    """As long as the text, it leaves little to pay for, in decodes, drafts' lengths and chunks; a shorter one some."""
+    truth = true_logits(model, TOKEN_IDS)
+    options = {"additional_config": {"packed_kv": {"decode_kernel": kernel}}}
+    costs = {}
+    for window in (0, 64, 256):
+        with latent_engine("turboquant25", recent_tokens=window, **options) as llm:
+            costs[window] = [mean_kl(truth, teacher_forced_logits(llm, TOKEN_IDS, n).cpu()) for n in (1, 37)]
+    print(f"{kernel}: KL by window, of decodes and chunks {costs}")
+    assert max(costs[256]) < costs[0][0] / 50
+    assert costs[64][0] < costs[0][0] * 0.7
+
+
+@pytest.mark.parametrize("window", [0, None])
 @pytest.mark.parametrize("name", ["tq4", "turboquant25"])
-def test_graphs_give_eager_tokens(name: str, latent_engine) -> None:
-    with latent_engine(name) as llm:
+def test_graphs_give_eager_tokens(name: str, window: int | None, latent_engine) -> None:
+    with latent_engine(name, recent_tokens=window) as llm:
         eager = greedy(llm)
-    with latent_engine(name, **graphs("FULL_DECODE_ONLY")) as llm:
+    with latent_engine(name, recent_tokens=window, **graphs("FULL_DECODE_ONLY")) as llm:
         assert greedy(llm) == eager
 
 
@@ -85,11 +100,13 @@ def test_rope_at_8_bits(model: str, latent_engine) -> None:
         assert greedy(llm) == eager
 
 
-def test_drafts_in_graphs_change_no_token(latent_engine) -> None:
+@pytest.mark.parametrize("window", [0, None])
+def test_drafts_in_graphs_change_no_token(window: int | None, latent_engine) -> None:
     """Of random weights many tokens are all but equally likely, so one other first token of the five is let pass."""
-    with latent_engine("tq4") as llm:
+    options = {"recent_tokens": window}
+    with latent_engine("tq4", **options) as llm:
         plain = greedy(llm)
-    with latent_engine("tq4", speculative_config=NGRAM, **graphs("FULL_DECODE_ONLY", 4)) as llm:
+    with latent_engine("tq4", speculative_config=NGRAM, **options, **graphs("FULL_DECODE_ONLY", 4)) as llm:
         drafted = greedy(llm)
     same = sum(ours == expected for ours, expected in zip(drafted, plain, strict=True))
     print(f"{same} of {len(plain)} requests alike")

@@ -6,10 +6,10 @@ import pytest
 from compiling import Case, compile_kernels
 from packed_kv.formats import FORMATS, Format
 from packed_kv.kernels.kernel_layout import kernel_layout, rope_layout
-from packed_kv.kernels.triton import latent_decode, latent_gather
+from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring
 from packed_kv.kernels.triton.latent_store import ROPE_CHANNELS
 from packed_kv.kernels.triton.store import rows_of
-from packed_kv.layout import latent_layout
+from packed_kv.layout import latent_layout, ring_layout
 
 RANK, ROPE_DIM = 512, 64
 SPILLED_BYTES = 160
@@ -61,14 +61,15 @@ def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
         types=dict(
             latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", tokens="i32", cache_ptr="*u8",
             cache_block_stride="i32", latent_token_stride="i32", rope_token_stride="i32", constants_ptr="*fp32",
-            channels_ptr="*i64", table_ptr="*fp32", spectrum_ptr="*fp32",
+            channels_ptr="*i64", table_ptr="*fp32", spectrum_ptr="*fp32", ring_slots_ptr="*i32", ring_tokens="i32",
+            ring_ptr="*u8", ring_block_stride="i32",
         ),
         constants=dict(
-            TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16, RANK=RANK,
-            ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS, **sizes(fmt, rope_bits),
+            HAS_PAGES=True, RING_BLOCK=4, TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16,
+            RANK=RANK, ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS, **sizes(fmt, rope_bits),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
-        unaligned=("tokens", "slots_ptr"),
+        unaligned=("tokens", "slots_ptr", "ring_tokens", "ring_slots_ptr"),
     )  # fmt: skip
     gather = Case(
         kernel="packed_kv.kernels.triton.latent_gather:_gather_latents_kernel",
@@ -84,3 +85,28 @@ def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
     stored, gathered = compile_kernels([store, gather])
     assert not stored.spills and not gathered.spills
     assert "fma" not in stored.ptx and stored.count("FFMA") == 0  # bytes are the codec's
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_attention_over_rings_compiles(arch: int) -> None:
+    numbers = ("table_stride", "block_stride", "latent_token_stride", "latent_head_stride", "rope_token_stride",
+               "rope_head_stride", "output_token_stride", "output_head_stride")  # fmt: skip
+    case = Case(
+        kernel="packed_kv.kernels.triton.latent_ring:_attend_latent_ring_kernel",
+        arch=arch,
+        types=dict(
+            q_latent="*bf16", q_rope="*bf16", output="*bf16", table="*i32", query_start="*i32", seq_lens="*i32",
+            page_lens="*i32", part="*fp32", lse="*fp32", ring="*u8", inverse_gain="*fp32", constant="*fp32",
+            scale="fp32", **dict.fromkeys(numbers, "i32"),
+        ),
+        constants=dict(
+            HEADS=16, ROWS=16, TOKENS=latent_ring.TILE_TOKENS, BLOCK=8, CHUNK=4, RANK=RANK, ROPE_DIM=ROPE_DIM,
+            HAS_CONSTANT=True, RING=ring_layout(RANK + ROPE_DIM, 1),
+        ),
+        options=dict(num_warps=latent_ring.WARPS, num_stages=1),
+        unaligned=("q_latent", "q_rope", "table", "query_start", "seq_lens", "page_lens", "table_stride"),
+    )  # fmt: skip
+    (resources,) = compile_kernels([case])
+    print(resources.registers, resources.stack_bytes, resources.shared_bytes)
+    assert resources.stack_bytes <= (32 if arch == 120 else 0)
+    assert resources.shared_bytes <= 99 << 10

@@ -43,14 +43,15 @@ def engine(
     return engines.engine(model, kv_cache_dtype, additional_config=given, **options)
 
 
-def keep_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_chunks(monkeypatch: pytest.MonkeyPatch, *, prefix_cache: bool = True) -> None:
     """vLLM's CPU platform serves latent attention without chunked prefill and prefix cache, which its own backend
     cannot; ours can."""
     before = registration.PackedDTypeHandler.before_engine
 
     def before_engine(self, config):
         before(self, config)
-        config.scheduler_config.enable_chunked_prefill = config.cache_config.enable_prefix_caching = True
+        config.scheduler_config.enable_chunked_prefill = True
+        config.cache_config.enable_prefix_caching = prefix_cache
 
     monkeypatch.setattr(registration.PackedDTypeHandler, "before_engine", before_engine)
 

@@ -6,7 +6,8 @@ rotation, scale and mean fold into the layer's weights (`fold`), so that attenti
     scores    (W_UK q) . c = (R diag(1 / scale) W_UK q) . y + one number a query, which the softmax ignores
     output    sum p c      = diag(1 / scale) R^T (sum p y) + mean, as the weights p sum to 1
 
-V's gain (docs/formats.md, section 8) multiplies W_UV alone.
+V's gain (docs/formats.md, section 8) multiplies W_UV alone. Latents in the ring, at 8 bits, have none, so sums of them
+are divided by it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..formats import BYTE_CODE, GROUP_SIZE, ROPE_BITS, Format, code_of
-from ..layout import MICRO_BLOCK, ROPE, latent_layout
+from ..layout import MICRO_BLOCK, ROPE, latent_layout, ring_slot_bytes
 from . import ring
 from .codec import Channels, Codec
 from .pages import micro_blocks_of, pack_codes, pack_scales, unpack_codes, unpack_scales
@@ -59,6 +60,7 @@ class LatentCodec:
         assert self.layout.rope is not None
         self.rope_vector = self.layout.rope
         self.rope_bits, self.slot_bytes = rope_bits, fmt.latent_bytes(rank, rope_dim, rope_bits)
+        self.ring_slot_bytes = ring_slot_bytes(rank + rope_dim, vectors=1)
 
     def write(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Store tokens.
@@ -101,6 +103,24 @@ class LatentCodec:
         pages = _micro_blocks(cache)
         codes, scales, *rope = self._unpack(pages[micro_blocks // pages.shape[1], micro_blocks % pages.shape[1]])
         return self.latent.dequantize(codes, scales).flatten(0, 1), self.dequantize_rope(*rope).flatten(0, 1)
+
+    def write_ring(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+        """Store tokens in a ring.
+
+        Args:
+            cache: uint8 [blocks, 1, block_size, ring_slot_bytes].
+            slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
+            latent, rope: float [tokens, rank] and [tokens, rope_dim].
+        """
+        whole = torch.cat((self.latent.prepare(latent), halves_of(rope).float()), dim=-1)
+        ring.write(cache, slots, whole.unsqueeze(1))
+
+    def read_ring(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `write_ring` stored in slots int [tokens]: latents as `read` returns them, but that V's gain is not for
+        them, fp32 [tokens, rank], and RoPE channels, fp32 [tokens, rope_dim]."""
+        (whole,) = ring.read(cache, slots, vectors=1)
+        latent, rope = whole.squeeze(1).split([self.rank, self.rope_dim], dim=-1)
+        return latent, rope
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """Latents as stored, fp32 [..., rank] -> as the model has them."""

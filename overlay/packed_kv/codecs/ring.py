@@ -64,34 +64,34 @@ def round_trip(x: torch.Tensor) -> torch.Tensor:
     return dequantize(*quantize(x))
 
 
-def write(cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def write(cache: torch.Tensor, slots: torch.Tensor, *vectors: torch.Tensor) -> None:
     """Store rotated tokens.
 
     Args:
         cache: see `Ring`.
         slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
-        key, value: fp32 [tokens, KV heads, head_dim], rotated.
+        vectors: K and V, fp32 [tokens, KV heads, head_dim], rotated; or one, of latents and RoPE channels.
     """
     stored = slots >= 0
     slots = slots[stored].long()
-    (key_codes, key_scales), (value_codes, value_scales) = (quantize(x[stored]) for x in (key, value))
-    parts = (_to_bytes(key_codes, "key"), _to_bytes(value_codes, "value"), key_scales, value_scales)
-    packed = torch.cat(parts, dim=-1)
+    coded = [quantize(x[stored]) for x in vectors]
+    codes = [_to_bytes(of_vector, order) for (of_vector, _), order in zip(coded, PAIR, strict=False)]
+    packed = torch.cat((*codes, *(scales for _, scales in coded)), dim=-1)
     cache[slots // cache.shape[2], :, slots % cache.shape[2], : packed.shape[-1]] = packed
 
 
-def read(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tokens, rotated, fp32 [tokens, KV heads, head_dim]. `slots`: int [tokens], none negative."""
+def read(cache: torch.Tensor, slots: torch.Tensor, vectors: int = len(PAIR)) -> tuple[torch.Tensor, ...]:
+    """K and V of tokens, rotated, fp32 [tokens, KV heads, head_dim]; or one vector. `slots`: int [tokens], none
+    negative."""
     slots = slots.long()
-    groups = cache.shape[-1] // (2 * (GROUP_SIZE + 1))
+    groups = cache.shape[-1] // (vectors * (GROUP_SIZE + 1))
     head_dim = groups * GROUP_SIZE
-    layout = ring_layout(head_dim)
+    layout = ring_layout(head_dim, vectors)
     packed = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
-    key, value = (
+    return tuple(
         dequantize(_from_bytes(packed[..., at : at + head_dim], order), packed[..., scales_at : scales_at + groups])
-        for order, at, scales_at in zip(PAIR, layout.codes, layout.scales, strict=True)
+        for order, at, scales_at in zip(PAIR, layout.codes, layout.scales, strict=False)
     )
-    return key, value
 
 
 # Axes of a group's channels [d4 d3, d2 d1, d0] in the order of their bytes (layout.py).

@@ -54,7 +54,7 @@ class KernelLayout(NamedTuple):
     `sign_words` of them. `chunks`: widths of the chunks that the words lie in. `has_half`: a half word follows them.
     `micro_block_bytes`: bytes of 16 tokens of one head. `words_at`, `half_words_at`, `scales_at`: (K's, V's), in bytes
     from the start of a micro-block. `score_unit`: the unit of scores, which are sums over all groups of K. `ring`: byte
-    offsets in a slot of the ring buffer.
+    offsets in a slot of the ring buffer, where RoPE channels of latents count as channels of them.
     """
 
     head_dim: int
@@ -106,6 +106,7 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
         groups.append(Group(code, word, sign_word, parity, 1 / code.unit, code.value_gain / code.unit))
         word += code.code_words
         signed += code.has_sign_words
+    rope_dim = 0 if page.rope is None else GROUP_SIZE * len(page.rope.group_bits)
     words_at, half_words_at, scales_at = (
         tuple(page.plane(i, content).offset for i in range(len(orders)))
         for content in ("words", "half words", "scales")
@@ -123,5 +124,5 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
         half_words_at=half_words_at,
         scales_at=scales_at,
         score_unit=score_unit(vector.group_bits),
-        ring=ring_layout(GROUP_SIZE * len(groups), len(orders)),
+        ring=ring_layout(GROUP_SIZE * len(groups) + rope_dim, len(orders)),
     )

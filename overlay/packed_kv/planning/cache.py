@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..formats import FORMATS
-from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block, ring_slot_bytes
-from ..model_shape import DENSE, FP8, Layer, Model, slot_bytes
+from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
+from ..model_shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
 from ..model_shape import bytes_per_token as sum_over_layers
 from ..refusals import Facts, no_window, refuse
 
@@ -170,7 +170,7 @@ def _is_uniform(specs: Sequence[Spec]) -> bool:
 
 def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
     """As `window/cache_group.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
-    token = layer.kv_heads * ring_slot_bytes(layer.head_size)
+    token = layer.kv_heads * recent_slot_bytes(layer)
     block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)
     tokens = block * count
     shape = (layer.kv_heads, layer.head_size, window)

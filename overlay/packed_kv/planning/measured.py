@@ -15,8 +15,7 @@ import json
 from pathlib import Path
 
 from ..formats import FORMATS
-from ..layout import ring_slot_bytes
-from ..model_shape import DENSE, Model, slot_bytes
+from ..model_shape import DENSE, Model, recent_slot_bytes, slot_bytes
 from .cache import Serving, dtype_of, recent_window
 from .cards import CARDS, Card
 from .weights import Weights
@@ -61,7 +60,7 @@ def step_seconds(model: Model, dtype: str, serving: Serving, weights: Weights, r
         name = dtype_of(dtype, layer, serving)
         read = tokens * slot_bytes(name, layer, model.dtype_bytes)
         if name in FORMATS:
-            read += window * ring_slot_bytes(layer.head_size)
+            read += window * recent_slot_bytes(layer)
         seconds += requests * layer.kv_heads * read / rate(name, card)
     collectives = 2 * model.config["num_hidden_layers"] if model.ranks > 1 else 0
     beside = STEP["fixed_ms"] + requests * STEP["request_ms"] / model.ranks + collectives * STEP["collective_ms"]

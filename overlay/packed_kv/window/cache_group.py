@@ -19,7 +19,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..layout import choose_ring_block, ring_slot_bytes
@@ -81,7 +81,7 @@ def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool,
     Several ring blocks lie in one where all layers' pages have one size, or pages of any size lie side by side in a
     block (BLHNC). Else vLLM pads or scales pages, to distances that are not known here.
     """
-    slot_bytes = ring_slot_bytes(packed.head_size)
+    slot_bytes = ring_slot_bytes(packed.head_size, 1 if isinstance(packed, MLAAttentionSpec) else 2)
     ring_block_size, count = choose_ring_block(
         packed.page_size_bytes, packed.num_kv_heads * slot_bytes, packed.block_size, window + slack,
         is_cut=one_size or side_by_side,

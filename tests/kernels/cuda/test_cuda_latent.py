@@ -163,6 +163,18 @@ def test_decode(options: dict[str, Any]) -> None:
     assert error < BOUND and of_lse < 2e-3, (error, of_lse)
 
 
+@runs
+def test_rows_that_see_no_token() -> None:
+    """As with a recent window: requests without tokens in pages, and queries of which only the last sees some."""
+    case = Case("tq4", heads=4, seq_lens=(4, 70, 3), query_lens=(4, 1, 3), has_constant=False)
+    case.seq_lens -= torch.tensor([3, 0, 3], dtype=torch.int32, device=DEVICE)
+    case.run()
+    sees_none = torch.tensor([True, True, True, False, False, True, True, True], device=DEVICE)
+    assert (case.lse == -torch.inf).all(1).tolist() == sees_none.tolist()
+    assert not case.output[sees_none].any()
+    assert case.output.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "rope_bits"), [("tq4", 64, 16), ("turboquant35", 48, 8), ("turboquant25", 16, 16), ("tq4", 64, 8)]
 )

@@ -147,12 +147,12 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, heads, rope_bits, spl
     q_latent = torch.randn(heads, starts[-1], rank, generator=random).to(DEVICE, torch.bfloat16).transpose(0, 1)
     q_rope = torch.randn(starts[-1], heads, rope_dim, generator=random).to(DEVICE, torch.bfloat16)
     constant = torch.randn(rank, generator=random).to(DEVICE)
-    expected = attend(codec, cache, table, starts, list(seq_lens), q_latent, q_rope, SCALE, constant)
+    on_device = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, seq_lens)]
+    expected = attend(codec, cache, table, *on_device, q_latent, q_rope, SCALE, constant)
     output = torch.full((starts[-1], heads, rank), float("nan"), dtype=torch.float32, device=DEVICE)
     decode_latents(
-        codec.layout, cache, table, torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), q_latent, q_rope, SCALE, output,
-        max_query_len=max(counts), splits=splits, constant=constant,
+        codec.layout, cache, table, *on_device, q_latent, q_rope, SCALE, output, max_query_len=max(counts),
+        splits=splits, constant=constant,
     )  # fmt: skip
     error = (output - expected).norm() / (expected - constant).norm()
     print(f"relative error {error:.1e}")

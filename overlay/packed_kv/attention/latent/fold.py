@@ -8,6 +8,9 @@ import torch
 
 from ...codecs.latent import LatentCodec
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""K's and V's."""
+
 
 class FoldedWeights:
     """`W_UK_T` and `W_UV` of vLLM's layer, folded in memory of their own: vLLM's are views of `kv_b_proj`, which
@@ -17,40 +20,40 @@ class FoldedWeights:
     folded again, into the same memory, as CUDA graphs have its address.
 
     Attributes:
-        up: [heads, nope_dim + value_dim, rank]; a stored latent times this, and `lacking` added, is K, then V.
-        lacking: [heads * (nope_dim + value_dim)] of `up`'s dtype, or None: nothing.
+        up: [heads * nope_dim, rank] and [heads * value_dim, rank]; a stored latent times these, and `lacking` added, is
+            K and V of all heads.
+        lacking: [heads * nope_dim] and [heads * value_dim] of `up`'s dtype, or None: nothing.
         constant: fp32 [rank], added to means of stored latents; or None: nothing.
     """
 
     def __init__(self, codec: LatentCodec, layer: Any) -> None:
         self.codec, self.layer = codec, layer
         self.load = layer.process_weights_after_loading
-        self.nope_dim = layer.W_UK_T.shape[1]
-        self.up = self._folded()
+        self.heads, self.nope_dim, _ = layer.W_UK_T.shape
+        self.up, self.lacking = self._folded()
         self.constant = codec.output_constant()
-        self.lacking = self._lacking()
         self._place()
         layer.process_weights_after_loading = self._load_and_fold
 
-    def _folded(self) -> torch.Tensor:
-        return self.codec.fold(self.layer.W_UK_T.data, self.layer.W_UV.data)
+    def _folded(self) -> tuple[Pair, Pair | None]:
+        """`up` and `lacking` of the layer's weights as they are."""
+        folded = self.codec.fold(self.layer.W_UK_T.data, self.layer.W_UV.data)
+        lacking = self.codec.lacking(folded, self.nope_dim)
+        return self._apart(folded), None if lacking is None else self._apart(lacking.to(folded.dtype))
 
-    def _lacking(self) -> torch.Tensor | None:
-        lacking = self.codec.lacking(self.up, self.nope_dim)
-        return None if lacking is None else lacking.flatten().to(self.up.dtype)
+    def _apart(self, rows: torch.Tensor) -> Pair:
+        """[heads, nope_dim + value_dim, ..] -> K's and V's."""
+        return rows[:, : self.nope_dim].flatten(0, 1).clone(), rows[:, self.nope_dim :].flatten(0, 1).clone()
 
     def _place(self) -> None:
-        """Let the layer's weights be parts of `up`."""
-        for name, part in (
-            ("W_UK_T", self.up[:, : self.nope_dim]),
-            ("W_UV", self.up[:, self.nope_dim :].transpose(1, 2)),
-        ):
-            setattr(self.layer, name, torch.nn.Parameter(part, requires_grad=False))
+        """Let the layer's weights be views of `up`."""
+        key, value = (part.unflatten(0, (self.heads, -1)) for part in self.up)
+        for name, weights in (("W_UK_T", key), ("W_UV", value.transpose(1, 2))):
+            setattr(self.layer, name, torch.nn.Parameter(weights, requires_grad=False))
 
     def _load_and_fold(self, act_dtype: torch.dtype) -> None:
         self.load(act_dtype)
-        self.up.copy_(self._folded())
-        lacking = self._lacking()
-        if self.lacking is not None and lacking is not None:
-            self.lacking.copy_(lacking)
+        up, lacking = self._folded()
+        for kept, made in zip((*self.up, *(self.lacking or ())), (*up, *(lacking or ())), strict=True):
+            kept.copy_(made)
         self._place()

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from ...codecs.ring import Ring
 from ...kernels.cuda import latent_refusal
 from ...kernels.triton.latent_gather import bind_gather_latents, gather_latents
+from ...kernels.triton.latent_ring import bind_gather_latent_ring, gather_latent_ring
 from ...kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
 from ...kernels.triton.launch import Launches
 from .decode import LatentDecode, LatentLayer
 from .hopper import HopperLatentDecode
 from .metadata import LatentDecodeMetadata
+from .plain import RecentContext
 
 logger = init_logger("vllm.packed_kv")
 
@@ -44,27 +47,68 @@ class FusedLatents:
 
     def __init__(self, decode: LatentDecode | HopperLatentDecode) -> None:
         self.codec, self.decode = decode.codec, decode
+        self.inverse_gain = 1 / decode.codec.value_gain()
         self.bound = Launches()
 
-    def store(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+    def store(
+        self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
+        ring: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._store(cache, slots, latent, rope, ring, ring_slots, only_ring=False)
+
+    def store_in_ring(
+        self, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, ring: torch.Tensor,
+        ring_slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._store(cache, ring_slots, latent, rope, ring, ring_slots, only_ring=True)
+
+    def _store(
+        self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
+        ring: torch.Tensor | None, ring_slots: torch.Tensor | None, *, only_ring: bool,
+    ) -> None:  # fmt: skip
         if not len(slots):
             return
+        of_ring = None if ring is None else ring.data_ptr()
         launch = self.bound.get(
-            "store",
-            (cache.data_ptr(), latent.stride(), rope.stride(), latent.dtype, rope.dtype),
-            lambda: bind_store_latents(self.codec, cache, latent, rope),
+            ("store", ring is None, only_ring),
+            (cache.data_ptr(), of_ring, latent.stride(), rope.stride(), latent.dtype, rope.dtype),
+            lambda: bind_store_latents(self.codec, cache, latent, rope, ring, only_ring=only_ring),
         )
-        launch(store_latents_grid(self.codec, len(slots)), (latent, rope), store_latents_arguments(slots))
+        step = store_latents_arguments(slots, ring_slots)
+        launch(store_latents_grid(self.codec, len(slots)), (latent, rope), step)
 
-    def gather(self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor) -> None:
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
+        recent: RecentContext | None = None,
+    ) -> None:  # fmt: skip
         launch = self.bound.get("gather", cache.data_ptr(), lambda: bind_gather_latents(self.codec.layout, cache))
         layout, spans = self.codec.layout, (chunk.starts, chunk.cu_seq_lens, chunk.max_seq_len)
         gather_latents(layout, cache, block_table, *spans, rows, launch)
+        if recent is not None:
+            self._gather_ring(chunk, rows, recent, as_values=False)
+
+    def gather_values(self, chunk: Any, rows: torch.Tensor, recent: RecentContext) -> None:
+        self._gather_ring(chunk, rows, recent, as_values=True)
+
+    def _gather_ring(self, chunk: Any, rows: torch.Tensor, recent: RecentContext, *, as_values: bool) -> None:
+        codec, ring = self.codec, recent.ring
+        launch = self.bound.get(
+            ("ring", as_values),
+            ring.cache.data_ptr(),
+            lambda: bind_gather_latent_ring(codec, ring, self.inverse_gain, as_values=as_values),
+        )
+        spans = (chunk.starts, chunk.cu_seq_lens, recent.context_lens)
+        gather_latent_ring(codec, ring, *spans, rows, launch, as_values=as_values)
 
     def attend(
-        self, cache: torch.Tensor, metadata: LatentDecodeMetadata, q_latent: torch.Tensor, q_rope: torch.Tensor
+        self,
+        cache: torch.Tensor,
+        metadata: LatentDecodeMetadata,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        ring: Ring | None = None,
     ) -> torch.Tensor:
-        return self.decode(cache, metadata, q_latent, q_rope)
+        return self.decode(cache, metadata, q_latent, q_rope, ring)
 
     def reserve_any_batch(self) -> None:
         self.decode.reserve_any_batch()

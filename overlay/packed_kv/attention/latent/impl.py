@@ -3,6 +3,9 @@
 The rest is vLLM's: it multiplies queries by `W_UK_T` and the output of `forward_mqa` by `W_UV`, both folded so that
 they take latents as stored (`fold.py`), and attends within prompts by its prefill backend, on latents that were not
 stored.
+
+A request's ring is written with the pages, but for prompts that continue: these read what it had before, so their
+tokens follow behind their attention.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
     accumulate_mla_context_chunk,
@@ -22,10 +26,13 @@ from ...formats import FORMATS
 from ...refusals import Facts, refuse
 from ...settings.calibration import find_calibration
 from ...settings.options import read_options
+from ...window.layer import SUFFIX, WindowLayer
+from ...window.size import recent_tokens
+from ...window.step import WindowStep
 from ..metadata import longest_decode
 from .fold import FoldedWeights
 from .metadata import LatentMetadata
-from .plain import PlainLatents
+from .plain import PlainLatents, RecentContext
 
 if TYPE_CHECKING:
     from .fused import FusedLatents
@@ -90,9 +97,22 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
         self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
+        self.layers = self.config.compilation_config.static_forward_context
+        self.recent_tokens = recent_tokens(self.config)
+        if any(isinstance(layer, WindowLayer) for layer in self.layers.values()):
+            self.recent_tokens = 0  # of a draft: the target's layers have their window layers by now
+        self.layer_name = ""
+        self.window_layer: WindowLayer | None = None
         self.weights: FoldedWeights | None = None
         self.pages: PlainLatents | FusedLatents | None = None
         """What `build` makes."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Add the window layer: by now vLLM has named all layers, and has not yet asked for their caches."""
+        if self.recent_tokens and self.window_layer is None:  # weights may be loaded again
+            name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
+            name, slack = name + SUFFIX, longest_decode(self.config)
+            self.window_layer = self.layers[name] = WindowLayer(name, self.recent_tokens, slack, self.config)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
         return False
@@ -102,7 +122,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         its memory."""
         if self.weights is not None:
             return
-        fmt = FORMATS[self.kv_cache_dtype]
+        self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
         rope_bits = read_options(self.config.additional_config).latent_rope_bits
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
         codec = LatentCodec(fmt, *sizes, self.device, rope_bits=rope_bits, **self._channels(layer_name))
@@ -127,7 +147,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         kernel = read_options(self.config.additional_config).decode_kernel
         longest, requests = longest_decode(self.config), self.config.scheduler_config.max_num_seqs
-        layer = LatentLayer(codec, self.num_heads, self.scale, dtype, longest, requests, constant)
+        window = 0 if self.window_layer is None else self.window_layer.window
+        layer = LatentLayer(codec, self.num_heads, self.scale, dtype, longest, requests, constant, window)
         return FusedLatents(latent_decode(kernel, layer))
 
     def reserve_workspace(self) -> None:
@@ -157,7 +178,45 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         slots = slot_mapping.flatten()
         tokens = len(slots)
         assert self.pages is not None
-        self.pages.store(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1))
+        ring, ring_slots = self._ring_of_store()
+        self.pages.store(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1), ring, ring_slots)
+
+    def _window_step(self) -> WindowStep | None:
+        return WindowStep.of(self.window_layer, is_shared=False)
+
+    def _ring_of_store(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The ring's cache, and the slots there of the batch's first tokens: of decodes, and of prompts if all of them
+        are new. Neither where there is none, or where vLLM runs a step without requests."""
+        context = get_forward_context().attn_metadata if self.window_layer is not None else None
+        if context is None:
+            return None, None
+        window, metadata = self._window_step(), context[self.layer_name]
+        assert window is not None
+        count = metadata.num_actual_tokens if is_new(metadata) else metadata.num_decode_tokens
+        return window.layer.kv_cache, window.metadata.slots[:count]
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: LatentMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of a batch's prompts, by vLLM; then their tokens go to their rings, unless they have."""
+        prompts = (q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+        super().forward_mha(*prompts)
+        window = self._window_step()
+        if window is None or is_new(attn_metadata):
+            return
+        assert self.pages is not None
+        slots = window.metadata.slots[attn_metadata.num_decode_tokens : attn_metadata.num_actual_tokens]
+        self.pages.store_in_ring(
+            kv_c_and_k_pe_cache, kv_c_normed, k_pe.flatten(1), window.layer.kv_cache, slots
+        )  # fmt: skip
 
     def forward_mqa(
         self,
@@ -178,7 +237,9 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
         assert attn_metadata.decode is not None and self.pages is not None
-        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope), None
+        window = self._window_step()
+        ring = window.ring(0, attn_metadata.num_decodes) if window else None
+        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope, ring), None
 
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: LatentMetadata, k_scale: torch.Tensor
@@ -191,12 +252,19 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         prefill, pages = attn_metadata.prefill, self.pages
         assert pages is not None
         assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
-        context = prefill.chunked_context
+        context, window = prefill.chunked_context, self._window_step()
         output = output_lse = None
         for chunk in context.chunks:
-            rows = context.workspace[: chunk.num_context_tokens]
-            pages.gather(kv_c_and_k_pe_cache, prefill.block_table[chunk.request_slice], chunk, rows)
-            key, value = self._expand(rows)
+            rows, requests, recent = context.workspace[: chunk.num_context_tokens], chunk.request_slice, None
+            if window is not None:
+                ring = window.ring(*(attn_metadata.num_decodes + n for n in (requests.start, requests.stop)))
+                recent = RecentContext(ring, context.context_lens[requests])
+            pages.gather(kv_c_and_k_pe_cache, prefill.block_table[requests], chunk, rows, recent)
+            key = self._expand(rows, 0)
+            key = self._concat_k_nope_k_pe(key, rows[:, self.kv_lora_rank :].unsqueeze(1))
+            if recent is not None:
+                pages.gather_values(chunk, rows, recent)
+            value = self._expand(rows, 1)
             part, part_lse = prefill.prefill_backend.run_prefill_context_chunk(
                 chunk=chunk, q=q[chunk.token_slice], k=key, v=value
             )
@@ -207,13 +275,16 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             accumulate_mla_context_chunk(chunk, part, part_lse, output, output_lse)
         return output, output_lse
 
-    def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of stored latents: rows [tokens, rank + rope_dim] -> [tokens, heads, nope_dim + rope_dim] and
-        [tokens, heads, value_dim]."""
+    def _expand(self, rows: torch.Tensor, which: int) -> torch.Tensor:
+        """K without RoPE (`which` 0) or V (1) of stored latents: rows [tokens, rank + rope_dim] -> [tokens, heads,
+        nope_dim or value_dim]."""
         weights = self.weights
         assert weights is not None
-        latent, rope = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        expanded = torch.nn.functional.linear(latent, weights.up.flatten(0, 1), weights.lacking)
-        expanded = expanded.view(len(rows), self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        nope, value = expanded.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        return self._concat_k_nope_k_pe(nope, rope.unsqueeze(1)), value
+        lacking = None if weights.lacking is None else weights.lacking[which]
+        expanded = torch.nn.functional.linear(rows[:, : self.kv_lora_rank], weights.up[which], lacking)
+        return expanded.view(len(rows), self.num_heads, -1)
+
+
+def is_new(metadata: LatentMetadata) -> bool:
+    """Whether nothing of a batch's prompts is in the cache before it."""
+    return metadata.prefill is None or metadata.prefill.chunked_context is None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...codecs.latent import LatentCodec
+from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK
+from ...window.slots import page_lens
+
+
+@dataclass(frozen=True)
+class RecentContext:
+    """The rings of a chunk's requests, and tokens of each before the batch's own, int32 [requests]."""
+
+    ring: Ring
+    context_lens: torch.Tensor
 
 
 class PlainLatents:
@@ -22,25 +33,58 @@ class PlainLatents:
     def __init__(self, codec: LatentCodec, scale: float, constant: torch.Tensor | None) -> None:
         self.codec, self.scale, self.constant = codec, scale, constant
 
-    def store(self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+    def store(
+        self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
+        ring: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Store tokens: cache uint8 [blocks, block_size, slot_bytes]; slots int [tokens], negative ones are skipped;
-        latent and rope float [tokens, rank] and [tokens, rope_dim]."""
+        latent and rope float [tokens, rank] and [tokens, rope_dim]. The first of them go to `ring_slots` of `ring`,
+        too."""
         self.codec.write(cache, slots, latent, rope)
+        if ring is not None and ring_slots is not None:
+            self.store_in_ring(cache, latent, rope, ring, ring_slots)
 
-    def gather(self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor) -> None:
+    def store_in_ring(
+        self, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, ring: torch.Tensor,
+        ring_slots: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """The same, in the ring alone."""
+        count = len(ring_slots)
+        self.codec.write_ring(ring, ring_slots, latent[:count], rope[:count])
+
+    def gather(
+        self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
+        recent: RecentContext | None = None,
+    ) -> None:  # fmt: skip
         """Fill rows [tokens, rank + rope_dim] with stored latents and RoPE channels of requests of a prompt's chunk,
-        whose rows of the block table are `block_table`."""
+        whose rows of the block table are `block_table`; those in the ring from there."""
         row = 0
         for blocks, start, count in zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True):
             rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
             row += count
+        if recent is not None:
+            self._read_ring(chunk, rows, recent, 1.0)
 
-    def attend(self, cache: torch.Tensor, metadata: Any, q_latent: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+    def gather_values(self, chunk: Any, rows: torch.Tensor, recent: RecentContext) -> None:
+        """Divide latents in `rows` that `gather` read in the ring by V's gain, which the folded `W_UV` has."""
+        self._read_ring(chunk, rows, recent, self.codec.value_gain())
+
+    def _read_ring(self, chunk: Any, rows: torch.Tensor, recent: RecentContext, gain: torch.Tensor | float) -> None:
+        ring, row = recent.ring, 0
+        for request, (start, count) in enumerate(zip(chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True)):
+            low = max(int(ring.first[request]), int(recent.context_lens[request]) - ring.window + 1, start)
+            if low < start + count:
+                latent, rope = read_recent(self.codec, ring, request, low, start + count)
+                rows[row + low - start : row + count] = torch.cat((latent / gain, rope), dim=-1)
+            row += count
+
+    def attend(
+        self, cache: torch.Tensor, metadata: Any, q_latent: torch.Tensor, q_rope: torch.Tensor, ring: Ring | None = None
+    ) -> torch.Tensor:
         """Attention of a batch's decodes, whose `LatentDecodeMetadata` it is: q_latent [tokens, heads, rank] and q_rope
-        [tokens, heads, rope_dim] -> [tokens, heads, rank] of their dtype."""
-        starts, lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
-        tables = (cache, metadata.block_table, starts, lens)
-        return attend(self.codec, *tables, q_latent, q_rope, self.scale, self.constant).to(q_latent.dtype)
+        [tokens, heads, rope_dim] -> [tokens, heads, rank] of their dtype. `ring`: of these requests, or None."""
+        tables = (cache, metadata.block_table, metadata.query_start, metadata.seq_lens)
+        return attend(self.codec, *tables, q_latent, q_rope, self.scale, self.constant, ring).to(q_latent.dtype)
 
     def reserve_any_batch(self) -> None:
         """Make sure of memory for any batch: none is needed."""
@@ -61,16 +105,27 @@ def read_tokens(
     return latent[: end - start], rope[: end - start]
 
 
+def read_recent(
+    codec: LatentCodec, ring: Ring, request: int, start: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `start` .. `end` - 1 of a request from its ring: latents fp32 [end - start, rank] and RoPE channels fp32
+    [end - start, rope_dim]."""
+    block_size, positions = ring.cache.shape[2], torch.arange(start, end, device=ring.cache.device)
+    blocks = ring.block_table[request, positions // block_size].long()
+    return codec.read_ring(ring.cache, blocks * block_size + positions % block_size)
+
+
 def attend(
     codec: LatentCodec,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_starts: list[int],
-    seq_lens: list[int],
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     scale: float,
     constant: torch.Tensor | None,
+    ring: Ring | None = None,
 ) -> torch.Tensor:
     """Attention of requests' last tokens over all of their cached ones, themselves included.
 
@@ -78,27 +133,39 @@ def attend(
         codec: of the layer.
         cache: uint8 [blocks, block_size, slot_bytes].
         block_table: int [requests, blocks].
-        query_starts: requests + 1 rows; request i has query tokens query_starts[i] to query_starts[i + 1].
-        seq_lens: tokens in the cache, of each request.
+        query_start: int32 [requests + 1]; request i has query tokens query_start[i] to query_start[i + 1].
+        seq_lens: int32 [requests], tokens in the cache, of each request.
         q_latent, q_rope: float [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
         scale: of scores.
         constant: fp32 [rank], added to each result, or None.
+        ring: of the requests' recent tokens, read there and not in the pages (`page_lens`); None: there is none.
 
     Returns:
         fp32 [tokens, heads, rank]; rows of no request are 0.
     """
     output = torch.zeros(q_latent.shape, dtype=torch.float32, device=cache.device)
     query = torch.cat((q_latent.float(), q_rope.float()), dim=-1)
-    for request, end in enumerate(seq_lens):
-        rows = slice(query_starts[request], query_starts[request + 1])
+    in_pages = seq_lens if ring is None else page_lens(query_start, seq_lens, ring.first, ring.window)
+    starts, gain = query_start.tolist(), codec.value_gain()
+    for request, (end, page_len) in enumerate(zip(seq_lens.tolist(), in_pages.tolist(), strict=True)):
+        rows = slice(starts[request], starts[request + 1])
         count = rows.stop - rows.start
         if not count:
             continue
-        latent, rope = read_tokens(codec, cache, block_table[request], 0, end)
-        scores = torch.einsum("qhd,td->hqt", query[rows], torch.cat((latent, rope), dim=-1)) * scale
+        latent, rope = read_tokens(codec, cache, block_table[request], 0, page_len)
         position = torch.arange(end, device=cache.device)
-        hidden = position[None] > position[end - count :, None]
+        own = position[end - count :, None]
+        hidden = position[:page_len] > own - (end - page_len)
+        if ring is not None:
+            low = min(max(page_len - count + 1, int(ring.first[request])), end)
+            near, near_rope = read_recent(codec, ring, request, low, end)
+            latent, rope = torch.cat((latent, near)), torch.cat((rope, near_rope))
+            position = position[low:]
+            hidden = torch.cat((hidden, (position > own) | (position <= own - (end - page_len))), dim=1)
+        scores = torch.einsum("qhd,td->hqt", query[rows], torch.cat((latent, rope), dim=-1)) * scale
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        if ring is not None:
+            latent[page_len:] /= gain
         output[rows] = torch.einsum("hqt,tl->qhl", weights, latent)
         if constant is not None:
             output[rows] += constant

@@ -29,6 +29,7 @@ MAX_SPLITS = 128
 PROGRAMS_PER_SM = 2
 MERGED_CHANNELS = 64
 _MASKED = tl.constexpr(-1.0e30)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,9 @@ def decode_latents_arguments(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_latents_kernel(
-    output, partial_output, partial_stats, splits, constant, token_stride, head_stride,
+    output, partial_output, partial_stats, lse, splits, constant, token_stride, head_stride,
     HEADS: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, HAS_CONSTANT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of a row.
 
@@ -197,13 +199,15 @@ def _merge_latents_kernel(
     Args:
         output: fp16, bf16 or fp32 [tokens, HEADS, RANK], with `token_stride` and `head_stride` (int32); filled.
         partial_output, partial_stats: of the decode kernel; splits: int32, at most SPLITS, a power of 2.
+        lse: fp32 [tokens, HEADS], filled where HAS_LSE: -inf of a row that sees no token.
         constant: fp32 [RANK], added; read where HAS_CONSTANT.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     slot, known = row * splits + split, split < splits
     maxima = tl.load(partial_stats + slot * 2, mask=known, other=_MASKED)
-    weights = tl.exp2(maxima - tl.max(maxima, 0))
+    maximum = tl.max(maxima, 0)
+    weights = tl.exp2(maxima - maximum)
     total = tl.sum(tl.load(partial_stats + slot * 2 + 1, mask=known, other=0.0) * weights, 0)
     there = channel < RANK
     parts = tl.load(partial_output + slot[:, None] * RANK + channel[None, :], mask=known[:, None] & there[None, :],
@@ -213,9 +217,14 @@ def _merge_latents_kernel(
         result += tl.load(constant + channel, mask=there, other=0.0)
     target = output + row // HEADS * token_stride + row % HEADS * head_stride + channel
     tl.store(target, result.to(output.dtype.element_ty), mask=there)
+    if HAS_LSE:
+        natural = (maximum + tl.log2(tl.maximum(total, 1.0e-30))) * (1 / _LOG2_E)
+        tl.store(lse + row, tl.where(total > 0, natural, float("-inf")), mask=tl.program_id(1) == 0)
 
 
-def bind_merge_latents(output: torch.Tensor, constant: torch.Tensor | None, splits: int) -> Launch:
+def bind_merge_latents(
+    output: torch.Tensor, constant: torch.Tensor | None, splits: int, *, has_lse: bool = False
+) -> Launch:
     """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, heads, rank]), and up to
     `splits` splits, a power of 2; bound to `constant`, fp32 [rank], or None."""
     assert output.stride(2) == 1, output.stride()
@@ -226,14 +235,18 @@ def bind_merge_latents(output: torch.Tensor, constant: torch.Tensor | None, spli
         Arguments(of_constant, *output.stride()[:2]),
         dict(
             HEADS=heads, RANK=rank, CHANNELS=min(MERGED_CHANNELS, power_of_2(rank)), SPLITS=splits,
-            HAS_CONSTANT=constant is not None,
+            HAS_CONSTANT=constant is not None, HAS_LSE=has_lse,
         ),
         num_warps=4 if splits > 16 else 2,
     )  # fmt: skip
 
 
-def merge_latents_arguments(partial_output: torch.Tensor, partial_stats: torch.Tensor) -> Arguments:
-    return Arguments(partial_output, partial_stats, partial_output.shape[2])
+def merge_latents_arguments(
+    partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None
+) -> Arguments:
+    """A step's arguments; `lse`: fp32 [tokens, heads], contiguous, for the kernel that has them."""
+    assert lse is None or lse.is_contiguous(), lse.stride()
+    return Arguments(partial_output, partial_stats, partial_stats if lse is None else lse, partial_output.shape[2])
 
 
 def merge_latents_grid(output: torch.Tensor) -> tuple[int, int, int]:
@@ -255,6 +268,7 @@ def decode_latents(
     max_query_len: int,
     splits: int,
     constant: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """Attend and merge, once, on a batch of requests with at most `max_query_len` query tokens each.
 
@@ -271,6 +285,7 @@ def decode_latents(
         max_query_len: known on the host.
         splits: of each request, at most 128.
         constant: fp32 [rank], added to each result, or None.
+        lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
     """
     tokens, heads, rank = output.shape
     shape = latent_shape(heads, max_query_len, scale)
@@ -279,5 +294,5 @@ def decode_latents(
     step = decode_latents_arguments(block_table, query_start, seq_lens, partial, stats)
     decode = bind_decode_latents(page, shape, cache, q_latent, q_rope)
     decode((splits, row_tiles(shape, max_query_len), len(seq_lens)), (q_latent, q_rope), step)
-    merge = bind_merge_latents(output, constant, power_of_2(splits))
-    merge(merge_latents_grid(output), (output,), merge_latents_arguments(partial, stats))
+    merge = bind_merge_latents(output, constant, power_of_2(splits), has_lse=lse is not None)
+    merge(merge_latents_grid(output), (output,), merge_latents_arguments(partial, stats, lse))

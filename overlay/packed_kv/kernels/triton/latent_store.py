@@ -1,7 +1,7 @@
 """Store kernel of latent attention: quantise and pack the latents of new tokens, and write RoPE channels as fp16 or at
-8 bits.
+8 bits; both at 8 bits into the ring.
 
-The bytes equal those of `LatentCodec.write`; `store.py` has the arithmetic and its rounding rule.
+The bytes equal those of `LatentCodec.write` and `write_ring`; `store.py` has the arithmetic and its rounding rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from ...codecs.transform import INPUT_LIMIT
 from ...layout import MICRO_BLOCK
 from .. import power_of_2
 from ..kernel_layout import kernel_layout, rope_layout
+from .latent_ring import check_latent_ring
 from .launch import Arguments, Launch
+from .pages import KEY
 from .ring import inverse_step, ring_code, ring_scale, ring_step
 from .store import padded_groups, rows_of, store_section
 from .words import word_index
@@ -25,16 +27,28 @@ ROPE_CHANNELS = 256
 """That a program writes."""
 
 
-def bind_store_latents(codec: LatentCodec, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], for latents and RoPE channels of the dtypes
-    and strides of `latent` and `rope` (fp16, bf16 or fp32 [tokens, rank] and [tokens, rope_dim]), the first arguments
-    of the launch."""
+def bind_store_latents(
+    codec: LatentCodec,
+    cache: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    ring: torch.Tensor | None = None,
+    *,
+    only_ring: bool = False,
+) -> Launch:
+    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], and `ring`, uint8 [blocks, 1, block_size,
+    ring_slot_bytes], for latents and RoPE channels of the dtypes and strides of `latent` and `rope` (fp16, bf16 or fp32
+    [tokens, rank] and [tokens, rope_dim]), the first arguments of the launch."""
     _, block_size, slot_bytes = cache.shape
     assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
     assert cache.stride()[1:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
     assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0, cache.stride()
     assert latent.shape[1] == codec.rank and rope.shape[1] == codec.rope_dim, (latent.shape, rope.shape)
     assert latent.stride(1) == rope.stride(1) == 1, (latent.stride(), rope.stride())
+    assert ring is not None or not only_ring
+    if ring is not None:
+        check_latent_ring(ring, codec.ring_slot_bytes)
+    of_ring = cache if ring is None else ring
     transform, channels = codec.latent.transform, codec.latent.channels
     layout = kernel_layout(codec.layout)
     return Launch(
@@ -42,8 +56,10 @@ def bind_store_latents(codec: LatentCodec, cache: torch.Tensor, latent: torch.Te
         Arguments(
             cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants, channels,
             transform.table(channels) if transform.changes else transform.spectrum, transform.spectrum,
+            of_ring, of_ring.stride(0),
         ),
         dict(
+            HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
             TRANSFORMED=transform.changes, ORDERED=codec.latent.order is not None, ROTATION=codec.fmt.rotation,
             BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank, ROPE=rope_layout(codec.layout),
             ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
@@ -52,10 +68,13 @@ def bind_store_latents(codec: LatentCodec, cache: torch.Tensor, latent: torch.Te
     )  # fmt: skip
 
 
-def store_latents_arguments(slots: torch.Tensor) -> Arguments:
-    """A step's arguments: `slots` int32 or int64 [tokens]."""
+def store_latents_arguments(slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> Arguments:
+    """A step's arguments: `slots` int32 or int64 [tokens], `ring_slots` int32 [up to tokens]."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
-    return Arguments(slots, len(slots))
+    if ring_slots is None:
+        ring_slots = slots[:0]
+    assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
+    return Arguments(slots, ring_slots, len(slots), len(ring_slots))
 
 
 def store_latents_grid(codec: LatentCodec, tokens: int) -> tuple[int, int, int]:
@@ -66,9 +85,17 @@ def store_latents_grid(codec: LatentCodec, tokens: int) -> tuple[int, int, int]:
 
 
 def store_latents(
-    codec: LatentCodec, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
+    codec: LatentCodec,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    ring: torch.Tensor | None = None,
+    ring_slots: torch.Tensor | None = None,
+    *,
+    only_ring: bool = False,
 ) -> None:
-    """Store tokens: `LatentCodec.write` in one launch, with no host sync and no allocation.
+    """Store tokens: `LatentCodec.write` and `write_ring` in one launch, with no host sync and no allocation.
 
     Args:
         codec: the codec of the layer, on the device of the tensors.
@@ -77,17 +104,21 @@ def store_latents(
         slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
             are distinct.
         latent, rope: fp16, bf16 or fp32 [tokens or more, rank] and [tokens or more, rope_dim], channels contiguous.
+        ring: uint8 [blocks, 1, block_size, ring_slot_bytes], or None: none.
+        ring_slots: int32 [up to tokens]: where the first tokens go there, likewise.
+        only_ring: whether pages are left alone.
     """
     assert len(latent) >= len(slots) and len(rope) >= len(slots), (latent.shape, rope.shape, slots.shape)
-    launch = bind_store_latents(codec, cache, latent, rope)
+    launch = bind_store_latents(codec, cache, latent, rope, ring, only_ring=only_ring)
     if len(slots):
-        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(slots))
+        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(slots, ring_slots))
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize=["tokens", "ring_tokens"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"])
 def store_latents_kernel(
-    latent_ptr, rope_ptr, slots_ptr, tokens, cache_ptr, cache_block_stride, latent_token_stride, rope_token_stride,
-    constants_ptr, channels_ptr, table_ptr, spectrum_ptr,
+    latent_ptr, rope_ptr, slots_ptr, ring_slots_ptr, tokens, ring_tokens, cache_ptr, cache_block_stride,
+    latent_token_stride, rope_token_stride, constants_ptr, channels_ptr, table_ptr, spectrum_ptr, ring_ptr,
+    ring_block_stride, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
     TRANSFORMED: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
@@ -99,11 +130,14 @@ def store_latents_kernel(
         latent_ptr, rope_ptr: fp16, bf16 or fp32 [tokens, RANK] and [tokens, RoPE channels], with
             `latent_token_stride` and `rope_token_stride` (int32).
         slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
+        ring_slots_ptr: int32 [ring_tokens], likewise; ring_tokens: int32.
         cache_ptr: uint8 [blocks, BLOCK_SIZE, slot_bytes], with `cache_block_stride`.
         constants_ptr: fp32 [RANK], the rotation's constants by packed channel.
         channels_ptr: int64 [RANK], the channels in packing order; read where ORDERED.
         table_ptr: fp32 [4, RANK] of `ChannelTransform.table`; read where TRANSFORMED.
         spectrum_ptr: not read.
+        ring_ptr: uint8 [blocks, 1, RING_BLOCK, ring_slot_bytes], with `ring_block_stride`; written where RING_BLOCK is
+            not 0. HAS_PAGES: whether pages are.
         ROPE: `RopeLayout`. ROPE_CHANNELS: that a program writes. LAYOUT: `KernelLayout`.
     """
     program = tl.program_id(0)
@@ -112,35 +146,47 @@ def store_latents_kernel(
         if (program >= 0) & (program < programs):
             store_section(
                 cache_ptr, cache_block_stride, 0, slots_ptr, tokens, latent_ptr, latent_token_stride, 0,
-                constants_ptr, channels_ptr, 0, cache_ptr, 0, 0, slots_ptr, 0, True, program,
-                slots_ptr, table_ptr, 0, spectrum_ptr,
-                TRANSFORMED, False, 1, 0, 1, BLOCK_SIZE, ROWS, ORDERED, True, 0, ROTATION, RANK, RANK, s, LAYOUT,
+                constants_ptr, channels_ptr, 0, ring_ptr, ring_block_stride, 0, ring_slots_ptr, ring_tokens, True,
+                program, slots_ptr, table_ptr, 0, spectrum_ptr,
+                TRANSFORMED, False, 1, 0, 1, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, RANK, RANK, s,
+                LAYOUT,
             )  # fmt: skip
         program -= programs
     if program >= 0:
         index = program.to(tl.int64) * ROPE_CHANNELS + tl.arange(0, ROPE_CHANNELS)
         token, channel = index // ROPE.channels, (index % ROPE.channels).to(tl.int32)
-        slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
-        stored = slot >= 0
-        x = tl.load(rope_ptr + token * rope_token_stride + channel, mask=stored, other=0.0).to(tl.float32)
+        x = tl.load(rope_ptr + token * rope_token_stride + channel, mask=token < tokens, other=0.0).to(tl.float32)
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
         x = tl.minimum(tl.maximum(x, -_INPUT_LIMIT), _INPUT_LIMIT).to(tl.float16)
-        slot = tl.where(stored, slot, 0)
-        inside = slot % BLOCK_SIZE
-        n = (inside % 16).to(tl.int32)
-        micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + inside // 16 * LAYOUT.micro_block_bytes
-        group, lane = channel // 32, n % 8 * 4 + channel // 2 % 4
-        code = n // 8 * 8 + channel % 32 // 8 * 2 + channel % 2
-        if ROPE.scales_at == 0:
-            target = micro_block + ROPE.at + 4 * word_index(group * 8 + code // 2, lane, ROPE.words) + code % 2 * 2
-            tl.store(target.to(tl.pointer_type(tl.float16)), x, mask=stored)
-        else:
-            x = x.to(tl.float32)
-            top = tl.max(tl.reshape(tl.abs(x), [ROPE_CHANNELS // 32, 32]), 1)
+        group, is_first = channel // 32, channel % 32 == 0
+        if RING_BLOCK > 0 or ROPE.scales_at > 0:
+            top = tl.max(tl.reshape(tl.abs(x.to(tl.float32)), [ROPE_CHANNELS // 32, 32]), 1)
             top = tl.reshape(tl.broadcast_to(top[:, None], [ROPE_CHANNELS // 32, 32]), [ROPE_CHANNELS])
             scale = ring_scale(top)
-            value = ring_code(x, inverse_step(ring_step(scale))).to(tl.uint8)
-            tl.store(micro_block + ROPE.at + 4 * word_index(group * 4 + code // 4, lane, ROPE.words) + code % 4, value,
-                     mask=stored)  # fmt: skip
-            at = (n % 8 * (ROPE.channels // 32) + group) * 2 + n // 8
-            tl.store(micro_block + ROPE.scales_at + at, scale.to(tl.uint8), mask=stored & (channel % 32 == 0))
+            value = ring_code(x.to(tl.float32), inverse_step(ring_step(scale))).to(tl.uint8)
+        if HAS_PAGES:
+            slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
+            stored = slot >= 0
+            slot = tl.where(stored, slot, 0)
+            inside = slot % BLOCK_SIZE
+            n = (inside % 16).to(tl.int32)
+            micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + inside // 16 * LAYOUT.micro_block_bytes
+            lane = n % 8 * 4 + channel // 2 % 4
+            code = n // 8 * 8 + channel % 32 // 8 * 2 + channel % 2
+            if ROPE.scales_at == 0:
+                target = micro_block + ROPE.at + 4 * word_index(group * 8 + code // 2, lane, ROPE.words) + code % 2 * 2
+                tl.store(target.to(tl.pointer_type(tl.float16)), x, mask=stored)
+            else:
+                target = micro_block + ROPE.at + 4 * word_index(group * 4 + code // 4, lane, ROPE.words) + code % 4
+                tl.store(target, value, mask=stored)
+                at = (n % 8 * (ROPE.channels // 32) + group) * 2 + n // 8
+                tl.store(micro_block + ROPE.scales_at + at, scale.to(tl.uint8), mask=stored & is_first)
+        if RING_BLOCK > 0:
+            RING: tl.constexpr = LAYOUT.ring
+            slot = tl.load(ring_slots_ptr + token, mask=token < ring_tokens, other=-1).to(tl.int64)
+            stored = slot >= 0
+            slot = tl.where(stored, slot, 0)
+            target = ring_ptr + slot // RING_BLOCK * ring_block_stride + slot % RING_BLOCK * RING.slot_bytes
+            inner = channel // 2 % 4 * 8 + channel % 32 // 8 * 2 + channel % 2  # byte d2 d1 d4 d3 d0
+            tl.store(target + RING.codes[KEY] + RANK + group * 32 + inner, value, mask=stored)
+            tl.store(target + RING.scales[KEY] + RANK // 32 + group, scale.to(tl.uint8), mask=stored & is_first)

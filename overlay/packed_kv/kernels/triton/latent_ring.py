@@ -1,0 +1,307 @@
+"""The ring of recent latents: which tokens decodes read there, attention over them, and what prompts gather.
+
+Attention over pages comes first, by whichever kernel, and leaves its output and lse; `attend_latent_ring` adds the
+tokens of the ring to it. A token has its latent and its RoPE channels in one vector of 8 bits (`layout.py`), which
+`latent_store.py` writes. The references are `LatentCodec.read_ring`, `window/slots.page_lens` and
+`attention/latent/plain.attend`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...codecs.latent import LatentCodec
+from ...codecs.ring import Ring
+from ...layout import ring_layout
+from ..units import LOG2_E
+from .latent_decode import LatentShape, row_tiles
+from .launch import Arguments, Launch
+from .pages import KEY
+from .ring import ring_slots, ring_step
+
+TILE_TOKENS = 64
+"""Of the ring, at a time: the default window of a query."""
+WARPS = 8
+"""Of a program; with 4 registers do not suffice."""
+REQUESTS_A_PROGRAM = 128
+"""Of `split_lens`."""
+_LOG2_E = tl.constexpr(LOG2_E)
+_MASKED = tl.constexpr(-1.0e30)
+
+
+def check_latent_ring(ring: torch.Tensor, slot_bytes: int) -> None:
+    """Assert the layout that the kernels need."""
+    assert ring.dtype == torch.uint8 and ring.shape[1] == 1 and ring.shape[3] == slot_bytes, (ring.dtype, ring.shape)
+    assert ring.stride()[2:] == (slot_bytes, 1) and ring.stride(0) % 8 == ring.data_ptr() % 8 == 0, ring.stride()
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _split_lens_kernel(page_lens, query_start, seq_lens, first, requests, WINDOW: tl.constexpr, REQUESTS: tl.constexpr):
+    """Grid: runs of REQUESTS requests. int32 `query_start` [requests + 1], `seq_lens` and `first` [requests]; fills
+    `page_lens` [requests]."""
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    exists = request < requests
+    start = tl.load(query_start + request, mask=exists, other=0)
+    count = tl.load(query_start + request + 1, mask=exists, other=0) - start
+    seq_len = tl.load(seq_lens + request, mask=exists, other=0)
+    in_ring = tl.load(first + request, mask=exists, other=0)
+    known = tl.where(in_ring > 0, in_ring + count - 1, 0)
+    tl.store(page_lens + request, tl.maximum(tl.minimum(tl.maximum(known, seq_len - WINDOW), seq_len), 0), mask=exists)
+
+
+def split_lens(
+    query_start: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, window: int, page_lens: torch.Tensor
+) -> None:
+    """Fill `page_lens`, int32 [requests or more], with `window/slots.page_lens` of the other arguments, in one
+    launch."""
+    requests = len(seq_lens)
+    grid = (-(-requests // REQUESTS_A_PROGRAM),)
+    _split_lens_kernel[grid](
+        page_lens, query_start, seq_lens, first, requests, WINDOW=window, REQUESTS=REQUESTS_A_PROGRAM, num_warps=4
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_groups(slots, scales, mask, at, COUNT: tl.constexpr):
+    """COUNT groups of tokens' vectors, fp16 [tokens, 32 * COUNT], channels in the order of their bytes.
+
+    slots: pointers to the tokens' slots; `scales`: to the groups' scales in them; `at`: offset of the groups' codes.
+    """
+    TOKENS: tl.constexpr = slots.shape[0]
+    group = tl.arange(0, COUNT)
+    code = tl.load(
+        slots[:, None, None] + at + group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :],
+        mask=mask[:, None, None], other=128,
+    )  # fmt: skip
+    step = ring_step(tl.load(scales[:, None] + group[None, :], mask=mask[:, None], other=0))
+    return tl.reshape(((code.to(tl.float32) - 128) * step[:, :, None]).to(tl.float16), [TOKENS, 32 * COUNT])
+
+
+@triton.jit
+def _swap(x):
+    """[rows, channels] in the order of channels -> in that of their bytes, or the reverse."""
+    y = tl.reshape(x, [x.shape[0], x.shape[1] // 32, 4, 4, 2])
+    return tl.reshape(tl.permute(y, (0, 1, 3, 2, 4)), x.shape)
+
+
+@triton.jit
+def _channel_of(position):
+    """Channel of a vector whose byte is at `position`."""
+    inner = position % 32
+    return position // 32 * 32 + inner // 2 % 4 * 8 + inner // 8 * 2 + inner % 2
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["q_latent", "q_rope", "table", "query_start", "seq_lens", "page_lens"],
+)
+def _attend_latent_ring_kernel(
+    q_latent, q_rope, output, table, query_start, seq_lens, page_lens, part, lse, table_stride,
+    ring, block_stride, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride,
+    output_token_stride, output_head_stride, inverse_gain, constant, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, HAS_CONSTANT: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS rows over a request's ring, added to that over its pages, for 32 * CHUNK channels of outputs.
+
+    Grid: (tiles of rows, requests, RANK / 32 / CHUNK); each program has all scores.
+
+    Args:
+        q_latent, q_rope, output: see `bind_attend_latent_ring`; with strides (int32) over tokens and heads.
+        table: int32 [requests, ring blocks], with `table_stride`.
+        query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests].
+        part, lse: fp32 [tokens, HEADS, RANK] and [tokens, HEADS], contiguous: of the pages.
+        ring: uint8 [blocks, 1, BLOCK, ring_slot_bytes], with `block_stride`.
+        inverse_gain: fp32 [RANK], what sums of the ring's latents are multiplied by. constant: fp32 [RANK], added to
+            the result; read where HAS_CONSTANT.
+        scale: fp32, of scores, times log2 e.
+        CHUNK: groups of a product. RING: `RingLayout`.
+    """
+    CHUNKS: tl.constexpr = RANK // 32 // CHUNK
+    CHANNELS: tl.constexpr = 32 * CHUNK
+    request = tl.program_id(1)
+    start = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - start
+    seq_len, page_len = tl.load(seq_lens + request), tl.load(page_lens + request)
+    if tl.program_id(0) * ROWS >= count * HEADS:
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < count * HEADS
+    query, head = (start + row // HEADS).to(tl.int64), row % HEADS
+
+    channel = tl.arange(0, CHANNELS)
+    latent_query = q_latent + query * latent_token_stride + head * latent_head_stride
+    rope_query = q_rope + query * rope_token_stride + head * rope_head_stride
+    chunk, sums = tl.program_id(2), tl.zeros([ROWS, CHANNELS], tl.float32)
+    maximum, total = tl.full([ROWS], _MASKED, tl.float32), tl.zeros([ROWS], tl.float32)
+
+    limit = seq_len - count + row // HEADS + 1  # a row sees the tokens below it
+    own_table = table + request.to(tl.int64) * table_stride
+    for base in range(tl.maximum(page_len - count + 1, 0), seq_len, TOKENS):
+        token = base + tl.arange(0, TOKENS)
+        nearest = tl.minimum(token, seq_len - 1)
+        entered = tl.load(own_table + nearest // BLOCK) > 0  # the null block has no token of the request
+        slots = ring_slots(ring, own_table, nearest, block_stride, BLOCK, RING.slot_bytes)
+        scales, codes = slots + RING.scales[KEY], slots + RING.codes[KEY]
+        scores = tl.zeros([ROWS, TOKENS], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            x = tl.load(latent_query[:, None] + c * CHANNELS + channel[None, :], mask=valid[:, None], other=0.0)
+            latents = _load_groups(codes, scales + c * CHUNK, entered, c * CHANNELS, CHUNK)
+            scores = tl.dot(_swap((x.to(tl.float32) * scale).to(tl.float16)), tl.trans(latents), scores)
+        for g in tl.static_range(ROPE_DIM // 32):
+            x = tl.load(rope_query[:, None] + g * 32 + tl.arange(0, 32)[None, :], mask=valid[:, None], other=0.0)
+            rope = _load_groups(codes, scales + RANK // 32 + g, entered, RANK + g * 32, 1)
+            scores = tl.dot(_swap((x.to(tl.float32) * scale).to(tl.float16)), tl.trans(rope), scores)
+        visible = (token[None, :] < limit[:, None]) & (token[None, :] >= limit[:, None] - (seq_len - page_len))
+        scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - new_maximum[:, None]), tl.exp2(maximum - new_maximum)
+        maximum, total = new_maximum, total * shrink + tl.sum(weights, 1)
+        latents = _load_groups(codes, scales + chunk * CHUNK, entered, chunk * CHANNELS, CHUNK)
+        sums = tl.dot(weights.to(tl.float16), latents, sums * shrink[:, None])
+
+    of_pages = tl.load(lse + query * HEADS + head, mask=valid, other=0.0) * _LOG2_E
+    top = tl.maximum(maximum, of_pages)
+    page_weight, ring_weight = tl.exp2(of_pages - top), tl.exp2(maximum - top)
+    norm = 1 / tl.maximum(page_weight + ring_weight * total, 1.0e-30)
+    at = chunk * CHANNELS + channel
+    source = part + (query * HEADS + head)[:, None] * RANK + at[None, :]
+    x = tl.load(source, mask=valid[:, None], other=0.0) * (page_weight * norm)[:, None]
+    x += _swap(sums) * tl.load(inverse_gain + at)[None, :] * (ring_weight * norm)[:, None]
+    if HAS_CONSTANT:
+        x += tl.load(constant + at)[None, :]
+    target = (query * output_token_stride + head * output_head_stride)[:, None] + at[None, :]
+    tl.store(output + target, x.to(output.dtype.element_ty), mask=valid[:, None])
+
+
+def bind_attend_latent_ring(
+    codec: LatentCodec,
+    shape: LatentShape,
+    ring: torch.Tensor,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    output: torch.Tensor,
+    inverse_gain: torch.Tensor,
+    constant: torch.Tensor | None,
+) -> Launch:
+    """The kernel for tensors of the dtypes and strides of `q_latent`, `q_rope` (fp16, bf16 or fp32 [tokens, heads,
+    rank] and [tokens, heads, rope_dim]) and `output` (likewise [tokens, heads, rank]; filled), the first arguments of
+    the launch.
+
+    It is bound to `ring`, uint8 [blocks, 1, block_size, ring_slot_bytes]; to `inverse_gain`, fp32 [rank], 1 over V's
+    gain; and to `constant`, fp32 [rank], added to each result, or None.
+    """
+    check_latent_ring(ring, codec.ring_slot_bytes)
+    assert q_latent.stride(2) == q_rope.stride(2) == output.stride(2) == 1, (q_latent.stride(), output.stride())
+    return Launch(
+        _attend_latent_ring_kernel,
+        Arguments(
+            ring, ring.stride(0), *q_latent.stride()[:2], *q_rope.stride()[:2], *output.stride()[:2], inverse_gain,
+            inverse_gain if constant is None else constant, shape.scale * LOG2_E,
+        ),
+        dict(
+            HEADS=shape.heads, ROWS=shape.rows, TOKENS=TILE_TOKENS, BLOCK=ring.shape[2], CHUNK=_chunk(codec.rank),
+            RANK=codec.rank, ROPE_DIM=codec.rope_dim, HAS_CONSTANT=constant is not None,
+            RING=ring_layout(codec.rank + codec.rope_dim, 1),
+        ),
+        num_warps=WARPS, num_stages=1,
+    )  # fmt: skip
+
+
+def attend_latent_ring_arguments(
+    ring: Ring,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_lens: torch.Tensor,
+    part: torch.Tensor,
+    lse: torch.Tensor,
+) -> Arguments:
+    """A step's arguments: int32 `ring.block_table` [requests, ring blocks], `query_start` [requests + 1], `seq_lens`
+    and `page_lens` [requests]; of the attention over pages, fp32 `part` [tokens, heads, rank], without the constant,
+    and `lse` [tokens, heads], contiguous."""
+    assert part.is_contiguous() and lse.is_contiguous() and ring.block_table.stride(1) == 1, ring.block_table.stride()
+    return Arguments(ring.block_table, query_start, seq_lens, page_lens, part, lse, ring.block_table.stride(0))
+
+
+def attend_latent_ring_grid(shape: LatentShape, rank: int, max_query_len: int, requests: int) -> tuple[int, int, int]:
+    return row_tiles(shape, max_query_len), requests, rank // 32 // _chunk(rank)
+
+
+def _chunk(rank: int) -> int:
+    """Groups of a product."""
+    return min(4, rank // 32 & -(rank // 32))
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["rows", "table", "first", "starts", "first_rows", "context_lens"],
+)
+def _gather_latent_ring_kernel(
+    rows, table, first, starts, first_rows, context_lens, table_stride, ring, block_stride, inverse_gain,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
+    AS_VALUES: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Grid: (requests, groups of 32 channels). int32 `table` [requests, ring blocks], `first`, `starts` and
+    `context_lens` [requests], `first_rows` [requests + 1]; `rows` [tokens, RANK + ROPE_DIM] of any float dtype; `ring`
+    uint8 [blocks, 1, BLOCK, ring_slot_bytes]; `inverse_gain` fp32 [RANK], read with AS_VALUES."""
+    request, group = tl.program_id(0), tl.program_id(1)
+    start, row, end_row = tl.load(starts + request), tl.load(first_rows + request), tl.load(first_rows + request + 1)
+    end = start + end_row - row
+    low = tl.maximum(tl.load(first + request), tl.load(context_lens + request) - WINDOW + 1)
+    own_table = table + request.to(tl.int64) * table_stride
+    channel = group * 32 + _channel_of(tl.arange(0, 32))
+    for base in range(tl.maximum(low, start), end, TOKENS):
+        token = base + tl.arange(0, TOKENS)
+        there = token < end
+        slots = ring_slots(ring, own_table, tl.minimum(token, end - 1), block_stride, BLOCK, RING.slot_bytes)
+        x = _load_groups(slots + RING.codes[KEY], slots + RING.scales[KEY] + group, there, group * 32, 1)
+        if AS_VALUES:
+            x = x.to(tl.float32) * tl.load(inverse_gain + channel)[None, :]
+        target = rows + (row + token - start).to(tl.int64)[:, None] * (RANK + ROPE_DIM) + channel[None, :]
+        tl.store(target, x.to(rows.dtype.element_ty), mask=there[:, None])
+
+
+def bind_gather_latent_ring(codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> Launch:
+    """The kernel bound to `ring.cache`, uint8 [blocks, 1, block_size, ring_slot_bytes], and to `inverse_gain`, fp32
+    [rank], which latents are multiplied by if `as_values`."""
+    cache = ring.cache
+    check_latent_ring(cache, codec.ring_slot_bytes)
+    return Launch(
+        _gather_latent_ring_kernel,
+        Arguments(cache, cache.stride(0), inverse_gain),
+        dict(
+            WINDOW=ring.window, TOKENS=TILE_TOKENS, BLOCK=cache.shape[2], RANK=codec.rank, ROPE_DIM=codec.rope_dim,
+            AS_VALUES=as_values, RING=ring_layout(codec.rank + codec.rope_dim, 1),
+        ),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def gather_latent_ring(
+    codec: LatentCodec,
+    ring: Ring,
+    starts: torch.Tensor,
+    first_rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    rows: torch.Tensor,
+    launch: Launch,
+    *,
+    as_values: bool,
+) -> None:
+    """Write the tokens that the ring has over those that `gather_latents` read from the pages.
+
+    Args:
+        codec: of the layer.
+        ring: of the requests.
+        starts, first_rows, rows: see `gather_latents`.
+        context_lens: int32 [requests], tokens of each before its prompt's: the ring has the last `window` - 1 of them.
+        launch: of `bind_gather_latent_ring`.
+        as_values: whether latents, without RoPE, are written for V, so without its gain.
+    """
+    assert rows.is_contiguous() and ring.block_table.stride(1) == 1, (rows.stride(), ring.block_table.stride())
+    table = ring.block_table
+    step = Arguments(table, ring.first, starts, first_rows, context_lens, table.stride(0))
+    channels = codec.rank if as_values else codec.rank + codec.rope_dim
+    launch((len(starts), channels // 32, 1), (rows,), step)

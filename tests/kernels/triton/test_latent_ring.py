@@ -1,0 +1,177 @@
+"""The ring of recent latents: bytes that are stored, what decodes read there, and what prompts gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_kv.attention.latent.plain import PlainLatents, RecentContext, attend
+from packed_kv.codecs.latent import LatentCodec
+from packed_kv.codecs.ring import Ring
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.triton.latent_decode import decode_latents, latent_shape
+from packed_kv.kernels.triton.latent_ring import (
+    attend_latent_ring_arguments,
+    attend_latent_ring_grid,
+    bind_attend_latent_ring,
+    bind_gather_latent_ring,
+    gather_latent_ring,
+    split_lens,
+)
+from packed_kv.kernels.triton.latent_store import store_latents
+from packed_kv.window.slots import fill_slots, page_lens
+from test_latent import DEVICE, SCALE, codec_of, filled, poisoned, tokens
+from test_ring import ring_of
+
+SIZES = (("tq4", 512, 64), ("turboquant25", 96, 32))
+
+
+def poisoned_ring(codec: LatentCodec, blocks: int, block_size: int) -> torch.Tensor:
+    """Blocks with a gap between them; the null block holds what the others do before they are written."""
+    shape = (blocks, 2, block_size, codec.ring_slot_bytes)
+    return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)[:, :1]
+
+
+@pytest.mark.parametrize(("name", "rank", "rope_dim"), SIZES)
+def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int) -> None:
+    """Pages as without a ring; then the ring alone. Of all sizes, zeros and what is no number; some are skipped."""
+    codec = codec_of(FORMATS[name], rank, rope_dim)
+    assert codec.ring_slot_bytes == {576: 600, 128: 136}[rank + rope_dim]
+    latent, rope = tokens(codec, 11, seed=1, dtype=torch.float32)
+    rope *= 10.0 ** torch.arange(-5, 6, device=DEVICE)[:, None]
+    rope[3], rope[4, 1], rope[5, 2], latent[6, 0] = 0.0, float("inf"), float("nan"), float("inf")
+    random = torch.Generator().manual_seed(2)
+    slots = torch.randperm(64, generator=random)[:11].to(DEVICE)
+    ring_slots = torch.randperm(32, generator=random)[:9].to(DEVICE, torch.int32)
+    ring_slots[::4] = -1
+    pages, expected_pages = poisoned(codec, 4, 16), poisoned(codec, 4, 16)
+    ring, expected = poisoned_ring(codec, 8, 4), poisoned_ring(codec, 8, 4)
+    codec.write(expected_pages, slots, latent, rope)
+    codec.write_ring(expected, ring_slots, latent[:9], rope[:9])
+    store_latents(codec, pages, slots, latent, rope, ring, ring_slots)
+    assert torch.equal(ring, expected)
+    assert torch.equal(pages, expected_pages)
+    codec.write_ring(expected, ring_slots, latent[2:], rope[2:])
+    store_latents(codec, pages, ring_slots, latent[2:], rope[2:], ring, ring_slots, only_ring=True)
+    assert torch.equal(ring, expected)
+    assert torch.equal(pages, expected_pages)
+
+
+BATCHES = {
+    "decodes": (((1, 0), (64, 0), (129, 0), (0, 0)), (1, 1, 1, 0)),
+    "behind hits": (((70, 64), (50, 50), (51, 50), (100, 90)), (1, 1, 1, 1)),
+    "drafts": (((5, 0), (131, 0), (70, 0), (22, 0)), (4, 2, 0, 3)),
+    "drafts behind hits": (((60, 56), (60, 40), (90, 80), (41, 37)), (4, 3, 4, 4)),
+}
+"""Name -> tokens of each request, of them from the prefix cache; and query tokens."""
+
+
+class Batch:
+    """Requests whose tokens are in pages and, but those of hits, in their rings."""
+
+    def __init__(self, codec: LatentCodec, requests, counts, window: int, block_size: int = 4) -> None:
+        lens = tuple(n for n, _ in requests)
+        longest = max(counts)
+        self.codec, self.counts = codec, counts
+        self.cache, self.table = filled(codec, lens, 16)
+        self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        self.starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
+        ring_table, _, ring_blocks = ring_of(list(requests), window, block_size, 1, 32, longest - 1)
+        ring_cache = poisoned_ring(codec, 1 + len(lens) * ring_blocks, block_size)
+        for i, (seq_len, hit) in enumerate(requests):
+            latent, rope = tokens(codec, seq_len, seed=i)
+            ids = torch.arange(hit, seq_len, device=DEVICE)
+            ids = ids[-(ring_blocks * block_size - block_size + (seq_len - 1) % block_size + 1) :]  # not overwritten
+            blocks = ring_table[i, ids // block_size].long()
+            slots = torch.where(blocks > 0, blocks * block_size + ids % block_size, -1)
+            codec.write_ring(ring_cache, slots, latent[ids], rope[ids])
+        first = torch.zeros(len(lens), dtype=torch.int32, device=DEVICE)
+        fill_slots(
+            self.starts, self.seq_lens, ring_table, torch.empty(sum(counts), dtype=torch.int32, device=DEVICE), first,
+            block_size=block_size, ring_blocks=ring_blocks, window=window, longest_decode=longest,
+        )  # fmt: skip
+        self.ring = Ring(ring_cache, ring_table, first, window)
+
+    def page_lens(self) -> torch.Tensor:
+        found = torch.full_like(self.seq_lens, -7)
+        split_lens(self.starts, self.seq_lens, self.ring.first, self.ring.window, found)
+        return found
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("window", [1, 16, 200])
+def test_tokens_of_pages_and_rings(window: int, batch: str) -> None:
+    """Of each query: the ring's are the last of its window, all are in the ring, and no token is read twice or
+    not at all; but behind hits, all tokens of a request that has none in the ring yet are in pages."""
+    made = Batch(codec_of(FORMATS["tq4"], 96, 32), *BATCHES[batch], window)
+    found = made.page_lens()
+    assert torch.equal(found, page_lens(made.starts, made.seq_lens, made.ring.first, window))
+    for request, count in enumerate(made.counts):
+        seq_len, first = int(made.seq_lens[request]), int(made.ring.first[request])
+        for row in range(count):
+            position, low = seq_len - count + row, int(found[request]) - count + row + 1
+            from_ring = range(max(low, 0), position + 1)
+            assert len(from_ring) <= window
+            assert not from_ring or from_ring[0] >= first
+            if not row or first == 0:
+                assert list(from_ring) == list(range(max(first, position - window + 1, 0), position + 1))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("name", "rank", "rope_dim", "heads"), [("tq4", 512, 64, 16), ("turboquant25", 96, 32, 40)])
+def test_decodes_equal_the_reference(name, rank, rope_dim, heads, batch) -> None:
+    codec = codec_of(FORMATS[name], rank, rope_dim)
+    made = Batch(codec, *BATCHES[batch], window=32)
+    total, longest = sum(made.counts), max(made.counts)
+    random = torch.Generator().manual_seed(7)
+    q_latent = torch.randn(heads, total, rank, generator=random).to(DEVICE, torch.bfloat16).transpose(0, 1)
+    q_rope = torch.randn(total, heads, rope_dim, generator=random).to(DEVICE, torch.bfloat16)
+    constant = torch.randn(rank, generator=random).to(DEVICE)
+    queries = (q_latent, q_rope)
+    batch_of = (made.cache, made.table, made.starts, made.seq_lens)
+    expected = attend(codec, *batch_of, *queries, SCALE, constant, made.ring)
+    assert not torch.allclose(expected, attend(codec, *batch_of, *queries, SCALE, constant), rtol=1e-2)
+
+    part = torch.full((total, heads, rank), float("nan"), dtype=torch.float32, device=DEVICE)
+    lse, output = part[..., 0].clone(), torch.full_like(part, float("nan"))
+    lens = made.page_lens()
+    decode_latents(
+        codec.layout, made.cache, made.table, made.starts, lens, *queries, SCALE, part, max_query_len=longest, splits=2,
+        lse=lse,
+    )  # fmt: skip
+    shape = latent_shape(heads, longest, SCALE)
+    bound = (1 / codec.value_gain(), constant)
+    launch = bind_attend_latent_ring(codec, shape, made.ring.cache, *queries, output, *bound)
+    step = attend_latent_ring_arguments(made.ring, made.starts, made.seq_lens, lens, part, lse)
+    launch(attend_latent_ring_grid(shape, rank, longest, len(lens)), (*queries, output), step)
+    error = (output - expected).norm() / (expected - constant).norm()
+    print(f"relative error {error:.1e}")
+    assert error < 2e-3
+
+
+class Chunk:
+    """As vLLM's: tokens `starts` and on of each request's prefix."""
+
+    def __init__(self, starts: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        self.starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        self.seq_lens = torch.tensor(counts, dtype=torch.int32)
+        self.cu_seq_lens = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
+
+
+@pytest.mark.parametrize(("name", "rank", "rope_dim"), SIZES)
+def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int) -> None:
+    """Of a prefix that is cut, of one from the prefix cache in part, and of a short one; for K, then for V."""
+    codec = codec_of(FORMATS[name], rank, rope_dim)
+    made = Batch(codec, ((150, 0), (70, 60), (33, 0)), (1, 1, 1), window=32)
+    context = made.seq_lens - 1
+    chunk, recent = Chunk((112, 0, 0), (20, 69, 32)), RecentContext(made.ring, context)
+    plain = PlainLatents(codec, SCALE, None)
+    rows = torch.full((121, rank + rope_dim), 3.0, dtype=torch.float32, device=DEVICE)
+    expected, gain = rows.clone(), 1 / codec.value_gain()
+    for as_values in (False, True):
+        launch = bind_gather_latent_ring(codec, made.ring, gain, as_values=as_values)
+        spans = (chunk.starts, chunk.cu_seq_lens, context)
+        gather_latent_ring(codec, made.ring, *spans, rows, launch, as_values=as_values)
+        plain._read_ring(chunk, expected, recent, codec.value_gain() if as_values else 1.0)
+        changed = (rows != 3).any(-1)
+        assert changed.tolist() == [118 <= 112 + i < 132 or 20 + 60 <= i < 89 or i >= 90 for i in range(121)]
+        torch.testing.assert_close(rows, expected, rtol=1e-6 if as_values else 0, atol=0)
