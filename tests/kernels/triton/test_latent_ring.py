@@ -22,7 +22,8 @@ from packed_kv.window.slots import fill_slots, page_lens
 from test_latent import DEVICE, SCALE, codec_of, filled, poisoned, tokens
 from test_ring import ring_of
 
-SIZES = (("tq4", 512, 64), ("turboquant25", 96, 32))
+SIZES = (("tq4", 512, 64, 16), ("turboquant25", 96, 32, 8))
+"""Name, rank, RoPE channels, and bits of these in pages."""
 
 
 def poisoned_ring(codec: LatentCodec, blocks: int, block_size: int) -> torch.Tensor:
@@ -31,10 +32,10 @@ def poisoned_ring(codec: LatentCodec, blocks: int, block_size: int) -> torch.Ten
     return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)[:, :1]
 
 
-@pytest.mark.parametrize(("name", "rank", "rope_dim"), SIZES)
-def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int) -> None:
+@pytest.mark.parametrize(("name", "rank", "rope_dim", "rope_bits"), SIZES)
+def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int, rope_bits: int) -> None:
     """Pages as without a ring; then the ring alone. Of all sizes, zeros and what is no number; some are skipped."""
-    codec = codec_of(FORMATS[name], rank, rope_dim)
+    codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     assert codec.ring_slot_bytes == {576: 600, 128: 136}[rank + rope_dim]
     latent, rope = tokens(codec, 11, seed=1, dtype=torch.float32)
     rope *= 10.0 ** torch.arange(-5, 6, device=DEVICE)[:, None]
@@ -117,9 +118,11 @@ def test_tokens_of_pages_and_rings(window: int, batch: str) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("name", "rank", "rope_dim", "heads"), [("tq4", 512, 64, 16), ("turboquant25", 96, 32, 40)])
-def test_decodes_equal_the_reference(name, rank, rope_dim, heads, batch) -> None:
-    codec = codec_of(FORMATS[name], rank, rope_dim)
+@pytest.mark.parametrize(
+    ("name", "rank", "rope_dim", "rope_bits", "heads"), [("tq4", 512, 64, 16, 16), ("turboquant25", 96, 32, 8, 40)]
+)
+def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, batch) -> None:
+    codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     made = Batch(codec, *BATCHES[batch], window=32)
     total, longest = sum(made.counts), max(made.counts)
     random = torch.Generator().manual_seed(7)
@@ -157,10 +160,10 @@ class Chunk:
         self.cu_seq_lens = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
 
 
-@pytest.mark.parametrize(("name", "rank", "rope_dim"), SIZES)
-def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int) -> None:
+@pytest.mark.parametrize(("name", "rank", "rope_dim", "rope_bits"), SIZES)
+def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int, rope_bits: int) -> None:
     """Of a prefix that is cut, of one from the prefix cache in part, and of a short one; for K, then for V."""
-    codec = codec_of(FORMATS[name], rank, rope_dim)
+    codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     made = Batch(codec, ((150, 0), (70, 60), (33, 0)), (1, 1, 1), window=32)
     context = made.seq_lens - 1
     chunk, recent = Chunk((112, 0, 0), (20, 69, 32)), RecentContext(made.ring, context)
