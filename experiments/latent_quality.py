@@ -36,6 +36,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 COLUMNS = ("coding", "calibrated", "bytes", "kl", "kl_error", "perplexity", "recall")
+BASELINES = ("fp8", "nvfp4")
+"""Codings that later ones' KL is compared with."""
 Coding = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """Latents [..., rank] and RoPE channels -> latents for K, for V, and RoPE channels, all fp32."""
 
@@ -218,7 +220,9 @@ def main() -> None:
             "kl": f"{kl.mean():.6f}", "kl_error": f"{kl.std() / len(kl) ** 0.5:.6f}",
             "perplexity": f"{loss.exp():.2f}", "recall": recall, "tokens": rows.numel(), **made_with,
         }  # fmt: skip
-        print(f"| {' | '.join(str(row[column]) for column in COLUMNS)} |", flush=True)
+        judged[name] = float(kl.mean())
+        ratios = [f"{judged[name] / judged[base]:.2f}" if base in judged else "" for base in BASELINES]
+        print(f"| {' | '.join([*(str(row[column]) for column in COLUMNS), *ratios])} |", flush=True)
         if options.out:
             is_new = not options.out.exists()
             with options.out.open("a", newline="") as file:
@@ -228,7 +232,9 @@ def main() -> None:
                 writer.writerow(row)
 
     print(f"{layers} layers, rank {sizes[0]}, {rows.numel():,} tokens, calibration {options.calibration or 'none'}")
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    judged: dict[str, float] = {}
+    head = [*COLUMNS, *(f"of {name}" for name in BASELINES)]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     judge("plain", 2 * sum(sizes), [None] * layers)
     for name in options.codings:
         found = re.fullmatch(r"(\w+?)(?:-window(\d+))?(?:-rope(\w+))?", name)
