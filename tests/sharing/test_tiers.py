@@ -17,6 +17,7 @@ from cpu_offload import connector, count_copies
 from harness import Start, engine, keep_chunks, scheduler
 from packed_kv.formats import FORMATS
 from packed_kv.sharing.fingerprint import page_format
+from recent_windows import ring_specs
 from vllm import LLM, SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
@@ -69,10 +70,12 @@ def test_pages_come_back(dtype: str, model: str, recent_tokens: int | None, tmp_
 
 
 def test_pages_of_latents_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no block of the recent window's."""
     keep_chunks(monkeypatch)
     folder = tiny_models.save(tiny_models.deepseek_v2(), tmp_path)
     options = {"compilation_config": {"custom_ops": ["none"]}, "kv_transfer_config": connector()}
-    with engine(folder, "tq4", **OPTIONS, **options) as llm, count_copies() as copied:
+    with engine(folder, "tq4", recent_tokens=None, **OPTIONS, **options) as llm, count_copies() as copied:
+        assert len(ring_specs(llm)) == 1
         assert check_round_trip(llm, copied)[0] == WHOLE
     assert sum(copied["store"]) == sum(copied["load"]) == 3 * WHOLE * FORMATS["tq4"].latent_bytes(512, 64)
 
