@@ -105,14 +105,31 @@ def latents() -> list[Table]:
                 continue
             dtype, _, rope = name.partition("-rope")
             title = LATENT_CODINGS.get(name) or f"`{dtype}`{rope and f', {ROPE_CODINGS[rope]}'}"
-            kl = float(row["kl"])
-            ratios = [f"{kl / float(rows[base, 'yes']['kl']):.2f}" if kl else "" for base in ("fp8", "nvfp4")]
             file = "" if name in LATENT_CODINGS else calibrated
-            cells = [title, file, row["bytes"], f"{kl:.5f} ± {float(row['kl_error']):.5f}", *ratios]
-            table.add([*cells, row["perplexity"]], [row])
+            costs = _kl(row, [rows[base, "yes"] for base in ("fp8", "nvfp4")])
+            table.add([title, file, row["bytes"], *costs, row["perplexity"]], [row])
     return [table]
+
+
+def latents_window() -> list[Table]:
+    """The same with the recent window, and without."""
+    rows = {row["coding"]: row for row in load("latent_window.csv")}
+    table = Table(["coding", "window", "bytes", "KL", "of fp8", "of NVFP4-like"], 1)
+    for name, row in rows.items():
+        dtype, _, window = name.partition("-window")
+        title = LATENT_CODINGS.get(name) or f"`{dtype}`"
+        tokens = "" if name in LATENT_CODINGS else window or "0"
+        table.add([title, tokens, row["bytes"], *_kl(row, [rows[base] for base in ("fp8", "nvfp4")])], [row])
+    return [table]
+
+
+def _kl(row: Mapping, bases: Sequence[Mapping]) -> list[str]:
+    """The KL of a row, and its ratios to others'."""
+    kl = float(row["kl"])
+    ratios = [f"{kl / float(base['kl']):.2f}" if kl else "" for base in bases]
+    return [f"{kl:.5f} ± {float(row['kl_error']):.5f}", *ratios]
 
 
 TRIED: Mapping[str, Callable[[], Sequence[Table]]] = {"pages": page_selection}
 RELIABILITY: Mapping[str, Callable[[], Sequence[Table]]] = {"soak-restarts": soak_restarts}
-QUALITY: Mapping[str, Callable[[], Sequence[Table]]] = {"latents": latents}
+QUALITY: Mapping[str, Callable[[], Sequence[Table]]] = {"latents": latents, "latents-window": latents_window}
