@@ -74,7 +74,7 @@ def test_the_window(kernel: str, model: str, latent_engine) -> None:
         with latent_engine("turboquant25", recent_tokens=window, **options) as llm:
             costs[window] = [mean_kl(truth, teacher_forced_logits(llm, TOKEN_IDS, n).cpu()) for n in (1, 37)]
     print(f"{kernel}: KL by window, of decodes and chunks {costs}")
-    assert max(costs[256]) < costs[0][0] / 50
+    assert all(cost < costs[0][0] / 50 for cost in costs[256])
     assert costs[64][0] < costs[0][0] * 0.7
 
 

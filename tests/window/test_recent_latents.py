@@ -61,7 +61,7 @@ def test_nearest_tokens_are_read_at_8_bits(model: str, latent_engine) -> None:
             specs = [(spec.ring_block_size, spec.state_content_bytes) for spec in ring_specs(llm)]
             assert specs == [(4, RING_BYTES)] * bool(length)
     print(f"turboquant25: KL by window, in steps of 1, 7 and 37 tokens: {costs}")
-    assert max(costs[200]) < min(costs[0]) / 200
+    assert all(cost < min(costs[0]) / 200 for cost in costs[200])
     assert costs[None][0] < costs[0][0] / 2
 
 
@@ -86,7 +86,7 @@ def test_pages_and_rings_agree_where_pages_are_exact(
             expected = true_logits(model, [*TOKEN_IDS[:101], n, *TOKEN_IDS[102:]])[96:]
             costs.append(mean_kl(expected, rows))
     print(f"KL of 8 bits alone, decodes and chunks, then behind a hit: {costs}")
-    assert max(costs) < 0.01
+    assert all(cost < 0.01 for cost in costs)  # also of NaN
 
 
 def poison(llm: LLM) -> None:
