@@ -64,6 +64,7 @@ def test_logits_are_those_of_the_codec(name: str, model: str, latent_engine) -> 
     assert of_chunks < loss
 
 
+@pytest.mark.skip(reason="refused on GPUs until its kernels have run on one")
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
 def test_the_window(kernel: str, model: str, latent_engine) -> None:
     """As long as the text, it leaves little to pay for, in decodes, drafts' lengths and chunks; a shorter one some."""
