@@ -113,13 +113,15 @@ def latents() -> list[Table]:
 
 def latents_window() -> list[Table]:
     """The same with the recent window, and without."""
-    rows = {row["coding"]: row for row in load("latent_window.csv")}
-    table = Table(["coding", "window", "bytes", "KL", "of fp8", "of NVFP4-like"], 1)
-    for name, row in rows.items():
-        dtype, _, window = name.partition("-window")
-        title = LATENT_CODINGS.get(name) or f"`{dtype}`"
-        tokens = "" if name in LATENT_CODINGS else window or "0"
-        table.add([title, tokens, row["bytes"], *_kl(row, [rows[base] for base in ("fp8", "nvfp4")])], [row])
+    rows = {(row["coding"], row["calibrated"]): row for row in load("latent_window.csv")}
+    table = Table(["coding", "window", "file", "bytes", "KL", "of fp8", "of NVFP4-like"], 3)
+    for (name, calibrated), row in rows.items():
+        coding, _, rope = name.partition("-rope")
+        dtype, _, window = coding.partition("-window")
+        title = LATENT_CODINGS.get(name) or f"`{dtype}`{rope and f', {ROPE_CODINGS[rope]}'}"
+        setting = ["", ""] if name in LATENT_CODINGS else [window or "0", calibrated]
+        costs = _kl(row, [rows[base, "yes"] for base in ("fp8", "nvfp4")])
+        table.add([title, *setting, row["bytes"], *costs], [row])
     return [table]
 
 

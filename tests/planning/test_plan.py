@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -396,13 +397,15 @@ def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_kl_of_latents_is_that_of_the_rows() -> None:
     """In units of fp8's, which no file changes."""
-    found = {(row["coding"], row["calibrated"]): float(row["kl"]) for row in rows("latent_quality.csv")}
-    for bits, rope in ((16, ""), (8, "-rope8")):
-        for calibrated, state in ((True, "yes"), (False, "no")):
-            for dtype in FORMATS:
-                expected = round(found[dtype + rope, state] / found["fp8", "yes"], 2)
-                assert measured.kl(dtype, True, calibrated, bits) == expected, (dtype, bits, state)
-            assert (measured.kl("fp8", False, calibrated, bits), measured.kl("bf16", False, calibrated, bits)) == (1, 0)
+    for file, window in (("latent_quality.csv", ""), ("latent_window.csv", "-window64")):
+        found = {(row["coding"], row["calibrated"]): float(row["kl"]) for row in rows(file)}
+        for bits, rope in ((16, ""), (8, "-rope8")):
+            for calibrated, state in ((True, "yes"), (False, "no")):
+                known = partial(measured.kl, has_window=bool(window), calibrated=calibrated, rope_bits=bits)
+                for dtype in FORMATS:
+                    expected = round(found[dtype + window + rope, state] / found["fp8", "yes"], 2)
+                    assert known(dtype) == expected, (dtype, window, bits, state)
+                assert (known("fp8"), known("bf16")) == (1, 0)
 
 
 def test_bits_of_rope_need_latents(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,10 @@ STEP, KL = MEASURED["step"], MEASURED["kl"]
 
 
 def kl(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> float | None:
-    """Mean KL to bf16 in units of what fp8's rounding costs; None: not measured. `rope_bits`: of RoPE beside latents,
-    which were measured without a window; None: there are no latents."""
-    table = KL["window" if has_window else "no_window"] if rope_bits is None else KL["latents"][str(rope_bits)]
+    """Mean KL to bf16 in units of what fp8's rounding costs; None: not measured. `rope_bits`: of RoPE beside latents;
+    None: there are no latents."""
+    window = "window" if has_window else "no_window"
+    table = KL[window] if rope_bits is None else KL["latents"][window][str(rope_bits)]
     return table["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 
