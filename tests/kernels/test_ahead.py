@@ -93,7 +93,12 @@ def window_layer() -> WindowLayer:
 @pytest.mark.parametrize("has_ring", [True, False], ids=["ring", "no_ring"])
 @pytest.mark.parametrize("major", [8, 9], ids=["ampere", "hopper"])
 def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted."""
+    """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted.
+
+    On a GPU the card is its own: Triton keeps the architecture that a kernel is first noted for, in the whole process.
+    """
+    if DEVICE != "cpu" and torch.cuda.get_device_capability() != (major, 0):
+        pytest.skip("another card than this one")
     noted, launched = set(), set()
 
     def note(self: Ahead) -> None:
