@@ -64,7 +64,8 @@ def test_latents_are_those_of_transformers(tmp_path: Path) -> None:
     for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, model)
     ours, theirs = (calibrate(model, tmp_path / f"{name}.json", "--engine", name) for name in ("vllm", "transformers"))
-    assert_same(ours, theirs, 2e-4, OF_LATENTS)
+    # The random model's second layer makes of the order of sums 4e-5 to 4e-4, by machine and by what ran before.
+    assert_same(ours, theirs, 1e-3, OF_LATENTS)
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:

@@ -230,7 +230,11 @@ def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
         parallel_config=ParallelConfig(),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         model_config=SimpleNamespace(
-            architecture="LlamaForCausalLM", use_mla=False, is_hybrid=False, attention_chunk_size=None
+            architecture="LlamaForCausalLM",
+            use_mla=False,
+            is_hybrid=False,
+            attention_chunk_size=None,
+            hf_text_config=SimpleNamespace(),
         ),
     )
 
