@@ -157,6 +157,11 @@ class PageLayout:
         return tuple(plane.order for plane in self.planes if plane.content == "words")
 
     @property
+    def rope_dim(self) -> int:
+        """RoPE channels beside a latent vector."""
+        return 0 if self.rope is None else GROUP_SIZE * len(self.rope.group_bits)
+
+    @property
     def micro_block_bytes(self) -> int:
         return sum(plane.bytes for plane in self.planes)
 

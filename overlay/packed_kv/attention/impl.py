@@ -20,8 +20,7 @@ from ..layout import MICRO_BLOCK
 from ..refusals import Facts, refuse
 from ..settings.calibration import find_calibration
 from ..settings.options import read_options
-from ..window.layer import SUFFIX, WindowLayer
-from ..window.size import recent_tokens
+from ..window.layer import SUFFIX, add_window_layer, recent_tokens_of_model
 from ..window.step import WindowStep
 from .active_blocks import AttentionOptions
 from .context_parallel import ContextParallelAttention
@@ -90,11 +89,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         refuse(replace(facts, dcp=self.shard.ranks), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
-        self.recent_tokens = recent_tokens(config)
+        self.recent_tokens = recent_tokens_of_model(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
-        if any(isinstance(layer, WindowLayer) for layer in self.layers.values()):
-            self.recent_tokens = 0  # of a draft: the target's layers have their window layers by now
         self.max_requests = config.scheduler_config.max_num_seqs
         if config.model_config.attention_chunk_size:
             self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
@@ -107,12 +104,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """What `build` makes."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the window layer: by now vLLM has named all layers, and has not yet asked for their caches."""
+        """Add the window layer."""
         if self.recent_tokens and self.kv_sharing_target_layer_name is None:
-            name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
             window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
-            if name + SUFFIX not in self.layers:  # weights may be loaded again
-                self.layers[name + SUFFIX] = WindowLayer(name + SUFFIX, window, self.longest_decode, self.config)
+            add_window_layer(self, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
         """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""

@@ -84,10 +84,9 @@ class RopeLayout(NamedTuple):
 
 def rope_layout(page: PageLayout) -> RopeLayout:
     """That of pages of latents."""
-    assert page.rope is not None
     planes = {plane.content: plane for plane in page.planes}
     scales_at = planes[ROPE_SCALES].offset if ROPE_SCALES in planes else 0
-    return RopeLayout(GROUP_SIZE * len(page.rope.group_bits), planes[ROPE].offset, planes[ROPE].elements, scales_at)
+    return RopeLayout(page.rope_dim, planes[ROPE].offset, planes[ROPE].elements, scales_at)
 
 
 @functools.cache
@@ -106,7 +105,6 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
         groups.append(Group(code, word, sign_word, parity, 1 / code.unit, code.value_gain / code.unit))
         word += code.code_words
         signed += code.has_sign_words
-    rope_dim = 0 if page.rope is None else GROUP_SIZE * len(page.rope.group_bits)
     words_at, half_words_at, scales_at = (
         tuple(page.plane(i, content).offset for i in range(len(orders)))
         for content in ("words", "half words", "scales")
@@ -124,5 +122,5 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
         half_words_at=half_words_at,
         scales_at=scales_at,
         score_unit=score_unit(vector.group_bits),
-        ring=ring_layout(GROUP_SIZE * len(groups) + rope_dim, len(orders)),
+        ring=ring_layout(GROUP_SIZE * len(groups) + page.rope_dim, len(orders)),
     )

@@ -20,6 +20,7 @@ from ..layout import ring_slot_bytes
 from ..vllm_compat import cache_layouts
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import ChunkedWindowMetadataBuilder, RecentTokens, WindowMetadataBuilder, slot_filler
+from .size import recent_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,6 +91,26 @@ class WindowLayer(AttentionLayerBase):
         starts = torch.arange(2, dtype=torch.int32, device=ring.cache.device)
         fill, sizes = slot_filler(self.spec, ring.cache.device)
         fill(starts, starts[1:].clone(), ring.block_table, starts[:1].clone(), ring.first, **sizes)
+
+
+def recent_tokens_of_model(config: VllmConfig) -> int:
+    """Tokens of the recent window of the model that is being built: 0 of a draft, as the target's layers have their
+    window layers by then. Raises OptionError."""
+    layers = config.compilation_config.static_forward_context.values()
+    return 0 if any(isinstance(layer, WindowLayer) for layer in layers) else recent_tokens(config)
+
+
+def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) -> WindowLayer:
+    """Return the window layer of the layer whose `impl` it is, and add it unless it is there: weights may be loaded
+    again. To be called when they are: vLLM has named all layers then, and has not yet asked for their caches.
+
+    window, slack: see `WindowLayer`.
+    """
+    layers = config.compilation_config.static_forward_context
+    name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is impl) + SUFFIX
+    if name not in layers:
+        layers[name] = WindowLayer(name, window, slack, config)
+    return layers[name]
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:

@@ -26,8 +26,7 @@ from ...formats import FORMATS
 from ...refusals import Facts, refuse
 from ...settings.calibration import find_calibration
 from ...settings.options import read_options
-from ...window.layer import SUFFIX, WindowLayer
-from ...window.size import recent_tokens
+from ...window.layer import WindowLayer, add_window_layer, recent_tokens_of_model
 from ...window.step import WindowStep
 from ..metadata import longest_decode
 from .fold import FoldedWeights
@@ -97,10 +96,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
         self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
-        self.layers = self.config.compilation_config.static_forward_context
-        self.recent_tokens = recent_tokens(self.config)
-        if any(isinstance(layer, WindowLayer) for layer in self.layers.values()):
-            self.recent_tokens = 0  # of a draft: the target's layers have their window layers by now
+        self.recent_tokens = recent_tokens_of_model(self.config)
         self.layer_name = ""
         self.window_layer: WindowLayer | None = None
         self.weights: FoldedWeights | None = None
@@ -108,11 +104,9 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """What `build` makes."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the window layer: by now vLLM has named all layers, and has not yet asked for their caches."""
-        if self.recent_tokens and self.window_layer is None:  # weights may be loaded again
-            name = next(name for name, layer in self.layers.items() if getattr(layer, "impl", None) is self)
-            name, slack = name + SUFFIX, longest_decode(self.config)
-            self.window_layer = self.layers[name] = WindowLayer(name, self.recent_tokens, slack, self.config)
+        """Add the window layer."""
+        if self.recent_tokens:
+            self.window_layer = add_window_layer(self, self.recent_tokens, longest_decode(self.config), self.config)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
         return False
