@@ -23,7 +23,6 @@ NUMBERS = (
     "key_channel_mean_before_rope", "key_first_token_mean", "key_channel_scale", "value_channel_scale",
     "value_channel_rms",
 )  # fmt: skip
-OF_LATENTS = ("key_channel_mean", "key_channel_scale", "value_channel_rms")
 
 
 def calibrate(model: Path, out: Path, *options: str) -> dict[str, Any]:
@@ -64,8 +63,9 @@ def test_latents_are_those_of_transformers(tmp_path: Path) -> None:
     for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, model)
     ours, theirs = (calibrate(model, tmp_path / f"{name}.json", "--engine", name) for name in ("vllm", "transformers"))
-    # The random model's second layer makes of the order of sums 4e-5 to 4e-4, by machine and by what ran before.
-    assert_same(ours, theirs, 1e-3, OF_LATENTS)
+    assert_same(ours, theirs, 2e-4, ("key_channel_scale", "value_channel_rms"))
+    # Means are small here, 0.07 of what is averaged: 3e-5 of that, which builds of PyTorch differ by, is 4e-4 of them.
+    assert_same(ours, theirs, 1e-3, ("key_channel_mean",))
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:
