@@ -376,13 +376,10 @@ def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     found = {row["dtype"]: row for row in plan["dtypes"]}
     sizes = {"bf16": 1152, "fp8": 576, "tq4": 400, "tq3": 336, "turboquant35": 352, "turboquant25": 288}
     assert {name: found[name]["bytes_per_token"] for name in sizes} == {name: 47 * n for name, n in sizes.items()}
-    pages, ring = 8192 // 16, 10
-    packed = found["tq4"]["kv_tokens"] * (pages + ring) / pages
+    packed = found["tq4"]["kv_tokens"] * (8192 // 16 + 10) / (8192 // 16)
     assert packed == pytest.approx(2.88 * found["bf16"]["kv_tokens"], rel=2e-3)
     assert {row["step_ms"] for row in found.values()} == {None}
-    assert {name: row["recent_tokens"] for name, row in found.items()} == {
-        name: 0 if name in ("bf16", "fp8") else 64 for name in found
-    }
+    assert {name: row["recent_tokens"] for name, row in found.items()} == {name: 64 * (name in FORMATS) for name in found}
     assert (found["tq4"]["kl"], found["tq4"]["kl_uncalibrated"], found["fp8"]["kl"]) == (0.06, 0.08, 1)
     assert plan["recommendation"].startswith("turboquant25, calibrated: the most requests of 8,192 tokens")
     assert any("mla-demo, a small model" in line for line in plan["assumed"])
