@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from packed_kv.kernels.cuda import latent_launch, launch
-from packed_kv.kernels.cuda.source import DECODE, LATENT, Program, read_sources
+from packed_kv.kernels.cuda.source import LATENT, Program, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
 
@@ -52,7 +52,7 @@ def run(
         layer: of `layer_arguments`.
     """
     arguments = launch.CALL_ARGUMENTS.pack(output.data_ptr()) + step + layer
-    build(DECODE, "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
+    build(launch.program(constants), "launch.cpp", tuple(constants.items())).launch(arguments, *blocks)
 
 
 def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step, layer: bytes, heads: int) -> None:

@@ -20,6 +20,7 @@ from packed_kv.kernels.cuda.launch import (
     Card,
     Grid,
     Variant,
+    _machine_code,
     column_count,
     columns_of_steps,
     constants,
@@ -64,6 +65,9 @@ def gpu_only(**options: Any) -> Any:
         {"name": "turboquant25", "head_dim": 64, "kv_heads": 1, "group": 8, "query_lens": (3, 0, 4),
          "seq_lens": (300, 5, 33), "splits": Grid(2, 5, False)},
         {"name": "isoquant3", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (2100, 70),
+         "splits": Grid(4, 2, True)},
+        # Products of warpgroups.
+        {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (1100, 70),
          "splits": Grid(4, 2, True)},
         # Passes: a request of three, of one, of none; one part has tiles of some passes only.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 12, "query_lens": (13, 2, 0),
@@ -134,6 +138,8 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((1100, 0), (1700, 900), (600, 560)), "splits": Grid(2, 6, True)},
         {"name": "turboquant25", "kv_heads": 1, "group": 16, "query_lens": (2, 1), "recent": 64,
          "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
+        {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (2, 1), "recent": 64,
+         "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
         # Passes, whose windows begin at other tokens.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 16, "query_lens": (9, 1), "recent": 16,
          "requests": ((140, 0), (60, 50)), "splits": Grid(2, 3, False)},
@@ -163,8 +169,6 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 16 columns, few words
     are spilled, outside of the loop; teams spill some in it."""
     pytest.importorskip("cuda.bindings.nvrtc")
-    from packed_kv.kernels.cuda.nvrtc import compiled_kernel
-
     few, _ = kinds(Card(8, 128, 132), columns)
     variant = Variant(
         few.warps, True, columns, 16, ring_block=8, recent=64, has_bias=centred, output=torch.bfloat16,
@@ -172,7 +176,7 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     )  # fmt: skip
     values = constants(page_layout(FORMATS[name], 128), 8, 4, variant)
     file = tmp_path / "decode.cubin"
-    file.write_bytes(compiled_kernel(values))
+    file.write_bytes(_machine_code(tuple(values.items())))
     registers, stack, _ = resources(file)["decode"]
     blocks = few.warps_per_sm // few.warps
     assert registers <= min(255, 65536 // (32 * few.warps_per_sm)) and stack <= (16 if columns <= 16 else 192)

@@ -11,7 +11,7 @@ INLINE float2 make_float2(float x, float y) { return {x, y}; }
 // ---- barriers
 
 static std::map<int, Meeting> groups;  // by barrier and warpgroup
-enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, PRODUCT };
+enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, STORE_TRANSPOSED, PRODUCT };
 
 INLINE void arrive(u32 address) {
     Barrier& barrier = barriers.at(address);
@@ -59,6 +59,17 @@ INLINE void store_matrices(u32 address, const u32* x) {
         }
     });
 }
+INLINE void store_matrices_transposed(u32 address, const u32* x) {
+    warp().in[lane()][0] = address;
+    memcpy(warp().in[lane()] + 1, x, 16);
+    meet(warp(), 32, STORE_TRANSPOSED, [] {
+        for (int i = 0; i < 256; i++) {
+            const int matrix = i / 64, row = i / 8 % 8, column = i % 8;
+            *matrix_element(matrix, column, row) = warp().in[4 * row + column / 2][1 + matrix] >> column % 2 * 16;
+        }
+    });
+}
+
 // ---- products
 
 INLINE void wgmma_fence() {}
@@ -71,22 +82,21 @@ static u16 element_of(u32 descriptor, int transposed, int k, int n) {
                               : start + n / 8 * stride + n % 8 * 128 + k * 2;
     return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);
 }
-INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
-    constexpr int COLUMNS = 256;
+template <int N> void add_products(float* d, const u32* a, u32 b, int transposed, int accumulate) {
     static std::map<int, std::pair<const u32*, float*>> operands;  // by thread
     operands[running] = {a, d};
     meet(warp(), 32, PRODUCT, [=] {
         const int first = running / 32 * 32;
-        float right[16][COLUMNS], left[16][16];
+        float right[16][N], left[16][16];
         for (int k = 0; k < 16; k++)
-            for (int n = 0; n < COLUMNS; n++) right[k][n] = to_float(element_of(b, 1, k, n));
+            for (int n = 0; n < N; n++) right[k][n] = to_float(element_of(b, transposed, k, n));
         for (int i = 0; i < 16; i++)
             for (int k = 0; k < 16; k++) {
                 const u32 pair = operands[first + i % 8 * 4 + k % 8 / 2].first[i / 8 + k / 8 * 2];
                 left[i][k] = k % 2 ? high_float(pair) : low_float(pair);
             }
         for (int i = 0; i < 16; i++)
-            for (int n = 0; n < COLUMNS; n++) {
+            for (int n = 0; n < N; n++) {
                 float& target = operands[first + i % 8 * 4 + n % 8 / 2].second[n / 8 * 4 + i / 8 * 2 + n % 2];
                 float sum = accumulate ? target : 0;
                 for (int k = 0; k < 16; k++) sum += left[i][k] * right[k][n];
@@ -94,10 +104,16 @@ INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
             }
     });
 }
-template <int COLUMNS> struct SharedProduct {
-    static void add(float (&d)[COLUMNS / 2], u32 a, u32 b, int accumulate) {
+INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
+    add_products<256>(d, a, b, 1, accumulate);
+}
+template <int N> struct Product {
+    static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) { add_products<N>(d, a, b, 0, accumulate); }
+};
+template <int N> struct SharedProduct {
+    static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
         const int row = running / 32 % 4 * 16 + lane() / 4;
-        for (int i = 0; i < COLUMNS / 2; i++) {
+        for (int i = 0; i < N / 2; i++) {
             const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
             float sum = accumulate ? d[i] : 0;
             for (int k = 0; k < 16; k++)
@@ -106,15 +122,15 @@ template <int COLUMNS> struct SharedProduct {
         }
     }
 };
-template <int COLUMNS> struct TransposedProduct {
-    static void add(float (&d)[COLUMNS / 2], u32 a, u32 b, int accumulate) {
+template <int N> struct TransposedProduct {
+    static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
         const int row = running / 32 % 4 * 16 + lane() / 4;
-        for (int i = 0; i < COLUMNS / 2; i++) {
+        for (int i = 0; i < N / 2; i++) {
             const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
             float sum = accumulate ? d[i] : 0;
             for (int k = 0; k < 16; k++) {
-                const u32 at = ((b & 0x3FFF) << 4) + k * 2 * COLUMNS + column * 2;
-                const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (COLUMNS / 8 - 1)) << 4, 2);
+                const u32 at = ((b & 0x3FFF) << 4) + k * 2 * N + column * 2;
+                const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (N / 8 - 1)) << 4, 2);
                 sum += to_float(element_of(a, 1, k, row + i / 2 % 2 * 8)) * to_float(right);
             }
             d[i] = sum;

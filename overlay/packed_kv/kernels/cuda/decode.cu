@@ -22,6 +22,7 @@
 //   HAS_BIAS, HAS_LSE                   whether keys are centred, and whether blocks write log-sum-exps
 //   TILES_A_BLOCK                       tiles of pages that a block of means serves (0: one block serves all)
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
+//   USES_WGMMA                          whether products of a team are those of warpgroups
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
 //   STAGE_BYTES, SHARED_BYTES           bytes of a stage, and of a block's shared memory
 // Tensors are contiguous but where there is a stride, which counts elements.

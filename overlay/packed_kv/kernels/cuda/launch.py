@@ -21,6 +21,7 @@ from ..triton.launch import head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS, pass_tokens
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
+from .source import DECODE, WGMMA, Program
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
@@ -35,10 +36,10 @@ combining several warps costs more than a second launch: blocks of one warp writ
 """
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
-STAGES = 2
-"""Tiles that a warp has in flight."""
-TILE_BLOCKS = 2
-"""Micro-blocks of a tile."""
+STAGES, WGMMA_STAGES = 2, 4
+"""Tiles that a warp has in flight; a team whose products are those of warpgroups has smaller tiles."""
+TILE_BLOCKS, WGMMA_TILE_BLOCKS = 2, 1
+"""Micro-blocks of a warp's tile."""
 
 
 class Grid(NamedTuple):
@@ -136,10 +137,15 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         variant: what else the kernel depends on.
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
-    stage = max(TILE_BLOCKS * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
+    wgmma = uses_wgmma(layout, columns)
+    tile_blocks = WGMMA_TILE_BLOCKS if wgmma else TILE_BLOCKS
+    stages = WGMMA_STAGES if wgmma and not variant.ring_block else STAGES  # a tile of the ring is larger
+    stage = max(tile_blocks * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
+    owners = warps
     if columns > NARROW:
-        stage *= warps
+        stage, owners = stage * warps, 1
     shared = _wide_bytes if columns > NARROW else _narrow_bytes
+    smaller = TILE_BLOCKS // tile_blocks  # tiles than those that the schedule and blocks of means count
     values: dict[str, object] = {
         **_layout_constants(layout),
         **group_constants(layout),
@@ -150,37 +156,52 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "PASSES": variant.passes,
         "PASS_TOKENS": pass_tokens(group),
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
-        "TILE_BLOCKS": TILE_BLOCKS,
-        "CUT_TILES": CUT_TILES,
+        "TILE_BLOCKS": tile_blocks,
+        "CUT_TILES": CUT_TILES * smaller,
         "SLOT_SHIFT": SLOT_SHIFT,
         "PART_SHIFT": PART_SHIFT,
         "RING_BLOCK": variant.ring_block,
         "RECENT": variant.recent,
         "HAS_BIAS": int(variant.has_bias),
-        "TILES_A_BLOCK": variant.tiles_a_block,
+        "TILES_A_BLOCK": variant.tiles_a_block * smaller,
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
-        "STAGES": STAGES,
+        "USES_WGMMA": int(wgmma),
+        "STAGES": stages,
         "BLOCKS": WARPS_PER_SM[columns] // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": shared(stage, layout.head_dim, warps, columns),
+        "SHARED_BYTES": shared(
+            owners * stages * (stage + 8) + 16 * warps, layout.head_dim, warps, columns, tile_blocks
+        ),
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def _narrow_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
+def _narrow_bytes(before: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
     """Return the shared memory of a block whose warps serve columns alone."""
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
-    return max(warps * (STAGES * (stage + 8) + 16), combine)
+    return max(before, combine)
 
 
-def _wide_bytes(stage: int, head_dim: int, warps: int, columns: int) -> int:
+def _wide_bytes(before: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
     """Return the shared memory of a team: what `team.cuh` lists."""
-    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * TILE_BLOCKS * warps * columns
-    own = STAGES * (stage + 8) + 16 * warps + queries + weights + 2 * 4 * warps * columns
+    alignment = 16 if tile_blocks == TILE_BLOCKS else 1024
+    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * tile_blocks * warps * columns
+    own = -(-before // alignment) * alignment + queries + weights + 2 * 4 * warps * columns
     return max(own, 4 * columns * (head_dim + 4 + 32) + 16)
+
+
+def uses_wgmma(layout: KernelLayout, columns: int) -> bool:
+    """Return whether a team's products are those of warpgroups: measured faster with 4 bits, slower with mixed ones."""
+    four_bits = all(group.code.bits == 4 for group in layout.groups)
+    return columns > NARROW and layout.head_dim == 128 and four_bits
+
+
+def program(constants: Mapping[str, str]) -> Program:
+    """Return the sources of a variant."""
+    return WGMMA if int(constants["USES_WGMMA"]) else DECODE
 
 
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
@@ -479,4 +500,5 @@ def _machine_code(constants: tuple[tuple[str, str], ...]) -> bytes:
     """Return the kernel compiled with these constants. Any thread may ask; to load it takes one with a CUDA context."""
     from .nvrtc import compiled_kernel
 
-    return compiled_kernel(dict(constants))
+    values = dict(constants)
+    return compiled_kernel(values, program(values))

@@ -45,10 +45,13 @@ struct TileRange {
     }
 };
 
-INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2], u32 (&value)[SETS]) {
+INLINE void load_key_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2]) {
     const u32 keys = micro_block + KEY_SCALES_AT + lane.row * (2 * GROUPS);
     if constexpr (GROUPS == 4) load_shared_2(keys, key);
     else key[0] = load_shared(keys);
+}
+INLINE void load_scales(u32 micro_block, const Lane& lane, u32 (&key)[GROUPS / 2], u32 (&value)[SETS]) {
+    load_key_scales(micro_block, lane, key);
     const u32 values = micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS);
     if constexpr (TWICE) {
         for_each<SETS>([&](auto set) { value[set.value] = load_shared(values + lane.row / 4 * 4 + 8 * set.value); });
@@ -74,7 +77,7 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
                  u32 (&scales)[TILE_BLOCKS][SETS]) {
     const Request request(a, shared_work_item());
     if (HAS_BIAS && first_token == 0)
-        Biases(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, 1 / SCORE_UNIT, scores[0]);
+        Biases(a, request, hide_from_optimizer(blockIdx.y), lane).add_first(a, lane, PAGE_FACTOR, scores[0]);
     for_each<TILE_BLOCKS>([&](auto b) {
         const int token = first_token + 16 * b.value;
         for_each<SCORES>([&](auto r) {

@@ -3,6 +3,10 @@
 #pragma once
 #include "columns.cuh"
 
+// What scores of pages and of the ring are multiplied by.
+constexpr float PAGE_FACTOR = USES_WGMMA ? 1 / TEAM_UNIT : 1 / SCORE_UNIT;
+constexpr float RING_FACTOR = USES_WGMMA ? 1 / TEAM_UNIT : RING_UNIT;
+
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
@@ -96,7 +100,7 @@ INLINE int page_tile(const Request& request, int number) { return (request.first
 // the tile's first token.
 INLINE void mask_ring_scores(const Arguments& a, const Request& request, int head, int first, const Lane& lane,
                              float (&scores)[SCORES]) {
-    if (HAS_BIAS && first == 0) Biases(a, request, head, lane).add_first(a, lane, RING_UNIT, scores);
+    if (HAS_BIAS && first == 0) Biases(a, request, head, lane).add_first(a, lane, RING_FACTOR, scores);
     for_each<SCORES>([&](auto r) {
         const int token = first + lane.row + r.value / 2 % 2 * 8;
         const int limit = request.limit(own_column(lane, own_of_score(r.value)));

@@ -17,9 +17,11 @@ class Program(NamedTuple):
 DECODE = Program(
     "decode.cu",
     ("ptx.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh", "pages.cuh",
-     "narrow.cuh", "team.cuh", "wide.cuh"),
+     "narrow.cuh", "team.cuh", "team_mma.cuh", "wide.cuh"),
     "sm_90",
 )  # fmt: skip
+WGMMA = Program(DECODE.main, (*DECODE.headers, "team_wgmma.cuh", "wgmma.cuh"), "sm_90a")
+"""What `DECODE` is of variants that use the instructions of warpgroups."""
 LATENT = Program(
     "latent.cu",
     (

@@ -101,6 +101,20 @@ INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
         : SUMS_256(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 }
 
+// B's rows are contiguous.
+template <int COLUMNS_OF_B> struct Product;
+#define PRODUCT(N, A0, A1, A2, A3, B, ACCUMULATE)                                                                     \
+    template <> struct Product<N> {                                                                                   \
+        INLINE static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) {                              \
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0;" DESCRIPTOR("b", B, "0x40000040")         \
+                " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES_##N "}, {" A0 ", " A1 ", " A2 ", "  \
+                A3 "}, b, p, 1, 1, 0; }"                                                                              \
+                : SUMS_##N(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));                 \
+        }                                                                                                             \
+    };
+PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
+PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
+
 // A in shared memory, too. SharedProduct: both have contiguous rows. TransposedProduct: both have contiguous columns, and
 // B's rows of 32 or 64 bytes are swizzled as far as they reach; HIGH is the upper half of its descriptor.
 template <int COLUMNS_OF_B> struct SharedProduct;
@@ -124,5 +138,9 @@ SHARED_PRODUCT(TransposedProduct, 32, "%16", "%17", "%18", "0x80000020", 1)
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
 INLINE void store_matrices(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+INLINE void store_matrices_transposed(u32 address, const u32* x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }

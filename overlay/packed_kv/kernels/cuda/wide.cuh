@@ -1,13 +1,18 @@
 // Attention of a block for 32 or 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
-// channels. A tile of the team is TILE_BLOCKS micro-blocks a warp. Each warp computes the weights of its own tokens for
-// all columns, and leaves them in shared memory; then it adds V of all the team's tokens for its own group of channels.
-// So each code is unpacked by one warp, once, and a warp holds the outputs of 32 channels only.
+// channels. Each warp computes the weights of its own tokens for all columns, and leaves them in shared memory; then it
+// adds V of all the team's tokens for its own group of channels. So each code is unpacked by one warp, once, and a warp
+// holds the outputs of 32 channels only.
 //
-// Queries lie in shared memory as operands of `mma`; a warp loads each for TILE_BLOCKS micro-blocks. Weights lie there
-// as operands, too, two tiles of them, so one barrier a tile is enough: past it, all warps have done with the tile
-// before. That barrier is the vote on the softmax's maximum as well. Where it must move, the tile is scored again.
+// The weights of two tiles lie in shared memory, so one barrier a tile is enough: past it, all warps have done with the
+// tile before. That barrier is the vote on the softmax's maximum as well. Where it must move, the tile is scored again.
+//
+// Products are those of warps (team_mma.cuh), or of warpgroups (team_wgmma.cuh), which take more columns in the time.
 #pragma once
-#include "team.cuh"
+#if USES_WGMMA
+#include "team_wgmma.cuh"
+#else
+#include "team_mma.cuh"
+#endif
 
 // Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
@@ -46,7 +51,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
         }
         if (is_alone || request.has(column)) for_each<4>([&](auto i) {
             target[32 * warp + 16 * (i.value / 2) + 8 * (i.value % 2) + lane.row] =
-                state.output[c.value / 2][i.value / 2][i.value % 2 * 2 + c.value % 2] * factor;
+                state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] * factor;
         });
     });
     if constexpr (IS_FINAL) {
@@ -55,21 +60,6 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
         if (!is_alone && !combine_blocks(a, request, head, item, (float*)shared_memory(), combined)) return;
         sync_block();
         rotate_back(a, request, head, warp, lane, matrix, combined);
-    }
-}
-
-// Adds V of a tile of the ring, 16 tokens a warp; the first is `first`, and each warp's are `step` tokens after the
-// former one's.
-template <int GROUP>
-INLINE void add_group_of_ring(TeamState& state, const Request& request, const Lane& lane, u32 tile, int first, int step,
-                              u32 weights) {
-#pragma unroll 1
-    for (int i = 0; i < WARPS; i++) {
-        const u32 own = tile + i * RING_TILE_BYTES;
-        u32 scales[SETS], pairs[8];
-        ring_value_scales(request, own, first + i * step, lane, scales);
-        ring_value_pairs(own, lane, GROUP, pairs);
-        add_group(state, pairs, scales[GROUP], weights + i * WEIGHTS_OF_BLOCK);
     }
 }
 
@@ -144,11 +134,16 @@ INLINE void attend(const Arguments& a) {
     });
     TeamState state;
     const u32 shared = shared_address(shared_memory());
+#if USES_WGMMA
+    share_queries(a, request, head);
+    const u32 queries = panel_descriptor(shared + QUERIES_AT);
+#else
     share_queries(a, request, head, warp, lane);
+#endif
     for (int column = lane.index; column < COLUMNS; column += 32)
         store_shared(shared + MAXIMA_AT + 4 * (COLUMNS * warp + column), __float_as_int(-1e30f));
     sync_block();
-    u32 target = shared + WEIGHTS_AT, other_target = target + WEIGHTS_OF_TILE;
+    u32 target = shared + WEIGHTS_AT, other_target = target + WEIGHT_BYTES;
     bool moves = true;  // the maxima, before the next weights
     u32 last_stage = stages.stage, last_barrier = stages.barrier;  // of the tile before
     auto refill = [&](int number, const u32 (&blocks)[TILE_BLOCKS]) {
@@ -171,39 +166,35 @@ INLINE void attend(const Arguments& a) {
             bool again;
             do {
                 float scores[1][SCORES];
-                score_octets<1>(
-                    lane, [&](auto, auto group, u32* pairs) { ring_key_pairs(own, lane, group.value, pairs); },
-                    [&](auto, auto group, float& low, float& high) {
-                        ring_key_scales(own, lane, group.value, low, high);
-                    },
-                    scores);
+#if USES_WGMMA
+                score_ring(lane, queries, own, scores[0]);
+#else
+                score_ring(lane, own, scores);
+#endif
                 mask_ring_scores(a, request, head, exists ? first : 1 << 30, lane, scores[0]);
                 u32 scales[SETS], bits = 0;
-                ring_value_scales(request, own, exists ? first : 1 << 30, lane, scales);
-                for_each<SETS>([&](auto set) { bits |= scales[set.value]; });
-                if (moves) move_maxima(a, state, warp, lane, RING_UNIT, scores, bits);
-                again = share_weights(state, warp, lane, RING_UNIT, moves, scores, bits,
-                                      weights + warp * WEIGHTS_OF_BLOCK);
+                if constexpr (!USES_WGMMA) ring_value_scales(request, own, exists ? first : 1 << 30, lane, scales);
+                if constexpr (!USES_WGMMA) for_each<SETS>([&](auto set) { bits |= scales[set.value]; });
+                if (moves) move_maxima(a, state, warp, lane, RING_FACTOR, scores, bits);
+                again = share_weights(state, warp, lane, RING_FACTOR, moves, scores, bits,
+                                      weights_of_ring(weights, warp, lane));
                 moves = again;
             } while (again);
             refill(number, blocks);
-            for_own_group(warp, [&](auto group) {
-                add_group_of_ring<group.value>(state, request, lane, stage,
-                                               16 * (request.first_ring_tile() + tiles.ring_tile(number, 0)),
-                                               16 * splits, weights + 16 * lane.index);
-            });
+            add_ring(state, request, warp, lane, stage, 16 * (request.first_ring_tile() + tiles.ring_tile(number, 0)),
+                     16 * splits, weights);
         }
-        for_own_group(warp, [&](auto group) {
-            state.multiply(RING_UNIT / group_layout(group.value).value_factor);
-        });
+        for_own_group(warp, [&](auto group) { state.multiply(ring_to_pages<group.value>()); });
     }
+#if !USES_WGMMA
     queries_to_page_unit(warp, lane);
     sync_block();
+#endif
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
     const Tables tables((u32)(request.seq_len >> 31));
-#pragma unroll 1
-    for (int number = tiles.of_ring(); number < tiles.count(); number++) {
-        const u32 stage = stages.stage, weights = target, own = stage + warp * TILE_BYTES;
+    // Computes the weights of a tile. Of the tile before, products with V end in the meantime.
+    auto weigh = [&](int number) {
+        const u32 own = stages.stage + warp * TILE_BYTES;
         u32 blocks[TILE_BLOCKS];
         tiles.load_blocks(number - 1 + STAGES, warp, blocks);
         const int tile = tiles.page_tile(number, warp), first = TILE_TOKENS * tile;
@@ -212,24 +203,48 @@ INLINE void attend(const Arguments& a) {
         bool again;
         do {
             float scores[TILE_BLOCKS][SCORES];
-            u32 scales[TILE_BLOCKS][SETS], bits = 0;
+            u32 scales[TILE_BLOCKS][SETS] = {}, bits = 0;
+#if USES_WGMMA
+            score_pages(tables, lane, queries, own, scores[0]);
+#else
             score_team_tile(tables, lane, own, scores, scales);
+#endif
             if (__builtin_expect(first + TILE_TOKENS > masked_from || tile >= last || (HAS_BIAS && first == 0), 0)) {
                 mask(a, lane.in_rare_branch(), tile < last ? first : 1 << 30, scores, scales);
                 mask_shared_scales(lane.in_rare_branch(), own, request.seq_len - (tile < last ? first : 1 << 30));
             }
             for_each<TILE_BLOCKS * SETS>([&](auto i) { bits |= scales[i.value / SETS][i.value % SETS]; });
-            if (__builtin_expect(moves, 0)) move_maxima(a, state, warp, lane, 1 / SCORE_UNIT, scores, bits);
-            again = share_weights(state, warp, lane, 1 / SCORE_UNIT, moves, scores, bits,
-                                  weights + warp * (TILE_BLOCKS * WEIGHTS_OF_BLOCK));
+            if (__builtin_expect(moves, 0)) move_maxima(a, state, warp, lane, PAGE_FACTOR, scores, bits);
+            again = share_weights(state, warp, lane, PAGE_FACTOR, moves, scores, bits,
+                                  weights_of_pages(target, warp, lane));
             moves = again;
         } while (__builtin_expect(again, 0));
         refill(number, blocks);
+    };
+    int number = tiles.of_ring();
+#if USES_WGMMA
+    const OwnValues own_values(warp, lane);
+    if (number < tiles.count()) {
+        weigh(number);
+#pragma unroll 1
+        for (number++; number < tiles.count(); number++) {
+            add_pages(state, tables, own_values, last_stage, other_target);
+            weigh(number);
+        }
+        add_pages(state, tables, own_values, last_stage, other_target);
+        wgmma_wait<0>();
+    }
+#else
+#pragma unroll 1
+    for (; number < tiles.count(); number++) {
+        const u32 stage = stages.stage, weights = target;
+        weigh(number);
         for_own_group(warp, [&](auto group) {
             add_group_of_tile<group.value>(state, tables, lane, stage, weights + 16 * lane.index);
         });
     }
-    for_own_group(warp, [&](auto group) { state.multiply(group_layout(group.value).value_factor); });
+#endif
+    for_own_group(warp, [&](auto group) { state.multiply(output_factor<group.value>()); });
     float maxima[OWN];
     const u32 own = own_numbers(MAXIMA_AT, warp, lane);
     for_each<OWN>([&](auto c) {

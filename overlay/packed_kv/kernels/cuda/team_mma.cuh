@@ -1,0 +1,169 @@
+// Products of a team by `mma`: queries [octet][group] and weights [micro-block][two octets] lie in shared memory as right
+// operands. A tile is TILE_BLOCKS micro-blocks a warp.
+#pragma once
+#include "team.cuh"
+
+constexpr int WEIGHTS_OF_BLOCK = OCTETS / 2 * OPERAND;
+
+// Puts queries into shared memory, as `to_page_unit` of Queries has them if there is no ring.
+INLINE void share_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
+    for_each<OCTETS>([&](auto o) {
+        const int column = 8 * o.value + lane.row;
+        const u32* q = (const u32*)a.query + request.row(head, column) * (HEAD_DIM / 2) + lane.column + 16 * warp;
+        const bool there = request.has(column);
+        u32 pairs[4];
+        for_each<4>([&](auto k) { pairs[k.value] = there ? q[4 * k.value] : 0; });
+        store_shared_4(shared_address(shared_memory()) + QUERIES_AT + (o.value * GROUPS + warp) * OPERAND +
+                           16 * lane.index, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    });
+}
+// Converts the queries for scores of pages; each warp those of its group.
+INLINE void queries_to_page_unit(int warp, const Lane& lane) {
+    for_own_group(warp, [&](auto group) {
+        constexpr float factor = SCORE_UNIT * group_layout(group.value).key_factor;
+        if constexpr (factor != 1) for_each<OCTETS>([&](auto o) {
+            const u32 address = shared_address(shared_memory()) + QUERIES_AT +
+                                (o.value * GROUPS + group.value) * OPERAND + 16 * lane.index;
+            u32 q[4];
+            load_shared_4(address, q);
+            for_each<4>([&](auto k) { q[k.value] = multiply_halves(q[k.value], to_halves(factor, factor)); });
+            store_shared_4(address, {q[0], q[1], q[2], q[3]});
+        });
+    });
+}
+
+// Computes the scores of TILES micro-blocks. `decode` decodes a group of one into fp16 pairs; `scale` returns its two
+// scales.
+template <int TILES, class Decode, class Scale>
+INLINE void score_octets(const Lane& lane, Decode&& decode, Scale&& scale, float (&scores)[TILES][SCORES]) {
+    const u32 queries = shared_address(shared_memory()) + QUERIES_AT + 16 * lane.index;
+    for_each<GROUPS>([&](auto g) {
+        constexpr int group = g.value;
+        u32 pairs[TILES][8];
+        float factors[TILES][2];
+        for_each<TILES>([&](auto b) {
+            decode(b, g, pairs[b.value]);
+            scale(b, g, factors[b.value][0], factors[b.value][1]);
+        });
+        for_each<OCTETS>([&](auto o) {
+            constexpr int octet = o.value;
+            u32 q[4];
+            load_shared_4(queries + (octet * GROUPS + group) * OPERAND, q);
+            for_each<TILES>([&](auto b) {
+                const u32(&p)[8] = pairs[b.value];
+                float sums[4];
+                mma(sums, p[0], p[4], p[1], p[5], q[0], q[1], 0, 0, 0, 0);
+                mma(sums, p[2], p[6], p[3], p[7], q[2], q[3]);
+                for_each<4>([&](auto r) {
+                    float& score = scores[b.value][4 * octet + r.value];
+                    const float factor = factors[b.value][r.value / 2];
+                    if constexpr (group == 0) score = sums[r.value] * factor;
+                    else score = __fmaf_rn(sums[r.value], factor, score);
+                });
+            });
+        });
+    });
+}
+
+// Computes the scores of a warp's own micro-blocks, and loads their V scales.
+INLINE void score_team_tile(const Tables& tables, const Lane& lane, u32 tile, float (&scores)[TILE_BLOCKS][SCORES],
+                            u32 (&scales)[TILE_BLOCKS][SETS]) {
+    Words words[TILE_BLOCKS];
+    u32 key_scales[TILE_BLOCKS][GROUPS / 2];
+    for_each<TILE_BLOCKS>([&](auto b) {
+        const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
+        load_words(words[b.value], micro_block + KEY_WORDS_AT, micro_block + KEY_HALF_WORDS_AT, lane.index);
+        load_scales(micro_block, lane, key_scales[b.value], scales[b.value]);
+    });
+    score_octets<TILE_BLOCKS>(
+        lane, [&](auto b, auto group, u32* pairs) { decode_group<group.value>(words[b.value], pairs, tables); },
+        [&](auto b, auto group, float& low, float& high) {
+            const u32 pair = scale_pair(key_scales[b.value][group.value / 2], group.value % 2 ? 0x4342 : 0x4140);
+            low = low_float(pair), high = high_float(pair);
+        },
+        scores);
+}
+
+// Puts weights into shared memory, see `share_weights`; those of the warp begin at `target`.
+struct WeightsOfWarp {
+    u32 target;
+    const Lane& lane;
+    INLINE u32 operand(u32 weights) const { return transpose_matrix(weights); }
+    template <class Tile, class Pair> INLINE void operator()(Tile tile, Pair pair, const u32 (&x)[4]) const {
+        store_shared_4(target + tile.value * WEIGHTS_OF_BLOCK + pair.value * OPERAND + 16 * lane.index,
+                       {x[0], x[1], x[2], x[3]});
+    }
+    INLINE void finish() const {}
+};
+
+// Adds V of 16 tokens, decoded to `pairs`, multiplied by the weights at `weights`. `scales` has one byte per token n3 n0.
+INLINE void add_group(TeamState& state, const u32 (&pairs)[8], u32 scales, u32 weights) {
+    const u32 low_scales = scale_pair(scales, 0x4140), high_scales = scale_pair(scales, 0x4342);
+    for_each<OCTETS / 2>([&](auto pair) {
+        constexpr int first_octet = 2 * pair.value;
+        u32 words[4];
+        load_shared_4(weights + pair.value * OPERAND, words);
+        for_each<2>([&](auto o) {
+            constexpr int first = 4 * (first_octet + o.value);
+            float(&low_channels)[4] = *(float(*)[4])(state.output[0] + first);
+            float(&high_channels)[4] = *(float(*)[4])(state.output[1] + first);
+            const u32 low = multiply_halves(low_scales, words[2 * o.value]);
+            const u32 high = multiply_halves(high_scales, words[2 * o.value + 1]);
+            mma(low_channels, pairs[0], pairs[2], pairs[1], pairs[3], low, high);
+            mma(high_channels, pairs[4], pairs[6], pairs[5], pairs[7], low, high);
+        });
+    });
+}
+
+// Adds V of a tile of pages.
+template <int GROUP>
+INLINE void add_group_of_tile(TeamState& state, const Tables& tables, const Lane& lane, u32 tile, u32 weights) {
+#pragma unroll 4
+    for (int i = 0; i < TEAM_BLOCKS; i++) {
+        const u32 micro_block = tile + i * MICRO_BLOCK_BYTES;
+        Words words;
+        load_group_words<GROUP>(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
+        const u32 scales = load_shared(micro_block + VALUE_SCALES_AT + lane.column * (4 * GROUPS) + 4 * GROUP);
+        u32 pairs[8];
+        decode_group<GROUP>(words, pairs, tables);
+        add_group(state, pairs, scales, weights + i * WEIGHTS_OF_BLOCK);
+    }
+}
+
+// Adds V of a tile of the ring, 16 tokens a warp; the first is `first`, and each warp's are `step` tokens after the
+// former one's.
+template <int GROUP>
+INLINE void add_group_of_ring(TeamState& state, const Request& request, const Lane& lane, u32 tile, int first, int step,
+                              u32 weights) {
+#pragma unroll 1
+    for (int i = 0; i < WARPS; i++) {
+        const u32 own = tile + i * RING_TILE_BYTES;
+        u32 scales[SETS], pairs[8];
+        ring_value_scales(request, own, first + i * step, lane, scales);
+        ring_value_pairs(own, lane, GROUP, pairs);
+        add_group(state, pairs, scales[GROUP], weights + i * WEIGHTS_OF_BLOCK);
+    }
+}
+INLINE void add_ring(TeamState& state, const Request& request, int warp, const Lane& lane, u32 tile, int first, int step,
+                     u32 weights) {
+    for_own_group(warp, [&](auto group) {
+        add_group_of_ring<group.value>(state, request, lane, tile, first, step, weights + 16 * lane.index);
+    });
+}
+INLINE void score_ring(const Lane& lane, u32 tile, float (&scores)[1][SCORES]) {
+    score_octets<1>(
+        lane, [&](auto, auto group, u32* pairs) { ring_key_pairs(tile, lane, group.value, pairs); },
+        [&](auto, auto group, float& low, float& high) { ring_key_scales(tile, lane, group.value, low, high); },
+        scores);
+}
+
+// What outputs of the ring are multiplied by before those of pages are added, and what all are at the end.
+template <int GROUP> constexpr float ring_to_pages() { return RING_UNIT / group_layout(GROUP).value_factor; }
+template <int GROUP> constexpr float output_factor() { return group_layout(GROUP).value_factor; }
+
+INLINE WeightsOfWarp weights_of_ring(u32 weights, int warp, const Lane& lane) {
+    return {weights + warp * WEIGHTS_OF_BLOCK, lane};
+}
+INLINE WeightsOfWarp weights_of_pages(u32 weights, int warp, const Lane& lane) {
+    return {weights + warp * (TILE_BLOCKS * WEIGHTS_OF_BLOCK), lane};
+}
