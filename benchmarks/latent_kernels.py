@@ -1,9 +1,10 @@
 """Time of decode attention over latents (MLA), a layer: packed pages beside bf16 with vLLM's kernels.
 
     python benchmarks/latent_kernels.py [--dtypes NAME ...] [--heads N ...] [--shapes NxCONTEXT ...] [--queries N]
-        [--spread S] [--baselines {fa3,flashmla} ...] [--csv FILE]
+        [--spread S] [--rope-bits {16,8}] [--recent N] [--baselines {fa3,flashmla} ...] [--csv FILE]
 
-Latents have 512 channels and 64 of RoPE at 16 bits. Caches of several layers are used in turn, so that the L2 does not
+Latents have 512 channels and 64 of RoPE, at 16 or 8 bits. With --recent N the last N tokens of a request are read from
+its ring, by a second launch. Caches of several layers are used in turn, so that the L2 does not
 serve them; a CUDA graph holds one round, and its replays are timed with events. `bandwidth` is the cache's bytes over
 the time, as a share of what a copy of 4 GB moves on the same card. With --spread S requests have 1 - S to 1 + S times
 the context, in any order. --queries: query tokens of a request (drafts). The scheduler, which runs once a step, is
@@ -18,17 +19,21 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from kernels import copy_bandwidth, interleaved
 from packed_kv.codecs.latent import LatentCodec
+from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch as cuda
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
+from packed_kv.kernels.triton import latent_ring
+from packed_kv.kernels.triton.latent_decode import latent_shape
 from rows import append, commit_here, machine
 
 SHAPES = ((64, 4096), (32, 8192), (8, 32768), (128, 2048), (1, 32768))
-BLOCK_SIZE, RANK, ROPE, SCALE = 64, 512, 64, 192**-0.5
+BLOCK_SIZE, RING_BLOCK, RANK, ROPE, SCALE = 64, 8, 512, 64, 192**-0.5
 BF16_BYTES = 2 * (RANK + ROPE)
 ROUND_BYTES = 400_000_000
 LIBRARIES = {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so", "flashmla": "_flashmla_C.abi3.so"}
@@ -64,23 +69,62 @@ def packed_pages(codec: LatentCodec, pages: int = 64) -> torch.Tensor:
     return cache
 
 
-def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor) -> Callable[[], None]:
-    """Attention of all layers over packed pages, by the CUDA kernel."""
+class Recent(NamedTuple):
+    """What attention over pages takes and leaves where requests have rings, and the launch of each layer that follows:
+    see `attention/latent/recent.py`."""
+
+    page_lens: torch.Tensor
+    part: torch.Tensor
+    lse: torch.Tensor
+    layers: list[Callable[[], None]]
+
+
+def recent_tokens(batch: Batch, codec: LatentCodec, window: int, output: torch.Tensor) -> Recent:
+    """Rings of zeros for all layers; `output` is filled."""
+    requests, blocks = len(batch.lengths), -(-(window + batch.queries) // RING_BLOCK) + 1
+    own = torch.arange(requests, device="cuda")[:, None] * blocks
+    table = own + torch.arange(max(batch.lengths) // RING_BLOCK, device="cuda") % blocks
+    first, page_lens = batch.seq_lens - window - batch.queries, torch.empty_like(batch.seq_lens)
+    latent_ring.split_lens(batch.start, batch.seq_lens, first, window, page_lens)
+    part, lse = torch.empty(*output.shape, device="cuda"), torch.empty(output.shape[:2], device="cuda")
+    shape, gain = latent_shape(batch.heads, batch.queries, SCALE), 1 / codec.value_gain()
+    grid = latent_ring.attend_latent_ring_grid(shape, RANK, batch.queries, requests)
+    queries = batch.query[..., :RANK], batch.query[..., RANK:]
+    ring_shape = requests * blocks, 1, RING_BLOCK, codec.ring_slot_bytes
+
+    def of_layer() -> Callable[[], None]:
+        ring = Ring(torch.zeros(ring_shape, dtype=torch.uint8, device="cuda"), table.int(), first, window)
+        launch = latent_ring.bind_attend_latent_ring(codec, shape, ring.cache, *queries, output, gain, None)
+        of_step = batch.start, batch.seq_lens, page_lens, part, lse
+        arguments = latent_ring.attend_latent_ring_arguments(ring, *of_step)
+        return lambda kept=(ring, of_step): launch(grid, (*queries, output), arguments)
+
+    return Recent(page_lens, part, lse, [of_layer() for _ in range(batch.layers)])
+
+
+def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor, window: int) -> Callable[[], None]:
+    """Attention of all layers over packed pages, by the CUDA kernel; with a window over the ring, too, by Triton's."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     shape = cuda.shape_of(batch.heads * batch.queries, sm_count)
-    schedule = LatentScheduler(len(batch.lengths), sm_count, torch.device("cuda"))(batch.seq_lens, shape.partitions)
-    buffers = [torch.empty(shape.partial_rows, size, device="cuda") for size in (RANK, 2)]
-    lengths = batch.table, batch.start, batch.seq_lens
-    step = cuda.make_step(batch.heads, batch.queries, SCALE, shape, *lengths, schedule, *buffers)
     output = torch.empty(*batch.query.shape[:2], RANK, dtype=torch.bfloat16, device="cuda")
+    recent = recent_tokens(batch, codec, window, output) if window else None
+    lens, part, lse = recent[:3] if recent else (batch.seq_lens, output, None)
+    schedule = LatentScheduler(len(batch.lengths), sm_count, torch.device("cuda"))(lens, shape.partitions)
+    buffers = [torch.empty(shape.partial_rows, size, device="cuda") for size in (RANK, 2)]
+    lengths = batch.table, batch.start, lens
+    step = cuda.make_step(batch.heads, batch.queries, SCALE, shape, *lengths, schedule, *buffers, lse)
     caches = batch.pages(source)
-    dtypes = batch.query.dtype, output.dtype
-    layers = [cuda.CudaLatentDecode(codec.layout, cache, batch.heads, *dtypes) for cache in caches]
+    dtypes = batch.query.dtype, part.dtype
+    layers = [
+        cuda.CudaLatentDecode(codec.layout, cache, batch.heads, *dtypes, has_lse=lse is not None) for cache in caches
+    ]
     query, rope_query = batch.query[..., :RANK], batch.query[..., RANK:]
 
     def round_of_layers(kept: object = (schedule, buffers, caches)) -> None:
-        for layer in layers:
-            layer(step, query, rope_query, output)
+        for number, layer in enumerate(layers):
+            layer(step, query, rope_query, part)
+            if recent:
+                recent.layers[number]()
 
     return round_of_layers
 
@@ -126,13 +170,19 @@ def load_baselines(kinds: list[str]) -> None:
 
 
 def time_scheduler() -> None:
-    """Print the time of the schedule of a step, which serves all layers."""
+    """Print the times of what serves all layers of a step: its schedule, and the lengths that the ring leaves to pages."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for requests in (1, 64, 256):
         scheduler = LatentScheduler(requests, sm_count, torch.device("cuda"))
         seq_lens = torch.randint(1, 20000, (requests,), dtype=torch.int32, device="cuda")
-        times = interleaved({"schedule": partial(scheduler, seq_lens, sm_count)}, 1)
-        print(f"schedule of {requests} requests: {times['schedule'][1]:.1f} us a step")
+        start = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+        lengths = start, seq_lens, seq_lens, 64, torch.empty_like(seq_lens)
+        functions = {
+            "schedule": partial(scheduler, seq_lens, sm_count),
+            "lengths": partial(latent_ring.split_lens, *lengths),
+        }
+        times = {name: f"{time[1]:.1f}" for name, time in interleaved(functions, 1).items()}
+        print(f"{requests} requests: schedule {times['schedule']} us a step, lengths {times['lengths']}")
 
 
 def main() -> None:
@@ -142,6 +192,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--spread", type=float, default=0)
+    parser.add_argument("--rope-bits", type=int, default=16, choices=(16, 8))
+    parser.add_argument("--recent", type=int, default=0, help="tokens of the window; the default is none")
     parser.add_argument("--baselines", nargs="*", default=[], choices=LIBRARIES)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
@@ -150,7 +202,10 @@ def main() -> None:
     load_baselines(options.baselines)
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
-    sources = {name: LatentCodec(FORMATS[name], RANK, ROPE, device="cuda") for name in options.dtypes}
+    sources = {
+        name: LatentCodec(FORMATS[name], RANK, ROPE, device="cuda", rope_bits=options.rope_bits)
+        for name in options.dtypes
+    }
     pages = {name: packed_pages(codec) for name, codec in sources.items()}
     for heads in options.heads:
         for requests, context in (map(int, shape.split("x")) for shape in options.shapes):
@@ -159,7 +214,11 @@ def main() -> None:
                 token_bytes = sources[name].slot_bytes if name in sources else BF16_BYTES
                 batch = Batch(requests, context, heads, options.queries, options.spread, token_bytes)
                 packed = name in sources
-                made = packed_round(batch, sources[name], pages[name]) if packed else bf16_round(name, batch)
+                made = (
+                    packed_round(batch, sources[name], pages[name], options.recent)
+                    if packed
+                    else bf16_round(name, batch)
+                )
                 rounds[name] = made, batch, token_bytes
             for name, (function, batch, token_bytes) in rounds.items():
                 p20, p50, p80 = interleaved({name: function}, batch.layers)[name]
@@ -169,8 +228,9 @@ def main() -> None:
                 print(f"{case} {p50:7.1f} us, {share:5.1%}, {products:4.0f} TFLOP/s", flush=True)
                 row: dict[str, object] = {
                     "heads": heads, "requests": requests, "context": context, "spread": f"{options.spread:g}",
-                    "queries": options.queries, "cache": name, "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}",
-                    "p80_us": f"{p80:.1f}", "bandwidth": f"{share:.3f}",
+                    "queries": options.queries, "rope_bits": options.rope_bits if name in sources else 16,
+                    "recent": options.recent if name in sources else 0, "cache": name, "p20_us": f"{p20:.1f}",
+                    "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
                 if options.csv:
                     append(options.csv, {**row, **made_with})

@@ -197,7 +197,8 @@ def latent_kernels() -> list[Table]:
         is_packed = row["cache"] not in ("fa3", "flashmla")
         return f"{time:.1f}" + (f" ({time / base:.2f})" if base and is_packed else "")
 
-    down, head = ("heads", "queries", "spread", "cache"), ["heads", "query tokens", "spread of lengths", "µs"]
+    down = ("heads", "queries", "spread", "rope_bits", "recent", "cache")
+    head = ["heads", "query tokens", "spread of lengths", "bits of RoPE", "recent window", "µs"]
     return [pivot(rows, down, ("requests", "context"), show, head)]
 
 
