@@ -170,7 +170,7 @@ def load_baselines(kinds: list[str]) -> None:
 
 
 def time_scheduler() -> None:
-    """Print the times of what serves all layers of a step: its schedule, and the lengths that the ring leaves to pages."""
+    """Print the times of what serves all layers of a step: its schedule, and the lengths left to pages by a ring."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     for requests in (1, 64, 256):
         scheduler = LatentScheduler(requests, sm_count, torch.device("cuda"))
