@@ -38,6 +38,8 @@ def attend_pages(
     passes = 1 if kernel == "triton" else launch.pass_count(group, max_query_len)
     warps = 8 if columns <= 8 else head_dim // GROUP_SIZE
     shape = splits if isinstance(splits, launch.Grid) else launch.Grid(warps, splits, is_final=True)
+    # Without a final grid, a warp of a narrow block is a split, and so is a team.
+    assert kernel == "triton" or shape.is_final or shape.warps == 1 or columns > launch.NARROW, (shape, columns)
     rows, schedule = (tokens, kv_heads * group, shape.blocks), None
     if kernel != "triton" and shape.is_final:
         schedule = make_schedule(seq_lens.repeat_interleave(passes), shape)

@@ -53,10 +53,14 @@ struct Arguments {
 
 #include "ptx.cuh"
 
-// Shared memory: the stages of all warps (wide: of the block), their barriers, and the work item once per warp.
+// Shared memory: the barriers of all warps (wide: of the block), the work item once per warp, and their stages. What the
+// end of the kernel needs replaces the stages, but not the barriers: PTX forbids other use of a barrier's memory, and
+// under compute-sanitizer results that lay there became NaN.
 constexpr bool IS_WIDE = COLUMNS > 16;
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
-constexpr int BARRIERS = STAGE_OWNERS * STAGES * STAGE_BYTES, WORK_ITEMS = BARRIERS + STAGE_OWNERS * STAGES * 8;
+constexpr int BARRIERS = 0, WORK_ITEMS = BARRIERS + STAGE_OWNERS * STAGES * 8;
+constexpr int STAGES_AT = WORK_ITEMS + WARPS * 16, TILES_END = STAGES_AT + STAGE_OWNERS * STAGES * STAGE_BYTES;
+static_assert(WORK_ITEMS % 16 == 0 && SHARED_BYTES >= TILES_END, "barriers, work items and stages fit");
 
 // What a block does, part `part` of `parts` of a request of `tokens` tokens: its tiles of pages from `begin` to `end`.
 // The last part has the tiles up to the last one, and those of the ring. Partial results of the request's parts lie in

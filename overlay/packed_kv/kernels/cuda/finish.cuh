@@ -68,7 +68,7 @@ INLINE WeightedSum combine(int count, Statistics&& statistics, Output&& output) 
 // Combines the warps of a block, and the blocks of a pair, and writes the output.
 INLINE void combine_warps(const Arguments& a, const Request& request, int head, const WorkItem& item, int warp,
                           const Lane& lane, const State& state) {
-    float* statistics = (float*)shared_memory();
+    float* statistics = (float*)(shared_memory() + STAGES_AT);
     float *outputs = statistics + 2 * WARPS * COLUMNS, *combined = outputs + WARPS * COLUMNS * ROW;
     const bool is_alone = item.parts == 1;
     sync_block();  // all warps have read the tiles that were here

@@ -173,24 +173,24 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
         "SHARED_BYTES": shared(
-            owners * stages * (stage + 8) + 16 * warps, layout.head_dim, warps, columns, tile_blocks
+            owners * stages * 8 + 16 * warps, owners * stages * stage, layout.head_dim, warps, columns, tile_blocks
         ),
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def _narrow_bytes(before: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
+def _narrow_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
     """Return the shared memory of a block whose warps serve columns alone."""
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
-    return max(before, combine)
+    return before + max(tiles, combine)
 
 
-def _wide_bytes(before: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
+def _wide_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
     """Return the shared memory of a team: what `team.cuh` lists."""
     alignment = 16 if tile_blocks == TILE_BLOCKS else 1024
     queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * tile_blocks * warps * columns
-    own = -(-before // alignment) * alignment + queries + weights + 2 * 4 * warps * columns
-    return max(own, 4 * columns * (head_dim + 4 + 32) + 16)
+    own = -(-(before + tiles) // alignment) * alignment + queries + weights + 2 * 4 * warps * columns
+    return max(own, before + 4 * columns * (head_dim + 4 + 32) + 16)
 
 
 def uses_wgmma(layout: KernelLayout, columns: int) -> bool:

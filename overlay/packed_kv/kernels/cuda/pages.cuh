@@ -4,7 +4,6 @@
 #include "ring.cuh"
 
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
-static_assert(WORK_ITEMS % 16 == 0 && SHARED_BYTES >= WORK_ITEMS + WARPS * 16, "stages, barriers and work items fit");
 
 // The pages of one (request, KV head) pair. Micro-blocks past the end of the sequence are replaced by its last one.
 struct Pages {
@@ -95,7 +94,7 @@ struct Stages {
 
     INLINE explicit Stages(int owner) {
         const u32 shared = shared_address(shared_memory());
-        stage = first = hide_from_optimizer(shared + owner * STAGES * STAGE_BYTES);
+        stage = first = hide_from_optimizer(shared + STAGES_AT + owner * STAGES * STAGE_BYTES);
         barrier = first_barrier = hide_from_optimizer(shared + BARRIERS + owner * STAGES * 8);
         parity = 0;
     }

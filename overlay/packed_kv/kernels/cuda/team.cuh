@@ -10,12 +10,12 @@ constexpr int QUERY_BYTES = 2 * HEAD_DIM * COLUMNS, WEIGHT_BYTES = 2 * 16 * TEAM
 // Shared memory: after what `decode.cu` says, queries, the weights of two tiles, and for each warp and column the maximum
 // and the largest score of a tile. Products of warpgroups want queries and weights aligned.
 constexpr int ALIGNMENT = USES_WGMMA ? 1024 : 16;
-constexpr int QUERIES_AT = (WORK_ITEMS + WARPS * 16 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+constexpr int QUERIES_AT = (TILES_END + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 constexpr int WEIGHTS_AT = QUERIES_AT + QUERY_BYTES;
 constexpr int MAXIMA_AT = WEIGHTS_AT + 2 * WEIGHT_BYTES, TOPS_AT = MAXIMA_AT + 4 * WARPS * COLUMNS;
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
 static_assert(SHARED_BYTES >= TOPS_AT + 4 * WARPS * COLUMNS, "shared memory");
-static_assert(!IS_FINAL || SHARED_BYTES >= 4 * COLUMNS * (ROW + 32) + 16, "the combined outputs, and weights of parts");
+static_assert(!IS_FINAL || SHARED_BYTES >= STAGES_AT + 4 * COLUMNS * (ROW + 32) + 16, "the combined outputs, and weights of parts");
 
 // The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
 constexpr float WIDE_HEADROOM = HEADROOM - (OCTETS == 4 ? 2 : 3);

@@ -17,8 +17,8 @@
 // Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, TeamState& state, const float (&maxima)[OWN]) {
-    const u32 totals = own_numbers(0, 0, lane);
-    float* combined = (float*)shared_memory() + COLUMNS * 32;  // behind the weights of parts
+    const u32 totals = own_numbers(STAGES_AT, 0, lane);
+    float *weights = (float*)(shared_memory() + STAGES_AT), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     for_each<OWN>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
     });
@@ -57,7 +57,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
     if constexpr (IS_FINAL) {
         Matrix matrix;
         matrix.load(a, head, warp, lane);
-        if (!is_alone && !combine_blocks(a, request, head, item, (float*)shared_memory(), combined)) return;
+        if (!is_alone && !combine_blocks(a, request, head, item, weights, combined)) return;
         sync_block();
         rotate_back(a, request, head, warp, lane, matrix, combined);
     }
