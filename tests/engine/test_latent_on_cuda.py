@@ -100,6 +100,7 @@ def test_rope_at_8_bits(model: str, latent_engine) -> None:
     expected = true_logits(model, TOKEN_IDS, latents=coded("tq4", rope_bits=8))
     with latent_engine("tq4", **options) as llm:
         decodes = teacher_forced_logits(llm, TOKEN_IDS, 1).cpu()
+        llm.reset_prefix_cache()  # the prompts begin as that text does
         eager = greedy(llm)
     error, loss, own = mean_kl(expected, decodes), mean_kl(truth, expected), mean_kl(truth, decodes)
     print(f"KL {error:.1e} from the codec in transformers, which costs {loss:.4f}, ours {own:.4f}")
