@@ -13,7 +13,7 @@ from measured_rows import RESULTS, file_named, in_order, is_baseline, load, load
 from tables import Row, Show, Table, figures, pivot, ratio
 
 MEANS_CASE = ("dtype", "means", "requests", "context")
-LATENT_CASE = ("heads", "queries", "spread", "requests", "context")
+LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
 LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
 """The shapes of the README's table."""
 
