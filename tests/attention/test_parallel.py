@@ -11,7 +11,7 @@ import pytest
 import recent_windows
 import tiny_models
 import torch
-from harness import engine, kv_tokens, mean_kl
+from harness import engine, keep_chunks, kv_tokens, mean_kl
 from packed_kv import refusals
 from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
@@ -25,11 +25,11 @@ PROMPTS = [
 TWO_PROCESSES: dict[str, Any] = {"distributed_executor_backend": "mp"}
 
 
-def run(model: str, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
+def run(model: str, name: str = "turboquant25", **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
     """Log-probabilities of all positions, prompts in chunks of up to 48 tokens; tokens generated; KV tokens."""
     sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_logprobs": tiny_models.VOCAB}
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
-    with engine(model, "turboquant25", dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
+    with engine(model, name, dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
         llm.llm_engine.model_executor.execute_dummy_batch()  # without one, vLLM's second stage fails on a CPU
         results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
         tokens = kv_tokens(llm)
@@ -59,6 +59,27 @@ def test_decode_context_parallel(
         model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
         worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
     )  # fmt: skip
+    assert mean_kl(alone[0], logprobs) < 1e-6
+    assert generated == alone[1]
+    assert tokens == 2 * alone[2]
+
+
+def latent_run(model: str, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
+    """The same of a model of latent attention, with tq4; see `run`."""
+    return run(model, name="tq4", compilation_config={"custom_ops": ["none"]}, **options)
+
+
+def test_decode_context_parallel_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of latents, which all ranks have whole otherwise."""
+    model = tiny_models.save(tiny_models.deepseek_v2(), tmp_path / "model")
+    monkeypatch.setattr(refusals, "RULES", cpu_ranks.rules())
+    keep_chunks(monkeypatch)
+    alone = latent_run(model)
+    logprobs, generated, tokens = latent_run(
+        model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
+        worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
+    )  # fmt: skip
+    print(mean_kl(alone[0], logprobs), tokens, alone[2])
     assert mean_kl(alone[0], logprobs) < 1e-6
     assert generated == alone[1]
     assert tokens == 2 * alone[2]
