@@ -79,7 +79,6 @@ def test_decode_context_parallel_latents(tmp_path: Path, monkeypatch: pytest.Mon
         model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
         worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
     )  # fmt: skip
-    print(mean_kl(alone[0], logprobs), tokens, alone[2])
     assert mean_kl(alone[0], logprobs) < 1e-6
     assert generated == alone[1]
     assert tokens == 2 * alone[2]
