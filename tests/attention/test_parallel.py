@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import calibration_files
 import cpu_ranks
 import pytest
 import recent_windows
@@ -25,13 +26,13 @@ PROMPTS = [
 TWO_PROCESSES: dict[str, Any] = {"distributed_executor_backend": "mp"}
 
 
-def run(model: str, name: str = "turboquant25", **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
+def run(model: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
     """Log-probabilities of all positions, prompts in chunks of up to 48 tokens; tokens generated; KV tokens."""
     sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_logprobs": tiny_models.VOCAB}
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
-    with engine(model, name, dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
+    with engine(model, "turboquant25", dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
         llm.llm_engine.model_executor.execute_dummy_batch()  # without one, vLLM's second stage fails on a CPU
-        results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         tokens = kv_tokens(llm)
     rows = [row for x in results for row in (*x.prompt_logprobs[1:], *x.outputs[0].logprobs)]
     logprobs = torch.tensor([[row[token].logprob for token in range(tiny_models.VOCAB)] for row in rows])
@@ -64,19 +65,21 @@ def test_decode_context_parallel(
     assert tokens == 2 * alone[2]
 
 
-def latent_run(model: str, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
-    """The same of a model of latent attention, with tq4; see `run`."""
-    return run(model, name="tq4", compilation_config={"custom_ops": ["none"]}, **options)
-
-
 def test_decode_context_parallel_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of latents, which all ranks have whole otherwise."""
+    """Latents, which all ranks have whole otherwise. With means, which are added once; and with a prefix that
+    `dealt_out` makes workers read in several parts."""
     model = tiny_models.save(tiny_models.deepseek_v2(), tmp_path / "model")
+    file = calibration_files.write(tmp_path, calibration_files.content(3, 1, 512, 128, version=2))
     monkeypatch.setattr(refusals, "RULES", cpu_ranks.rules())
     keep_chunks(monkeypatch)
-    alone = latent_run(model)
-    logprobs, generated, tokens = latent_run(
-        model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
+    options: dict[str, Any] = {
+        "compilation_config": {"custom_ops": ["none"]}, "block_size": 16,
+        "prompts": [[(7 * i * i + 3 * i) % tiny_models.VOCAB for i in range(170)], *PROMPTS[1:]],
+        "additional_config": {"packed_kv": {"calibration": str(file)}},
+    }  # fmt: skip
+    alone = run(model, **options)
+    logprobs, generated, tokens = run(
+        model, **options, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
         worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
     )  # fmt: skip
     assert mean_kl(alone[0], logprobs) < 1e-6
