@@ -17,6 +17,7 @@ from packed_kv import refusals
 from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.plain import PlainAttention
+from packed_kv_quality.engines import scheduler
 from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
@@ -32,6 +33,7 @@ def run(model: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
     with engine(model, "turboquant25", dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
         llm.llm_engine.model_executor.execute_dummy_batch()  # without one, vLLM's second stage fails on a CPU
+        scheduler(llm).max_num_scheduled_tokens = 48  # vLLM's CPU platform raises it for latents
         results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         tokens = kv_tokens(llm)
     rows = [row for x in results for row in (*x.prompt_logprobs[1:], *x.outputs[0].logprobs)]
