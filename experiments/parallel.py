@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Compare engines with two ranks (decode context, pipeline or data parallelism) to one without, with packed pages.
 
-    python experiments/parallel.py {dcp,pp,dp} [--dtype NAME] [--activations float16]  # 2 GPUs, or a CPU for pp and dp
+    python experiments/parallel.py {dcp,latent-dcp,pp,dp} [--dtype NAME] [--activations float16]
 
-Both engines run at once, in processes of their own, on the demo model; for decode context parallelism, which needs more
-ranks than KV heads, with its first KV head alone. docs/parallel.md has the figures.
+On 2 GPUs; pp and dp on a CPU, too. Both engines run at once, in processes of their own, on the demo model; for decode
+context parallelism, which needs more ranks than KV heads, with its first KV head alone. `latent-dcp`: on
+models/mla-demo, whose latents are one KV head. docs/parallel.md has the figures.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from packed_kv_quality.engines import (
 prepare_environment(small_model=True)
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # asking PyTorch for a GPU is too much before a fork
 VOCAB = 4096
+MLA_DEMO = CHECKOUT / "models" / "mla-demo"
 TEXT = CHECKOUT / "LICENSE"
 LENGTHS = (90, 37, 16, 3)
 """Tokens of the prompts, where they are continued; where they are scored, all have as many as the first."""
@@ -198,11 +200,14 @@ def same(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
 
 
-def compare_ranks(dtype: str, activations: str, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Any]]:
+def compare_ranks(
+    dtype: str, activations: str, pool: ThreadPoolExecutor, *, latents: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Figures of decode context parallelism, each with its name, as they come; and what is not due to it: how far two
     kernels with different rounding are apart."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (one_kv_head(Path(folder)), dtype, activations)
+        model = str(MLA_DEMO) if latents else one_kv_head(Path(folder))
+        given = (model, dtype, activations)
         engines = ((1, "auto"), (2, "auto"), (1, "triton"))
         one, two, triton = pool.map(lambda engine: apart(over_ranks, *given, *engine), engines)
     for ranks, found in ((1, one), (2, two)):
@@ -237,6 +242,7 @@ def compare_engines(
 
 CASES: dict[str, Callable[[str, str, ThreadPoolExecutor], Iterator[tuple[str, Any]]]] = {
     "dcp": compare_ranks,
+    "latent-dcp": partial(compare_ranks, latents=True),
     "pp": partial(compare_engines, in_stages),
     "dp": partial(compare_engines, in_replicas),
 }

@@ -19,7 +19,7 @@ BESIDE = {
     "__init__": {"formats", "codecs"},
     "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
     "lmcache": {"formats", "codecs"},
-    "planning": {"formats", "layout", "json_file", "model_shape", "refusals"},
+    "planning": {"formats", "layout", "json_file", "model_shape", "refusals", "kernels", "attention"},
     "commands": {
         "formats",
         "layout",

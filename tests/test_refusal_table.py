@@ -57,7 +57,10 @@ REFUSED = [
     (Facts(is_mla=True, sliding_window=64), "latent attention (MLA) with a sliding window: 64 tokens; use"),
     (Facts(is_mla=True, skip_layers=("0", "2")), "latent attention (MLA) with skipped layers: 0 2, whose"),
     (Facts(is_mla=True, has_lora=True), "latent attention (MLA) with LoRA: adapters of kv_b_proj would"),
-    (Facts(dcp=2, is_mla=True), "--decode-context-parallel-size with latent attention (MLA): 2 ranks; use"),
+    (
+        Facts(dcp=2, is_mla=True, has_own_queries=True),
+        "--decode-context-parallel-size with --dcp-q-replicate: 2 ranks, and its weights",
+    ),
     (Facts(attention="encoder_only"), "encoders: encoder_only attention, and"),
     (Facts(architecture="BloomForCausalLM", has_alibi=True), "ALiBi: BloomForCausalLM, whose scores"),
     (
@@ -146,7 +149,7 @@ SERVED = Facts(
     backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
     speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
     skip_layers=("0",), skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
-    dcp_run=1, has_mean_blocks=True,
+    dcp_run=1, has_own_queries=True, has_mean_blocks=True,
     has_several_kinds=True,
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,

@@ -74,6 +74,7 @@ class Facts:
         capability: compute capability of the GPU.
         dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
         dcp_run: tokens in a row of a rank, `--cp-kv-cache-interleave-size`.
+        has_own_queries: each rank computes the queries of all, `--dcp-q-replicate`.
         has_mean_blocks: whether a calibration file has means of keys by position.
         pipeline: `--pipeline-parallel-size`.
         connector, connectors: its KV connector, and the same or those within a MultiConnector.
@@ -109,6 +110,7 @@ class Facts:
     dcp: int | None = None
     dcp_backend: str | None = None
     dcp_run: int | None = None
+    has_own_queries: bool | None = None
     has_mean_blocks: bool | None = None
     pipeline: int | None = None
     connector: str | None = None
@@ -257,13 +259,16 @@ def _cut_mean_block(facts: Facts) -> str | None:
     return f"{ranks} ranks in runs of {run}, which do not have whole tiles of 32 of each {MEAN_BLOCK} positions"
 
 
-def _dcp(what: str, applies: Callable[[Facts], object], source: str, why: str = "") -> Rule:
+def _dcp(
+    what: str, applies: Callable[[Facts], object], source: str, why: str = "",
+    remedy: str = "use --decode-context-parallel-size 1",
+) -> Rule:  # fmt: skip
     """A row of `--decode-context-parallel-size`, which deals a request's tokens out to ranks."""
     return Rule(
         f"--decode-context-parallel-size with {what}",
         source,
         lambda facts: (facts.dcp or 1) > 1 and bool(applies(facts)) and f"{facts.dcp} ranks{why and ', and '}{why}",
-        "use --decode-context-parallel-size 1",
+        remedy,
     )
 
 
@@ -355,7 +360,9 @@ RULES: tuple[Rule, ...] = (
          "leave the option out"),
     Rule("--enable-dbo and --ubatch-size", "the options",
          lambda f: f.has_micro_batches and "two batches would share one schedule", "leave the options out"),
-    _dcp("latent attention (MLA)", lambda f: f.is_mla, "`kv_lora_rank`; vLLM's `use_mla`"),
+    _dcp("--dcp-q-replicate", lambda f: f.is_mla and f.has_own_queries, "the option; `VLLM_DCP_Q_REPLICATE`",
+         "its weights are copied before latents' are folded into them",
+         "leave out --dcp-q-replicate and VLLM_DCP_Q_REPLICATE"),
     _dcp("vLLM's CPU platform", lambda f: f.platform == "cpu", "vLLM's platform", "it cannot place tokens by rank"),
     _dcp("--dcp-comm-backend a2a", lambda f: f.dcp_backend == "a2a", "the option", "ag_rs is supported"),
     _dcp("drafts", lambda f: f.speculative_method, "`--speculative-config`",

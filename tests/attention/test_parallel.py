@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import calibration_files
 import cpu_ranks
 import pytest
 import recent_windows
 import tiny_models
 import torch
-from harness import engine, kv_tokens, mean_kl
+from harness import engine, keep_chunks, kv_tokens, mean_kl
 from packed_kv import refusals
 from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.plain import PlainAttention
+from packed_kv_quality.engines import scheduler
 from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
@@ -25,13 +27,14 @@ PROMPTS = [
 TWO_PROCESSES: dict[str, Any] = {"distributed_executor_backend": "mp"}
 
 
-def run(model: str, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
+def run(model: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[torch.Tensor, list[list[int]], int]:
     """Log-probabilities of all positions, prompts in chunks of up to 48 tokens; tokens generated; KV tokens."""
     sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_logprobs": tiny_models.VOCAB}
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
     with engine(model, "turboquant25", dtype="float32", skip_tokenizer_init=True, **sizes, **options) as llm:
         llm.llm_engine.model_executor.execute_dummy_batch()  # without one, vLLM's second stage fails on a CPU
-        results = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+        scheduler(llm).max_num_scheduled_tokens = 48  # vLLM's CPU platform raises it for latents
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         tokens = kv_tokens(llm)
     rows = [row for x in results for row in (*x.prompt_logprobs[1:], *x.outputs[0].logprobs)]
     logprobs = torch.tensor([[row[token].logprob for token in range(tiny_models.VOCAB)] for row in rows])
@@ -57,6 +60,28 @@ def test_decode_context_parallel(
     monkeypatch.setattr(refusals, "RULES", cpu_ranks.rules())  # `dealt_out` does so in the workers
     logprobs, generated, tokens = run(
         model, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
+        worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
+    )  # fmt: skip
+    assert mean_kl(alone[0], logprobs) < 1e-6
+    assert generated == alone[1]
+    assert tokens == 2 * alone[2]
+
+
+def test_decode_context_parallel_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents, which all ranks have whole otherwise. With means, which are added once; and with a prefix that
+    `dealt_out` makes workers read in several parts."""
+    model = tiny_models.save(tiny_models.deepseek_v2(), tmp_path / "model")
+    file = calibration_files.write(tmp_path, calibration_files.content(3, 1, 512, 128, version=2))
+    monkeypatch.setattr(refusals, "RULES", cpu_ranks.rules())
+    keep_chunks(monkeypatch)
+    options: dict[str, Any] = {
+        "compilation_config": {"custom_ops": ["none"]}, "block_size": 16,
+        "prompts": [[(7 * i * i + 3 * i) % tiny_models.VOCAB for i in range(170)], *PROMPTS[1:]],
+        "additional_config": {"packed_kv": {"calibration": str(file)}},
+    }  # fmt: skip
+    alone = run(model, **options)
+    logprobs, generated, tokens = run(
+        model, **options, tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=4,
         worker_extension_cls="dealt_out.Extension", recent_tokens=None, **TWO_PROCESSES,
     )  # fmt: skip
     assert mean_kl(alone[0], logprobs) < 1e-6

@@ -9,6 +9,7 @@ import pytest
 import test_cuda_decode as cuda_tests
 import torch
 from packed_kv.kernels.cuda.launch import Grid
+from packed_kv.kernels.triton import combine
 from packed_kv.kernels.triton.combine import weigh_by_lse
 from test_decode import DEVICE, run, transforms
 
@@ -39,8 +40,11 @@ def test_lse(options: dict[str, Any]) -> None:
     torch.testing.assert_close(*run("turboquant25", returns_lse=True, **options), rtol=0, atol=MOST)
 
 
-def test_shares_of_the_keys() -> None:
-    """What ranks hold of a request together gives attention over all of it; where no rank has a key, 0 and -inf."""
+@pytest.mark.parametrize("elements", [combine.SHARE_ELEMENTS, 256])
+def test_shares_of_the_keys(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks hold of a request together gives attention over all of it; where no rank has a key, 0 and -inf. A
+    program has all heads, or two of them."""
+    monkeypatch.setattr(combine, "SHARE_ELEMENTS", elements)
     generator = torch.Generator().manual_seed(0)
     heads, tokens, head_dim, ends = 3, 5, 80, (0, 3, 11, 12)
     scores = 5 * torch.randn(heads, tokens, 12, generator=generator).to(DEVICE)

@@ -22,6 +22,10 @@ class Card:
     memory: int
     bandwidth: float
 
+    @property
+    def is_hopper(self) -> bool:
+        return self.name.startswith(("H100", "H200"))
+
 
 CARDS = {
     name: Card(name, mib * MIB, bandwidth * 1e12)

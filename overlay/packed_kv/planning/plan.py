@@ -7,7 +7,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..attention.routes import longest_fused
 from ..formats import FORMATS, ROPE_BITS
+from ..kernels.cuda import COLUMNS, HEAD_DIMS
 from ..model_shape import DENSE, FP8, BadInput, Model, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
@@ -150,6 +152,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     ]
     if any(layer.kind in ("sliding", "chunked") for layer in model.layers):
         lines.append(f"sliding and chunked layers keep blocks for {serving.in_flight_tokens:,} tokens in flight")
+    if not model.has_latents:
+        lines.append(decodes(model, target.card))
     if serving.skip_layers:
         lines.append("vLLM enlarges blocks beside skipped layers; by how much depends on whether the first is skipped")
         if len({(layer.kv_heads, layer.head_size) for layer in model.attention}) > 1:
@@ -175,6 +179,22 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     else:
         lines.append("no step: the bandwidth of the card is not known (--bandwidth)")
     return lines
+
+
+def decodes(model: Model, card: Card) -> str:
+    """Which kernel serves a packed dtype's decodes, and how many new tokens of a request it takes: in CUDA graphs, the
+    layer that takes the fewest decides."""
+    heads = model.config["num_attention_heads"] // model.ranks
+    group = max(max(1, heads // layer.kv_heads) for layer in model.attention)
+    by_cuda = card.is_hopper and group <= COLUMNS and all(
+        layer.kind == "full" and layer.head_size in HEAD_DIMS and layer.value_size in (0, layer.head_size)
+        for layer in model.attention
+    )  # fmt: skip
+    longest, kernel = longest_fused(group, by_cuda=by_cuda), "CUDA" if by_cuda else "Triton"
+    return (
+        f"decodes of packed pages: {group} query heads a KV head; the {kernel} kernel takes steps of up to "
+        f"{longest} new tokens a request (drafts included), {group * longest} columns; others run outside CUDA graphs"
+    )
 
 
 def _folded_bytes(model: Model) -> int:

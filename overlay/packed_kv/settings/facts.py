@@ -25,6 +25,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         capability=(capability.major, capability.minor) if capability else None,
         dcp=parallel.decode_context_parallel_size,
         dcp_backend=parallel.dcp_comm_backend,
+        has_own_queries=getattr(parallel, "dcp_q_replicate", None),
         pipeline=parallel.pipeline_parallel_size,
         connector=transfer.kv_connector if transfer else None,
         connectors=tuple(connectors(transfer)),

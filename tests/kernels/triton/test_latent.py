@@ -121,6 +121,7 @@ def test_gathered_rows_equal_the_pages(name: str, rank: int, rope_dim: int, rope
 BATCHES = {
     "decodes": ((1, 64, 129), (1, 1, 1)),
     "drafts": ((5, 131, 70), (4, 0, 3)),
+    "a rank's part": ((0, 70, 1), (1, 1, 1)),
 }
 """Name -> tokens in the cache, and query tokens."""
 
@@ -148,12 +149,32 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, heads, rope_bits, spl
     q_rope = torch.randn(starts[-1], heads, rope_dim, generator=random).to(DEVICE, torch.bfloat16)
     constant = torch.randn(rank, generator=random).to(DEVICE)
     on_device = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, seq_lens)]
-    expected = attend(codec, cache, table, *on_device, q_latent, q_rope, SCALE, constant)
+    expected_lse = torch.zeros(starts[-1], heads, device=DEVICE)
+    expected = attend(codec, cache, table, *on_device, q_latent, q_rope, SCALE, constant, lse=expected_lse)
+    lse = torch.full_like(expected_lse, float("nan"))
     output = torch.full((starts[-1], heads, rank), float("nan"), dtype=torch.float32, device=DEVICE)
     decode_latents(
         codec.layout, cache, table, *on_device, q_latent, q_rope, SCALE, output, max_query_len=max(counts),
-        splits=splits, constant=constant,
+        splits=splits, constant=constant, lse=lse,
     )  # fmt: skip
     error = (output - expected).norm() / (expected - constant).norm()
     print(f"relative error {error:.1e}")
     assert error < 2e-3
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
+
+
+def test_lse_of_the_reference() -> None:
+    """Against float64, with a request of which a rank has no token; the constant is not in it."""
+    codec = codec_of(FORMATS["tq4"], 64, 32)
+    cache, table = filled(codec, (37, 0, 5), 16)
+    starts, seq_lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((0, 2, 3, 4), (37, 0, 5)))
+    random = torch.Generator().manual_seed(3)
+    query = torch.randn(4, 3, 96, generator=random).to(DEVICE)
+    lse = torch.full((4, 3), float("nan"), device=DEVICE)
+    output = attend(codec, cache, table, starts, seq_lens, *query.split([64, 32], -1), SCALE, None, lse=lse)
+    for row, (request, seen) in enumerate(((0, 36), (0, 37), (1, 0), (2, 5))):
+        numbers = torch.arange(-(-seen // 16), device=DEVICE)
+        latent, rope = (x[:seen].double() for x in codec.read(cache, table[request, numbers].long()))
+        scores = query[row].double() @ torch.cat((latent, rope), -1).T * SCALE
+        torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(output[row].double(), scores.softmax(-1) @ latent, rtol=0, atol=1e-5)

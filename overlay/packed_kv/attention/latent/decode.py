@@ -1,55 +1,34 @@
-"""Decode attention over latents on CUDA: one launch attends, one merges the splits, and one adds the recent window.
+"""Decode attention over latents on CUDA: a kernel attends over pages, and a launch adds the recent window.
 
 No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
-its first layer; the others only launch.
+its first layer; the others only launch. Where ranks split the tokens of a request, a layer attends over its rank's, for
+the heads of all ranks, and returns its lse.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
-from ...kernels import power_of_2
-from ...kernels.triton.latent_decode import (
-    bind_decode_latents,
-    bind_merge_latents,
-    decode_latents_arguments,
-    latent_shape,
-    merge_latents_arguments,
-    merge_latents_grid,
-    row_tiles,
-    split_count,
-)
-from ...kernels.triton.launch import Arguments, Launches
+from ...kernels.triton.launch import Launches
 from .metadata import LatentDecodeMetadata
 from .recent import RecentLatents, RecentStep
-
-
-@dataclass(frozen=True)
-class LatentDecodeStep:
-    """Grid and arguments of the launches of a step; `output` [tokens, heads, rank] is of all layers, and so is `part`,
-    which the merge fills: that of `recent`, or `output` where there are no rings."""
-
-    grid: tuple[int, int, int]
-    arguments: Arguments
-    merge: Arguments
-    splits: int
-    part: torch.Tensor
-    output: torch.Tensor
-    recent: RecentStep | None
 
 
 @dataclass(frozen=True)
 class LatentLayer:
     """What decode attention of a layer has to know.
 
-    `codec`: on a CUDA device. `heads`: query heads of this rank. `scale`: of scores. `dtype`: of queries and outputs,
-    fp16 or bf16. `longest_decode`: query tokens of a request, drafts included. `max_requests`: of a step. `constant`:
-    fp32 [rank], added to outputs, or None. `window`: tokens that a query reads in its request's ring, 0: there is none.
+    `codec`: on a CUDA device. `heads`: query heads of this rank, or of all that split its tokens. `scale`: of scores.
+    `dtype`: of queries and outputs, fp16 or bf16. `longest_decode`: query tokens of a request, drafts included.
+    `max_requests`: of a step. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens that a query reads
+    in its request's ring, 0: there is none. `is_shard`: whether the pages hold a rank's part of the tokens.
     """
 
     codec: LatentCodec
@@ -60,37 +39,72 @@ class LatentLayer:
     max_requests: int
     constant: torch.Tensor | None
     window: int = 0
+    is_shard: bool = False
 
 
-class LatentDecode:
+@dataclass(frozen=True)
+class PageStep:
+    """What attention over pages reads and fills in a step.
+
+    `metadata`: of the batch's decodes. `lens`: int32 [requests], tokens read there. `partial`, `stats`: fp32 [...,
+    rank] and [..., 2], parts of results. `output`: [tokens, heads, rank], filled; `lse`: fp32 [tokens, heads], filled,
+    or None.
+    """
+
+    metadata: LatentDecodeMetadata
+    lens: torch.Tensor
+    partial: torch.Tensor
+    stats: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class LatentStep:
+    """What the layers of a step share: attention over pages, what the kernel made for it, that of the recent window,
+    and what layers return, which the next one overwrites."""
+
+    pages: PageStep
+    launches: Any
+    recent: RecentStep | None
+    output: torch.Tensor
+
+
+class LatentDecode(ABC):
     """Decode attention of one layer."""
 
     def __init__(self, layer: LatentLayer) -> None:
+        assert not (layer.window and layer.is_shard), "ranks that split tokens have no recent window"
         self.layer, self.codec, self.heads = layer, layer.codec, layer.heads
-        self.recent = recent_latents(layer)
-        self.constant = None if layer.window else layer.constant
-        """Added by the merge."""
-        self.shape = latent_shape(layer.heads, layer.longest_decode, layer.scale)
+        self.recent = None
+        if layer.window:
+            requests = layer.longest_decode, layer.max_requests
+            self.recent = RecentLatents(layer.codec, layer.heads, layer.scale, *requests, layer.constant)
+        self.is_part = layer.is_shard or self.recent is not None
+        """Whether attention over pages is a part, in fp32 and with its lse."""
+        self.constant = None if self.is_part else layer.constant
+        """Added by the kernel."""
         self.sm_count = torch.cuda.get_device_properties(layer.codec.device).multi_processor_count
         self.bound = Launches()
 
-    def step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentDecodeStep:
+    def step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentStep:
         """That of a batch's decodes, which have `tokens` query tokens; made for the first layer of such heads."""
-        kind = self.shape, ring and ring.block_table.data_ptr()
+        kind = (self.heads, self.layer.scale, ring and ring.block_table.data_ptr())
         found = metadata.made.get(kind)
         if found is None:
             found = metadata.made[kind] = self._make_step(metadata, tokens, ring)
         return found
 
-    def _make_step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentDecodeStep:
-        requests, tiles = len(metadata.seq_lens), row_tiles(self.shape, metadata.max_query_len)
-        splits = split_count(requests, tiles, self.sm_count)
-        partial, stats, output, *of_pages = self._reserve(tokens, splits)
-        recent = self.recent.step(metadata, ring, *of_pages) if self.recent and ring else None
-        lens, part, lse = (recent.page_lens, recent.part, recent.lse) if recent else (metadata.seq_lens, output, None)
-        arguments = decode_latents_arguments(metadata.block_table, metadata.query_start, lens, partial, stats)
-        merge = merge_latents_arguments(partial, stats, lse)
-        return LatentDecodeStep((splits, tiles, requests), arguments, merge, power_of_2(splits), part, output, recent)
+    def _make_step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentStep:
+        partial, stats, output, *rest = self._reserve(self.partials(metadata, tokens), tokens)
+        lens, lse, recent = metadata.seq_lens, rest[0] if self.is_part else None, None
+        returned = output
+        if self.recent and ring:
+            assert lse is not None
+            recent = self.recent.step(metadata, ring, output, lse)
+            lens, returned = recent.page_lens, rest[1]
+        pages = PageStep(metadata, lens, partial, stats, output, lse)
+        return LatentStep(pages, self.prepare(pages), recent, returned)
 
     def __call__(
         self,
@@ -99,67 +113,46 @@ class LatentDecode:
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         ring: Ring | None = None,
-    ) -> torch.Tensor:
-        """Attend over all of the requests' tokens, the new ones included.
-
-        Args:
-            cache: uint8 [blocks, block_size, slot_bytes].
-            metadata: of the batch's decodes.
-            q_latent, q_rope: [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
-            ring: of the decodes' recent tokens, the new ones included, where the layer has a window.
-
-        Returns:
-            [tokens, heads, rank], in memory that the next layer overwrites.
-        """
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend over all of the requests' tokens, the new ones included; see `PlainLatents.attend`. The results are in
+        memory that the next layer overwrites. `ring` is there where the layer has a window."""
         assert (ring is None) == (self.recent is None)
         step = self.step(metadata, len(q_latent), ring)
-        held_for = (cache.data_ptr(), q_latent.stride(), q_rope.stride(), q_latent.dtype, q_rope.dtype)
-        decode = self.bound.get(
-            "decode",
-            held_for,
-            lambda: bind_decode_latents(self.codec.layout, self.shape, cache, q_latent, q_rope),
-        )
-        decode(step.grid, (q_latent, q_rope), step.arguments)
-        merge = self.bound.get(
-            ("merge", step.splits),
-            None,
-            lambda: bind_merge_latents(step.part, self.constant, step.splits, has_lse=ring is not None),
-        )
-        merge(merge_latents_grid(step.part), (step.part,), step.merge)
+        self.attend(step, cache, q_latent, q_rope)
         if self.recent and step.recent and ring:
             self.recent.add(step.recent, ring.cache, q_latent, q_rope, step.output)
-        return step.output
+            return step.output, None
+        return step.output, step.pages.lse
 
     def reserve_any_batch(self) -> None:
         """Size the workspace for any batch."""
-        counts, lengths = range(1, self.layer.max_requests + 1), range(1, self.layer.longest_decode + 1)
-        rows = max(
-            n * length * split_count(n, row_tiles(self.shape, length), self.sm_count)
-            for n in counts
-            for length in lengths
-        )
-        self._reserve(rows, 1)
+        self._reserve(self.most_partials(), self.layer.max_requests * self.layer.longest_decode)
 
-    def _reserve(self, tokens: int, splits: int) -> list[torch.Tensor]:
-        """Workspace for partial outputs, their softmax state, and `outputs_of`."""
-        shape = tokens, self.heads, splits
+    def _reserve(self, partials: tuple[int, ...], tokens: int) -> list[torch.Tensor]:
+        """Workspace for parts of results of this shape, their softmax state, and outputs of `tokens` query tokens: that
+        of pages and, if it is a part, its lse; with a window, that of both."""
+        shape, layer = (tokens, self.heads, self.codec.rank), self.layer
+        outputs: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, torch.float32 if self.is_part else layer.dtype)]
+        if self.is_part:
+            outputs.append((shape[:2], torch.float32))
+        if self.recent:
+            outputs.append((shape, layer.dtype))
         return current_workspace_manager().get_simultaneous(
-            ((*shape, self.codec.rank), torch.float32),
-            ((*shape, 2), torch.float32),
-            *outputs_of(self.layer, tokens),
+            ((*partials, self.codec.rank), torch.float32), ((*partials, 2), torch.float32), *outputs
         )
 
+    @abstractmethod
+    def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
+        """Parts of results in a step, without their channels."""
 
-def recent_latents(layer: LatentLayer) -> RecentLatents | None:
-    """What adds a layer's rings; None: it has none."""
-    if not layer.window:
-        return None
-    requests = layer.longest_decode, layer.max_requests
-    return RecentLatents(layer.codec, layer.heads, layer.scale, *requests, layer.constant)
+    @abstractmethod
+    def most_partials(self) -> tuple[int, ...]:
+        """The same for the step that has most."""
 
+    @abstractmethod
+    def prepare(self, pages: PageStep) -> Any:
+        """What `attend` of the step's layers needs: grids and arguments of launches."""
 
-def outputs_of(layer: LatentLayer, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the outputs of `tokens` query tokens and, with a window, of the outputs and lse of pages."""
-    shape = tokens, layer.heads, layer.codec.rank
-    of_pages = [(shape, torch.float32), (shape[:2], torch.float32)] if layer.window else []
-    return [(shape, layer.dtype), *of_pages]
+    @abstractmethod
+    def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
+        """Attention over pages: fill `step.pages.output` and `step.pages.lse`."""

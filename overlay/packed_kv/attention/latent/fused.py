@@ -17,11 +17,12 @@ from .decode import LatentDecode, LatentLayer
 from .hopper import HopperLatentDecode
 from .metadata import LatentDecodeMetadata
 from .plain import RecentContext
+from .portable import TritonLatentDecode
 
 logger = init_logger("vllm.packed_kv")
 
 
-def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode | HopperLatentDecode:
+def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode:
     """Decode attention by the kernel that serves the layer.
 
     Args:
@@ -39,13 +40,13 @@ def latent_decode(kernel: str, layer: LatentLayer) -> LatentDecode | HopperLaten
         "CUDA kernel" if reason is None else f"Triton kernel (the CUDA kernel {reason})",
         scope="local",
     )
-    return LatentDecode(layer) if reason else HopperLatentDecode(layer)
+    return TritonLatentDecode(layer) if reason else HopperLatentDecode(layer)
 
 
 class FusedLatents:
     """See `PlainLatents`; without host syncs."""
 
-    def __init__(self, decode: LatentDecode | HopperLatentDecode) -> None:
+    def __init__(self, decode: LatentDecode) -> None:
         self.codec, self.decode = decode.codec, decode
         self.inverse_gain = 1 / decode.codec.value_gain()
         self.bound = Launches()
@@ -107,7 +108,7 @@ class FusedLatents:
         q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         ring: Ring | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.decode(cache, metadata, q_latent, q_rope, ring)
 
     def reserve_any_batch(self) -> None:

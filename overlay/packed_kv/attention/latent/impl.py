@@ -6,6 +6,9 @@ stored.
 
 A request's ring is written with the pages, but for prompts that continue: these read what it had before, so their
 tokens follow behind their attention.
+
+Where ranks split the tokens of a request, vLLM gathers the queries of decodes; each rank attends over its tokens, and
+`combine` takes the place of vLLM's sum over the ranks. Of a prompt's prefix each gathers the tokens of all.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
     accumulate_mla_context_chunk,
     init_mla_context_partial,
+    reorg_kvcache,
 )
 
 from ...codecs.latent import LatentCodec
@@ -28,10 +32,12 @@ from ...settings.calibration import find_calibration
 from ...settings.options import read_options
 from ...window.layer import WindowLayer, add_window_layer, recent_tokens_of_model
 from ...window.step import WindowStep
+from ..context_parallel import Ranks
+from ..context_shard import shard_of
 from ..metadata import longest_decode
 from .fold import FoldedWeights
 from .metadata import LatentMetadata
-from .plain import PlainLatents, RecentContext
+from .plain import PlainLatents, RecentContext, Span
 
 if TYPE_CHECKING:
     from .fused import FusedLatents
@@ -49,9 +55,9 @@ CODEC_ARGUMENTS = {
 class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
     """Stores latents into packed pages and attends over these. Raises Refused for what they do not support."""
 
-    supports_dcp = False
+    supports_dcp = True
     supports_pcp = False
-    can_return_lse_for_decode = False
+    can_return_lse_for_decode = True
 
     def __init__(
         self,
@@ -99,6 +105,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.recent_tokens = recent_tokens_of_model(self.config)
         self.layer_name = ""
         self.window_layer: WindowLayer | None = None
+        self.ranks: Ranks | None = None
+        """Those that split the layer's tokens, if any do."""
         self.weights: FoldedWeights | None = None
         self.pages: PlainLatents | FusedLatents | None = None
         """What `build` makes."""
@@ -116,6 +124,10 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         its memory."""
         if self.weights is not None:
             return
+        shard = shard_of(self.config)
+        refuse(Facts(is_mla=True, dcp=shard.ranks, has_own_queries=layer.dcp_q_replicate), self.kv_cache_dtype)
+        if shard.ranks > 1:
+            self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
         self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
         rope_bits = read_options(self.config.additional_config).latent_rope_bits
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
@@ -133,22 +145,29 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
     def _pages(self, codec: LatentCodec, constant: torch.Tensor | None) -> PlainLatents | FusedLatents:
         """With the kernels of CUDA, where they serve."""
-        dtype = self.config.model_config.dtype
+        dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
         if self.device.type != "cuda" or dtype == torch.float32:
-            return PlainLatents(codec, self.scale, constant)
+            return PlainLatents(codec, self.scale, constant, is_shard=ranks > 1)
         from .decode import LatentLayer  # imports Triton, which the CPU platform may lack
         from .fused import FusedLatents, latent_decode
 
         kernel = read_options(self.config.additional_config).decode_kernel
         longest, requests = longest_decode(self.config), self.config.scheduler_config.max_num_seqs
         window = 0 if self.window_layer is None else self.window_layer.window
-        layer = LatentLayer(codec, self.num_heads, self.scale, dtype, longest, requests, constant, window)
+        sizes = self.num_heads * ranks, self.scale, dtype, longest, requests
+        layer = LatentLayer(codec, *sizes, constant, window, is_shard=ranks > 1)
         return FusedLatents(latent_decode(kernel, layer))
 
     def reserve_workspace(self) -> None:
-        """Size vLLM's workspace for any batch, in its profiling run."""
-        if self.pages is not None:
-            self.pages.reserve_any_batch()
+        """Size vLLM's workspace for any batch, in its profiling run, and take there the memory that ranks exchange."""
+        if self.pages is None:
+            return
+        self.pages.reserve_any_batch()
+        if self.ranks is not None and self.weights is not None and not self.weights.layer.kv_cache.numel():
+            requests = self.config.scheduler_config.max_num_seqs
+            sizes = requests, self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
+            query = torch.zeros(sizes, dtype=self.config.model_config.dtype, device=self.device)
+            self.ranks.reserve(query, self.kv_lora_rank)
 
     def do_kv_cache_update(
         self,
@@ -223,17 +242,38 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         Args:
             q: [tokens, heads, rank], times the folded `W_UK_T`, and [tokens, heads, rope_dim]; or both side by side.
+                Where ranks split the tokens, of the heads of all.
             kv_c_and_k_pe_cache: uint8 [blocks, block_size, slot_bytes].
 
         Returns:
-            [tokens, heads, rank] of the queries' dtype, to be multiplied by the folded `W_UV`; no lse.
+            [tokens, heads, rank] of the queries' dtype, to be multiplied by the folded `W_UV`, and no lse; where ranks
+            split the tokens, what `combine` takes.
         """
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
         assert attn_metadata.decode is not None and self.pages is not None
         window = self._window_step()
         ring = window.ring(0, attn_metadata.num_decodes) if window else None
-        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope, ring), None
+        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope, ring)
+
+    def combine(
+        self, part: torch.Tensor, lse: torch.Tensor, *, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention over all ranks' tokens from that over this one's, in the place of `MLADCPManager.combine`, whose
+        Triton kernel no CPU has, and which rounds each rank's part.
+
+        Args:
+            part, lse: of `forward_mqa`: fp32 [tokens, heads of all ranks, rank] and [tokens, heads of all ranks].
+            seq_lens, query_start_loc: not needed, as lse is -inf where a rank has no token.
+
+        Returns:
+            Of this rank's heads, [tokens, heads, rank] of the model's dtype, the constant added.
+        """
+        assert self.ranks is not None and self.weights is not None
+        output, _ = self.ranks.combine(part, lse)
+        if self.weights.constant is not None:
+            output += self.weights.constant
+        return output.to(self.config.model_config.dtype)
 
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: LatentMetadata, k_scale: torch.Tensor
@@ -249,11 +289,16 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         context, window = prefill.chunked_context, self._window_step()
         output = output_lse = None
         for chunk in context.chunks:
-            rows, requests, recent = context.workspace[: chunk.num_context_tokens], chunk.request_slice, None
+            requests, recent = chunk.request_slice, None
             if window is not None:
                 ring = window.ring(*(attn_metadata.num_decodes + n for n in (requests.start, requests.stop)))
                 recent = RecentContext(ring, context.context_lens[requests])
-            pages.gather(kv_c_and_k_pe_cache, prefill.block_table[requests], chunk, rows, recent)
+            block_table = prefill.block_table[requests]
+            if self.ranks is None:
+                rows = context.workspace[: chunk.num_context_tokens]
+                pages.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
+            else:
+                rows = self._gather_over_ranks(kv_c_and_k_pe_cache, block_table, context, chunk)
             key = self._expand(rows, 0)
             key = self._concat_k_nope_k_pe(key, rows[:, self.kv_lora_rank :].unsqueeze(1))
             if recent is not None:
@@ -268,6 +313,30 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
                 output, output_lse = init_mla_context_partial(context, part, part_lse, num_tokens=len(q))
             accumulate_mla_context_chunk(chunk, part, part_lse, output, output_lse)
         return output, output_lse
+
+    def _context_parallel_compute_prefill_context(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """What vLLM calls instead of the method above where ranks split the tokens."""
+        cache, metadata = arguments
+        return self._compute_prefill_context(q, cache, metadata, options["k_scale"])
+
+    def _gather_over_ranks(
+        self, cache: torch.Tensor, block_table: torch.Tensor, context: Any, chunk: Any
+    ) -> torch.Tensor:
+        """Rows of a chunk's tokens, request by request, and of a request rank by rank, each in memory of its own.
+
+        Every rank reads as many rows of a request, whole runs of tokens; what lies behind its last one is left out.
+        """
+        assert self.pages is not None and self.ranks is not None
+        ranks, count, lens = self.ranks.shard.ranks, chunk.num_local_context_tokens, chunk.padded_local_seq_lens
+        room = len(context.workspace) // (ranks + 1)
+        own, of_all = context.workspace[:count], context.workspace[room : room + ranks * count]
+        span = Span(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
+        self.pages.gather(cache, block_table, span, own)
+        context.dcp_manager.kv_gather(of_all, own)
+        latent, rope = of_all.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        sizes = lens, chunk.local_context_lens_allranks, chunk.local_starts
+        counts = chunk.num_context_tokens, chunk.max_seq_len, count
+        return torch.cat(reorg_kvcache(latent, rope, *sizes, *counts), dim=-1)
 
     def _expand(self, rows: torch.Tensor, which: int) -> torch.Tensor:
         """K without RoPE (`which` 0) or V (1) of stored latents: rows [tokens, rank + rope_dim] -> [tokens, heads,

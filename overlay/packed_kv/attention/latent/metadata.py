@@ -50,6 +50,8 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
+        # Parts of a prefix begin at multiples of this: at whole blocks of each rank that has some of its tokens.
+        self.page_size *= self.dcp_world_size
         layers = vllm_config.compilation_config.static_forward_context
         layers[layer_names[0]].impl.reserve_workspace()  # 0.32 does not ask for it in its profiling run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,17 @@ class RecentContext:
     context_lens: torch.Tensor
 
 
+class Span(NamedTuple):
+    """Tokens of requests to gather: `starts`, int32 [requests], the first of each, a multiple of 16; `cu_seq_lens`,
+    int32 [requests + 1], rows where they go; `max_seq_len` of a request; `seq_lens`, on the host. vLLM's chunks of a
+    prefix have these, too."""
+
+    starts: torch.Tensor
+    cu_seq_lens: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+
+
 class PlainLatents:
     """Pages of one layer's latents.
 
@@ -28,10 +39,13 @@ class PlainLatents:
         codec: of the layer.
         scale: of scores.
         constant: fp32 [rank], added to what `attend` returns, or None.
+        is_shard: whether the pages hold a rank's part of the tokens.
     """
 
-    def __init__(self, codec: LatentCodec, scale: float, constant: torch.Tensor | None) -> None:
-        self.codec, self.scale, self.constant = codec, scale, constant
+    def __init__(
+        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
+    ) -> None:
+        self.codec, self.scale, self.constant, self.is_shard = codec, scale, constant, is_shard
 
     def store(
         self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
@@ -80,11 +94,25 @@ class PlainLatents:
 
     def attend(
         self, cache: torch.Tensor, metadata: Any, q_latent: torch.Tensor, q_rope: torch.Tensor, ring: Ring | None = None
-    ) -> torch.Tensor:
-        """Attention of a batch's decodes, whose `LatentDecodeMetadata` it is: q_latent [tokens, heads, rank] and q_rope
-        [tokens, heads, rope_dim] -> [tokens, heads, rank] of their dtype. `ring`: of these requests, or None."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of a batch's decodes.
+
+        Args:
+            cache: uint8 [blocks, block_size, slot_bytes].
+            metadata: `LatentDecodeMetadata` of the batch's decodes; of a rank's part, its lengths are those there.
+            q_latent, q_rope: [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
+            ring: of these requests, or None.
+
+        Returns:
+            [tokens, heads, rank] of the queries' dtype, and None. Of a rank's part in fp32, without the constant, and
+            the natural lse of the scores, fp32 [tokens, heads]: -inf where the part has no token.
+        """
         tables = (cache, metadata.block_table, metadata.query_start, metadata.seq_lens)
-        return attend(self.codec, *tables, q_latent, q_rope, self.scale, self.constant, ring).to(q_latent.dtype)
+        batch = (self.codec, *tables, q_latent, q_rope, self.scale)
+        if not self.is_shard:
+            return attend(*batch, self.constant, ring).to(q_latent.dtype), None
+        lse = q_latent.new_full(q_latent.shape[:2], float("-inf"), dtype=torch.float32)
+        return attend(*batch, None, ring, lse), lse
 
     def reserve_any_batch(self) -> None:
         """Make sure of memory for any batch: none is needed."""
@@ -126,6 +154,7 @@ def attend(
     scale: float,
     constant: torch.Tensor | None,
     ring: Ring | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of requests' last tokens over all of their cached ones, themselves included.
 
@@ -139,6 +168,7 @@ def attend(
         scale: of scores.
         constant: fp32 [rank], added to each result, or None.
         ring: of the requests' recent tokens, read there and not in the pages (`page_lens`); None: there is none.
+        lse: fp32 [tokens, heads], filled with the natural log-sum-exps of the scores; None: not wanted.
 
     Returns:
         fp32 [tokens, heads, rank]; rows of no request are 0.
@@ -154,7 +184,7 @@ def attend(
             continue
         latent, rope = read_tokens(codec, cache, block_table[request], 0, page_len)
         position = torch.arange(end, device=cache.device)
-        own = position[end - count :, None]
+        own = torch.arange(end - count, end, device=cache.device)[:, None]
         hidden = position[:page_len] > own - (end - page_len)
         if ring is not None:
             low = min(max(page_len - count + 1, int(ring.first[request])), end)
@@ -164,6 +194,8 @@ def attend(
             hidden = torch.cat((hidden, (position > own) | (position <= own - (end - page_len))), dim=1)
         scores = torch.einsum("qhd,td->hqt", query[rows], torch.cat((latent, rope), dim=-1)) * scale
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        if lse is not None:
+            lse[rows] = scores.logsumexp(-1).T
         if ring is not None:
             latent[page_len:] /= gain
         output[rows] = torch.einsum("hqt,tl->qhl", weights, latent)

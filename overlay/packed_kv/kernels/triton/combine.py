@@ -13,6 +13,9 @@ import triton.language as tl
 from .. import power_of_2
 from .launch import Arguments, Launch
 
+SHARE_ELEMENTS = 8192
+"""Of an output that a program weighs: 64 of a thread."""
+
 
 @triton.jit(do_not_specialize=["lse_stride", "part_lse_stride"], do_not_specialize_on_alignment=["lse", "part_lse"])
 def _combine_kernel(
@@ -123,10 +126,11 @@ def _share_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens. `output` fp16, bf16 or fp32 [tokens, HEADS, HEAD_DIM]; `lse` fp32 [tokens, HEADS]; `rank_lse` fp32
-    [RANKS, tokens, HEADS]."""
+    """Grid: (tokens, blocks of PADDED_HEADS heads). `output` fp16, bf16 or fp32 [tokens, HEADS, HEAD_DIM]; `lse` fp32
+    [tokens, HEADS]; `rank_lse` fp32 [RANKS, tokens, HEADS]."""
     token, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    head, channel = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_DIM)
+    head = tl.program_id(1) * PADDED_HEADS + tl.arange(0, PADDED_HEADS)
+    channel = tl.arange(0, PADDED_DIM)
     there, nothing = head < HEADS, float("-inf")
     top = tl.full([PADDED_HEADS], nothing, tl.float32)
     for rank in tl.static_range(RANKS):
@@ -148,7 +152,14 @@ def _share_kernel(
 def bind_weigh_by_lse(output: torch.Tensor, ranks: int, rank: int) -> Launch:
     """The kernel for outputs of the dtype and heads of `output` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
     of rank `rank` of `ranks`."""
-    return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **_shape(output)), num_warps=4)
+    shape = _shape(output)
+    shape["PADDED_HEADS"] = min(shape["PADDED_HEADS"], _heads_of_a_block(output))
+    return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **shape), num_warps=4)
+
+
+def _heads_of_a_block(output: torch.Tensor) -> int:
+    """Heads whose channels a program of `_share_kernel` keeps in registers."""
+    return max(1, SHARE_ELEMENTS // power_of_2(output.shape[2]))
 
 
 def weigh_by_lse(output: torch.Tensor, rank_lse: torch.Tensor, rank: int, launch: Launch | None = None) -> torch.Tensor:
@@ -168,5 +179,6 @@ def weigh_by_lse(output: torch.Tensor, rank_lse: torch.Tensor, rank: int, launch
     lse = torch.empty_like(rank_lse[0])
     if launch is None:
         launch = bind_weigh_by_lse(output, len(rank_lse), rank)
-    launch((len(output), 1, 1), (output, lse, rank_lse), Arguments())
+    blocks = -(-output.shape[1] // _heads_of_a_block(output))
+    launch((len(output), blocks, 1), (output, lse, rank_lse), Arguments())
     return lse

@@ -1,0 +1,79 @@
+"""Decode attention over pages of latents by Triton's kernel: one launch attends, one merges the splits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...kernels import power_of_2
+from ...kernels.triton.latent_decode import (
+    bind_decode_latents,
+    bind_merge_latents,
+    decode_latents_arguments,
+    latent_shape,
+    merge_latents_arguments,
+    merge_latents_grid,
+    row_tiles,
+    split_count,
+)
+from ...kernels.triton.launch import Arguments
+from .decode import LatentDecode, LatentLayer, LatentStep, PageStep
+from .metadata import LatentDecodeMetadata
+
+
+class TritonLaunches(NamedTuple):
+    """Grid and arguments of the launches of a step; `splits`: a power of 2."""
+
+    grid: tuple[int, int, int]
+    decode: Arguments
+    merge: Arguments
+    splits: int
+
+
+class TritonLatentDecode(LatentDecode):
+    """See `LatentDecode`."""
+
+    def __init__(self, layer: LatentLayer) -> None:
+        super().__init__(layer)
+        self.shape = latent_shape(layer.heads, layer.longest_decode, layer.scale)
+
+    def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
+        tiles = row_tiles(self.shape, metadata.max_query_len)
+        return tokens, self.heads, split_count(len(metadata.seq_lens), tiles, self.sm_count)
+
+    def most_partials(self) -> tuple[int, ...]:
+        counts, lengths = range(1, self.layer.max_requests + 1), range(1, self.layer.longest_decode + 1)
+        rows = max(
+            n * length * split_count(n, row_tiles(self.shape, length), self.sm_count)
+            for n in counts
+            for length in lengths
+        )
+        return rows, self.heads
+
+    def prepare(self, pages: PageStep) -> TritonLaunches:
+        metadata, splits = pages.metadata, pages.partial.shape[2]
+        grid = (splits, row_tiles(self.shape, metadata.max_query_len), len(metadata.seq_lens))
+        tables = (metadata.block_table, metadata.query_start, pages.lens)
+        return TritonLaunches(
+            grid,
+            decode_latents_arguments(*tables, pages.partial, pages.stats),
+            merge_latents_arguments(pages.partial, pages.stats, pages.lse),
+            power_of_2(splits),
+        )
+
+    def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
+        launches, output = step.launches, step.pages.output
+        held_for = (cache.data_ptr(), q_latent.stride(), q_rope.stride(), q_latent.dtype, q_rope.dtype)
+        decode = self.bound.get(
+            "decode",
+            held_for,
+            lambda: bind_decode_latents(self.codec.layout, self.shape, cache, q_latent, q_rope),
+        )
+        decode(launches.grid, (q_latent, q_rope), launches.decode)
+        merge = self.bound.get(
+            ("merge", launches.splits),
+            None,
+            lambda: bind_merge_latents(output, self.constant, launches.splits, has_lse=self.is_part),
+        )
+        merge(merge_latents_grid(output), (output,), launches.merge)

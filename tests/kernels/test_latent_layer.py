@@ -1,0 +1,100 @@
+"""Decode attention of a layer of latents, by either kernel: alone, with its recent window, as a rank's part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import test_cuda_latent
+import torch
+from packed_kv.attention.latent import decode
+from packed_kv.attention.latent.decode import LatentDecode, LatentLayer
+from packed_kv.attention.latent.hopper import HopperLatentDecode
+from packed_kv.attention.latent.metadata import LatentDecodeMetadata
+from packed_kv.attention.latent.plain import attend
+from packed_kv.attention.latent.portable import TritonLatentDecode
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import latent_launch
+from test_latent import DEVICE, SCALE, codec_of
+from test_latent_ring import Batch
+from test_shares import Workspace
+
+HEADS, WINDOW = 6, 32
+REQUESTS, COUNTS = ((70, 0), (3, 0), (129, 0)), (2, 1, 2)
+KERNELS = [
+    pytest.param(TritonLatentDecode, 96, 32, id="triton"),
+    pytest.param(HopperLatentDecode, 512, 64, id="cuda", marks=test_cuda_latent.runs),
+]
+
+
+class Emulated(latent_launch.CudaLatentDecode):
+    """The CUDA kernel where there is no GPU."""
+
+    def __init__(self, page, cache, heads, query, output, constant=None, *, has_lse=False) -> None:
+        self.heads, self.has_constant, self.has_lse = heads, constant is not None, has_lse
+        self.layout, self.block_size, self.dtypes = page, cache.shape[1], (query, output)
+        self.layer = latent_launch.layer_arguments(cache, constant)
+
+    def __call__(self, step, query, rope_query, output) -> None:
+        import emulated
+
+        assert self.dtypes == (query.dtype, output.dtype)
+        flags = self.has_constant, self.has_lse
+        variant = latent_launch.Variant(self.heads, step.shape.rows, self.block_size, *self.dtypes, *flags)
+        call = latent_launch.call_arguments(output, query, rope_query)
+        emulated.run_latent(latent_launch.constants(self.layout, variant), call, step, self.layer, self.heads)
+
+    def compile_variants(self, longest_decode: int) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace()
+    monkeypatch.setattr(decode, "current_workspace_manager", lambda: workspace)
+    if DEVICE == "cpu":
+        card = SimpleNamespace(multi_processor_count=2, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+        monkeypatch.setattr(latent_launch, "CudaLatentDecode", Emulated)
+
+
+@pytest.mark.parametrize("kind", ["alone", "window", "part"])
+@pytest.mark.parametrize(("kernel", "rank", "rope_dim"), KERNELS)
+def test_a_layer(kernel: type[LatentDecode], rank: int, rope_dim: int, kind: str) -> None:
+    """In memory that was reserved for any batch; a second layer of the same kind takes the step of the first."""
+    codec = codec_of(FORMATS["turboquant25"], rank, rope_dim)
+    batch = Batch(codec, REQUESTS, COUNTS, WINDOW)
+    random = torch.Generator().manual_seed(7)
+    q_latent, q_rope = (
+        torch.randn(sum(COUNTS), HEADS, n, generator=random).to(DEVICE).half() for n in (rank, rope_dim)
+    )
+    constant = torch.randn(rank, generator=random).to(DEVICE)
+    metadata = LatentDecodeMetadata(
+        block_table=batch.table, seq_lens=batch.seq_lens, dcp_tot_seq_lens=None, query_start=batch.starts,
+        query_starts=batch.starts.cpu(), max_query_len=max(COUNTS),
+    )  # fmt: skip
+    window = WINDOW if kind == "window" else 0
+    layers = [
+        kernel(
+            LatentLayer(
+                codec, HEADS, SCALE, torch.float16, max(COUNTS), 4, constant, window=window, is_shard=kind == "part"
+            )
+        )
+        for _ in range(2)
+    ]
+    tables = (batch.cache, batch.table, batch.starts, batch.seq_lens)
+    ring = batch.ring if window else None
+    expected_lse = torch.zeros(sum(COUNTS), HEADS, device=DEVICE)
+    added = None if kind == "part" else constant
+    expected = attend(codec, *tables, q_latent, q_rope, SCALE, added, ring, expected_lse)
+    for layer in layers:
+        layer.reserve_any_batch()
+        output, lse = layer(batch.cache, metadata, q_latent, q_rope, ring)
+        error = (output - expected).norm() / (expected if added is None else expected - added).norm()
+        assert error < 2e-3, error
+        assert output.dtype == (torch.float32 if kind == "part" else torch.float16)
+        if kind == "part":
+            torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
+        else:
+            assert lse is None
+    assert len(metadata.made) == 1
