@@ -1,7 +1,7 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--group N] [--query-tokens N ...] [--csv FILE]
+        [--means {one,blocks}] [--group N ...] [--query-tokens N ...] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
-    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head (default: 4)")
+    parser.add_argument("--group", type=int, nargs="+", default=[4], help="query heads of a KV head (default: 4)")
     parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")
     parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
@@ -254,10 +254,9 @@ def main() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     for name in options.dtypes:
-        for (requests, context), query_tokens in itertools.product(shapes, options.query_tokens):
-            layers = Layers(
-                name, requests, context, options.recent, options.spread, options.means, options.group, query_tokens
-            )
+        cases = itertools.product(shapes, options.group, options.query_tokens)
+        for (requests, context), group, query_tokens in cases:
+            layers = Layers(name, requests, context, options.recent, options.spread, options.means, group, query_tokens)
             rounds: dict[str, Callable[[], None]] = {}
             for kernel in options.kernels:
                 rounds |= layers.rounds(kernel, options.splits, options.max_registers)
@@ -268,12 +267,12 @@ def main() -> None:
                 share = packed / (attention[1] * 1e-6) / bandwidth
                 if kernel in FLASH:
                     share *= FLASH[kernel] / FORMATS[name].slot_bytes(HEAD_DIM)
-                case = f"{name:13} {requests:4} x {context:5}, {options.group} x {query_tokens} columns  {kernel:6}"
+                case = f"{name:13} {requests:4} x {context:5}, {group} x {query_tokens} columns  {kernel:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
                     "recent": options.recent, "means": options.means or "none",
-                    "group": options.group, "query_tokens": query_tokens, "kernel": kernel,
+                    "group": group, "query_tokens": query_tokens, "kernel": kernel,
                     "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip
