@@ -127,16 +127,15 @@ def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatc
     """
     import bench_engine
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
-    lengths = [3, 3, 3]
-    monkeypatch.setattr(NgramProposer, "propose", lambda _, drafts, sampled, *a, **more: [[9] * n for n in lengths])
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
     limits = {"max_model_len": 256, "max_requests": 4, "kv_cache_memory": 32 << 20}
     llm = bench_engine.start(str(DEMO_MODEL), DTYPE, **limits, **drafts)
     try:
         engine = bench_engine.Engine(llm)
-        caches = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+        runner, lengths = llm.llm_engine.model_executor.driver_worker.worker.model_runner, [3, 3, 3]
+        monkeypatch.setattr(runner.drafter, "propose", lambda *_, **__: [[9] * length for length in lengths])
+        caches = runner.kv_caches
         for cache in caches:
             cache.fill_(0)
         engine.fill_pages()
