@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,26 +53,33 @@ def graph_sizes(max_requests: int) -> list[int]:
 def start(
     model: str, dtype: str, max_model_len: int, max_requests: int, kv_cache_memory: int | None, ranks: int = 1,
     recent_tokens: int | None = None, chunk: int = CHUNK, compilation: dict[str, Any] | None = None,
-    memory_share: float = 0.9, prefix_caching: bool = False, **more: Any,
+    memory_share: float = 0.9, prefix_caching: bool = False, drafts: int = 0, batches: Sequence[int] = (),
+    **more: Any,
 ) -> LLM:  # fmt: skip
     """An engine with dummy weights on `ranks` devices; `kv_cache_memory` in bytes, None for what a device has left.
 
     `recent_tokens`: of the packed dtypes' recent window; None: their default. `chunk`: tokens of a step.
     `compilation`: vLLM's, by default CUDA graphs for steps of decodes alone and no compiler, to start sooner.
-    `memory_share`: of the device; less where engines share it. `more`: arguments of `LLM` as they are.
+    `memory_share`: of the device; less where engines share it. `drafts`: tokens of an n-gram draft that each step of a
+    request verifies, and refuses. `batches`: requests of the CUDA graphs; () for `graph_sizes`. `more`: arguments of
+    `LLM` as they are.
     """
     from vllm import LLM
 
     options = {} if recent_tokens is None else {"additional_config": {"packed_kv": {"recent_tokens": recent_tokens}}}
     if compilation is None:
-        sizes = graph_sizes(max_requests)
+        sizes = [(1 + drafts) * size for size in (sorted({*batches}) or graph_sizes(max_requests))]
         compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    if drafts:
+        refused = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * drafts}
+        looked_up = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        more["speculative_config"] = {"num_speculative_tokens": drafts, **looked_up, **refused}
     return LLM(
         model, kv_cache_dtype=dtype, load_format="dummy", skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=prefix_caching, max_model_len=max_model_len, max_num_batched_tokens=chunk,
         max_num_seqs=max_requests, gpu_memory_utilization=memory_share, kv_cache_memory_bytes=kv_cache_memory,
         tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
-        compilation_config=compilation, **options, **more,
+        compilation_config=compilation, cudagraph_metrics=True, **options, **more,
     )  # fmt: skip
 
 
@@ -127,6 +134,14 @@ def launch_seconds(worker: Any) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Tokens of each request in a step, and the mode of the CUDA graphs that it ran in."""
+
+    tokens: list[int]
+    graph: str
+
+
+@dataclass(frozen=True)
 class Throughput:
     """What a wave of requests took: seconds in all, until all had a token, and of each step in which all decode."""
 
@@ -146,6 +161,7 @@ class Engine:
         self.block_size = self.engine.vllm_config.cache_config.block_size
         self.blocks = self.scheduler.kv_cache_config.num_blocks
         self.groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
+        self.drafts = self.engine.vllm_config.num_speculative_tokens
         self._added = 0
 
     def attention(self) -> str:
@@ -170,23 +186,26 @@ class Engine:
 
     def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
         """Whether the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
-        tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS
+        tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS + self.drafts
         blocks = requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size)
         return blocks * self.groups < self.blocks
 
     def decode_steps(self, requests: int, context: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps in which `requests` requests decode, with `context` tokens or a few more.
 
-        The pages must have been filled, and the shape must fit.
+        The pages must have been filled, and the shape must fit. With drafts, each of these steps verifies all tokens of
+        a draft for every request; on a GPU, all run in CUDA graphs.
         """
         self._start_decodes(requests, context, steps)
         times = []
-        for _ in range(steps):
-            started = time.perf_counter()
-            decoded = self._step()
-            times.append(time.perf_counter() - started)
-            if decoded != requests:
-                raise RuntimeError(f"{decoded} of {requests} requests decoded in a step")
+        with self._recorded_steps() as seen:
+            for _ in range(steps):
+                started = time.perf_counter()
+                decoded = self._step()
+                times.append(time.perf_counter() - started)
+                if decoded != requests:
+                    raise RuntimeError(f"{decoded} of {requests} requests decoded in a step")
+        self._check_steps(seen, requests, steps)
         self._drain()
         return times
 
@@ -278,6 +297,35 @@ class Engine:
             pass
         for _ in range(WARM_UP_STEPS):
             self._step()
+
+    @contextmanager
+    def _recorded_steps(self) -> Iterator[list[Step]]:
+        """The steps whose results the scheduler takes meanwhile."""
+        seen: list[Step] = []
+        update = self.scheduler.update_from_output
+
+        def recorded(scheduled: Any, output: Any) -> Any:
+            graph = output.cudagraph_stats
+            seen.append(Step([*scheduled.num_scheduled_tokens.values()], graph.runtime_mode if graph else "NONE"))
+            return update(scheduled, output)
+
+        self.scheduler.update_from_output = recorded
+        try:
+            yield seen
+        finally:
+            self.scheduler.update_from_output = update
+
+    def _check_steps(self, seen: list[Step], requests: int, steps: int) -> None:
+        """Raises RuntimeError unless these were the `steps` steps of `requests` requests, drafts and all, in graphs."""
+        if len(seen) != steps:
+            raise RuntimeError(f"{len(seen)} steps ended, not {steps}")
+        for step in seen:
+            if step.tokens != [1 + self.drafts] * requests:
+                raise RuntimeError(
+                    f"a step had {step.tokens} tokens, not {1 + self.drafts} of {requests} requests each"
+                )
+            if torch.cuda.is_available() and step.graph != "FULL":
+                raise RuntimeError(f"a step ran in CUDA graphs of the mode {step.graph}, not FULL")
 
     def _add(self, tokens: int, output: int) -> None:
         from vllm import SamplingParams

@@ -1,12 +1,16 @@
 """Decode steps, prefill and throughput at equal memory of an 8B-shaped model in vLLM, for its dtypes and ours.
 
-    python benchmarks/decode.py [--dtypes NAME ...] [--shapes 32x8192 ...] [--prefill TOKENS ...] [--budget BYTES]
+    python benchmarks/decode.py [--dtypes NAME ...] [--shapes 32x8192 ...] [--drafts N ...] [--prefill TOKENS ...]
+        [--budget BYTES]
 
 Each dtype gets one engine, in a process of its own, with dummy weights and CUDA graphs; rows are appended to
-decode.csv, prefill.csv and throughput.csv in --out as they come. All times are of the engine's steps, from scheduling
-to sampled tokens, by the clock of the host; p20, p50 and p80 are of single steps or prompts.
+decode.csv (verify.csv with --drafts), prefill.csv and throughput.csv in --out as they come. All times are of the
+engine's steps, from scheduling to sampled tokens, by the clock of the host; p20, p50 and p80 are of single steps or
+prompts.
 
 decode: every request decodes in every timed step; the contexts are filled as bench_engine.py says.
+verify: the same with --drafts, an engine for each number of tokens that a step drafts; 0 are the steps without. vLLM
+looks n-grams up on the device. Every draft is verified in whole and refused, so that contexts stay as they are.
 prefill: a prompt that runs alone, in chunks of 8,192 tokens, until its first token; `tokens_s` is by p50.
 throughput: the scheduler gets the blocks of --budget bytes of KV cache, and as many requests of 8,192 tokens in and 256
 out as fit start at once. `output_tokens_s` is over the whole wave, prefill and all; `decode_tokens_s` is requests over
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import made_up_calibration
 import rows
@@ -39,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtypes", nargs="+", default=list(DTYPES), help="default: %(default)s")
     add("--shapes", nargs="*", default=list(SHAPES), help="requests x context (default: %(default)s)")
     add("--steps", type=int, default=64, help="timed decode steps a shape (default: %(default)s)")
+    add("--drafts", nargs="+", type=int, default=[], help="tokens of a step's drafts (default: no drafts)")
     add("--prefill", nargs="*", type=int, default=[8192, 32768], help="prompt lengths (default: %(default)s)")
     add("--prompts", type=int, default=4, help="timed prompts a length (default: %(default)s)")
     add("--budget", type=float, default=20e9, help="KV bytes of the throughput; 0: none (default: %(default)g)")
@@ -53,24 +59,36 @@ def parse_arguments() -> argparse.Namespace:
     return made_up_calibration.parse(parser)
 
 
-def measure(dtype: str, options: argparse.Namespace) -> None:
-    """In a process of its own: measure one dtype."""
+def with_drafts(options: argparse.Namespace) -> argparse.Namespace:
+    """The options with a name for each engine: its dtype, and behind a plus the tokens of its drafts."""
+    if options.drafts and (options.prefill or options.budget):
+        raise SystemExit("--drafts is of steps alone; add --prefill --budget 0")
+    if options.drafts:
+        options.dtypes = [f"{dtype}+{drafts}" for drafts in options.drafts for dtype in options.dtypes]
+    return options
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    """In a process of its own: measure one dtype, with drafts of one length."""
     import bench_engine as engine
     from vllm import LLM  # noqa: F401  (takes seconds; the rest waits for the device)
 
     if not workers.wait_for_device():
         return
     started = time.monotonic()
+    dtype, _, drafts = name.partition("+")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     lengths = [context + options.steps for _, context in shapes] + options.prefill
     lengths += [options.input + options.output] if options.budget else []
     most = max([requests for requests, _ in shapes] + [options.max_requests if options.budget else 1])
+    batches = () if options.budget else [requests for requests, _ in shapes] or [1]
     ranks = options.tensor_parallel
     memory = int(options.kv_cache_memory) if options.kv_cache_memory else None
     with nullcontext(options.model) if options.model else tempfile.TemporaryDirectory() as folder:
         model = folder if options.model else engine.write_model(folder, options.means)
         longest, recent = max(lengths) + SPARE_TOKENS, options.recent_tokens
-        device = engine.Engine(engine.start(model, dtype, longest, most, memory, ranks, recent))
+        llm = engine.start(model, dtype, longest, most, memory, ranks, recent, drafts=int(drafts or 0), batches=batches)
+        device = engine.Engine(llm)
     made_with = {
         "ranks": ranks,
         "recent_tokens": recent,
@@ -78,7 +96,7 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
         "attention": device.attention(),
         **rows.machine(),
     }
-    print(f"{dtype}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
+    print(f"{name}: engine ready after {time.monotonic() - started:.0f} s, {made_with['attention']}", flush=True)
 
     def emit(file: str, **measured: object) -> None:
         workers.emit(file, {"dtype": dtype, **measured, **made_with})
@@ -87,10 +105,14 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
         device.fill_pages()
     for requests, context in shapes:
         if not device.fits(requests, context, options.steps):
-            print(f"{dtype}: {requests}x{context} does not fit the KV cache", flush=True)
+            print(f"{name}: {requests}x{context} does not fit the KV cache", flush=True)
             continue
         steps = device.decode_steps(requests, context, options.steps)
-        emit("decode.csv", requests=requests, context=context, steps=len(steps), **rows.percentiles(steps))
+        shape = {"requests": requests, "context": context, "steps": len(steps), **rows.percentiles(steps)}
+        if options.drafts:
+            emit("verify.csv", model=Path(options.model or "8b").name, drafts=drafts, **shape)
+        else:
+            emit("decode.csv", **shape)
     for tokens in options.prefill:
         seconds = device.prefill(tokens, options.prompts)
         rate = f"{tokens / statistics.median(seconds):.0f}"
@@ -108,5 +130,5 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
+    arguments = with_drafts(parse_arguments())
     sys.exit(workers.run(__file__, arguments, measure))

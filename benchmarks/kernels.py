@@ -1,7 +1,7 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
     python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
-        [--means {one,blocks}] [--group N] [--query-tokens N ...] [--csv FILE]
+        [--means {one,blocks}] [--group N ...] [--query-tokens N ...] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
 replays are timed with events, one kernel's and then another's, several times over. `attention` is without the rotation
@@ -9,8 +9,9 @@ of the query: the decode kernel and, where one follows, the merge. `bandwidth` i
 of what a copy of 4 GB moves on the same card. 8 KV heads of 128 channels, and --group query heads of each: 4, as in an
 8B model, if it is not given. --query-tokens is the new tokens of a request, its drafts included. With --spread S
 requests have 1 - S to 1 + S times the context, in any order. With --means keys have one mean, or one of each block of
-positions; its product with the queries is made beside their rotation. The kernel `bf16` is FlashAttention 3 of vLLM
-over bf16 pages of the same batch. --schedulers times the CUDA kernel's scheduler, which runs once per step, too.
+positions; its product with the queries is made beside their rotation. The kernels `bf16` and `fp8` are FlashAttention 3
+of vLLM over such pages of the same batch, its own scheduler included. --schedulers times the CUDA kernel's scheduler,
+which runs once per step, too.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from rows import append, commit_here, machine
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
 ROPE = Rope(tuple(10000.0 ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2)))
+FLASH = {"bf16": 4 * HEAD_DIM, "fp8": 2 * HEAD_DIM}
+"""Kernels of FlashAttention 3, and the bytes of a slot."""
 TILE_TOKENS = cuda.TILE_BLOCKS * MICRO_BLOCK
 
 
@@ -107,8 +110,8 @@ class Layers:
 
     def rounds(self, kernel: str, splits: int | None, registers: int) -> dict[str, Callable[[], None]]:
         """Attention of all layers by `kernel`, with the rotation of the query and without."""
-        if kernel == "bf16":
-            return self._rounds_of_bf16()
+        if kernel in FLASH:
+            return self._rounds_of_flash(kernel)
         requests, group, tokens = len(self.seq_lens), self.group, len(self.query)
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
@@ -158,22 +161,27 @@ class Layers:
         rotate_query(self.query, forward, *rotation)
         return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
 
-    def _rounds_of_bf16(self) -> dict[str, Callable[[], None]]:
-        """Attention of all layers over bf16 pages by FlashAttention 3, as vLLM calls it."""
+    def _rounds_of_flash(self, kernel: str) -> dict[str, Callable[[], None]]:
+        """Attention of all layers over pages of bf16 or fp8 by FlashAttention 3, as vLLM calls it."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         shape = (2, len(self.caches[0]), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-        caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in self.caches]
+        dtype = torch.bfloat16 if kernel == "bf16" else torch.float8_e4m3fn
+        caches = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(dtype) for _ in self.caches]
+        query, scales = self.query.to(dtype), {}
+        if kernel == "fp8":
+            scale = torch.ones(1, device="cuda").expand(len(self.seq_lens), KV_HEADS)
+            scales = dict(q_descale=scale, k_descale=scale, v_descale=scale)
 
         def round_of_layers() -> None:
             for cache, table in zip(caches, self.tables, strict=True):
                 flash_attn_varlen_func(
-                    self.query, *cache, out=self.output, cu_seqlens_q=self.start, max_seqlen_q=self.query_tokens,
+                    query, *cache, out=self.output, cu_seqlens_q=self.start, max_seqlen_q=self.query_tokens,
                     seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=HEAD_DIM**-0.5, causal=True,
-                    block_table=table, fa_version=3,
+                    block_table=table, fa_version=3, **scales,
                 )  # fmt: skip
 
-        return {"bf16 all": round_of_layers, "bf16": round_of_layers}
+        return {f"{kernel} all": round_of_layers, kernel: round_of_layers}
 
 
 def _deal_out(blocks: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -226,11 +234,11 @@ def captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
-    parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda", "bf16"))
+    parser.add_argument("--kernels", nargs="+", default=["triton", "cuda"], choices=("triton", "cuda", *FLASH))
     parser.add_argument("--recent", type=int, default=0, help="tokens of the recent window (default: 0, none)")
     parser.add_argument("--spread", type=float, default=0, help="of the contexts (default: 0, all alike)")
     parser.add_argument("--means", choices=("one", "blocks"), help="of keys (default: none)")
-    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head (default: 4)")
+    parser.add_argument("--group", type=int, nargs="+", default=[4], help="query heads of a KV head (default: 4)")
     parser.add_argument("--query-tokens", type=int, nargs="+", default=[1], help="of a request (default: 1)")
     parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
@@ -246,10 +254,9 @@ def main() -> None:
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     for name in options.dtypes:
-        for (requests, context), query_tokens in itertools.product(shapes, options.query_tokens):
-            layers = Layers(
-                name, requests, context, options.recent, options.spread, options.means, options.group, query_tokens
-            )
+        cases = itertools.product(shapes, options.group, options.query_tokens)
+        for (requests, context), group, query_tokens in cases:
+            layers = Layers(name, requests, context, options.recent, options.spread, options.means, group, query_tokens)
             rounds: dict[str, Callable[[], None]] = {}
             for kernel in options.kernels:
                 rounds |= layers.rounds(kernel, options.splits, options.max_registers)
@@ -258,14 +265,14 @@ def main() -> None:
             for kernel in options.kernels:
                 (p20, p50, p80), attention = times[f"{kernel} all"], times[kernel]
                 share = packed / (attention[1] * 1e-6) / bandwidth
-                if kernel == "bf16":
-                    share *= 4 * HEAD_DIM / FORMATS[name].slot_bytes(HEAD_DIM)
-                case = f"{name:13} {requests:4} x {context:5}, {options.group} x {query_tokens} columns  {kernel:6}"
+                if kernel in FLASH:
+                    share *= FLASH[kernel] / FORMATS[name].slot_bytes(HEAD_DIM)
+                case = f"{name:13} {requests:4} x {context:5}, {group} x {query_tokens} columns  {kernel:6}"
                 print(f"{case}  {p50:7.1f} us, attention and merge {attention[1]:7.1f} us, {share:5.1%}", flush=True)
                 row: dict[str, object] = {
                     "dtype": name, "requests": requests, "context": context, "spread": f"{options.spread:g}",
                     "recent": options.recent, "means": options.means or "none",
-                    "group": options.group, "query_tokens": query_tokens, "kernel": kernel,
+                    "group": group, "query_tokens": query_tokens, "kernel": kernel,
                     "p20_us": f"{p20:.1f}", "p50_us": f"{p50:.1f}", "p80_us": f"{p80:.1f}",
                     "attention_p50_us": f"{attention[1]:.1f}", "bandwidth": f"{share:.3f}",
                 }  # fmt: skip

@@ -29,10 +29,8 @@ from .uncertainty import block_means, standard_error
 if TYPE_CHECKING:
     from vllm import LLM
 
-COPIED = 512
-"""Tokens of a passage that a prompt for n-gram drafts repeats."""
-DRAFTED = 192
-"""Tokens generated behind it."""
+PASSAGE = 192
+"""Tokens that a prompt for n-gram drafts repeats three and a half times. As many are generated behind it."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,15 @@ class Answers:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one dtype gave. `acceptance`: tokens a step of a decode with n-gram drafts, the one that the model adds
-    counted; None if it was not measured. `rounding`, of the baseline alone: mean KL divergence of the same model with
+    """What one dtype gave. `acceptance`: of decodes with n-gram drafts, by prompt, the tokens and the steps that they
+    took; None if it was not measured. `rounding`, of the baseline alone: mean KL divergence of the same model with
     attention outputs rounded once more, by prompt length."""
 
     dtype: str
     bytes_per_token: float
     continuations: list[Continuation]
     answers: list[Answers]
-    acceptance: float | None
+    acceptance: list[list[int]] | None
     rounding: dict[str, float]
 
     @classmethod
@@ -153,21 +151,32 @@ def generate(dtype: str, settings: GenerationSettings, path: Path) -> Generation
         )
 
 
-def acceptance(dtype: str, settings: GenerationSettings) -> float:
-    """Tokens a step of decodes with n-gram drafts, in an engine of its own, behind prompts that each repeat the
-    beginning of a window. Raises Refused if the engine does not start."""
+def acceptance(dtype: str, settings: GenerationSettings) -> list[list[int]]:
+    """Tokens and steps of decodes with n-gram drafts, by prompt, in an engine of its own. Each prompt repeats a passage
+    of a window. Neither its own step nor the last one, which ends early, counts. Raises Refused if the engine does not
+    start."""
     from vllm import SamplingParams
 
     drafts = {"method": "ngram", "num_speculative_tokens": settings.drafts, "prompt_lookup_max": 4}
-    copied = min(COPIED, 2 * settings.max_model_len() // 3)
-    passages = dict.fromkeys(tuple(window.token_ids[:copied]) for window in settings.windows)
-    prompts: Any = [{"prompt_token_ids": [*ids, *ids[: len(ids) // 4]]} for ids in passages]
-    with _engine(dtype, settings, speculative_config=drafts, disable_log_stats=False) as llm:
-        longest = settings.max_model_len() - max(len(prompt["prompt_token_ids"]) for prompt in prompts)
-        sampling = SamplingParams(max_tokens=min(DRAFTED, longest), temperature=0, ignore_eos=True, detokenize=False)
-        llm.generate(prompts, sampling, use_tqdm=False)
-        counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    return 1 + counted["vllm:spec_decode_num_accepted_tokens"] / max(1, counted["vllm:spec_decode_num_drafts"])
+    length = min(PASSAGE, settings.max_model_len() // 5)
+    passages = [
+        window.token_ids[start : start + length]
+        for window in settings.windows
+        for start in range(0, len(window.token_ids) - length + 1, length)
+    ]
+    sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, detokenize=False)
+    found: dict[str, list[int]] = {}
+    with _engine(dtype, settings, speculative_config=drafts) as llm:
+        for number, ids in enumerate(passages):
+            prompt: Any = {"prompt_token_ids": ids * 3 + ids[: length // 2]}
+            llm.llm_engine.add_request(str(number), prompt, sampling)
+            found[str(number)] = [-1, -1]  # the first token is the prompt's
+        while llm.llm_engine.has_unfinished_requests():
+            for result in llm.llm_engine.step():
+                if not result.finished:
+                    steps = found[result.request_id][1] + 1
+                    found[result.request_id] = [len(result.outputs[0].token_ids) - 1, steps]
+    return list(found.values())
 
 
 def _engine(dtype: str, settings: GenerationSettings, **more: Any) -> Any:

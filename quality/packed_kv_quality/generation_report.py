@@ -54,9 +54,36 @@ def markdown(report: GenerationReport) -> str:
     if report.rows[0].answers:
         parts.append(_answers(report))
     if report.rows[0].acceptance is not None:
-        rows = [[row.dtype, f"{row.acceptance:.3f}"] for row in report.rows if row.acceptance is not None]
-        parts.append(table([["dtype", "tokens a step with n-gram drafts"], *rows]))
+        parts.append(_accepted(report))
     return "\n\n".join(parts) + not_run(report)
+
+
+def tokens_a_step(acceptance: Sequence[Sequence[int]]) -> float:
+    """Of all prompts together."""
+    return sum(tokens for tokens, _ in acceptance) / sum(steps for _, steps in acceptance)
+
+
+def accepted_ratio(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Our tokens a step over theirs, and the standard error (linearised; the same prompts are pairs)."""
+    ratio, moves = tokens_a_step(ours) / tokens_a_step(theirs), [0.0] * len(ours)
+    for sign, acceptance in ((1, ours), (-1, theirs)):
+        mean, steps = tokens_a_step(acceptance), sum(steps for _, steps in acceptance)
+        moves = [
+            move + sign * (tokens / mean - own) / steps for move, (tokens, own) in zip(moves, acceptance, strict=True)
+        ]
+    count = len(moves)
+    error = ratio * (count / (count - 1) * sum(move * move for move in moves)) ** 0.5 if count > 1 else float("nan")
+    return ratio, error
+
+
+def _accepted(report: GenerationReport) -> str:
+    baseline = report.rows[0].acceptance or []
+    rows = []
+    for row in report.rows:
+        if row.acceptance is not None:
+            ratio, error = accepted_ratio(row.acceptance, baseline)
+            rows.append([row.dtype, f"{tokens_a_step(row.acceptance):.3f}", f"{ratio:.3f} ± {error:.3f}"])
+    return table([["dtype", "tokens a step with n-gram drafts", "of the baseline's"], *rows])
 
 
 def _continuations(report: GenerationReport) -> str:
@@ -112,7 +139,7 @@ def write(report: GenerationReport, folder: Path) -> None:
             for found in kept(row, baseline)
         ]  # fmt: skip
         if row.acceptance is not None:
-            lines.append({**of_row, "tokens_a_step": f"{row.acceptance:.6g}"})
+            lines.append({**of_row, "tokens_a_step": f"{tokens_a_step(row.acceptance):.6g}"})
     names = dict.fromkeys(name for line in lines for name in line)
     write_csv(report, [{name: line.get(name, "") for name in names} for line in lines], folder / "generate.csv")
 

@@ -121,14 +121,21 @@ def test_tables_of_capacity_have_arithmetic_behind_what_was_measured(tmp_path: P
 
 
 def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every page holds what the model wrote, and every request reads pages of its own."""
+    """Every page holds what the model wrote, and every request reads pages of its own and verifies whole drafts.
+
+    On a GPU vLLM always drafts, and refuses all drafts if told to; here it drafts only where it finds an n-gram.
+    """
     import bench_engine
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = bench_engine.start(str(DEMO_MODEL), DTYPE, max_model_len=256, max_requests=4, kv_cache_memory=32 << 20)
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
+    limits = {"max_model_len": 256, "max_requests": 4, "kv_cache_memory": 32 << 20}
+    llm = bench_engine.start(str(DEMO_MODEL), DTYPE, **limits, **drafts)
     try:
         engine = bench_engine.Engine(llm)
-        caches = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+        runner, lengths = llm.llm_engine.model_executor.driver_worker.worker.model_runner, [3, 3, 3]
+        monkeypatch.setattr(runner.drafter, "propose", lambda *_, **__: [[9] * length for length in lengths])
+        caches = runner.kv_caches
         for cache in caches:
             cache.fill_(0)
         engine.fill_pages()
@@ -145,6 +152,9 @@ def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatc
         assert len(engine.decode_steps(3, 130, 2)) == 2
         blocks = [block for table in tables.values() for block in table]
         assert len(tables) == 3 and len(blocks) == len(set(blocks)) == 3 * 2
+        lengths[1] = 2
+        with pytest.raises(RuntimeError, match=r"a step had \[4, 3, 4\] tokens, not 4 of 3 requests each"):
+            engine.decode_steps(3, 130, 2)
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()

@@ -14,7 +14,14 @@ from packed_kv_quality.baseline import BaselineWriter, Positions
 from packed_kv_quality.cli import EXIT_INTERRUPTED, main, parser
 from packed_kv_quality.engines import DEMO_MODEL
 from packed_kv_quality.generation import Answers, Continuation, Generation, first_difference
-from packed_kv_quality.generation_report import GenerationReport, kept, markdown, write
+from packed_kv_quality.generation_report import (
+    GenerationReport,
+    accepted_ratio,
+    kept,
+    markdown,
+    tokens_a_step,
+    write,
+)
 from packed_kv_quality.recall import PROSE
 from packed_kv_quality.tasks import ASKED, HOPS, KINDS, MANY, tasks
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -69,7 +76,7 @@ def test_first_difference() -> None:
 
 def generation(dtype: str, solved: list[bool], log_probs: list[float], kl: float = 0.01) -> Generation:
     found = Continuation("prose", 1000, 192, 9.5, kl, None, 0.1, 0.2, 0.03, [4, 128], [kl, kl])
-    return Generation(dtype, 1632.0, [found], [Answers("single", 1000, solved, log_probs)], 2.5, {"1000": 0.001})
+    return Generation(dtype, 1632.0, [found], [Answers("single", 1000, solved, log_probs)], [[30, 10]], {"1000": 0.001})
 
 
 def test_tasks_are_kept_to_those_that_the_baseline_solves() -> None:
@@ -78,6 +85,18 @@ def test_tasks_are_kept_to_those_that_the_baseline_solves() -> None:
     assert (found.tasks, found.share) == (2, 0.5)
     assert found.loss == pytest.approx(((0.2 - 0.1) + (2.2 - 0.3)) / 2)
     assert not list(kept(baseline, replace(baseline, answers=[Answers("single", 1000, [False] * 3, [-1.0] * 3)])))
+
+
+def test_ratio_of_tokens_a_step_is_of_all_prompts_and_its_error_of_pairs() -> None:
+    """Steps of a long prompt weigh more; what moves all dtypes alike is no error."""
+    base = [[40, 10], [20, 10], [90, 30]]
+    assert tokens_a_step(base) == 3.0
+    half = [[20, 10], [10, 10], [45, 30]]
+    assert accepted_ratio(half, base) == (0.5, 0.0)
+    ratio, error = accepted_ratio([[20, 10], [20, 10], [90, 30]], base)
+    assert ratio == pytest.approx(130 / 150)
+    moves = [(20 / 130 - 40 / 150), (20 / 130 - 20 / 150), (90 / 130 - 90 / 150)]
+    assert error == pytest.approx(ratio * (3 / 2 * sum(move * move for move in moves)) ** 0.5)
 
 
 def test_report_files(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
         {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (2, 1), "recent": 64,
          "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
+        {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (4, 1), "recent": 64,
+         "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, True)},
         # Passes, whose windows begin at other tokens.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 16, "query_lens": (9, 1), "recent": 16,
          "requests": ((140, 0), (60, 50)), "splits": Grid(2, 3, False)},

@@ -58,7 +58,7 @@ struct Arguments {
 // under compute-sanitizer results that lay there became NaN.
 constexpr bool IS_WIDE = COLUMNS > 16;
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
-constexpr int BARRIERS = 0, WORK_ITEMS = BARRIERS + STAGE_OWNERS * STAGES * 8;
+constexpr int BARRIERS = 0, WORK_ITEMS = BARRIERS + (STAGE_OWNERS * STAGES + 1) / 2 * 16;  // a barrier has 8 bytes
 constexpr int STAGES_AT = WORK_ITEMS + WARPS * 16, TILES_END = STAGES_AT + STAGE_OWNERS * STAGES * STAGE_BYTES;
 static_assert(WORK_ITEMS % 16 == 0 && SHARED_BYTES >= TILES_END, "barriers, work items and stages fit");
 

@@ -38,6 +38,8 @@ MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
 STAGES, WGMMA_STAGES = 2, 4
 """Tiles that a warp has in flight; a team whose products are those of warpgroups has smaller tiles."""
+WGMMA_RING_STAGES = {32: 3, 64: 4}
+"""The same beside a ring, whose tiles are larger, by columns: as many as leave an SM room for all its blocks."""
 TILE_BLOCKS, WGMMA_TILE_BLOCKS = 2, 1
 """Micro-blocks of a warp's tile."""
 
@@ -139,11 +141,14 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
     wgmma = uses_wgmma(layout, columns)
     tile_blocks = WGMMA_TILE_BLOCKS if wgmma else TILE_BLOCKS
-    stages = WGMMA_STAGES if wgmma and not variant.ring_block else STAGES  # a tile of the ring is larger
+    stages = STAGES
+    if wgmma:
+        stages = WGMMA_RING_STAGES[columns] if variant.ring_block else WGMMA_STAGES
     stage = max(tile_blocks * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
     owners = warps
     if columns > NARROW:
         stage, owners = stage * warps, 1
+    before = -(-owners * stages // 2) * 16 + 16 * warps
     shared = _wide_bytes if columns > NARROW else _narrow_bytes
     smaller = TILE_BLOCKS // tile_blocks  # tiles than those that the schedule and blocks of means count
     values: dict[str, object] = {
@@ -172,9 +177,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": shared(
-            owners * stages * 8 + 16 * warps, owners * stages * stage, layout.head_dim, warps, columns, tile_blocks
-        ),
+        "SHARED_BYTES": shared(before, owners * stages * stage, layout.head_dim, warps, columns, tile_blocks),
     }
     return {name: str(value) for name, value in values.items()}
 
