@@ -116,8 +116,8 @@ class Layers:
         forward = rotation_matrix(self.codec.key, KV_HEADS)
         backward = rotation_matrix(self.codec.value, KV_HEADS, inverse=True)
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-        programs = requests * KV_HEADS * -(-group * self.query_tokens // decode_module.COLUMNS)
-        grid = cuda.Grid(1, splits or decode_module.split_count(programs, sm_count), is_final=False)
+        shape = decode_module.DecodeShape(KV_HEADS, group, HEAD_DIM)
+        grid = cuda.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count), is_final=False)
         if kernel == "cuda" and splits is None:
             card, columns = cuda.Card(KV_HEADS, HEAD_DIM, sm_count), cuda.column_count(group, self.query_tokens)
             passes = cuda.pass_count(group, self.query_tokens)
@@ -243,7 +243,9 @@ def main() -> None:
     parser.add_argument("--schedulers", action="store_true", help="time the schedulers, too")
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--splits", type=int, help="of a warp each (default: the grid that the backend takes)")
-    parser.add_argument("--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel")
+    parser.add_argument(
+        "--max-registers", type=int, default=decode_module.MAX_REGISTERS, help="of the Triton kernel up to 8 columns"
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()

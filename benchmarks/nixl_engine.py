@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS, ANSWER_SECONDS = 300, 180
+Prepare = Callable[[], object]
+"""What a process does before its engine starts: importable by name."""
 
 
 @dataclass
@@ -95,7 +98,10 @@ def take_windows(worker: Any) -> list[tuple[int, int]]:
     return windows
 
 
-def serve(connection: Connection, log: str, environment: dict[str, str], model: str, options: dict[str, Any]) -> None:
+def serve(
+    connection: Connection, log: str, environment: dict[str, str], model: str, options: dict[str, Any],
+    prepare: Prepare,
+) -> None:  # fmt: skip
     """The process: an engine that answers what comes through `connection`, until that is None."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -107,6 +113,7 @@ def serve(connection: Connection, log: str, environment: dict[str, str], model: 
     import torch
     from vllm import SamplingParams
 
+    prepare()
     with engine(model, **options) as llm:
         llm.collective_rpc(keep_transfers)
         if not torch.cuda.is_available():
@@ -136,15 +143,19 @@ class Peer:
     """An engine in a process of its own, on the CPU unless `environment` names devices; `wait` until it is ready.
 
     `role`: kv_producer or kv_consumer. `environment`: of the process, VLLM_NIXL_SIDE_CHANNEL_PORT at least. `options`:
-    more arguments of `LLM`.
+    more arguments of `LLM`. `prepare`: called there first.
     """
 
-    def __init__(self, model: str, role: str, log: Path, environment: dict[str, str], options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, role: str, log: Path, environment: dict[str, str], options: dict[str, Any],
+        prepare: Prepare = int,
+    ) -> None:  # fmt: skip
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         device = "cuda" if "CUDA_VISIBLE_DEVICES" in environment else "cpu"
         transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": device}
-        self.log, arguments = log, (theirs, str(log), environment, model, {"kv_transfer_config": transfer, **options})
+        options = {"kv_transfer_config": transfer, **options}
+        self.log, arguments = log, (theirs, str(log), environment, model, options, prepare)
         self.process = context.Process(target=serve, args=arguments)
         self.process.start()
         theirs.close()

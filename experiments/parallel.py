@@ -5,7 +5,7 @@
 
 On 2 GPUs; pp and dp on a CPU, too. Both engines run at once, in processes of their own, on the demo model; for decode
 context parallelism, which needs more ranks than KV heads, with its first KV head alone. `latent-dcp`: on
-models/mla-demo, whose latents are one KV head. docs/parallel.md has the figures.
+models/mla-demo, whose latents are one KV head, calibrated. docs/parallel.md has the figures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -63,6 +64,37 @@ def one_kv_head(folder: Path) -> str:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     (folder / "config.json").write_text(json.dumps(config | heads))
+    return str(folder)
+
+
+def deepseeks_heads(folder: Path) -> str:
+    """models/mla-demo with zeros as further channels of its heads, 128 and 128 as DeepSeek's: the same model, for
+    FlashAttention 3, which knows no heads of 128 and 64."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((MLA_DEMO / "config.json").read_text())
+    weights, wide = load_file(MLA_DEMO / "model.safetensors"), 128
+    heads, nope, rope, value = (
+        config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+
+    def widened(x: torch.Tensor, *sizes: tuple[int, int]) -> torch.Tensor:
+        """Rows of each head, in parts of these sizes before and after."""
+        parts = x.unflatten(0, (heads, -1)).split([before for before, _ in sizes], dim=1)
+        pads = [(0, 0, 0, after - before) for before, after in sizes]
+        return torch.cat([torch.nn.functional.pad(*x) for x in zip(parts, pads, strict=True)], dim=1).flatten(0, 1)
+
+    for name, x in weights.items():
+        if name.endswith("q_proj.weight"):  # the scale of scores is of all channels
+            weights[name] = widened(x, (nope, wide), (rope, rope)) * ((wide + rope) / (nope + rope)) ** 0.5
+        elif name.endswith("kv_b_proj.weight"):
+            weights[name] = widened(x, (nope, wide), (value, wide))
+        elif name.endswith("o_proj.weight"):
+            weights[name] = widened(x.T, (value, wide)).T.contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    sizes = {"qk_nope_head_dim": wide, "v_head_dim": wide, "qk_head_dim": wide + rope}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    shutil.copy(MLA_DEMO / "turboquant_kv.json", folder)
     return str(folder)
 
 
@@ -206,7 +238,7 @@ def compare_ranks(
     """Figures of decode context parallelism, each with its name, as they come; and what is not due to it: how far two
     kernels with different rounding are apart."""
     with tempfile.TemporaryDirectory() as folder:
-        model = str(MLA_DEMO) if latents else one_kv_head(Path(folder))
+        model = (deepseeks_heads if latents else one_kv_head)(Path(folder))
         given = (model, dtype, activations)
         engines = ((1, "auto"), (2, "auto"), (1, "triton"))
         one, two, triton = pool.map(lambda engine: apart(over_ranks, *given, *engine), engines)

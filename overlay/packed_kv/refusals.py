@@ -405,18 +405,10 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
          lambda f: (f.pipeline or 1) > 1
          and bool(f.has_draft_cache or (f.has_other_dtypes and (f.has_states or f.has_several_kinds)))
-         and f"its stages would lay out their pages differently beside {_beside(f)}"),
-    Rule("NIXL", "`--kv-transfer-config`",
-         lambda f: any(c.name.startswith("Nixl") for c in _connectors(f))
-         and bool(f.has_other_dtypes or f.has_draft_cache or f.has_states) and f"beside {_beside(f)}"),
+         and "its stages would lay out their pages differently beside "
+         + ("layers of another KV-cache dtype" if f.has_other_dtypes else "a draft's layers")),
 )  # fmt: skip
 """With which an engine has no recent window; it serves without, and its log says so."""
-
-
-def _beside(facts: Facts) -> str:
-    if facts.has_other_dtypes:
-        return "layers of another KV-cache dtype"
-    return "a draft's layers" if facts.has_draft_cache else "state layers"
 
 
 def facts_of_config(config: Config) -> Facts:

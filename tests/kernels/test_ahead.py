@@ -10,11 +10,13 @@ import torch
 from packed_kv import FORMATS
 from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.context_shard import ContextShard
+from packed_kv.attention.decode import FusedDecode
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton.launch import Arguments, Launch
+from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.step import WindowStep
 from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, _machine, batch, layer
@@ -144,3 +146,32 @@ def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkey
         served.forward(query, key, value, cache, metadata, torch.zeros_like(query), step)
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]
+
+
+@pytest.mark.parametrize(("group", "longest", "tiles"), [(4, 9, {8, 16, 32}), (12, 3, {16, 32}), (1, 8, {8})])
+def test_steps_with_drafts_launch_what_was_compiled_and_fit_the_workspace(
+    group: int, longest: int, tiles: set[int]
+) -> None:
+    """Of the Triton kernel, for up to 40 requests: tiles of 8, 16 and 32 columns, with every number of splits."""
+    codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
+    fused = FusedDecode(codec, 2 * group, 2, AttentionOptions(1.0), longest, max_requests=40, kernel="triton")
+    fused.sm_count = 132
+    taken: list[tuple[int, int]] = []
+
+    def reserve(tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
+        taken.append((tokens, partial[0] * partial[1] * partial[2]))
+        return []
+
+    fused.reserve = reserve
+    fused.reserve_any_batch()
+    (most,) = taken
+    variants = {}
+    for requests in range(1, 41):
+        for query_len in range(1, longest + 1):
+            splits = fused._grid(requests, query_len).blocks
+            variants[requests, query_len] = fused.shape.tiles(query_len)[0], merge_tile(splits)
+            assert requests * query_len <= most[0]
+            assert requests * query_len * 2 * group * splits <= most[1]
+    assert {columns for columns, _ in variants.values()} == tiles
+    compiled = [variants[batch] for batch in fused.batches_to_compile()]
+    assert sorted(compiled) == sorted(set(variants.values()))

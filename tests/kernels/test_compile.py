@@ -124,7 +124,12 @@ RINGS = (("isoquant4", 8), ("turboquant25", 4))
 DECODED = ("isoquant4", "isoquant3", "turboquant35", "turboquant25")
 
 
-def decode_case(fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0) -> Case:
+def decode_case(
+    fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0, mean_blocks: int = 0, columns: int = 8
+) -> Case:
+    registers = decode.MAX_REGISTERS if arch == 90 and head_dim <= 128 else None
+    if columns > 8 and columns * head_dim > decode.OUTPUTS:
+        registers = decode.WIDE_REGISTERS
     return Case(
         kernel="packed_kv.kernels.triton.decode:_decode_kernel",
         arch=arch,
@@ -135,13 +140,14 @@ def decode_case(fmt: Format, arch: int, head_dim: int = 128, ring_block: int = 0
             ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
+            KV_HEADS=8, QUERY_GROUP=columns // 2, WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
             MEAN_BLOCKS=mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
             LAYOUT=kernel_layout(page_layout(fmt, head_dim)), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
+            COLUMNS=columns,
         ),
         options=dict(
             num_warps=1, num_stages=1, enable_fp_fusion=True,
-            **({"maxnreg": decode.MAX_REGISTERS} if arch == 90 and head_dim <= 128 else {}),
+            **({"maxnreg": registers} if registers else {}),
         ),
         unaligned=(
             "block_table", "query_start", "seq_lens", "ring_table", "ring_first", "table_stride", "ring_table_stride",
@@ -199,6 +205,19 @@ def test_a_bias_stays_in_registers(mean_blocks):
         assert resources.registers <= decode.MAX_REGISTERS, name
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
+def test_wide_tiles_unpack_once(arch):
+    """16 columns stay in registers; 32 spill some, and are faster than two tiles of 16 all the same."""
+    columns, bounds = (16, 32), (8, 96)
+    cases = [decode_case(FORMATS["isoquant4"], arch, columns=count) for count in columns]
+    narrow = decode_resources(arch)["isoquant4"]
+    for count, bound, wide in zip(columns, bounds, compile_kernels(cases), strict=True):
+        assert wide.stack_bytes <= bound, count
+        assert wide.count("HMMA") == count // 8 * narrow.count("HMMA"), count
+        assert wide.count("PRMT") < 1.1 * narrow.count("PRMT"), count
+        check_transposing_layout(wide)
+
+
 @pytest.mark.parametrize("name", DECODED)
 def test_decoded_fragments_need_no_shared_memory(name):
     """Queries come from shared memory once a tile and results go through it at the end; K and V never do."""
@@ -217,9 +236,11 @@ def test_weights_are_transposed_lane_by_lane(name):
     check_transposing_layout(decode_resources(90)[name])
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 160])
-def test_weights_are_transposed_lane_by_lane_at_other_head_dims(head_dim):
-    (resources,) = compile_kernels([decode_case(FORMATS["isoquant4"], 90, head_dim)])
+@pytest.mark.parametrize(
+    ("head_dim", "columns"), [(32, 8), (64, 8), (96, 8), (160, 8), (32, 32), (64, 16), (64, 32), (96, 16), (96, 32)]
+)
+def test_weights_are_transposed_lane_by_lane_at_other_head_dims(head_dim, columns):
+    (resources,) = compile_kernels([decode_case(FORMATS["isoquant4"], 90, head_dim, columns=columns)])
     check_transposing_layout(resources)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
 import sys
@@ -12,19 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from calibration_files import content, write
 from checkout import LATENT_MODEL, REPO
+from coverage_models import MODELS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
+from transfers import InTurn, RegisterHybrid, behind_a_hit_as_behind_a_transfer, lie_side_by_side
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 
 sys.path.append(str(REPO / "benchmarks"))
-from nixl_engine import Peer
+from nixl_engine import Peer, Prepare
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 128, 16
 FULL_BLOCKS, TOKENS, FIRST_RECENT = 3, 12, 56
 PROMPT = random.Random(0).choices(range(3, 4000), k=FULL_BLOCKS * BLOCK + 1)
+SMALL_PROMPT = random.Random(0).choices(range(3, 250), k=len(PROMPT))
+HYBRID, HYBRID_BLOCK = "GraniteMoeHybridForCausalLM", 1024
 OPTIONS = {"kv_cache_dtype": "isoquant4", "dtype": "float32", "block_size": BLOCK, "max_model_len": 256}
 
 
@@ -68,18 +74,21 @@ def free_port() -> str:
 
 
 @contextlib.contextmanager
-def two_engines(model: str, folder: Path, **options: Any) -> Iterator[tuple[Peer, Peer]]:
-    """A prefill engine of one rank and a decode engine of two."""
+def two_engines(
+    model: str, folder: Path, ranks: tuple[int, int] = (1, 2), environment: dict[str, str] | None = None,
+    prepare: tuple[Prepare, Prepare] = (int, int), **options: Any,
+) -> Iterator[tuple[Peer, Peer]]:  # fmt: skip
+    """A prefill engine and a decode engine; `prepare`: what each does first."""
     pytest.importorskip("nixl", reason="nixl is not installed (60 MB; it runs without a GPU, too)")
     if torch.cuda.is_available():
         pytest.skip("on GPUs, benchmarks/peers.py does the same")
     options = OPTIONS | {"skip_tokenizer_init": True} | options
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     started = []
     try:
-        for role, more in (("kv_producer", {}), ("kv_consumer", ranks)):
-            environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": free_port()}
-            started.append(Peer(model, role, folder / role, environment, options | more))
+        for role, count, first in zip(("kv_producer", "kv_consumer"), ranks, prepare, strict=True):
+            variables = {"VLLM_NIXL_SIDE_CHANNEL_PORT": free_port(), **(environment or {})}
+            several = {"tensor_parallel_size": count, "distributed_executor_backend": "mp"} if count > 1 else {}
+            started.append(Peer(model, role, folder / role, variables, options | several, first))
         for peer in started:
             peer.wait()
         prefill, decode = started
@@ -105,8 +114,8 @@ def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -
     sent = prefill.prefill(PROMPT)
     got = decode.ask(PROMPT, sent.params, TOKENS)
     for windows in decode.windows():
-        assert windows[0] == (len(PROMPT) - 1, len(PROMPT) - 1), "nothing of the prompt"
-        assert {first for _, first in windows[1:]} == {FIRST_RECENT}
+        assert {first for _, first in windows} == {FIRST_RECENT}, "nothing of the prompt"
+        assert windows[0][0] == len(PROMPT) - 1
         assert max(before for before, _ in windows) == len(PROMPT) + TOKENS - 2 > FIRST_RECENT
     own = prefill.ask(PROMPT, None, TOKENS)  # from its prefix cache
     assert got.tokens[0] == own.tokens[0]
@@ -131,3 +140,56 @@ def test_each_rank_reads_all_latents(tmp_path: Path) -> None:
     assert got.tokens == own.tokens
     a_layer = (FULL_BLOCKS + 1) * BLOCK * FORMATS["tq4"].latent_bytes(512, 64)
     assert [nbytes for nbytes, _, _ in got.transfers] == [5 * a_layer] * 2
+
+
+def assert_same_as_without_transfer(prefill: Peer, decode: Peer, prompt: list[int], brought: int) -> None:
+    """The decode engine reads the window where an engine without transfer does, none of the tokens that are `brought`,
+    and its answer is the same."""
+    got = decode.ask(prompt, prefill.prefill(prompt).params, TOKENS)
+    assert got.finish_reason == "length", decode.log.read_text()[-3000:]
+    prefill.ask(prompt)  # keeps the states behind the prompt's full blocks, too
+    prefill.windows()
+    own = prefill.ask(prompt, None, TOKENS)
+    (windows,), read = prefill.windows(), decode.windows()
+    assert read == [windows] * len(read)
+    assert windows[0][0] == len(prompt) - 1, "of a prefix-cache hit"
+    assert any(first <= before for before, first in windows)
+    assert min(first for _, first in windows) >= brought
+    assert got.tokens == own.tokens
+    assert got.logprobs == pytest.approx(own.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim", "ranks"), [(2, 64, (1, 2)), (1, 96, (1, 1))])
+def test_window_beside_drafts(kv_heads: int, head_dim: int, ranks: tuple[int, int], tmp_path: Path) -> None:
+    """A draft's pages travel too; where they are of another size, pages of a block lie side by side."""
+    config = tiny_models.llama()
+    model = tiny_models.save(config, tmp_path)
+    draft = tiny_models.eagle(tmp_path / "draft", kv_heads, head_dim, config)
+    speculation = {"method": "eagle", "model": draft, "num_speculative_tokens": 3}
+    prepare = behind_a_hit_as_behind_a_transfer, int
+    with two_engines(model, tmp_path, ranks, prepare=prepare, speculative_config=speculation) as both:
+        for prompt in (SMALL_PROMPT, SMALL_PROMPT[::-1]):
+            assert_same_as_without_transfer(*both, prompt, len(prompt))
+
+
+def test_window_beside_skipped_layers(tmp_path: Path) -> None:
+    """On a CPU, blocks of 32 tokens, as vLLM's own attention wants them there."""
+    model, options = tiny_models.save(tiny_models.llama(), tmp_path), {"kv_cache_dtype_skip_layers": ["1"]}
+    prepare = InTurn(lie_side_by_side, behind_a_hit_as_behind_a_transfer), lie_side_by_side
+    with two_engines(model, tmp_path, (1, 1), prepare=prepare, block_size=32, **options) as both:
+        prompt = [*SMALL_PROMPT[:16], *SMALL_PROMPT]
+        assert_same_as_without_transfer(*both, prompt, len(prompt))
+
+
+def test_window_beside_state_layers(tmp_path: Path) -> None:
+    """A state is one of a whole block; the decode engine gets that of all tokens but the last."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[HYBRID]))
+    options = {
+        "mamba_cache_mode": "align", "enable_prefix_caching": True, "load_format": "dummy", "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+    register = RegisterHybrid(HYBRID)
+    environment = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+    with two_engines(str(tmp_path), tmp_path, (1, 1), environment, (register, register), **options) as both:
+        prompt = random.Random(0).choices(range(3, 250), k=HYBRID_BLOCK + 1)
+        assert_same_as_without_transfer(*both, prompt, HYBRID_BLOCK)

@@ -27,7 +27,6 @@ def build(contexts: list[int], counts: list[int], table: torch.Tensor, slack: in
     sizes = SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8)
     config: Any = SimpleNamespace(scheduler_config=sizes)
     builder: Any = _of_chunks(WindowBackend, CHUNK).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
-    builder.sizes["longest_decode"] = slack  # as on CUDA
     return builder.build(0, common)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import exact_products
 import pytest
@@ -18,6 +19,8 @@ from harness import (
     scheduler,
     teacher_forced_logits,
 )
+from packed_kv.window.metadata import slot_filler
+from packed_kv.window.slots import page_lens
 from packed_kv_quality.engines import bytes_per_request
 from recent_windows import ring_specs
 from tiny_models import true_logits
@@ -100,6 +103,18 @@ def generate(llm: LLM, prompts: list[list[int]], tokens: int = 24) -> list[list[
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
     results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     return [list(result.outputs[0].token_ids) for result in results]
+
+
+def test_a_token_that_no_ring_has_is_read_in_its_page() -> None:
+    """As the last one of a prompt that came over NIXL, which is computed again in a block that is not in the ring."""
+    fill, sizes = slot_filler(
+        SimpleNamespace(ring_block_size=8, ring_blocks=9, window=64, slack=1), torch.device("cpu")
+    )
+    starts, seq_lens, table = torch.tensor([0, 1]), torch.tensor([49]), torch.zeros(1, 7, dtype=torch.int32)
+    slots, first = torch.zeros(2, 1, dtype=torch.int32)
+    fill(starts, seq_lens, table, slots, first, **sizes)
+    assert slots.tolist() == [-1]
+    assert page_lens(starts, seq_lens, first, 64).tolist() == [49]
 
 
 def test_batches_and_preemption(model: str, latent_engine, monkeypatch: pytest.MonkeyPatch) -> None:

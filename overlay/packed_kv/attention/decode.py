@@ -20,14 +20,12 @@ from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import longest_query, refusal
 from ..kernels.triton.decode import (
-    COLUMNS,
     MAX_REGISTERS,
     TILE_TOKENS,
     DecodeShape,
     bind_decode,
     decode_arguments,
     decode_grid,
-    split_count,
 )
 from ..kernels.triton.launch import Arguments, Launch, Launches
 from ..kernels.triton.means import Means
@@ -62,14 +60,15 @@ class CudaDecodeStep:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Grids and arguments of a step's launches, query rows a KV head, and the splits' tile of the merge, if one
-    follows."""
+    """Grids and arguments of a step's launches, query rows a KV head, the splits' tile of the merge, if one follows,
+    and the columns of the Triton kernel's tiles."""
 
     rotate: tuple[Grid, Arguments]
     decode: tuple[Grid, Arguments] | CudaDecodeStep
     merge: tuple[Grid, Arguments] | None
     rows: int
     tile: tuple[int, int]
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,6 @@ class FusedDecode:
             kv_heads, query_heads // kv_heads, codec.key.stored_dim, options.sliding_window, options.logits_soft_cap,
             self.mean_blocks, tiles_a_block, MAX_REGISTERS if properties.major == 9 else None,
         )  # fmt: skip
-        self.programs = kv_heads * -(-self.shape.group // COLUMNS)
-        """Of a query token and split."""
         self.bound = Launches()
         refused = refusal(
             (properties.major, properties.minor), codec.key.head_dim, self.shape.group, longest_decode,
@@ -245,7 +242,8 @@ class FusedDecode:
             arguments = merge_arguments(partial, stats, shape.group, lse)
             merge = merge_grid(tokens, shape.kv_heads, shape.group, tile), arguments
         rotate = rotate_query_grid(rotated, self.rotation), rotate_query_arguments(rotated, positions, query_bias)
-        return DecodeStep(rotate, decode, merge, tokens * shape.group, tile)
+        columns, _ = shape.tiles(max_query_len)
+        return DecodeStep(rotate, decode, merge, tokens * shape.group, tile, columns)
 
     def attend(self, cache: torch.Tensor, step: DecodeStep, output: torch.Tensor, ring: Ring | None = None) -> None:
         """Attention of requests with few query tokens, over all of their cached tokens. `store` or `rotate` has rotated
@@ -266,7 +264,11 @@ class FusedDecode:
             launch = step.decode
             decode(launch.grid, launch.max_query_len, launch.requests, launch.arguments, output)
         else:
-            decode(step.decode[0], (), step.decode[1])
+            of_columns = decode.get(step.columns)
+            if of_columns is None:
+                of_columns = bind_decode(self.codec.layout, self.shape, step.columns, cache, ring)
+                decode[step.columns] = of_columns
+            of_columns(step.decode[0], (), step.decode[1])
         if step.merge is None:
             return
         merge = merges.get(step.tile)
@@ -279,9 +281,10 @@ class FusedDecode:
     def _bind(
         self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor
     ) -> tuple[Any, dict[tuple[int, int], Launch]]:
-        """Launches of decode, and of the merge by its tile, none yet."""
+        """Launches of decode, of Triton's kernel by the columns of its tiles, none yet, and of the merge by its tile,
+        none yet."""
         if self.of_cuda is None:
-            return bind_decode(self.codec.layout, self.shape, cache, ring), {}
+            return {}, {}
         apart = self._heads_apart(output)
         decode = cuda.CudaDecode(
             self.codec.layout, *self.of_cuda, cache, ring, apart, self.mean_blocks > 0, self.has_lse,
@@ -295,17 +298,20 @@ class FusedDecode:
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
         """Requests and their query tokens, of steps that launch all variants of the kernels between them."""
-        steps: dict[tuple[int, int] | None, tuple[int, int]] = {}
-        for query_len in {1, min(self.longest_decode, self.longest)}:
+        steps: dict[tuple[int, tuple[int, int]] | None, tuple[int, int]] = {}
+        longest = min(self.longest_decode, self.longest)
+        of_tiles = {self.shape.tiles(query_len): query_len for query_len in range(longest, 0, -1)}
+        for query_len in sorted({1, longest, *of_tiles.values()}):
+            columns, _ = self.shape.tiles(query_len)
             for requests in range(self.max_requests, 0, -1):
                 grid = self._grid(requests, query_len)
-                steps[None if grid.is_final else merge_tile(grid.blocks)] = requests, query_len
+                steps[None if grid.is_final else (columns, merge_tile(grid.blocks))] = requests, query_len
         return list(steps.values())
 
     def _grid(self, requests: int, max_query_len: int) -> cuda.Grid:
         """Of the CUDA kernel, or with the splits of Triton's."""
         if self.of_cuda is None:
-            return cuda.Grid(1, split_count(requests * self.programs, self.sm_count), is_final=False)
+            return cuda.Grid(1, self.shape.splits(requests, max_query_len, self.sm_count), is_final=False)
         group = self.shape.group
         passes = cuda.pass_count(group, max_query_len)
         return cuda.grid(requests * passes, self.card, cuda.column_count(group, max_query_len))
@@ -314,7 +320,8 @@ class FusedDecode:
         """Size the workspace for any batch, and compile the schedulers."""
         counts = range(1, self.max_requests + 1)
         query_len = min(self.longest_decode, self.longest)
-        rows = max(n * split_count(n * self.programs, self.sm_count) for n in counts) * query_len
+        lengths = {self.shape.tiles(length): length for length in range(1, query_len + 1)}.values()
+        rows = max(n * length * self.shape.splits(n, length, self.sm_count) for n in counts for length in lengths)
         self.reserve(self.max_requests * query_len, (rows, self.query_heads, 1))
         for scheduler in self.schedulers.values():
             scheduler(torch.zeros(1, dtype=torch.int32, device=scheduler.items.device))

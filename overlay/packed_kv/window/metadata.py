@@ -119,8 +119,9 @@ def slot_filler(spec: Any, device: torch.device) -> tuple[Callable[..., None], d
     """Return what fills a step's slots on a device, `fill_slots` or its kernel, and its keyword arguments for rings of
     `spec`, a `RingSpec`."""
     sizes = {"block_size": spec.ring_block_size, "ring_blocks": spec.ring_blocks, "window": spec.window}
+    sizes["longest_decode"] = spec.slack
     if device.type != "cuda":
-        return fill_slots, {**sizes, "longest_decode": 0}  # in PyTorch a batch's own tokens are raw
+        return fill_slots, sizes
     from ..kernels.triton.ring import plan_ring
 
-    return plan_ring, {**sizes, "longest_decode": spec.slack}
+    return plan_ring, sizes

@@ -113,6 +113,9 @@ def test_head_dims(name, head_dim):
         {"group": 64, "kv_heads": 1, "seq_lens": (1, 70), "sinks": torch.bfloat16},
         {"group": 20, "kv_heads": 2, "seq_lens": (3, 40), "query_lens": (2, 3), "window": 30},
         {"group": 7, "kv_heads": 1},
+        {"group": 12, "kv_heads": 2, "soft_cap": 5.0, "sinks": torch.float32},
+        {"query_lens": (1, 4, 3), "splits": 1},  # 16 columns
+        {"query_lens": (1, 8, 3), "seq_lens": (1, 40, 70), "window": 30, "head_dim": 64},  # 32
         {"head_dim": 192, "value_dim": 128, "kv_heads": 1, "seq_lens": (1, 50)},
         {"head_dim": 96, "value_dim": 48, "sinks": torch.bfloat16, "window": 20, "splits": 1},
         {"head_dim": 96, "value_dim": 32, "query_lens": (1, 3, 2), "group": 16, "kv_heads": 1},
@@ -185,6 +188,7 @@ def rope(pairs: int, *, interleaved: bool = False) -> Rope:
         ("tq4", {"without": "key_first_mean", "soft_cap": 5.0, "seq_lens": (37,)}),
         ("isoquant3", {"without": "key_mean", "window": 20, "seq_lens": (10, 50)}),
         ("isoquant3", {"query_lens": (1, 9, 0), "window": 30, "seq_lens": (1, 40, 70), "group": 7, "kv_heads": 1}),
+        ("turboquant25", {"group": 12, "seq_lens": (37,)}),
     ],
     ids=str,
 )

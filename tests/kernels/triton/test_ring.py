@@ -141,6 +141,7 @@ def attention(query, key, value, scale, soft_cap):
         {"requests": ((50, 44), (50, 50), (100, 16), (100, 90)), "block_size": 4},  # behind prefix-cache hits
         {"requests": ((90, 0), (60, 50)), "query_lens": (3, 2), "recent": 16},
         {"requests": ((90, 0), (20, 0)), "query_lens": (1, 0)},
+        {"requests": ((90, 0), (60, 50)), "query_lens": (4, 1), "head_dim": 64, "kv_heads": 1},  # 16 columns
         {"requests": ((200, 0), (64, 0), (65, 0)), "window": 64},
         {"requests": ((200, 0), (64, 40), (20, 0)), "window": 20},  # the sliding window is the shorter one
         {"soft_cap": 2.0},

@@ -1,8 +1,9 @@
 """Split-KV decode attention over packed pages: the block table is walked, codes are decoded in registers.
 
-One warp serves one (request, KV head, split) for 8 columns: the query heads of the KV head, and of its few query
-tokens, with K and V as the left operands. Up to 8 columns, each packed byte is read once. Partial results of the splits
-are combined, and V's rotation undone, by `merge.py`. The reference is `attention/active_blocks.attend`.
+One warp serves one (request, KV head, split) for a tile of 8, 16 or 32 columns: the query heads of the KV head, and of
+its few query tokens, with K and V as the left operands. Up to 32 columns, each packed byte is read once. Partial
+results of the splits are combined, and V's rotation undone, by `merge.py`. The reference is
+`attention/active_blocks.attend`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ _LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
 """32 x 8192 tokens of isoquant4 on an H200 (version 5 of docs/notes/triton-decode.md) take 88.7 us at 128 registers,
 93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
-head_dim 128."""
+head_dim 128 with 8 columns."""
+WIDE_REGISTERS = 255
+"""Of tiles with more outputs. At 200, an SM has no more programs: each of its four schedulers has registers of its own,
+512 for a lane."""
+OUTPUTS = 8 * 128
+"""Columns times channels of a tile that fits `MAX_REGISTERS`."""
 TILE_TOKENS = 32
-COLUMNS = 8
-"""Of a tile: the right operand of `mma.m16n8k16`."""
-PROGRAMS_PER_SM = 16
-"""Warps of `MAX_REGISTERS` registers that fit an SM."""
+COLUMNS = 8, 16, 32
+"""Of a tile. 8 are the right operand of `mma.m16n8k16`; more unpack once for several of these."""
+WIDE_HEAD_DIM = 128
+"""Most channels of a head with tiles of more than 8 columns: above, they would not fit the registers."""
+PROGRAMS_PER_SM, WIDE_PROGRAMS_PER_SM = 16, 8
+"""Warps of `MAX_REGISTERS` and of `WIDE_REGISTERS` that fit an SM."""
 _MASKED = tl.constexpr(-1.0e30)
 
 
@@ -47,11 +55,12 @@ def _decode_kernel(
     soft_cap,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
-    MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, LAYOUT: tl.constexpr,
+    MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Partial attention of 8 columns over a split of a request's keys.
+    """Partial attention of COLUMNS columns over a split of a request's keys.
 
-    Grid: (splits, KV heads times tiles of columns, requests).
+    Grid: (splits, KV heads times tiles of COLUMNS columns, requests).
 
     Args:
         query: fp16 [tokens, KV_HEADS, QUERY_GROUP, head_dim], contiguous, rotated and in powers of 2.
@@ -67,6 +76,7 @@ def _decode_kernel(
         ring: uint8 [blocks, KV_HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
             where RING_BLOCK is 0 there is none. A query sees RECENT tokens of it.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
+        COLUMNS: of a tile.
         WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
@@ -79,8 +89,8 @@ def _decode_kernel(
     start = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    columns, rows = columns_and_rows(tl.program_id(1) // KV_HEADS, KV_HEADS, QUERY_GROUP)
-    if tl.program_id(1) // KV_HEADS * 8 >= count * QUERY_GROUP:
+    columns, rows = columns_and_rows(tl.program_id(1) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
+    if tl.program_id(1) // KV_HEADS * COLUMNS >= count * QUERY_GROUP:
         return
 
     first_visible = 0
@@ -99,10 +109,10 @@ def _decode_kernel(
     first_row = (start * KV_HEADS + head) * QUERY_GROUP
     outputs = ()
     for _ in tl.static_range(GROUPS):
-        outputs = outputs + (tl.zeros([32, 8], tl.float32),)
+        outputs = outputs + (tl.zeros([32, COLUMNS], tl.float32),)
     # Of the tiles of a block of positions, less what their scores lack: adding that to each score takes registers.
-    maximum = tl.full([8], _MASKED, tl.float32)
-    total = tl.zeros([8, 8], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
+    maximum = tl.full([COLUMNS], _MASKED, tl.float32)
+    total = tl.zeros([8, COLUMNS], tl.float32)  # of each lane's own tokens, so that no tile needs a sum over lanes
 
     lanes = tl.arange(0, 32)[:, None]
     zero = tl.broadcast_to((lanes + seq_len) >> 31, [32, 2])  # which the compiler cannot tell; see `decode_codes`
@@ -120,21 +130,22 @@ def _decode_kernel(
         for tile in range(low, high):
             base0, base1 = _tile_bases(cache_head, table, tl.minimum(tile + 1, high - 1), last_micro_block,
                                        block_stride, MICRO_BLOCKS_A_BLOCK, MICRO_BLOCK_WORDS)  # fmt: skip
-            scores = tl.zeros([32, 8], tl.float32)
+            scores = tl.zeros([32, COLUMNS], tl.float32)
             for g in tl.static_range(GROUPS):
                 key = decode_key(key_words, zero, g, LAYOUT)
-                scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS)
+                scores += tl.dot(key, queries[g]) * key_scales(key_scale_words, g, GROUPS, COLUMNS)
             if HAS_SOFT_CAP and MEAN_BLOCKS > 0:
                 bias = bias_of_block(
-                    query_bias, block_of(tile, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS
-                )
+                    query_bias, block_of(tile, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                    COLUMNS,
+                )  # fmt: skip
                 scores += bias[None, :] / INVERSE_SCORE_UNIT
                 if tile == 0:
                     scores = add_first_bias(scores, tl.arange(0, 32), query_bias, first_row, count, INVERSE_SCORE_UNIT,
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
-                maximum -= bias_step(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+                maximum -= bias_step(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
@@ -156,7 +167,7 @@ def _decode_kernel(
                 if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
                     scores = add_first_bias(scores, tokens, query_bias, first_row, count, INVERSE_SCORE_UNIT,
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
-                column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * 8 + tl.arange(0, 8)
+                column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * COLUMNS + tl.arange(0, COLUMNS)
                 limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
                 if WINDOW > 0:
@@ -185,10 +196,11 @@ def _decode_kernel(
             value_words, value_scales = load_value(base0, base1, lanes, LAYOUT)
         if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
             maximum += bias_of_block(
-                query_bias, block_of(high - 1, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS
-            )
+                query_bias, block_of(high - 1, TILES_A_BLOCK), first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                COLUMNS,
+            )  # fmt: skip
 
-    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
     valid = columns < count * QUERY_GROUP
     output_unit: tl.constexpr = RING_UNIT if RING_BLOCK > 0 else 1.0
     outputs = _in_unit(outputs, output_unit, LAYOUT)
@@ -249,7 +261,7 @@ def _in_score_unit(queries, LAYOUT: tl.constexpr):
 def _store_partial(
     partial_output, partial_stats, outputs, maximum, total, slot, rows, valid, unit, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Write 8 columns' sums, outputs times `unit`, at `slot` and `rows` [8] behind it."""
+    """Write the columns' sums, outputs times `unit`, at `slot` and `rows` [columns] behind it."""
     channels = tl.arange(0, 32)
     partial_output += slot * (32 * GROUPS)
     partial_stats += slot * 2
@@ -262,7 +274,7 @@ def _store_partial(
 
 @triton.jit
 def _load_queries(query, rows, valid, GROUPS: tl.constexpr):
-    """fp16 [32 channels, 8 columns] of each group."""
+    """fp16 [32 channels, columns] of each group."""
     channels = tl.arange(0, 32)
     queries = ()
     for g in tl.static_range(GROUPS):
@@ -301,14 +313,6 @@ def _tile_bases(
     return base0, base1
 
 
-def split_count(programs: int, sm_count: int) -> int:
-    """Splits of each request, from the programs that a batch has without them: a wave of programs, at most 128.
-
-    It knows no sequence length, so that a CUDA graph can hold the launch.
-    """
-    return max(1, min(128, PROGRAMS_PER_SM * sm_count // programs))
-
-
 @dataclass(frozen=True)
 class DecodeShape:
     """What decides the variant of the kernel, beside the cache: heads of a rank, and a layer's options.
@@ -316,7 +320,8 @@ class DecodeShape:
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
     softmax, or None; `mean_blocks`: blocks of positions for which queries come with a bias (`rotate_query`), 0: with
     none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of a
-    thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned.
+    thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned; of tiles with more than `OUTPUTS`
+    outputs and 8 columns `WIDE_REGISTERS`.
     """
 
     kv_heads: int
@@ -328,17 +333,38 @@ class DecodeShape:
     tiles_a_block: int = 0
     max_registers: int | None = None
 
+    def tiles(self, max_query_len: int) -> tuple[int, int]:
+        """Columns of a tile and tiles of a KV head, for requests with at most so many query tokens."""
+        columns = self.group * max_query_len
+        known = COLUMNS if self.head_dim <= WIDE_HEAD_DIM else COLUMNS[:1]
+        tile = next((count for count in known if count >= columns), known[-1])
+        return tile, -(-columns // tile)
 
-def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring: Ring | None) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and to `ring.cache`, uint8
-    [blocks, KV heads, block_size, ring_slot_bytes], of which a query sees `ring.window` tokens."""
+    def is_wide(self, columns: int) -> bool:
+        """Whether tiles of so many columns take `WIDE_REGISTERS`."""
+        return columns > COLUMNS[0] and columns * self.head_dim > OUTPUTS
+
+    def splits(self, requests: int, max_query_len: int, sm_count: int) -> int:
+        """Splits of each request: a wave of programs, at most 128.
+
+        It knows no sequence length, so that a CUDA graph can hold the launch.
+        """
+        columns, tiles = self.tiles(max_query_len)
+        programs = WIDE_PROGRAMS_PER_SM if self.is_wide(columns) else PROGRAMS_PER_SM
+        return max(1, min(128, programs * sm_count // (requests * self.kv_heads * tiles)))
+
+
+def bind_decode(page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None) -> Launch:
+    """The kernel for tiles of so many columns, bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and
+    to `ring.cache`, uint8 [blocks, KV heads, block_size, ring_slot_bytes], of which a query sees `ring.window`
+    tokens."""
     assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
     assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
     if ring is not None:
         check_ring(ring, shape.kv_heads, shape.head_dim)
     of_ring = cache if ring is None else ring.cache
     soft_cap = shape.logits_soft_cap or 0.0
-    limited = shape.max_registers is not None and shape.head_dim <= 128
+    registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None
     return Launch(
         _decode_kernel,
         Arguments(
@@ -349,9 +375,9 @@ def bind_decode(page: PageLayout, shape: DecodeShape, cache: torch.Tensor, ring:
             KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
             HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
             MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
-            RECENT=ring.window if ring else 0, LAYOUT=kernel_layout(page),
+            RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
         ),
-        num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": shape.max_registers} if limited else {}),
+        num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip
 
 
@@ -379,7 +405,7 @@ def decode_arguments(
 
 def decode_grid(shape: DecodeShape, splits: int, requests: int, max_query_len: int) -> tuple[int, int, int]:
     """Programs of the kernel; `max_query_len` is known on the host, so that a CUDA graph can hold the launch."""
-    return splits, shape.kv_heads * -(-shape.group * max_query_len // COLUMNS), requests
+    return splits, shape.kv_heads * shape.tiles(max_query_len)[1], requests
 
 
 def decode(
@@ -422,7 +448,7 @@ def decode(
     blocks = 0 if query_bias is None else query_bias.shape[2] - 1
     options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers)
     shape = DecodeShape(kv_heads, group, head_dim, *options)
-    launch = bind_decode(page, shape, cache, ring)
+    launch = bind_decode(page, shape, shape.tiles(max_query_len)[0], cache, ring)
     grid = decode_grid(shape, partial_output.shape[2], seq_lens.shape[0], max_query_len)
     step = decode_arguments(
         query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring

@@ -118,19 +118,20 @@ def bias_of_rows(
 
 
 @triton.jit
-def columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr):
-    """The columns of a tile of 8, int32 [8], and each one's row in queries and outputs, from that of column 0."""
-    columns = column_tile * 8 + tl.arange(0, 8)
+def columns_and_rows(column_tile, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of a tile, int32 [COLUMNS], and each one's row in queries and outputs, from that of column 0."""
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     return columns, columns // QUERY_GROUP * (KV_HEADS * QUERY_GROUP) + columns % QUERY_GROUP
 
 
 @triton.jit
 def _bias_pointers(
-    query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr
+    query_bias, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the biases of a program's 8 columns, and which columns there are, bool [8]. Made where they are
+    """Pointers to the biases of a program's columns, and which columns there are, bool [COLUMNS]. Made where they are
     needed: registers are scarce."""
-    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP)
+    columns, rows = columns_and_rows(hide_from_optimizer(tl.program_id(1)) // KV_HEADS, KV_HEADS, QUERY_GROUP, COLUMNS)
     return query_bias + (first_row.to(tl.int64) + rows) * (1 + MEAN_BLOCKS), columns < count * QUERY_GROUP
 
 
@@ -142,21 +143,23 @@ def block_of(tile, TILES_A_BLOCK: tl.constexpr):
 
 @triton.jit
 def bias_of_block(
-    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr
+    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What the scores of 8 columns lack with the keys of a block of positions (of the last one where there are not so
-    many), fp32 [8]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS]; block, first_row
-    (that of column 0), count (query tokens): int32."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+    """What the scores of a program's columns lack with the keys of a block of positions (of the last one where there
+    are not so many), fp32 [COLUMNS]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS];
+    block, first_row (that of column 0), count (query tokens): int32."""
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
     return tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
 
 
 @triton.jit
 def bias_step(
-    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr
+    query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`bias_of_block` of a block less that of the one before, or a finite number for block 0."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
     own = tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
     return own - tl.load(pointers + tl.minimum(block, MEAN_BLOCKS), mask=valid, other=0.0)
 
@@ -166,8 +169,8 @@ def add_first_bias(
     scores, tokens, query_bias, first_row, count, INVERSE_UNIT: tl.constexpr, KV_HEADS: tl.constexpr,
     QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Scores fp32 [32 tokens, 8 columns], in a unit, with what that of token 0 lacks beyond the others' of its block.
+    """Scores fp32 [32 tokens, columns], in a unit, with what that of token 0 lacks beyond the others' of its block.
     tokens: int32 [32]; the rest as in `bias_of_block`."""
-    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+    pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, scores.shape[1])
     bias = tl.load(pointers, mask=valid, other=0.0) / INVERSE_UNIT
     return scores + tl.where((tokens == 0)[:, None], bias[None, :], 0.0)

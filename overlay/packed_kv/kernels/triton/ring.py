@@ -162,23 +162,25 @@ def attend_ring(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KV_HEADS: tl.constexpr,
     QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of 8 columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
+    """Attention of some columns over tokens first .. end - 1 of the ring: new outputs, maximum and total.
 
     As with pages, a lane loads what it feeds to the tensor core: of tokens 16 m + 8 n3 + g (K) or 16 m + 8 n3 + 2 t +
     n0 (V). Past the end it loads the last token again.
 
     Args:
-        queries: a tuple of fp16 [32 channels, 8] for each group.
-        outputs: likewise fp32 [32 channels, 8], sums of codes times scales; times `RING_UNIT` they are the values.
-        maximum, total: fp32 [8] and [8, 8]; see `online_softmax_update`.
+        queries: a tuple of fp16 [32 channels, columns] for each group.
+        outputs: likewise fp32 [32 channels, columns], sums of codes times scales; times `RING_UNIT` they are the
+            values.
+        maximum, total: fp32 [columns] and [8, columns]; see `online_softmax_update`.
         ring_head: pointer to uint8 [blocks, .., BLOCK, ring_slot_bytes] of the head, with `block_stride`.
         table: pointer to int32 [ring blocks], of the request.
         first, end, seq_len: int32.
-        limit: int32 [8], of a column the last token that it sees and one; it sees WINDOW tokens here.
+        limit: int32 [columns], of a column the last token that it sees and one; it sees WINDOW tokens here.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
         query_bias, first_row, count: see `bias_of_block`.
     """
     GROUPS: tl.constexpr = len(LAYOUT.groups)
+    COLUMNS: tl.constexpr = limit.shape[0]
     SLOT: tl.constexpr = LAYOUT.ring.slot_bytes
     KEYS: tl.constexpr = LAYOUT.ring.codes[KEY]
     VALUES: tl.constexpr = LAYOUT.ring.codes[VALUE]
@@ -200,7 +202,7 @@ def attend_ring(
                     ring_slots(ring_head, table, tl.minimum(token + 16, seq_len - 1), block_stride, BLOCK, SLOT),
                 ),
             )
-        scores = tl.zeros([32, 8], tl.float32)
+        scores = tl.zeros([32, COLUMNS], tl.float32)
         low_scales, high_scales = (), ()
         for i in tl.static_range((GROUPS + 3) // 4):
             low_scales += _load(low_slots, SCALES + 4 * i, 1)
@@ -210,16 +212,17 @@ def attend_ring(
             pairs = key_pairs(words[0]) + key_pairs(words[1]) + key_pairs(words[2]) + key_pairs(words[3])
             low = scale_byte(low_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
             high = scale_byte(high_scales[g // 4], g % 4).to(tl.float32) * RING_UNIT
-            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high)
+            scores += tl.dot(opaque(as_key(from_pairs(pairs))), queries[g]) * over_scores(low, high, COLUMNS)
         token = base + tl.arange(0, 32)
         if MEAN_BLOCKS > 0:
             block = block_of(base // 32, TILES_A_BLOCK)
-            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+            bias = bias_of_block(query_bias, block, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
             scores += bias[None, :]
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
-                    further = bias_step(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)
+                    further = bias_step(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                                        COLUMNS)  # fmt: skip
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
                 scores = add_first_bias(scores, token, query_bias, first_row, count, 1.0, KV_HEADS, QUERY_GROUP,

@@ -1,4 +1,4 @@
-"""Scales where they are fewest: K's on the scores, V's on the weights (decode.py), 8 query columns at a time.
+"""Scales where they are fewest: K's on the scores, V's on the weights (decode.py), 8 to 32 query columns at a time.
 
 As in `fragments.py`, lane i of a tensor is lane i of the warp, and all happens in its registers.
 """
@@ -18,13 +18,13 @@ def scale_byte(word, index: tl.constexpr):
 
 
 @triton.jit
-def key_scales(scale_words, group: tl.constexpr, GROUPS: tl.constexpr):
-    """The scales of K's tokens for `group`, fp32 [32 tokens, 8 columns]. scale_words: a tuple of int32 [32, 2]."""
+def key_scales(scale_words, group: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The scales of K's tokens for `group`, fp32 [32 tokens, COLUMNS]. scale_words: a tuple of int32 [32, 2]."""
     if GROUPS % 4 == 0:
         low, high = _two_scales(scale_words[group // 2], group % 2)
     else:
         low, high = _two_scales(scale_words[group], 0)
-    return over_scores(low, high)
+    return over_scores(low, high, COLUMNS)
 
 
 @triton.jit
@@ -43,21 +43,21 @@ def _two_scales(word, high: tl.constexpr):
 
 
 @triton.jit
-def over_scores(low, high):
-    """[32 lanes, 2 micro-blocks], of tokens n3 = 0 and 1, -> [32 tokens, 8 columns], as the scores lie."""
-    x = tl.reshape(tl.join(low, high), [8, 4, 1, 2, 2])  # g, t, column 0 or 1 of t's, micro-block, n3
-    x = tl.broadcast_to(x, [8, 4, 2, 2, 2])
-    return tl.reshape(tl.permute(x, (3, 4, 0, 1, 2)), [32, 8])
+def over_scores(low, high, COLUMNS: tl.constexpr):
+    """[32 lanes, 2 micro-blocks], of tokens n3 = 0 and 1, -> [32 tokens, COLUMNS], as the scores lie."""
+    x = tl.reshape(tl.join(low, high), [8, 1, 4, 1, 2, 2])  # g, 8 columns, t, column 0 or 1 of t's, micro-block, n3
+    x = tl.broadcast_to(x, [8, COLUMNS // 8, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(x, (4, 5, 0, 1, 2, 3)), [32, COLUMNS])
 
 
 @triton.jit
-def headroom(scale_words):
+def headroom(scale_words, COLUMNS: tl.constexpr):
     """log2 of what weights up to 1 can be multiplied by while their products with V's scales stay finite in fp16.
 
     Without it, products below 2^-14 would lose bits: of a V of 1e-4, most of them. 15 where every scale is below 2,
     else 0, as scales go up to 40960.
 
-    scale_words: a tuple of int32 [32, 2]. Returns fp32 [32 tokens, 8 columns], the same everywhere.
+    scale_words: a tuple of int32 [32, 2]. Returns fp32 [32 tokens, COLUMNS], the same everywhere.
     """
     words = scale_words[0]
     for g in tl.static_range(1, len(scale_words)):
@@ -74,7 +74,7 @@ def headroom(scale_words):
             "=f,r", [words], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     room = tl.broadcast_to(room[:, None], [32, 2])
-    return over_scores(room, room)
+    return over_scores(room, room, COLUMNS)
 
 
 @triton.jit
@@ -82,34 +82,39 @@ def online_softmax_update(scores, unit, maximum, total, value_scales):
     """Take a tile of scores into an online softmax.
 
     Args:
-        scores: fp32 [32 tokens, 8 columns]; times `unit` they are exponents of 2.
-        maximum, total: fp32 [8] and [8, 8], as they were: what is taken off the exponents, and each lane's sums of
-            weights of its own tokens, so that no tile needs a sum over lanes.
+        scores: fp32 [32 tokens, columns]; times `unit` they are exponents of 2.
+        maximum, total: fp32 [columns] and [8, columns], as they were: what is taken off the exponents, and each lane's
+            sums of weights of its own tokens, so that no tile needs a sum over lanes.
         value_scales: words with the scales of V, a tuple of int32 [32, 2]; see `headroom`.
 
     Returns:
-        weights fp32 [32, 8]; what earlier results are to be multiplied by, fp32 [8]; the new maximum and total.
+        weights fp32 [32, columns]; what earlier results are to be multiplied by, fp32 [columns]; the new maximum and
+        total.
     """
-    new_maximum = tl.maximum(maximum, tl.max(scores * unit - headroom(value_scales), 0))
+    COLUMNS: tl.constexpr = scores.shape[1]
+    new_maximum = tl.maximum(maximum, tl.max(scores * unit - headroom(value_scales, COLUMNS), 0))
     weights = tl.exp2(scores * unit - new_maximum[None, :])
     shrink = tl.exp2(maximum - new_maximum)
-    return weights, shrink, new_maximum, total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, 8]), 0)
+    return weights, shrink, new_maximum, total * shrink[None, :] + tl.sum(tl.reshape(weights, [4, 8, COLUMNS]), 0)
 
 
 @triton.jit
 def transpose_weights(weights):
-    """fp32 [32 tokens, 8 columns] -> for n3 = 0 and 1: int32 [32 lanes, 2 micro-blocks], two fp16 of n0 = 0 and 1.
+    """fp32 [32 tokens, columns] -> for n3 = 0 and 1: int32 [32 lanes, columns / 8, 2 micro-blocks], two fp16 of n0 = 0
+    and 1.
 
-    From the order of an accumulator to that of a right operand: lane (g, t) gets column g of tokens n2 n1 = t.
+    From the order of an accumulator to that of a right operand: lane (g, t) gets column g of each 8, and tokens n2 n1 =
+    t of these.
     """
+    EIGHTS: tl.constexpr = weights.shape[1] // 8
     if IS_INTERPRETED:
         bits = weights.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        x = tl.permute(tl.reshape(bits, [2, 2, 4, 2, 8]), (4, 2, 0, 1, 3))
-        low, high = tl.split(tl.reshape(x, [32, 2, 2, 2]))
+        x = tl.permute(tl.reshape(bits, [2, 2, 4, 2, EIGHTS, 8]), (5, 2, 4, 0, 1, 3))
+        low, high = tl.split(tl.reshape(x, [32, EIGHTS, 2, 2, 2]))
         result = low & 0xFFFF | high << 16
     else:
-        x = tl.permute(tl.reshape(weights, [2, 2, 8, 4, 2]), (2, 3, 0, 1, 4))
-        low, high = tl.split(tl.reshape(x, [32, 2, 2, 2]))
+        x = tl.permute(tl.reshape(weights, [2, 2, 8, EIGHTS, 4, 2]), (2, 4, 3, 0, 1, 5))
+        low, high = tl.split(tl.reshape(x, [32, EIGHTS, 2, 2, 2]))
         result = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.f16x2.f32 t, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }",
             "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1,
@@ -119,7 +124,9 @@ def transpose_weights(weights):
 
 @triton.jit
 def scale_weights(pair0, pair1, scale_word):
-    """Weights of `transpose_weights` times V's scales, fp16 [32 tokens, 8 columns]. scale_word: int32 [32, 2]."""
+    """Weights of `transpose_weights` times V's scales, fp16 [32 tokens, columns]. scale_word: int32 [32, 2]."""
+    EIGHTS: tl.constexpr = pair0.shape[1]
+    scale_word = tl.broadcast_to(scale_word[:, None, :], [32, EIGHTS, 2])
     if IS_INTERPRETED:
         w00 = pair0.to(tl.int16).to(tl.float16, bitcast=True) * scale_byte(scale_word, 0)
         w01 = (pair0 >> 16).to(tl.int16).to(tl.float16, bitcast=True) * scale_byte(scale_word, 1)
@@ -134,5 +141,5 @@ def scale_weights(pair0, pair1, scale_word):
             "=r,=r,r,r,r", [pair0, pair1, scale_word], dtype=(tl.int32,) * 2, is_pure=True, pack=1,
         )  # fmt: skip
         scaled = halves(tl.join(low, high))
-    x = tl.reshape(scaled, [8, 4, 2, 2, 2])  # column, t, micro-block, n3, n0
-    return opaque(tl.reshape(tl.permute(x, (2, 3, 1, 4, 0)), [32, 8]))
+    x = tl.reshape(scaled, [8, 4, EIGHTS, 2, 2, 2])  # column of 8, t, 8 columns, micro-block, n3, n0
+    return opaque(tl.reshape(tl.permute(x, (3, 4, 1, 5, 2, 0)), [32, 8 * EIGHTS]))
