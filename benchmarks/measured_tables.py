@@ -16,6 +16,8 @@ MEANS_CASE = ("dtype", "means", "requests", "context")
 LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
 LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
 """The shapes of the README's table."""
+REFERENCES = (tables.BASELINE, "fp8")
+"""What verify steps are compared with."""
 
 
 def bf16(table: Table) -> Table:
@@ -161,11 +163,41 @@ def _kernel(row: Row, _: Row | None) -> str:
 
 
 def columns() -> list[Table]:
-    """Attention of a layer by query heads per KV head and new tokens of a request, without the recent window."""
+    """Attention of a layer by query heads per KV head and new tokens of a request, without the recent window, and that
+    of FlashAttention 3 over bf16 and fp8 pages in the same run."""
+    case = ("dtype", "group", "query_tokens", "requests", "context", "commit")
     rows = [row for row in load("columns.csv") if row["recent"] == "0"]
-    head = ["dtype of the packed pages", "kernel", "query heads", "new tokens"]
-    down = ("dtype", "kernel", "group", "query_tokens")
-    return [pivot(in_order(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
+    found = {(row["kernel"], *(row[key] for key in case)): row["attention_p50_us"] for row in rows}
+
+    def show(row: Row, _: Row | None) -> str:
+        times = [found.get((kernel, *(row[key] for key in case)), "not run") for kernel in ("cuda", "bf16", "fp8")]
+        return " / ".join(times) if set(times[1:]) != {"not run"} else times[0]
+
+    ours = [
+        {**row, "columns": str(int(row["group"]) * int(row["query_tokens"]))} for row in rows if row["kernel"] == "cuda"
+    ]
+    ours.sort(key=lambda row: int(row["columns"]))
+    head = ["us: packed / bf16 / fp8", "query heads", "new tokens", "columns"]
+    down = ("dtype", "group", "query_tokens", "columns")
+    return [pivot(in_order(ours), down, ("requests", "context"), show, head)]
+
+
+def verify() -> list[Table]:
+    """Steps of shapes with many query heads a KV head, and with drafts: ms, and the ratios to bf16's and to fp8's."""
+    case = ("model", "tokens", "requests", "context")
+    rows = [{**row, "tokens": str(1 + int(row["drafts"]))} for row in load("verify.csv")]
+    found = {(row["dtype"], *(row[key] for key in case)): float(row["p50_ms"]) for row in rows}
+    models = list(dict.fromkeys(row["model"] for row in rows))
+
+    def show(row: Row, _: Row | None) -> str:
+        step = float(row["p50_ms"])
+        bases = [found.get((dtype, *(row[key] for key in case))) for dtype in REFERENCES]
+        ratios = [f"{step / base:.2f}" if base else "not run" for base in bases]
+        return f"{step:.2f}" if row["dtype"] in REFERENCES else f"{step:.2f} ({', '.join(ratios)})"
+
+    rows.sort(key=lambda row: (models.index(row["model"]), int(row["tokens"])))
+    head = ["ms", "tokens of a step", "dtype"]
+    return [bf16(pivot(rows, ("model", "tokens", "dtype"), ("requests", "context"), show, head))]
 
 
 def kernel_batches() -> list[Table]:
@@ -418,6 +450,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "kernels": partial(kernels, "kernels.csv"),
     "kernels-h100": partial(kernels, "h100/kernels.csv"),
     "columns": columns,
+    "verify": verify,
     "kernel-batches": kernel_batches,
     "latent-kernels": latent_kernels,
     "store": store,
