@@ -182,6 +182,15 @@ def columns() -> list[Table]:
     return [pivot(in_order(ours), down, ("requests", "context"), show, head)]
 
 
+def triton_columns() -> list[Table]:
+    """Of the Triton kernel, with its tiles of up to 32 columns and with those of 8."""
+    tiles = {"triton_columns.csv": "up to 32", "tiles_of_8.csv": "8"}
+    rows = [{**row, "tiles": tiles[name]} for name in tiles for row in load(name) if row["recent"] == "0"]
+    head = ["us", "columns of a tile", "query heads", "new tokens"]
+    down = ("dtype", "tiles", "group", "query_tokens")
+    return [pivot(in_order(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
+
+
 def verify() -> list[Table]:
     """Steps of shapes with many query heads a KV head, and with drafts: ms, and the ratios to bf16's and to fp8's."""
     case = ("model", "tokens", "requests", "context")
@@ -450,6 +459,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "kernels": partial(kernels, "kernels.csv"),
     "kernels-h100": partial(kernels, "h100/kernels.csv"),
     "columns": columns,
+    "triton-columns": triton_columns,
     "verify": verify,
     "kernel-batches": kernel_batches,
     "latent-kernels": latent_kernels,
