@@ -71,8 +71,8 @@ def means() -> list[Table]:
     return [pivot(in_order(rows), ("dtype", "means"), ("requests", "context"), show, ["ms", "means of keys"])]
 
 
-def prefill() -> list[Table]:
-    return [bf16(tables.by_case(in_order(load("prefill.csv")), "tokens_s", "tokens/s", ("tokens",)))]
+def prefill(name: str) -> list[Table]:
+    return [bf16(tables.by_case(in_order(load(name)), "tokens_s", "tokens/s", ("tokens",)))]
 
 
 def throughput() -> list[Table]:
@@ -443,7 +443,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "steps-by-context": partial(steps, "before_window/decode.csv"),
     "recent-window": recent_window,
     "means": means,
-    "prefill": prefill,
+    "prefill": partial(prefill, "prefill.csv"),
     "throughput": throughput,
     "mixed": partial(mixed, "mixed.csv"),
     "mixed-h100": partial(mixed, "h100/mixed.csv"),
@@ -463,6 +463,8 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "verify": verify,
     "kernel-batches": kernel_batches,
     "latent-kernels": latent_kernels,
+    "latent-steps": partial(steps, "glm_flash.csv"),
+    "latent-prefill": partial(prefill, "glm_flash_prefill.csv"),
     "store": store,
     "startup": startup,
     "routes": routes,
