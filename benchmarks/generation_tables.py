@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from measured_rows import RESULTS, in_order, is_baseline, made_by
 from packed_kv import FORMATS
+from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
 from tables import Row, Table, pivot
 
 FOLDER = "generate-smollm2"
@@ -22,6 +23,8 @@ HARDER = {"tasks": CALIBRATED}
 """RULER's other tasks, with the window."""
 REPEATED = {"repeated": CALIBRATED}
 """Of a prompt whose first token stands there twice and once, with the window."""
+DRAFTS = {"drafts": CALIBRATED}
+"""n-gram drafts, with the window."""
 REFERENCE = "fp8"
 """vLLM's own, of which the tables give ratios. It knows neither file nor window."""
 NOT_FINITE = "not finite"
@@ -283,6 +286,19 @@ def harder() -> list[Table]:
     return [pivot(rows, down, ("dtype",), lambda row, _: row["shown"], head)]
 
 
+def accepted() -> list[Table]:
+    """Tokens a step with n-gram drafts, and the ratio to bf16's with its standard error."""
+    found = list(_rows(DRAFTS))
+    whole = next(row["acceptance"] for row, columns in found if is_baseline(columns))
+    table = Table(["dtype", "tokens a step", "of bf16's"], 1)
+    for row, columns in found:
+        share, error = accepted_ratio(row["acceptance"], whole)
+        name = "bf16" if is_baseline(columns) else row["dtype"]
+        ours = "1" if is_baseline(columns) else f"{share:.4f} ± {error:.4f}"
+        table.add([name, f"{tokens_a_step(row['acceptance']):.3f}", ours], [columns])
+    return [table]
+
+
 def readme_rows() -> list[Row]:
     """Of the README's dtypes, calibrated: a row a length."""
     rows = shared(merged(continuations(), ("prompt",)), ("prompt",))
@@ -323,4 +339,5 @@ GENERATION: Mapping[str, Callable[[], Sequence[Table]]] = {
     "generate-yarn": lambda: by_text(STRETCHED),
     "generate-yarn-goals": stretched_goals,
     "generate-tasks": harder,
+    "generate-drafts": accepted,
 }

@@ -163,10 +163,10 @@ def _kernel(row: Row, _: Row | None) -> str:
 
 
 def columns() -> list[Table]:
-    """Attention of a layer by query heads per KV head and new tokens of a request, without the recent window, and that
-    of FlashAttention 3 over bf16 and fp8 pages in the same run."""
-    case = ("dtype", "group", "query_tokens", "requests", "context", "commit")
-    rows = [row for row in load("columns.csv") if row["recent"] == "0"]
+    """Attention of a layer by query heads per KV head and new tokens of a request, and that of FlashAttention 3 over
+    bf16 and fp8 pages in the same run."""
+    case = ("dtype", "group", "query_tokens", "recent", "requests", "context", "commit")
+    rows = load("columns.csv")
     found = {(row["kernel"], *(row[key] for key in case)): row["attention_p50_us"] for row in rows}
 
     def show(row: Row, _: Row | None) -> str:
@@ -177,8 +177,8 @@ def columns() -> list[Table]:
         {**row, "columns": str(int(row["group"]) * int(row["query_tokens"]))} for row in rows if row["kernel"] == "cuda"
     ]
     ours.sort(key=lambda row: int(row["columns"]))
-    head = ["us: packed / bf16 / fp8", "query heads", "new tokens", "columns"]
-    down = ("dtype", "group", "query_tokens", "columns")
+    head = ["us: packed / bf16 / fp8", "query heads", "new tokens", "columns", "window"]
+    down = ("dtype", "group", "query_tokens", "columns", "recent")
     return [pivot(in_order(ours), down, ("requests", "context"), show, head)]
 
 
