@@ -65,9 +65,8 @@ def test_a_layer(kernel: type[LatentDecode], rank: int, rope_dim: int, kind: str
     codec = codec_of(FORMATS["turboquant25"], rank, rope_dim)
     batch = Batch(codec, REQUESTS, COUNTS, WINDOW)
     random = torch.Generator().manual_seed(7)
-    q_latent, q_rope = (
-        torch.randn(sum(COUNTS), HEADS, n, generator=random).to(DEVICE).half() for n in (rank, rope_dim)
-    )
+    query = torch.randn(sum(COUNTS), HEADS, rank + rope_dim, generator=random).to(DEVICE).half()
+    q_latent, q_rope = query.split([rank, rope_dim], dim=-1)  # side by side, as vLLM gathers them of ranks
     constant = torch.randn(rank, generator=random).to(DEVICE)
     metadata = LatentDecodeMetadata(
         block_table=batch.table, seq_lens=batch.seq_lens, dcp_tot_seq_lens=None, query_start=batch.starts,
