@@ -13,8 +13,9 @@ from ...layout import MICRO_BLOCK, PageLayout
 from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
+from .code_constants import decoder_constants, group_constants
 from .latent_schedule import TILE_TOKENS
-from .launch import OUTPUTS, decoder_constants, group_constants
+from .launch import OUTPUTS
 
 RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 32, 48, 64)

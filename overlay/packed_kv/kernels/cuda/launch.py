@@ -14,12 +14,12 @@ import torch
 from ...codecs.ring import Ring
 from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout
-from .. import units
 from ..ahead import current
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS, pass_tokens
+from .code_constants import decoder_constants, group_constants
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 from .source import DECODE, WGMMA, Program
 
@@ -222,35 +222,6 @@ def _layout_constants(layout: KernelLayout) -> dict[str, object]:
             for name, of_vectors in offsets.items()
             for vector, offset in zip(("KEY", "VALUE"), of_vectors, strict=True)
         },
-    }
-
-
-def group_constants(layout: KernelLayout) -> dict[str, object]:
-    """Return what `codes.cuh` has to know of a vector, as C++ constants; lists are without their outer braces."""
-    groups = (
-        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.key_factor}f,{group.value_factor}f}}"
-        for group in layout.groups
-    )
-    return {
-        "HEAD_DIM": layout.head_dim,
-        "GROUP_TABLE": ",".join(groups),
-        "WORDS": layout.words,
-        "CHUNKS": ",".join(map(str, layout.chunks)),
-        "HAS_HALF": int(layout.has_half),
-        "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
-    }
-
-
-def decoder_constants() -> dict[str, object]:
-    """Return the constants of the decoders of `codes.cuh`."""
-    return {
-        "TABLE_4_LOW": f"{units.word(units.four_bit_bytes()[:4])}u",
-        "TABLE_4_HIGH": f"{units.word(units.four_bit_bytes()[4:])}u",
-        "TABLE_3_POSITIVE": f"{units.word(units.three_bit_bytes()[:4])}u",
-        "TABLE_3_NEGATIVE": f"{units.word(units.three_bit_bytes()[4:])}u",
-        "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
-        "BASE_2": f"{units.twice(units.two_bit_base())}u",
-        "MASK_2": f"{units.twice(units.MASK_2)}u",
     }
 
 

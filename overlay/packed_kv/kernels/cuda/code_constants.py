@@ -1,0 +1,35 @@
+"""What `codes.cuh` is compiled with."""
+
+from __future__ import annotations
+
+from .. import units
+from ..kernel_layout import KernelLayout
+
+
+def group_constants(layout: KernelLayout) -> dict[str, object]:
+    """Return what `codes.cuh` has to know of a vector, as C++ constants; lists are without their outer braces."""
+    groups = (
+        f"{{{group.code.bits},{group.word},{group.sign_word},{group.parity},{group.key_factor}f,{group.value_factor}f}}"
+        for group in layout.groups
+    )
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "GROUP_TABLE": ",".join(groups),
+        "WORDS": layout.words,
+        "CHUNKS": ",".join(map(str, layout.chunks)),
+        "HAS_HALF": int(layout.has_half),
+        "MICRO_BLOCK_BYTES": layout.micro_block_bytes,
+    }
+
+
+def decoder_constants() -> dict[str, object]:
+    """Return the constants of the decoders of `codes.cuh`."""
+    return {
+        "TABLE_4_LOW": f"{units.word(units.four_bit_bytes()[:4])}u",
+        "TABLE_4_HIGH": f"{units.word(units.four_bit_bytes()[4:])}u",
+        "TABLE_3_POSITIVE": f"{units.word(units.three_bit_bytes()[:4])}u",
+        "TABLE_3_NEGATIVE": f"{units.word(units.three_bit_bytes()[4:])}u",
+        "ZEROS_3": f"{units.twice(units.ZERO_BYTES_3)}u",
+        "BASE_2": f"{units.twice(units.two_bit_base())}u",
+        "MASK_2": f"{units.twice(units.MASK_2)}u",
+    }
