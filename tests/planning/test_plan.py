@@ -134,26 +134,6 @@ def test_a_dtype_without_a_measured_share_has_no_step(monkeypatch: pytest.Monkey
     assert "no step of tq4: not measured (planning/measured.json)" in assumptions(target, [])
 
 
-@pytest.mark.parametrize(
-    ("gpu", "heads", "ranks", "change", "said"),
-    [
-        ("H200", 32, 1, {}, "4 query heads a KV head; the CUDA kernel takes steps of up to 64 new tokens"),
-        ("L4", 32, 1, {}, "4 query heads a KV head; the Triton kernel takes steps of up to 16 new tokens"),
-        ("H200", 128, 2, {}, "16 query heads a KV head; the CUDA kernel takes steps of up to 16 new tokens"),
-        # Of 64 heads and 8 KV heads on 16 ranks, a rank has 4 and 1.
-        ("A100", 64, 16, {}, "4 query heads a KV head; the Triton kernel takes steps of up to 16 new tokens"),
-        ("H100", 32, 1, {"head_dim": 96}, "the Triton kernel"),
-        ("H100", 32, 1, {"model_type": "gemma2", "sliding_window": 512}, "the Triton kernel"),
-        ("H100", 1024, 1, {}, "128 query heads a KV head; the Triton kernel takes steps of up to 1 new tokens"),
-    ],
-)
-def test_the_plan_names_the_kernel_of_decodes(gpu: str, heads: int, ranks: int, change: dict, said: str) -> None:
-    shape = parse({**SHAPE_8B, "num_attention_heads": heads, **change}, "8B", ranks)
-    target = Target(shape, cache.Serving(8192), weights(shape, None, None), cards.find(gpu), 20 << 30)
-    (line,) = [line for line in assumptions(target, []) if line.startswith("decodes of packed pages")]
-    assert said in line
-
-
 def test_steps_are_within_15_percent_of_all_that_was_measured() -> None:
     """Eight shapes, ten dtypes, 1 to 4 H200s or an H100, with and without a window; the cells that the estimate was
     made of are few of them (next test)."""
