@@ -6,7 +6,9 @@ CI has no GPU; `scripts/gpu_tests.sh` runs these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import calibration_files
 import pytest
 import tiny_models
 import torch
@@ -92,6 +94,21 @@ def test_graphs_give_eager_tokens(name: str, window: int | None, latent_engine) 
         eager = greedy(llm)
     with latent_engine(name, recent_tokens=window, **graphs("FULL_DECODE_ONLY")) as llm:
         assert greedy(llm) == eager
+
+
+def test_a_calibrated_dtype_in_graphs(latent_engine, tmp_path: Path) -> None:
+    """Decodes in graphs, behind prompts that are stored without, see what they see without."""
+    file = calibration_files.write(tmp_path, calibration_files.content(3, 1, 512, 128, version=2))
+    options = {"additional_config": {"packed_kv": {"calibration": str(file)}}, "recent_tokens": 0}
+    with latent_engine("tq4", **options) as llm:
+        expected = teacher_forced_logits(llm, TOKEN_IDS, 1).cpu()
+    with latent_engine("tq4", **options, **graphs("FULL_DECODE_ONLY")) as llm:
+        greedy(llm)
+        llm.reset_prefix_cache()  # the prompts begin as that text does
+        decodes = teacher_forced_logits(llm, TOKEN_IDS, 1).cpu()
+    error = mean_kl(expected, decodes)
+    print(f"KL {error:.1e} from the decodes without graphs")
+    assert error < 1e-3
 
 
 def test_rope_at_8_bits(model: str, latent_engine) -> None:

@@ -57,6 +57,9 @@ class LatentCodec:
         if self.latent.heads is not None:
             raise ValueError(f"latent vectors have no heads; expected channels, means and scales [{rank}]")
         self.fmt, self.rank, self.rope_dim, self.device = fmt, rank, rope_dim, self.latent.device
+        # For the store kernel, or None: made here, as CUDA graphs keep its address.
+        transform = self.latent.transform
+        self.transform_table = transform.table(self.latent.channels) if transform.changes else None
         assert self.layout.rope is not None
         self.rope_vector = self.layout.rope
         self.rope_bits, self.slot_bytes = rope_bits, fmt.latent_bytes(rank, rope_dim, rope_bits)

@@ -267,6 +267,14 @@ def test_strided_inputs_and_padded_pages(name):
     assert torch.equal(storage(actual).cpu(), storage(expected))
 
 
+def test_a_launch_owns_no_memory():
+    """CUDA graphs keep its addresses when another launch has taken its place, so all are of tensors that others own."""
+    codec = PagedCodec(FORMATS["tq4"], 64, device=DEVICE, **transforms(64))
+    cache, key = poisoned(codec, 2, 16).to(DEVICE), vectors(20, 64)[0].to(DEVICE)
+    first, second = (store.bind_store(codec, cache, key, key) for _ in range(2))
+    assert first.fixed.raw == second.fixed.raw
+
+
 def test_nothing_to_store():
     codec = PagedCodec(FORMATS["turboquant35"], 64, device=DEVICE)
     cache = poisoned(codec, 1, 16).to(DEVICE)

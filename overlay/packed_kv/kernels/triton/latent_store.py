@@ -49,20 +49,21 @@ def bind_store_latents(
     if ring is not None:
         check_latent_ring(ring, codec.ring_slot_bytes)
     of_ring = cache if ring is None else ring
-    transform, channels = codec.latent.transform, codec.latent.channels
+    transform = codec.latent.transform
     layout = kernel_layout(codec.layout)
     return Launch(
         store_latents_kernel,
         Arguments(
-            cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants, channels,
-            transform.table(channels) if transform.changes else transform.spectrum, transform.spectrum,
+            cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants,
+            codec.latent.channels,
+            transform.spectrum if codec.transform_table is None else codec.transform_table, transform.spectrum,
             of_ring, of_ring.stride(0),
         ),
         dict(
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
-            TRANSFORMED=transform.changes, ORDERED=codec.latent.order is not None, ROTATION=codec.fmt.rotation,
-            BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank, ROPE=rope_layout(codec.layout),
-            ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
+            TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
+            ROTATION=codec.fmt.rotation, BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank,
+            ROPE=rope_layout(codec.layout), ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
         ),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
