@@ -58,10 +58,6 @@ REFUSED = [
     (Facts(is_mla=True, skip_layers=("0", "2")), "latent attention (MLA) with skipped layers: 0 2, whose"),
     (Facts(is_mla=True, has_lora=True), "latent attention (MLA) with LoRA: adapters of kv_b_proj would"),
     (
-        Facts(dcp=2, is_mla=True, platform="cuda"),
-        "--decode-context-parallel-size with latent attention (MLA) on a GPU: 2 ranks, and decodes on two H200s were",
-    ),
-    (
         Facts(dcp=2, is_mla=True, has_own_queries=True),
         "--decode-context-parallel-size with --dcp-q-replicate: 2 ranks, and its weights",
     ),

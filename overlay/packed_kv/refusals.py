@@ -360,8 +360,6 @@ RULES: tuple[Rule, ...] = (
          "leave the option out"),
     Rule("--enable-dbo and --ubatch-size", "the options",
          lambda f: f.has_micro_batches and "two batches would share one schedule", "leave the options out"),
-    _dcp("latent attention (MLA) on a GPU", lambda f: f.is_mla and f.platform == "cuda",
-         "`kv_lora_rank`; vLLM's `use_mla`", "decodes on two H200s were wrong"),
     _dcp("--dcp-q-replicate", lambda f: f.is_mla and f.has_own_queries, "the option; `VLLM_DCP_Q_REPLICATE`",
          "its weights are copied before latents' are folded into them",
          "leave out --dcp-q-replicate and VLLM_DCP_Q_REPLICATE"),
