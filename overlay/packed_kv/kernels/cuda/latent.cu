@@ -54,6 +54,7 @@ struct Arguments {
 
 // Of a thread of each warpgroup; 504 in all.
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
+constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : 160, SUM_REGISTERS = ROWS == 16 ? 120 : 184;
 
 extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; s++) {
             barrier_init<4>(base + LOW_FULL + 8 * s), barrier_init<4>(base + HIGH_FULL + 8 * s);
-            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8>(base + EMPTY + 8 * s);
+            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<ROWS <= 32 ? 4 : 8>(base + EMPTY + 8 * s);
         }
         barrier_init<4>(base + WEIGHTS_FULL), barrier_init<4>(base + WEIGHTS_EMPTY);
         barrier_init_fence();
@@ -69,24 +70,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
     // Rows that the block lacks stay 0.
     for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + QUERIES_AT + i * 16, {0, 0, 0, 0});
     sync_block();
+#if ROWS <= 32
+    if (group < 2) {
+        set_registers<SCORE_REGISTERS>();
+        unpack_and_score(a, base, group, t);
+    } else {
+        set_registers<SUM_REGISTERS>();
+        add_tiles(a, base, t);
+    }
+#else
     if (group == 0) {
         set_registers<ATTEND_REGISTERS>();
-#if ROWS <= 32
-        attend_narrow(a, base, t);
-#else
         attend(a, base, t);
-#endif
     } else if (group == 1) {
         set_registers<SECOND_REGISTERS>();
-#if ROWS <= 32
-        attend_narrow_and_unpack(a, base, t);
-#else
         attend_and_unpack(a, base, t);
-#endif
     } else {
         set_registers<UNPACK_REGISTERS>();
         unpack_tiles(a, base, t);
     }
+#endif
 }
 
 // Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts

@@ -1,210 +1,258 @@
 // Attention for up to 32 rows, which are the narrow side of both products: S' = C Q' and O' = V' P'. A lane has columns
 // 8 n + 2 c + {0, 1} of both; of S' tokens r and r + 8 of a warp's 16, of O' these channels of each 64.
+//
+// Two warpgroups have every second tile of a run each: unpacked codes are the left operand of S' as they lie in registers,
+// and go to shared memory for O', which the third makes.
 #pragma once
 #include "latent_attend.cuh"
 
-constexpr int TOTALS_AT = FACTORS_AT + 256, TOPS_AT = TOTALS_AT + 512;  // fp32 [ROWS], [4 warps, ROWS], [4 warps, ROWS]
-typedef float NarrowOutputs[4][ROWS / 2];
+// A stage is 8 blocks of values, and where RoPE's would be: weights, fp16; then fp32 [ROWS] maxima of the scores so far,
+// [4 warps, ROWS] sums of a group's weights, [4 warps, ROWS] maxima of the scores of this tile.
+constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + 128 * ROWS, TOTALS = MAXIMA + 4 * ROWS;
+constexpr int TOPS = TOTALS + 16 * ROWS, FULL = HIGH_FULL;
+static_assert(TOPS + 16 * ROWS <= TILE_BYTES, "a block's room");
+enum { QUERIES_BARRIER = 3 };  // behind those of the groups
+typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
-enum { MOVES = 8 };
 
 INLINE u32 column_at(int k, int c) { return (k / 2 * 8 + 2 * c + k % 2) * 4; }
 INLINE void store_float(u32 address, float x) { store_shared(address, __float_as_int(x)); }
-INLINE float load_float(u32 address) { return __int_as_float(load_shared(address)); }
+INLINE void load_columns(u32 address, int c, Columns& x) {
+    for_each<ROWS / 8>([&](auto n) {
+        u32 two[2];
+        load_shared_2(address + column_at(2 * n.value, c), two);
+        x[2 * n.value] = __int_as_float(two[0]), x[2 * n.value + 1] = __int_as_float(two[1]);
+    });
+}
 // A token's weights of 8 rows: 32 or 64 bytes a token, swizzled as far as they reach.
 INLINE u32 weight_at(int token, int eight) {
     return token * (2 * ROWS) + ((eight ^ (token >> (ROWS == 16 ? 2 : 1) & (ROWS / 8 - 1))) << 4);
 }
 
-INLINE void rescale(NarrowOutputs& o, const Columns& factor) {
-    for_each<4>([&](auto b) {
-        for_each<ROWS / 2>([&](auto j) { o[b.value][j.value] *= factor[j.value / 4 * 2 + j.value % 2]; });
-    });
+// Of a warp's 16 tokens from `token` on: the weights of its tile, behind those of the tile before.
+struct Weights {
+    Columns maximum, total;  // of this group's tiles of the run
+
+    INLINE void mask(const Run& run, int token, int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
+        for_each<ROWS / 2>([&](auto j) {
+            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
+            if (token + j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
+        });
+    }
+    INLINE void start(u32 before, int c, int tile) {
+        Columns now;
+        if (tile == 0) for_each<ROWS / 4>([&](auto k) { now[k.value] = EMPTY_MAXIMUM; });
+        else load_columns(before + MAXIMA, c, now);
+        for_each<ROWS / 4>([&](auto k) {
+            total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(maximum[k.value] - now[k.value]);
+            maximum[k.value] = now[k.value];
+        });
+    }
+    // Moves the maxima where exponents of weights would exceed MOST_WEIGHT.
+    INLINE void move(const float (&s)[ROWS / 2], float factor, u32 tile, int group, int warp, int r, int c) {
+        float above = 0;
+        for_each<ROWS / 2>([&](auto j) {
+            above = maximum_of(above, s[j.value] * factor - maximum[j.value / 4 * 2 + j.value % 2]);
+        });
+        if (__builtin_expect(!any_of_group(1 + group, above > MOST_WEIGHT), 1)) return;
+        for_each<ROWS / 4>([&](auto k) {
+            constexpr int j = k.value / 2 * 4 + k.value % 2;
+            float top = maximum_of(s[j], s[j + 2]);
+#pragma unroll
+            for (int l = 4; l < 32; l *= 2) top = maximum_of(top, shuffle_xor(top, l));
+            if (r == 0) store_float(tile + TOPS + warp * ROWS * 4 + column_at(k.value, c), top * factor);
+        });
+        sync_group(1 + group);
+        Columns own;
+        for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum[k.value]; });
+        for_each<4>([&](auto w) {
+            Columns top;
+            load_columns(tile + TOPS + w.value * ROWS * 4, c, top);
+            for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum_of(own[k.value], top[k.value]); });
+        });
+        for_each<ROWS / 4>([&](auto k) {
+            total[k.value] *= exp2_fast(maximum[k.value] - own[k.value]);
+            maximum[k.value] = own[k.value];
+        });
+    }
+    INLINE void store(const float (&s)[ROWS / 2], float factor, u32 tile, bool is_last, int warp, int r, int c) {
+        for_each<ROWS / 8>([&](auto n) {
+            float e[4];
+            for_each<4>([&](auto j) {
+                constexpr int k = 2 * decltype(n)::value + decltype(j)::value % 2;
+                e[j.value] = exp2_fast(s[4 * n.value + j.value] * factor - maximum[k]);
+                total[k] += e[j.value];
+            });
+            const u32 at = tile + TILE_WEIGHTS + c * 4;
+            store_shared(at + weight_at(warp * 16 + r, n.value), to_halves(e[0], e[1]));
+            store_shared(at + weight_at(warp * 16 + r + 8, n.value), to_halves(e[2], e[3]));
+        });
+        if (is_last) for_each<ROWS / 4>([&](auto k) {
+            float sum = total[k.value];
+#pragma unroll
+            for (int l = 4; l < 32; l *= 2) sum += shuffle_xor(sum, l);
+            if (r == 0) store_float(tile + TOTALS + warp * ROWS * 4 + column_at(k.value, c), sum);
+        });
+        if (warp == 0 && r == 0)
+            for_each<ROWS / 4>([&](auto k) { store_float(tile + MAXIMA + column_at(k.value, c), maximum[k.value]); });
+    }
+};
+
+// Tiles group, group + 2, .. of each run.
+INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
+    const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4;
+    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
+    const Tables tables(hide_from_optimizer((u32)0));
+    u32 offsets[4], runs = 0;
+    own_offsets(lane, warp, offsets);
+    Reader reader(a, warp, group, 2);
+    Raw<0, BLOCKS> raw;
+    RawRope<ROPE_BITS> rope;
+    Weights weights;
+    // The fence that stores need waits for loads, too. So loads follow it: the other group works meanwhile.
+    auto next = [&]() {
+        const bool more = reader.next();
+        if (more) rope.load(reader, lane), raw.load(reader, lane);
+        sync_warp();
+        return more;
+    };
+    // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.
+    auto start_runs = [&]() {
+#pragma unroll 1
+        for (; runs < reader.runs; runs++) {
+            sync_two_groups(QUERIES_BARRIER);
+            if (group == 0) load_queries(a, reader.run, base + QUERIES_AT, t);
+            fence_async();
+            sync_two_groups(QUERIES_BARRIER);
+        }
+    };
+#pragma unroll 1
+    while (next()) {
+        start_runs();
+        const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * TILE_BYTES;
+        barrier_wait(base + EMPTY + 8 * stage, (number / 2 + 1) % 2);
+        float s[ROWS / 2];
+        auto add = [&](auto block, const u32 (&f)[16]) {
+            constexpr int at = decltype(block)::value * BLOCK_BYTES;
+            wgmma_fence();
+            for_each<4>([&](auto k) {
+                constexpr int step = (at + decltype(k)::value * 32) / 16;
+                Product<ROWS>::add(s, f + 4 * k.value, queries + step, step != BLOCKS * BLOCK_BYTES / 16);
+            });
+            wgmma_commit();
+            wgmma_wait<1>();
+        };
+        u32 word[16];
+        add(Index<BLOCKS>{}, rope.pairs(word));
+        raw.store(tables, tile, offsets, add);
+        wgmma_wait<0>();
+        const int first = (reader.run.first + reader.tile) * TILE;
+        if (__builtin_expect(first + TILE > reader.run.unmasked, 0))
+            weights.mask(reader.run, first + warp * 16 + r, reader.run.unmasked, reader.run.tokens, c, s);
+        if (number) barrier_wait(base + FULL + 8 * (1 - stage), (number - 1) / 2 % 2);
+        weights.start(base + (1 - stage) * TILE_BYTES, c, reader.tile);
+        weights.move(s, a.factor, tile, group, warp, r, c);
+        weights.store(s, a.factor, tile, reader.tile + 2 >= reader.run.count, warp, r, c);
+        finish_stores(base + FULL + 8 * stage, lane);
+    }
+    start_runs();
 }
-INLINE void add_values(NarrowOutputs& o, u32 base, u32 tile, int half, int adds) {
-    const u32 values = matrix_descriptor(tile + half * 4 * BLOCK_BYTES, BLOCK_BYTES);
-    const u32 weights = matrix_descriptor(base + WEIGHTS_AT, 16);
+
+INLINE void add_values(NarrowOutputs& o, u32 tile, int adds) {
+    const u32 values = matrix_descriptor(tile, BLOCK_BYTES), weights = matrix_descriptor(tile + TILE_WEIGHTS, 16);
     wgmma_fence();
     for_each<4>([&](auto k) {
-        for_each<4>([&](auto b) {
+        for_each<BLOCKS>([&](auto b) {
             TransposedProduct<ROWS>::add(o[b.value], values + ((b.value * BLOCK_BYTES + k.value * 2048) >> 4),
                                          weights + (k.value * 32 * ROWS >> 4), k.value ? 1 : adds);
         });
     });
     wgmma_commit();
 }
-INLINE void store_outputs(const Arguments& a, u32 base, const Run& run, const NarrowOutputs& o, const Columns& total,
-                          int half, int t) {
-    const int first = half * 256 + t / 32 * 16 + t % 32 / 4;
+INLINE void store_outputs(const Arguments& a, const Run& run, const NarrowOutputs& o, const Columns& total, int t) {
+    const int first = t / 32 * 16 + t % 32 / 4;
     for_each<ROWS / 4>([&](auto k) {
         const int row = k.value / 2 * 8 + t % 4 * 2 + k.value % 2;
         if (row >= run.rows) return;
+        auto each = [&](auto&& use) {
+            for_each<2 * BLOCKS>([&](auto i) {
+                constexpr int channel = decltype(i)::value / 2 * 64 + decltype(i)::value % 2 * 8;
+                use(channel, o[i.value / 2][k.value / 2 * 4 + i.value % 2 * 2 + k.value % 2]);
+            });
+        };
+        if (!run.is_whole) {
+            float* partial = a.partial_output + (u64)(run.slot + row) * RANK + first;
+            each([&](int channel, float x) { partial[channel] = x; });
+            return;
+        }
         const float norm = total[k.value] > 0 ? LATENT_DIVISOR_F / total[k.value] : 0;
-        const u64 at = (u64)run.token(row) * a.output_token_stride + run.head(row) * a.output_head_stride;
-        float* partial = a.partial_output + (u64)(run.slot + row) * RANK;
-        for_each<8>([&](auto i) {
-            const int channel = first + i.value / 2 * 64 + i.value % 2 * 8;
-            float x = o[i.value / 2][k.value / 2 * 4 + i.value % 2 * 2 + k.value % 2];
-            if (!run.is_whole) {
-                partial[channel] = x;
-                return;
-            }
+        const u64 at = (u64)run.token(row) * a.output_token_stride + run.head(row) * a.output_head_stride + first;
+        const float* constant = hide_from_optimizer(a.constant + first);
+        each([&](int channel, float x) {
             x *= norm;
-            if constexpr (HAS_CONSTANT) x += a.constant[channel];
-            if constexpr (OUTPUT == 0) ((u16*)a.output)[at + channel] = to_halves(x, x);
-            else if constexpr (OUTPUT == 1) ((u16*)a.output)[at + channel] = to_bfloats(x, x);
-            else ((float*)a.output)[at + channel] = x;
+            if constexpr (HAS_CONSTANT) x += constant[channel];
+            if constexpr (OUTPUT == 0) ((u16*)a.output + at)[channel] = to_halves(x, x);
+            else if constexpr (OUTPUT == 1) ((u16*)a.output + at)[channel] = to_bfloats(x, x);
+            else ((float*)a.output + at)[channel] = x;
+            keep_order();  // constants in as few registers as can be
         });
     });
 }
-INLINE void load_totals(u32 base, int c, Columns& total) {
+INLINE void store_stats(const Arguments& a, const Run& run, const Columns& maximum, const Columns& total, int t) {
+    if (t >= 4) return;
     for_each<ROWS / 4>([&](auto k) {
-        total[k.value] = 0;
-#pragma unroll
-        for (int w = 0; w < 4; w++) total[k.value] += load_float(base + TOTALS_AT + w * ROWS * 4 + column_at(k.value, c));
+        const int row = k.value / 2 * 8 + 2 * t + k.value % 2;
+        if (row >= run.rows) return;
+        if (!run.is_whole)
+            *(float2*)(a.partial_stats + 2 * (u64)(run.slot + row)) = make_float2(maximum[k.value], total[k.value]);
+        else if (HAS_LSE)
+            a.lse[(u64)run.token(row) * HEADS + run.head(row)] =
+                (maximum[k.value] + log2_fast(total[k.value])) * 0.6931471805599453f;
     });
 }
 
-// S' = C Q'.
-INLINE void add_scores(float (&s)[ROWS / 2], u32 base, u32 tiles) {
-    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
-    const u32 keys = matrix_descriptor(base + tiles % 2 * TILE_BYTES, 16);
-    add_steps(base, tiles, [&](auto step) {
-        SharedProduct<ROWS>::add(s, keys + step.value, queries + step.value, step.value != 0);
-    });
-}
-
-INLINE void attend_narrow(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4;
-    u32 tiles = 0, runs = 0;
+INLINE void add_tiles(const Arguments& a, u32 base, int t) {
+    const int lane = t % 32, c = lane % 4;
+    u32 number = 0;
     Runs run(a);
 #pragma unroll 1
-    for (; run.next(a); runs++) {
-        start_run(a, run, base, t);
+    while (run.next(a)) {
+        NarrowOutputs o;  // without a value: the first products set it
         Columns maximum, total;
         for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM, total[k.value] = 0; });
-        NarrowOutputs o;
-        float s[ROWS / 2];
-        add_scores(s, base, tiles);
-        auto turn = [&](int i, auto is_last) {
+        auto turn = [&](int i, auto is_end) {
+            const u32 stage = number % 2, tile = base + stage * TILE_BYTES;
+            barrier_wait(base + FULL + 8 * stage, number / 2 % 2);
+            Columns now;
+            load_columns(tile + MAXIMA, c, now);
+            bool moves = false;
+            for_each<ROWS / 4>([&](auto k) { moves |= now[k.value] != maximum[k.value]; });
+            if (__builtin_expect(any_lane(moves), 0)) {
+                Columns factor;
+                for_each<ROWS / 4>([&](auto k) {
+                    factor[k.value] = exp2_fast(maximum[k.value] - now[k.value]);
+                    maximum[k.value] = now[k.value], total[k.value] *= factor[k.value];
+                });
+                for_each<BLOCKS>([&](auto b) {
+                    for_each<ROWS / 2>([&](auto j) { o[b.value][j.value] *= factor[j.value / 4 * 2 + j.value % 2]; });
+                });
+            }
+            if constexpr (is_end.value) for_each<4>([&](auto w) {  // a group's last tile
+                Columns sum;
+                load_columns(tile + TOTALS + w.value * ROWS * 4, c, sum);
+                for_each<ROWS / 4>([&](auto k) { total[k.value] += sum[k.value]; });
+            });
+            add_values(o, tile, i != 0);
             wgmma_wait<0>();
-            if (__builtin_expect((run.first + i + 1) * TILE > run.unmasked, 0)) {
-                const int token = (run.first + i) * TILE + warp * 16 + r;
-                for_each<ROWS / 2>([&](auto j) {
-                    const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
-                    if (token + j.value / 2 % 2 * 8 >= min(run.unmasked + row / HEADS, run.tokens))
-                        s[j.value] = minus_infinity();
-                });
-            }
-            float above = 0;
-            for_each<ROWS / 2>([&](auto j) {
-                above = maximum_of(above, s[j.value] * a.factor - maximum[j.value / 4 * 2 + j.value % 2]);
-            });
-            const bool moves = any_of_group(1, above > MOST_WEIGHT);
-            barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
-            Columns factor;
-            if (__builtin_expect(moves, 0)) {
-                Columns top;
-                for_each<ROWS / 4>([&](auto k) {
-                    constexpr int j = k.value / 2 * 4 + k.value % 2;
-                    top[k.value] = maximum_of(s[j], s[j + 2]);
-#pragma unroll
-                    for (int l = 4; l < 32; l *= 2) top[k.value] = maximum_of(top[k.value], shuffle_xor(top[k.value], l));
-                    if (r == 0) store_float(base + TOPS_AT + warp * ROWS * 4 + column_at(k.value, c), top[k.value] * a.factor);
-                });
-                sync_group(1);
-                for_each<ROWS / 4>([&](auto k) {
-                    float own = maximum[k.value];
-#pragma unroll
-                    for (int w = 0; w < 4; w++) own = maximum_of(own, load_float(base + TOPS_AT + w * ROWS * 4 + column_at(k.value, c)));
-                    factor[k.value] = exp2_fast(maximum[k.value] - own);
-                    maximum[k.value] = own, total[k.value] *= factor[k.value];
-                    if (warp == 0 && r == 0) store_float(base + FACTORS_AT + column_at(k.value, c), factor[k.value]);
-                });
-                rescale(o, factor);
-            }
-            for_each<ROWS / 8>([&](auto n) {
-                float e[4];
-                for_each<4>([&](auto j) {
-                    constexpr int k = 2 * decltype(n)::value + decltype(j)::value % 2;
-                    e[j.value] = exp2_fast(s[4 * n.value + j.value] * a.factor - maximum[k]);
-                    total[k] += e[j.value];
-                });
-                const u32 at = base + WEIGHTS_AT + c * 4;
-                store_shared(at + weight_at(warp * 16 + r, n.value), to_halves(e[0], e[1]));
-                store_shared(at + weight_at(warp * 16 + r + 8, n.value), to_halves(e[2], e[3]));
-            });
-            if constexpr (is_last.value) for_each<ROWS / 4>([&](auto k) {
-                float& own = total[k.value];
-#pragma unroll
-                for (int l = 4; l < 32; l *= 2) own += shuffle_xor(own, l);
-                if (r == 0) store_float(base + TOTALS_AT + warp * ROWS * 4 + column_at(k.value, c), own);
-            });
-            if (t == 0) {
-                store_shared(base + EVENT_AT, (i == 0 ? FIRST : 0) | (is_last.value ? LAST : 0) | (moves ? MOVES : 0));
-                if (is_last.value) run.write(base + RUNS_AT + runs % 2 * 32);
-            }
-            fence_async();
-            sync_warp();
-            if (lane == 0) arrive(base + WEIGHTS_FULL);
-            barrier_wait(base + WEIGHTS_FULL, tiles % 2);
-            add_values(o, base, base + tiles % 2 * TILE_BYTES, 0, i != 0);
-            if constexpr (!is_last.value) {
-                add_scores(s, base, tiles + 1);
-                wgmma_wait<2>();
-            } else {
-                load_totals(base, c, total);
-                wgmma_wait<0>();
-            }
-            if (lane == 0) arrive(base + EMPTY + 8 * (tiles % 2));
-            tiles++;
+            if (lane == 0) arrive(base + EMPTY + 8 * stage);
+            number++;
         };
+        int i = 0;
 #pragma unroll 1
-        for (int i = 0; i < run.count - 1; i++) turn(i, Index<0>{});
-        turn(run.count - 1, Index<1>{});
-        store_outputs(a, base, run, o, total, 0, t);
-        if (warp == 0 && r == 0) for_each<ROWS / 4>([&](auto k) {
-            const int row = k.value / 2 * 8 + 2 * c + k.value % 2;
-            if (row >= run.rows) return;
-            if (!run.is_whole)
-                *(float2*)(a.partial_stats + 2 * (u64)(run.slot + row)) = make_float2(maximum[k.value], total[k.value]);
-            else if (HAS_LSE)
-                a.lse[(u64)run.token(row) * HEADS + run.head(row)] =
-                    (maximum[k.value] + log2_fast(total[k.value])) * 0.6931471805599453f;
-        });
-    }
-    end_weights(base, tiles, t);
-}
-
-INLINE void attend_narrow_and_unpack(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, c = lane % 4;
-    Share share(a, base, t);
-    u32 runs = 0;
-    NarrowOutputs o;
-    for_each<4>([&](auto b) { for_each<ROWS / 2>([&](auto j) { o[b.value][j.value] = 0; }); });
+        for (; i < run.count - 2; i++) turn(i, Index<0>{});
 #pragma unroll 1
-    for (u32 tiles = 0;; tiles++) {
-        const u32 stage = tiles % 2;
-        barrier_wait(base + WEIGHTS_FULL, tiles % 2);
-        const u32 event = load_shared(base + EVENT_AT);
-        if (event & END) break;
-        Columns total;
-        if (event & LAST) load_totals(base, c, total);
-        if (event & MOVES) {
-            Columns factor;
-            for_each<ROWS / 4>([&](auto k) { factor[k.value] = load_float(base + FACTORS_AT + column_at(k.value, c)); });
-            rescale(o, factor);
-        }
-        barrier_wait(base + HIGH_FULL + 8 * stage, tiles / 2 % 2);
-        add_values(o, base, base + stage * TILE_BYTES, 1, !(event & FIRST));
-        wgmma_wait<0>();
-        if (lane == 0) arrive(base + WEIGHTS_EMPTY);
-        if (lane == 0) arrive(base + EMPTY + 8 * stage);
-        share.unpack(tiles + 2);
-        if (event & LAST) {
-            Run run;
-            run.read(base + RUNS_AT + runs++ % 2 * 32);
-            store_outputs(a, base, run, o, total, 1, t);
-        }
+        for (; i < run.count; i++) turn(i, Index<1>{});
+        store_outputs(a, run, o, total, t);
+        store_stats(a, run, maximum, total, t);
     }
 }

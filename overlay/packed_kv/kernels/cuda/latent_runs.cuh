@@ -48,15 +48,18 @@ struct Runs : Run {
     }
 };
 
-// The pages of a partition's tiles in turn; a warp has a micro-block of each.
+// The pages of a partition's tiles in turn; a warp has a micro-block of each. `step` of them share the tiles of a run: each
+// has every `step`th, from `first` on.
 struct Reader {
     const Arguments& a;
     Runs run;
-    int tile, warp;      // of the run
+    int tile, warp, own_first, step;  // the tile's number in the run
+    u32 base, runs;      // tiles of the runs before this one; runs so far, this one included
     u32 ahead;           // block of the next tile
     const u8* page;      // the warp's micro-block
 
-    INLINE Reader(const Arguments& a, int warp) : a(a), run(a), tile(-1), warp(warp), ahead(0), page(nullptr) {
+    INLINE Reader(const Arguments& a, int warp, int first = 0, int step = 1)
+        : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), base(0), runs(0), ahead(0), page(nullptr) {
         run.count = 0;
     }
     INLINE int micro_block(int i) const {
@@ -70,13 +73,18 @@ struct Reader {
     }
     INLINE bool next() {
         u32 block = ahead;
-        if (++tile >= run.count) {
-            if (!run.next(a)) return false;
-            tile = 0;
-            block = block_of(0);
+        tile += step;
+        if (tile >= run.count) {
+            do {
+                base += run.count;
+                if (!run.next(a)) return false;
+                runs++;
+            } while (own_first >= run.count);
+            tile = own_first;
+            block = block_of(tile);
         }
         page = source(tile, block);
-        ahead = block_of(tile + 1);
+        ahead = block_of(tile + step);
         return true;
     }
     // Ones for the scales of tokens that are stored; bytes of others may be anything.

@@ -65,15 +65,19 @@ template <int FIRST, int LAST> struct Raw {
         if constexpr (LAST > 4) load_page<4>(own + 16, scales + 4);
         kept = reader.stored_bytes(lane / 4);
     }
-    // `offsets`: of this lane's row of a step's four matrices in a block.
-    INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4]) {
+    // `offsets`: of this lane's row of a step's four matrices in a block. `use` gets each block, as an operand.
+    template <class Use> INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4], Use&& use) {
         for_each<LAST - FIRST>([&](auto i) {
             constexpr int block = FIRST + i.value;
             u32 f[16];
             decode_block<block>(words, scales[block] & kept, tables, f);
 #pragma unroll
             for (int k = 0; k < 4; k++) store_matrices(tile + block * BLOCK_BYTES + offsets[k], f + 4 * k);
+            use(Index<block>{}, f);
         });
+    }
+    INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4]) {
+        store(tables, tile, offsets, [](auto, const u32 (&)[16]) {});
     }
 };
 // A lane's RoPE channels of 16 tokens: fp16, or codes of 8 bits (codecs/ring.py) and scales.
@@ -88,10 +92,7 @@ template <> struct RawRope<16> {
             target[0] = q[0], target[2] = q[1], target[4] = q[2], target[6] = q[3];
         });
     }
-    INLINE void store(u32 tile, const u32 (&offsets)[4]) const {
-#pragma unroll
-        for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], word + 4 * k);
-    }
+    INLINE const u32 (&pairs(u32 (&)[16]) const)[16] { return word; }
 };
 template <> struct RawRope<8> {
     u32 code[8], scales[1];  // four codes of a group, d4 = i % 2 of token n3 = i / 2 % 2
@@ -99,9 +100,8 @@ template <> struct RawRope<8> {
         for_each<2>([&](auto g) { load_page<4>(reader.page + ROPE_AT + g.value * 512 + lane * 16, code + 4 * g.value); });
         load_page<1>(reader.page + ROPE_SCALES_AT + lane / 4 * 4, scales);
     }
-    INLINE void store(u32 tile, const u32 (&offsets)[4]) const {
+    INLINE const u32 (&pairs(u32 (&word)[16]) const)[16] {
         const u32 unit = to_halves(RING_UNIT, RING_UNIT);
-        u32 word[16];
         for_each<8>([&](auto i) {
             constexpr int group = i.value / 4, n3 = i.value / 2 % 2;
             const u32 step = multiply_halves(scale_pair(scales[0], 0x4040 + 0x101 * (2 * group + n3)), unit);
@@ -109,10 +109,15 @@ template <> struct RawRope<8> {
             target[0] = multiply_halves(ring_pair(code[i.value], 0x4140), step);
             target[2] = multiply_halves(ring_pair(code[i.value], 0x4342), step);
         });
-#pragma unroll
-        for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], word + 4 * k);
+        return word;
     }
 };
+INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
+    u32 own[16];
+    const u32(&pairs)[16] = rope.pairs(own);
+#pragma unroll
+    for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], pairs + 4 * k);
+}
 
 INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
     for_each<4>([&](auto k) {
@@ -184,7 +189,7 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
         finish_stores(base + LOW_FULL + 8 * stage, lane);
         if constexpr (ROWS > 32) load_low();
         high.store(tables, tile, offsets);
-        rope.store(tile, offsets);
+        store_rope(rope, tile, offsets);
         finish_stores(base + HIGH_FULL + 8 * stage, lane);
         if constexpr (ROWS <= 32) load_low();
         if (more) high.load(reader, lane), rope.load(reader, lane);

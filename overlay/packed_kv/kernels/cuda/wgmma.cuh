@@ -7,6 +7,8 @@
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
 // Of the 128 threads of a warpgroup.
 INLINE void sync_group(int id) { asm volatile("barrier.cta.sync %0, 128;" :: "r"(id) : "memory"); }
+// Of two warpgroups' 256 threads.
+INLINE void sync_two_groups(int id) { asm volatile("barrier.cta.sync %0, 256;" :: "r"(id) : "memory"); }
 INLINE bool any_of_group(int id, bool x) {
     u32 r;
     asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p;"
@@ -112,6 +114,7 @@ template <int COLUMNS_OF_B> struct Product;
                 : SUMS_##N(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));                 \
         }                                                                                                             \
     };
+PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
 PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
 
