@@ -59,16 +59,11 @@ constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : 160, SUM_REGISTERS = ROWS == 
 extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     const int group = warpgroup(), t = threadIdx.x % 128;
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < 2; s++) {
-            barrier_init<4>(base + LOW_FULL + 8 * s), barrier_init<4>(base + HIGH_FULL + 8 * s);
-            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<ROWS <= 32 ? 4 : 8>(base + EMPTY + 8 * s);
-        }
-        barrier_init<4>(base + WEIGHTS_FULL), barrier_init<4>(base + WEIGHTS_EMPTY);
-        barrier_init_fence();
-    }
-    // Rows that the block lacks stay 0.
-    for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + QUERIES_AT + i * 16, {0, 0, 0, 0});
+#if ROWS <= 32
+    init_narrow(base);
+#else
+    init_shared(base);
+#endif
     sync_block();
 #if ROWS <= 32
     if (group < 2) {

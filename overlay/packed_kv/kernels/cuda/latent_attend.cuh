@@ -12,8 +12,8 @@ INLINE u32 query_pair(u32 pair) {
     const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
     return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
 }
-// A warp has every fourth row: a lane 16 bytes of each half of a latent, and 8 lanes RoPE's of a row.
-INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
+// Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row: a lane 16 bytes of each half of a latent, and 8 lanes RoPE's of a row.
+template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
     constexpr int BATCH = ROWS % 32 ? 4 : 8;  // rows of a warp at a time
     const int lane = t % 32, warp = t / 32;
     auto store = [&](Quad q, int row, int piece, bool is_rope) {
@@ -23,7 +23,7 @@ INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) 
             q = {multiply_halves(q.x, unit), multiply_halves(q.y, unit), multiply_halves(q.z, unit),
                  multiply_halves(q.w, unit)};
         }
-        store_shared_4(target + piece / 8 * BLOCK_BYTES + row * 128 + ((piece % 8 ^ row % 8) << 4), q);
+        store_shared_4(target + piece / 8 * STRIDE + row * 128 + ((piece % 8 ^ row % 8) << 4), q);
     };
 #pragma unroll 1
     for (int base = 0; base < ROWS; base += 4 * BATCH) {
@@ -137,7 +137,7 @@ INLINE void end_weights(u32 base, u32 tiles, int t) {
 // Brings a run's queries to shared memory, which no product reads any more when all threads have come.
 INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
     sync_group(1);
-    load_queries(a, run, base + QUERIES_AT, t);
+    load_queries<BLOCK_BYTES>(a, run, base + QUERIES_AT, t);
     fence_async();
     sync_group(1);
 }
@@ -171,6 +171,19 @@ INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
     add_steps(base, tiles, [&](auto step) {
         SharedProduct<64>::add(s, queries + step.value, keys + step.value, step.value != 0);
     });
+}
+
+INLINE void init_shared(u32 base) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < 2; s++) {
+            barrier_init<4>(base + LOW_FULL + 8 * s), barrier_init<4>(base + HIGH_FULL + 8 * s);
+            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8>(base + EMPTY + 8 * s);
+        }
+        barrier_init<4>(base + WEIGHTS_FULL), barrier_init<4>(base + WEIGHTS_EMPTY);
+        barrier_init_fence();
+    }
+    // Rows that the block lacks stay 0.
+    for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + QUERIES_AT + i * 16, {0, 0, 0, 0});
 }
 
 INLINE void attend(const Arguments& a, u32 base, int t) {

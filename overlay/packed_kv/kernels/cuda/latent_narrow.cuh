@@ -6,11 +6,15 @@
 #pragma once
 #include "latent_attend.cuh"
 
-// A stage is 8 blocks of values, and where RoPE's would be: weights, fp16; then fp32 [ROWS] maxima of the scores so far,
-// [4 warps, ROWS] sums of a group's weights, [4 warps, ROWS] maxima of the scores of this tile.
+// A stage is 8 blocks of values; weights, fp16; fp32 [ROWS] maxima of the scores so far, [4 warps, ROWS] sums of a group's
+// weights, [4 warps, ROWS] maxima of the scores of this tile.
 constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + 128 * ROWS, TOTALS = MAXIMA + 4 * ROWS;
-constexpr int TOPS = TOTALS + 16 * ROWS, FULL = HIGH_FULL;
-static_assert(TOPS + 16 * ROWS <= TILE_BYTES, "a block's room");
+constexpr int TOPS = TOTALS + 16 * ROWS, STAGE_BYTES = (TOPS + 16 * ROWS + 1023) / 1024 * 1024;
+// fp16 [9, ROWS, 64 channels]; then [8 warps], raw pages.
+constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = 2 * STAGE_BYTES;
+constexpr int RAW_PAGES = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES;
+constexpr int TILE_FULL = RAW_PAGES + 8 * MICRO_BLOCK_BYTES, TILE_EMPTY = TILE_FULL + 16, PAGE_FULL = TILE_EMPTY + 16;
+static_assert(PAGE_FULL + 64 <= SHARED_BYTES, "shared memory");
 enum { QUERIES_BARRIER = 3 };  // behind those of the groups
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
@@ -29,14 +33,49 @@ INLINE u32 weight_at(int token, int eight) {
     return token * (2 * ROWS) + ((eight ^ (token >> (ROWS == 16 ? 2 : 1) & (ROWS / 8 - 1))) << 4);
 }
 
-// Of a warp's 16 tokens from `token` on: the weights of its tile, behind those of the tile before.
+INLINE void init_narrow(u32 base) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < 2; s++)
+            barrier_init<4>(base + TILE_FULL + 8 * s), barrier_init<4>(base + TILE_EMPTY + 8 * s);
+        for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
+        barrier_init_fence();
+    }
+}
+
+// A warp's micro-block in shared memory, brought there a tile ahead, and which of its tokens are stored.
+struct RawPage {
+    u32 address, barrier, parity;
+    int tokens;  // of the run, from the first one of the micro-block on
+
+    INLINE RawPage(u32 base, int warp)
+        : address(base + RAW_PAGES + warp * MICRO_BLOCK_BYTES), barrier(base + PAGE_FULL + 8 * warp), parity(1) {}
+    INLINE void copy(const Reader& reader) {
+        if (elect_lane()) {
+            expect_bytes(barrier, MICRO_BLOCK_BYTES);
+            copy_bulk<MICRO_BLOCK_BYTES>(address, barrier, reader.page);
+        }
+        sync_warp();
+    }
+    INLINE void wait() { barrier_wait(barrier, parity ^= 1); }
+    template <int WIDTH> INLINE void load(u32 offset, u32* x) const {
+        if constexpr (WIDTH == 4) load_shared_4(address + offset, x);
+        else if constexpr (WIDTH == 2) load_shared_2(address + offset, x);
+        else *x = load_shared(address + offset);
+    }
+    INLINE u32 stored_bytes(int row) const {
+        return (row < tokens ? 0x00FF00FF : 0) | (row + 8 < tokens ? 0xFF00FF00 : 0);
+    }
+};
+
+// Of a warp's 16 tokens: the weights of its tile, behind those of the tile before.
 struct Weights {
     Columns maximum, total;  // of this group's tiles of the run
 
-    INLINE void mask(const Run& run, int token, int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
+    // The first query sees `unmasked` tokens from the lane's first one on; `tokens` are stored.
+    INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
         for_each<ROWS / 2>([&](auto j) {
             const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
-            if (token + j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
+            if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
         });
     }
     INLINE void start(u32 before, int c, int tile) {
@@ -101,43 +140,48 @@ struct Weights {
 // Tiles group, group + 2, .. of each run.
 INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4;
-    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
+    const u32 queries = matrix_descriptor(base + NARROW_QUERIES, 16);
     const Tables tables(hide_from_optimizer((u32)0));
     u32 offsets[4], runs = 0;
     own_offsets(lane, warp, offsets);
     Reader reader(a, warp, group, 2);
-    Raw<0, BLOCKS> raw;
-    RawRope<ROPE_BITS> rope;
+    RawPage page(base, 4 * group + warp);
     Weights weights;
-    // The fence that stores need waits for loads, too. So loads follow it: the other group works meanwhile.
-    auto next = [&]() {
-        const bool more = reader.next();
-        if (more) rope.load(reader, lane), raw.load(reader, lane);
-        sync_warp();
-        return more;
-    };
     // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.
     auto start_runs = [&]() {
 #pragma unroll 1
         for (; runs < reader.runs; runs++) {
             sync_two_groups(QUERIES_BARRIER);
-            if (group == 0) load_queries(a, reader.run, base + QUERIES_AT, t);
+            if (group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
             fence_async();
             sync_two_groups(QUERIES_BARRIER);
         }
     };
+    bool more = reader.next();
+    if (more) page.copy(reader);
 #pragma unroll 1
-    while (next()) {
+    while (more) {
         start_runs();
-        const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * TILE_BYTES;
-        barrier_wait(base + EMPTY + 8 * stage, (number / 2 + 1) % 2);
+        const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * STAGE_BYTES;
+        const int own = reader.tile, token = (reader.run.first + own) * TILE + warp * 16;
+        const bool is_last = own + 2 >= reader.run.count;
+        const int unmasked = reader.run.unmasked - token;
+        page.tokens = reader.run.tokens - token;
+        Raw<0, BLOCKS> raw;
+        RawRope<ROPE_BITS> rope;
+        page.wait();
+        rope.load(page, lane), raw.load(page, lane);
+        sync_warp();
+        more = reader.next();
+        if (more) page.copy(reader);
+        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
         float s[ROWS / 2];
         auto add = [&](auto block, const u32 (&f)[16]) {
-            constexpr int at = decltype(block)::value * BLOCK_BYTES;
+            constexpr int number = decltype(block)::value;
             wgmma_fence();
             for_each<4>([&](auto k) {
-                constexpr int step = (at + decltype(k)::value * 32) / 16;
-                Product<ROWS>::add(s, f + 4 * k.value, queries + step, step != BLOCKS * BLOCK_BYTES / 16);
+                constexpr int step = (number * QUERY_BLOCK_BYTES + decltype(k)::value * 32) / 16;
+                Product<ROWS>::add(s, f + 4 * k.value, queries + step, number < BLOCKS || k.value);
             });
             wgmma_commit();
             wgmma_wait<1>();
@@ -146,14 +190,13 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         add(Index<BLOCKS>{}, rope.pairs(word));
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
-        const int first = (reader.run.first + reader.tile) * TILE;
-        if (__builtin_expect(first + TILE > reader.run.unmasked, 0))
-            weights.mask(reader.run, first + warp * 16 + r, reader.run.unmasked, reader.run.tokens, c, s);
-        if (number) barrier_wait(base + FULL + 8 * (1 - stage), (number - 1) / 2 % 2);
-        weights.start(base + (1 - stage) * TILE_BYTES, c, reader.tile);
+        if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, page.tokens - r, c, s);
+        const u32 before = 1 - stage;
+        if (number) barrier_wait(base + TILE_FULL + 8 * before, (number - 1) / 2 % 2);
+        weights.start(base + before * STAGE_BYTES, c, own);
         weights.move(s, a.factor, tile, group, warp, r, c);
-        weights.store(s, a.factor, tile, reader.tile + 2 >= reader.run.count, warp, r, c);
-        finish_stores(base + FULL + 8 * stage, lane);
+        weights.store(s, a.factor, tile, is_last, warp, r, c);
+        finish_stores(base + TILE_FULL + 8 * stage, lane);
     }
     start_runs();
 }
@@ -221,8 +264,8 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
         Columns maximum, total;
         for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM, total[k.value] = 0; });
         auto turn = [&](int i, auto is_end) {
-            const u32 stage = number % 2, tile = base + stage * TILE_BYTES;
-            barrier_wait(base + FULL + 8 * stage, number / 2 % 2);
+            const u32 stage = number % 2, tile = base + stage * STAGE_BYTES;
+            barrier_wait(base + TILE_FULL + 8 * stage, number / 2 % 2);
             Columns now;
             load_columns(tile + MAXIMA, c, now);
             bool moves = false;
@@ -244,7 +287,7 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
             });
             add_values(o, tile, i != 0);
             wgmma_wait<0>();
-            if (lane == 0) arrive(base + EMPTY + 8 * stage);
+            if (lane == 0) arrive(base + TILE_EMPTY + 8 * stage);
             number++;
         };
         int i = 0;

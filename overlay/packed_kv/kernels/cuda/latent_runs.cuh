@@ -87,6 +87,8 @@ struct Reader {
         ahead = block_of(tile + step);
         return true;
     }
+    // Words of the page at `offset`.
+    template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(page + offset, x); }
     // Ones for the scales of tokens that are stored; bytes of others may be anything.
     INLINE u32 stored_bytes(int row) const {
         const int token = (run.first + tile) * TILE + warp * 16 + row;
