@@ -2,14 +2,8 @@
 // RoPE's, belong to K alone.
 //
 // The grid is (row blocks, partitions). A row is a query head of a query token; a block has up to ROWS of a request's.
-// A partition is a run of tiles of 64 tokens, of one request or of several in turn (`latent_schedule.py`). Three
-// warpgroups:
-//   0      scores, weights, and half of the channels of O
-//   1      the other half of O; it unpacks SHARE of a tile's 8 blocks of 64 channels besides
-//   2      unpacks the rest of a tile: raw bytes come into registers while the other half is unpacked, and fp16 goes to
-//          shared memory, where the tile is keys and values at once
-// Up to 32 rows are the narrow side of both products (latent_narrow.cuh); more are the 64 of their left operand, as S and
-// P have them in registers (latent_attend.cuh).
+// A partition is a run of tiles of 64 tokens, of one request or of several in turn (`latent_schedule.py`). Up to 32 rows
+// are the narrow side of both products (latent_narrow.cuh); more are the 64 of their left operand (latent_attend.cuh).
 //
 // A latent in the tile is value * 2^-7 in fp16.
 //
@@ -46,45 +40,17 @@ struct Arguments {
     unsigned block_stride;
 };
 
-#define SHARE (ROWS <= 32 ? 4 : 2)  // blocks of a tile that the second attending group unpacks; by measurement
-#include "latent_attend.cuh"
 #if ROWS <= 32
 #include "latent_narrow.cuh"
+#else
+#include "latent_attend.cuh"
 #endif
-
-// Of a thread of each warpgroup; 504 in all.
-constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
-constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : 160, SUM_REGISTERS = ROWS == 16 ? 120 : 184;
 
 extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
-    const int group = warpgroup(), t = threadIdx.x % 128;
-#if ROWS <= 32
-    init_narrow(base);
-#else
     init_shared(base);
-#endif
     sync_block();
-#if ROWS <= 32
-    if (group < 2) {
-        set_registers<SCORE_REGISTERS>();
-        unpack_and_score(a, base, group, t);
-    } else {
-        set_registers<SUM_REGISTERS>();
-        add_tiles(a, base, t);
-    }
-#else
-    if (group == 0) {
-        set_registers<ATTEND_REGISTERS>();
-        attend(a, base, t);
-    } else if (group == 1) {
-        set_registers<SECOND_REGISTERS>();
-        attend_and_unpack(a, base, t);
-    } else {
-        set_registers<UNPACK_REGISTERS>();
-        unpack_tiles(a, base, t);
-    }
-#endif
+    attend_partition(a, base, warpgroup(), threadIdx.x % 128);
 }
 
 // Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts

@@ -1,69 +1,98 @@
-// Attention over tiles of latents in shared memory.
+// Attention for 48 and 64 rows, which are those of the left operand, as S and P have them in registers. Three warpgroups:
+//   0      scores, weights, and half of the channels of O
+//   1      the other half of O; it unpacks SHARE of a tile's 8 blocks of 64 channels besides
+//   2      unpacks the rest of a tile: raw bytes come into registers while the other half is unpacked, and fp16 goes to
+//          shared memory, where the tile is keys and values at once
 #pragma once
-#include "latent_tile.cuh"
+#include "latent_rows.cuh"
 
-constexpr float QUERY_FACTOR_F = QUERY_FACTOR, EMPTY_MAXIMUM = -1e30f, MOST_WEIGHT = 10;
-// What the second group has to know of a tile.
-enum { FIRST = 1, LAST = 2, END = 4 };
+constexpr int SHARE = 2;  // by measurement
+// Of a thread of each warpgroup; 504 in all.
+constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
-// Two numbers of a query, QUERY, as fp16 with the gain.
-INLINE u32 query_pair(u32 pair) {
-    const float low = QUERY == 0 ? low_float(pair) : __int_as_float(pair << 16);
-    const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
-    return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
+constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
+constexpr int QUERIES_AT = 2 * TILE_BYTES, WEIGHTS_AT = QUERIES_AT + TILE_BYTES;  // fp16 [9, 64 rows, 64 channels]
+constexpr int FACTORS_AT = WEIGHTS_AT + TILE * 128;  // fp32 [128 threads, 4]
+constexpr int RUNS_AT = FACTORS_AT + 2048;           // [2], 32 bytes of a run
+constexpr int EVENT_AT = RUNS_AT + 64, BARRIERS_AT = EVENT_AT + 16;
+constexpr int LOW_FULL = BARRIERS_AT, HIGH_FULL = LOW_FULL + 16, SHARE_FULL = HIGH_FULL + 16, EMPTY = SHARE_FULL + 16;
+constexpr int WEIGHTS_FULL = EMPTY + 16, WEIGHTS_EMPTY = WEIGHTS_FULL + 8, USED_BYTES = WEIGHTS_EMPTY + 8;
+static_assert(USED_BYTES <= SHARED_BYTES, "shared memory");
+
+INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
+    u32 own[16];
+    const u32(&pairs)[16] = rope.pairs(own);
+#pragma unroll
+    for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], pairs + 4 * k);
 }
-// Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row: a lane 16 bytes of each half of a latent, and 8 lanes RoPE's of a row.
-template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
-    constexpr int BATCH = ROWS % 32 ? 4 : 8;  // rows of a warp at a time
+
+// The blocks of tiles that the second attending group unpacks, two tiles ahead of its values.
+struct Share {
+    const Tables tables;
+    u32 base, offsets[4];
+    int lane;
+    Reader reader;
+    Raw<BLOCKS - SHARE, BLOCKS> raw;
+    bool more;
+
+    INLINE Share(const Arguments& a, u32 base, int t)
+        : tables(hide_from_optimizer((u32)0)), base(base), lane(t % 32), reader(a, t / 32) {
+        own_offsets(lane, t / 32, offsets);
+        more = reader.next();
+        if (!more) return;
+        raw.load(reader, lane);
+#pragma unroll 1
+        for (u32 k = 0; k < 2; k++) unpack(k);
+    }
+    // Of the tile that is number `tiles` since the start.
+    INLINE void unpack(u32 tiles) {
+        if (!more) return;
+        const u32 stage = tiles % 2;
+        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        raw.store(tables, base + stage * TILE_BYTES, offsets);
+        finish_stores(base + SHARE_FULL + 8 * stage, lane);
+        more = reader.next();
+        if (more) raw.load(reader, lane);
+        sync_warp();
+    }
+};
+
+// The fence that stores need waits for loads, too. So loads follow the last fence, but those of the first half of a tile
+// are under way while the second is unpacked.
+INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, warp = t / 32;
-    auto store = [&](Quad q, int row, int piece, bool is_rope) {
-        q = {query_pair(q.x), query_pair(q.y), query_pair(q.z), query_pair(q.w)};
-        if (is_rope) {  // keys of RoPE are values, not in units of 2^-7
-            const u32 unit = to_halves(1 / LATENT_DIVISOR_F, 1 / LATENT_DIVISOR_F);
-            q = {multiply_halves(q.x, unit), multiply_halves(q.y, unit), multiply_halves(q.z, unit),
-                 multiply_halves(q.w, unit)};
-        }
-        store_shared_4(target + piece / 8 * STRIDE + row * 128 + ((piece % 8 ^ row % 8) << 4), q);
+    const Tables tables(hide_from_optimizer((u32)0));
+    u32 offsets[4];
+    own_offsets(lane, warp, offsets);
+    Reader reader(a, warp);
+    if (!reader.next()) return;
+    Raw<0, 4> low;
+    Raw<4, BLOCKS - SHARE> high;
+    RawRope<ROPE_BITS> rope;
+    low.load(reader, lane), high.load(reader, lane), rope.load(reader, lane);
+    bool more = true;
+    auto load_low = [&]() {
+        more = reader.next();
+        if (more) low.load(reader, lane);
+        sync_warp();
     };
 #pragma unroll 1
-    for (int base = 0; base < ROWS; base += 4 * BATCH) {
-        Quad latent[BATCH][2], rope[BATCH / 4];
-        for_each<BATCH>([&](auto k) {
-            const int row = base + 4 * k.value + warp;
-            const u64 at = (u64)run.token(row) * a.query_token_stride + run.head(row) * a.query_head_stride + lane * 8;
-            const u16* from = (const u16*)a.query + at;
-            latent[k.value][0] = latent[k.value][1] = {0, 0, 0, 0};
-            if (row < run.rows)
-                latent[k.value][0] = load_constant_16(from), latent[k.value][1] = load_constant_16(from + 256);
-        });
-        for_each<BATCH / 4>([&](auto k) {
-            const int row = base + 4 * (4 * k.value + lane / 8) + warp;
-            const u64 at = (u64)run.token(row) * a.rope_token_stride + run.head(row) * a.rope_head_stride + lane % 8 * 8;
-            rope[k.value] = {0, 0, 0, 0};
-            if (row < run.rows) rope[k.value] = load_constant_16((const u16*)a.rope_query + at);
-        });
-        for_each<BATCH>([&](auto k) {
-            const int row = base + 4 * k.value + warp;
-            store(latent[k.value][0], row, lane, false), store(latent[k.value][1], row, lane + 32, false);
-        });
-        for_each<BATCH / 4>([&](auto k) {
-            store(rope[k.value], base + 4 * (4 * k.value + lane / 8) + warp, 64 + lane % 8, true);
-        });
+    for (u32 tiles = 0; more; tiles++) {
+        const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
+        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        low.store(tables, tile, offsets);
+        finish_stores(base + LOW_FULL + 8 * stage, lane);
+        load_low();
+        high.store(tables, tile, offsets);
+        store_rope(rope, tile, offsets);
+        finish_stores(base + HIGH_FULL + 8 * stage, lane);
+        if (more) high.load(reader, lane), rope.load(reader, lane);
+        sync_warp();
     }
 }
 
-// Stores outputs of two channels.
-INLINE void store_pair(const Arguments& a, u64 offset, const float* constant, float x, float y, float norm) {
-    x *= norm, y *= norm;
-    if constexpr (HAS_CONSTANT) x += constant[0], y += constant[1];
-    if constexpr (OUTPUT == 0) *(u32*)((u16*)a.output + offset) = to_halves(x, y);
-    else if constexpr (OUTPUT == 1) *(u32*)((u16*)a.output + offset) = to_bfloats(x, y);
-    else ((float*)a.output)[offset] = x, ((float*)a.output)[offset + 1] = y;
-    keep_order();  // constants in as few registers as can be
-}
-
-typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
-
+// What the second group has to know of a tile.
+enum { FIRST = 1, LAST = 2, END = 4 };
 typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
 // Of the rows r and r + 8 of a lane.
 struct Pair {
@@ -157,11 +186,9 @@ template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
     wgmma_fence();
     for_each<4 - SHARE>([&](auto b) { add_block(Index<4 + decltype(b)::value>{}); });
     add_block(Index<BLOCKS>{});
-    if constexpr (SHARE) {
-        barrier_wait(base + SHARE_FULL + 8 * stage, parity);
-        wgmma_fence();
-        for_each<SHARE>([&](auto b) { add_block(Index<BLOCKS - SHARE + decltype(b)::value>{}); });
-    }
+    barrier_wait(base + SHARE_FULL + 8 * stage, parity);
+    wgmma_fence();
+    for_each<SHARE>([&](auto b) { add_block(Index<BLOCKS - SHARE + decltype(b)::value>{}); });
     wgmma_commit();
 }
 // S = Q C'.
@@ -291,5 +318,18 @@ INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
             run.read(base + RUNS_AT + runs++ % 2 * 32);
             store_outputs(a, run, o, total, 1, t);
         }
+    }
+}
+
+INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
+    if (group == 0) {
+        set_registers<ATTEND_REGISTERS>();
+        attend(a, base, t);
+    } else if (group == 1) {
+        set_registers<SECOND_REGISTERS>();
+        attend_and_unpack(a, base, t);
+    } else {
+        set_registers<UNPACK_REGISTERS>();
+        unpack_tiles(a, base, t);
     }
 }

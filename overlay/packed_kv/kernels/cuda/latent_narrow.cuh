@@ -4,8 +4,10 @@
 // Two warpgroups have every second tile of a run each: unpacked codes are the left operand of S' as they lie in registers,
 // and go to shared memory for O', which the third makes.
 #pragma once
-#include "latent_attend.cuh"
+#include "latent_rows.cuh"
 
+// Of a thread of each kind of warpgroup; 504 in all.
+constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : 160, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
 // A stage is 8 blocks of values; weights, fp16; fp32 [ROWS] maxima of the scores so far, [4 warps, ROWS] sums of a group's
 // weights, [4 warps, ROWS] maxima of the scores of this tile.
 constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + 128 * ROWS, TOTALS = MAXIMA + 4 * ROWS;
@@ -33,7 +35,7 @@ INLINE u32 weight_at(int token, int eight) {
     return token * (2 * ROWS) + ((eight ^ (token >> (ROWS == 16 ? 2 : 1) & (ROWS / 8 - 1))) << 4);
 }
 
-INLINE void init_narrow(u32 base) {
+INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; s++)
             barrier_init<4>(base + TILE_FULL + 8 * s), barrier_init<4>(base + TILE_EMPTY + 8 * s);
@@ -297,5 +299,15 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
         for (; i < run.count; i++) turn(i, Index<1>{});
         store_outputs(a, run, o, total, t);
         store_stats(a, run, maximum, total, t);
+    }
+}
+
+INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
+    if (group < 2) {
+        set_registers<SCORE_REGISTERS>();
+        unpack_and_score(a, base, group, t);
+    } else {
+        set_registers<SUM_REGISTERS>();
+        add_tiles(a, base, t);
     }
 }

@@ -3,14 +3,7 @@
 #include "latent_runs.cuh"
 
 constexpr float LATENT_DIVISOR_F = LATENT_DIVISOR;
-constexpr int BLOCK_BYTES = TILE * 128, TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
-constexpr int QUERIES_AT = 2 * TILE_BYTES, WEIGHTS_AT = QUERIES_AT + TILE_BYTES;  // fp16 [9, 64 rows, 64 channels]
-constexpr int FACTORS_AT = WEIGHTS_AT + TILE * 128;  // fp32 [128 threads, 4]
-constexpr int RUNS_AT = FACTORS_AT + 2048;           // [2], 32 bytes of a run
-constexpr int EVENT_AT = RUNS_AT + 64, BARRIERS_AT = EVENT_AT + 16;
-constexpr int LOW_FULL = BARRIERS_AT, HIGH_FULL = LOW_FULL + 16, SHARE_FULL = HIGH_FULL + 16, EMPTY = SHARE_FULL + 16;
-constexpr int WEIGHTS_FULL = EMPTY + 16, WEIGHTS_EMPTY = WEIGHTS_FULL + 8, USED_BYTES = WEIGHTS_EMPTY + 8;
-static_assert(ROWS <= 32 || USED_BYTES <= SHARED_BYTES, "shared memory");
+constexpr int BLOCK_BYTES = TILE * 128;
 
 // 64 channels of the lane's two tokens: the left operands of four products.
 template <int BLOCK>
@@ -113,12 +106,6 @@ template <> struct RawRope<8> {
         return word;
     }
 };
-INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
-    u32 own[16];
-    const u32(&pairs)[16] = rope.pairs(own);
-#pragma unroll
-    for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], pairs + 4 * k);
-}
 
 INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
     for_each<4>([&](auto k) {
@@ -130,70 +117,4 @@ INLINE void finish_stores(u32 barrier, int lane) {
     fence_async();
     sync_warp();
     if (lane == 0) arrive(barrier);
-}
-
-// The blocks of tiles that the second attending group unpacks, two tiles ahead of its values.
-struct Share {
-    const Tables tables;
-    u32 base, offsets[4];
-    int lane;
-    Reader reader;
-    Raw<BLOCKS - SHARE, BLOCKS> raw;
-    bool more;
-
-    INLINE Share(const Arguments& a, u32 base, int t)
-        : tables(hide_from_optimizer((u32)0)), base(base), lane(t % 32), reader(a, t / 32) {
-        own_offsets(lane, t / 32, offsets);
-        more = SHARE && reader.next();
-        if (!more) return;
-        raw.load(reader, lane);
-#pragma unroll 1
-        for (u32 k = 0; k < 2; k++) unpack(k);
-    }
-    // Of the tile that is number `tiles` since the start.
-    INLINE void unpack(u32 tiles) {
-        if (!SHARE || !more) return;
-        const u32 stage = tiles % 2;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
-        raw.store(tables, base + stage * TILE_BYTES, offsets);
-        finish_stores(base + SHARE_FULL + 8 * stage, lane);
-        more = reader.next();
-        if (more) raw.load(reader, lane);
-        sync_warp();
-    }
-};
-
-// The fence that stores need waits for loads, too. So loads follow the last fence, but with many rows those of the first
-// half of a tile are under way while the second is unpacked.
-INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, warp = t / 32;
-    const Tables tables(hide_from_optimizer((u32)0));
-    u32 offsets[4];
-    own_offsets(lane, warp, offsets);
-    Reader reader(a, warp);
-    if (!reader.next()) return;
-    Raw<0, 4> low;
-    Raw<4, BLOCKS - SHARE> high;
-    RawRope<ROPE_BITS> rope;
-    low.load(reader, lane), high.load(reader, lane), rope.load(reader, lane);
-    bool more = true;
-    auto load_low = [&]() {
-        more = reader.next();
-        if (more) low.load(reader, lane);
-        sync_warp();
-    };
-#pragma unroll 1
-    for (u32 tiles = 0; more; tiles++) {
-        const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
-        low.store(tables, tile, offsets);
-        finish_stores(base + LOW_FULL + 8 * stage, lane);
-        if constexpr (ROWS > 32) load_low();
-        high.store(tables, tile, offsets);
-        store_rope(rope, tile, offsets);
-        finish_stores(base + HIGH_FULL + 8 * stage, lane);
-        if constexpr (ROWS <= 32) load_low();
-        if (more) high.load(reader, lane), rope.load(reader, lane);
-        sync_warp();
-    }
 }

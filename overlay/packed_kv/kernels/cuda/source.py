@@ -30,6 +30,7 @@ LATENT = Program(
         "wgmma.cuh",
         "latent_runs.cuh",
         "latent_tile.cuh",
+        "latent_rows.cuh",
         "latent_attend.cuh",
         "latent_narrow.cuh",
     ),

@@ -132,8 +132,6 @@ template <int COLUMNS_OF_B> struct TransposedProduct;
                 : SUMS_##N(0) : "r"(a), "r"(b), "r"(accumulate));                                                     \
         }                                                                                                             \
     };
-SHARED_PRODUCT(SharedProduct, 16, "%8", "%9", "%10", "0x40000040", 0)
-SHARED_PRODUCT(SharedProduct, 32, "%16", "%17", "%18", "0x40000040", 0)
 SHARED_PRODUCT(SharedProduct, 64, "%32", "%33", "%34", "0x40000040", 0)
 SHARED_PRODUCT(TransposedProduct, 16, "%8", "%9", "%10", "0xC0000010", 1)
 SHARED_PRODUCT(TransposedProduct, 32, "%16", "%17", "%18", "0x80000020", 1)
