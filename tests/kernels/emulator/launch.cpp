@@ -14,6 +14,6 @@ extern "C" void launch(const Arguments* arguments, u32 x, u32 y, u32 z) {
     gridDim = {x, y, z};
     for (u32 i = 0; i < x * y * z; i++) {
         blockIdx = {i % x, i / x % y, i / x / y};
-        run_block(WARPS * 32, SHARED_BYTES, body);
+        run_block((WARPS + UNPACKERS) * 32, SHARED_BYTES, body);
     }
 }

@@ -91,6 +91,8 @@ INLINE u32 to_bfloats(float low, float high) {
 INLINE u32 multiply_halves(u32 a, u32 b) {
     return to_halves(low_float(a) * low_float(b), high_float(a) * high_float(b));
 }
+INLINE u32 multiply_by_lower(u32 a, u32 b) { return multiply_halves(a, (b & 0xFFFF) * 0x10001u); }
+INLINE u32 multiply_by_upper(u32 a, u32 b) { return multiply_halves(a, (b >> 16) * 0x10001u); }
 INLINE u32 add_halves(u32 a, u32 b) { return to_halves(low_float(a) + low_float(b), high_float(a) + high_float(b)); }
 INLINE u32 upper_half(u32 pair) { return (pair >> 16) * 0x10001u; }
 INLINE float exp2_fast(float x) { return exp2f(x); }

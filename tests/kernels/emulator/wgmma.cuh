@@ -31,7 +31,7 @@ INLINE void fence_async() {}
 
 // ---- registers
 
-template <int COUNT> void set_registers() {}
+template <int COUNT, int START = 168> void set_registers() {}
 INLINE int warpgroup() { return running / 128; }
 INLINE u32 shuffle_word(u32 x, int source) { return __float_as_int(shuffle(__int_as_float(x), source)); }
 INLINE u32 finite_halves(u32 pair) { return to_halves(fminf(low_float(pair), 65504), fminf(high_float(pair), 65504)); }

@@ -2,6 +2,13 @@
 #pragma once
 #include "columns.cuh"
 
+#if UNPACKERS
+#include "wgmma.cuh"
+INLINE void sync_columns() { sync_group(1); }
+#else
+INLINE void sync_columns() { sync_block(); }
+#endif
+
 constexpr int ROW = HEAD_DIM + 4;  // floats of a column in shared memory; 4 of padding avoid bank conflicts
 // A sum of values weighted by 2^(score - maximum); `total` is the sum of the weights.
 struct WeightedSum {
@@ -33,17 +40,24 @@ INLINE void store_output(const Arguments& a, long long offset, float x) {
     else ((float*)a.output)[offset] = x;
 }
 
+// A loop over octets converts fragments to fp32 in each turn, where it would not have the registers to do so once.
+INLINE Quad held(const Quad& m) {
+    if constexpr (!UNPACKERS) return m;
+    return {hide_from_optimizer(m.x), hide_from_optimizer(m.y), hide_from_optimizer(m.z), hide_from_optimizer(m.w)};
+}
+
 // Stores matrix^T x, with x rounded to tf32, which has fp32's range, and sums in fp32.
 INLINE void rotate_back(const Arguments& a, const Request& request, int head, int warp, const Lane& lane,
                         const Matrix& matrix, const float* combined) {
     for_each<TILES_PER_WARP>([&](auto i) {
         const int tile = warp + i.value * WARPS;
         if (tile >= HEAD_DIM / 16) return;
-        for_each<OCTETS>([&](auto o) {
-            const float* x = combined + (8 * o.value + lane.row) % COLUMNS * ROW + lane.column;
+#pragma unroll(UNPACKERS ? 1 : OCTETS)
+        for (int octet = 0; octet < OCTETS; octet++) {
+            const float* x = combined + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
             float sums[4] = {0, 0, 0, 0};
             for_each<FRAGMENTS>([&](auto f) {
-                const Quad& m = matrix.fragments[i.value][f.value];
+                const Quad m = held(matrix.fragments[i.value][f.value]);
                 auto tf32 = [&](u32 pair, bool upper) {
                     return __float_as_int(upper ? high_float(pair) : low_float(pair));
                 };
@@ -55,7 +69,7 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
                 });
             });
             for_each<4>([&](auto r) {
-                const int column = 8 * o.value + 2 * lane.column + r.value % 2;
+                const int column = 8 * octet + 2 * lane.column + r.value % 2;
                 const int channel = 16 * tile + lane.row + r.value / 2 * 8;
                 if (!request.has(column)) return;
                 const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
@@ -63,7 +77,7 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
                                     (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
                              sums[r.value]);
             });
-        });
+        }
     });
 }
 
@@ -78,13 +92,13 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
                            float* combined) {
     int* last = (int*)(combined + COLUMNS * ROW);
     memory_fence();
-    sync_block();
+    sync_columns();
     if (threadIdx.x == 0) {
         int* counter = a.counters + item.first_slot * KV_HEADS + head;
         *last = atomic_add(counter, 1) == item.parts - 1;
         if (*last) *counter = 0;  // for the next launch
     }
-    sync_block();
+    sync_columns();
     if (!*last) return false;
     memory_fence();
     // A load takes about 700 cycles, so each thread issues all of its loads at once: a lane those of the statistics of
@@ -103,7 +117,7 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
         weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
         if (HAS_LSE && lane == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
     }
-    sync_block();
+    sync_columns();
     for (int i = threadIdx.x; i < COLUMNS * PAIRS; i += WARPS * 32) {
         const int column = i / PAIRS, channel = i % PAIRS * 2;
         if (!request.has(column)) continue;

@@ -22,8 +22,8 @@
 //   HAS_BIAS, HAS_LSE                   whether keys are centred, and whether blocks write log-sum-exps
 //   TILES_A_BLOCK                       tiles of pages that a block of means serves (0: one block serves all)
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
-//   USES_WGMMA                          whether products of a team are those of warpgroups
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
+//   UNPACKERS                           warps of a block beside these that only unpack: 4 or 0 (`roles.cuh`)
 //   STAGE_BYTES, SHARED_BYTES           bytes of a stage, and of a block's shared memory
 // Tensors are contiguous but where there is a stride, which counts elements.
 struct Arguments {
@@ -87,12 +87,14 @@ INLINE WorkItem shared_work_item() {
     return WorkItem({words[0], words[1], words[2], words[3]});
 }
 
-#if COLUMNS > 16
+#if UNPACKERS
+#include "roles.cuh"
+#elif COLUMNS > 16
 #include "wide.cuh"
 #else
 #include "narrow.cuh"
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
     attend(a);
 }

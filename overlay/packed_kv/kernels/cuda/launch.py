@@ -21,7 +21,7 @@ from ..triton.ring import check_ring
 from . import COLUMNS, pass_tokens
 from .code_constants import decoder_constants, group_constants
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
-from .source import DECODE, WGMMA, Program
+from .source import DECODE, UNPACKED, Program
 
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
@@ -30,17 +30,18 @@ NARROW = 16
 """The most columns that warps serve alone. Beyond, a block's warps are a team (`wide.cuh`)."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 12, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
+UNPACKERS, ATTENDERS_PER_SM, UNPACKED_BYTES = 4, 8, 106 << 10
+"""Warps of a block that only unpack, where it has any (`roles.cuh`), the others that an SM holds then, and the shared
+memory of a block."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results, and `merge` follows.
 """
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
-STAGES, WGMMA_STAGES = 2, 4
-"""Tiles that a warp has in flight; a team whose products are those of warpgroups has smaller tiles."""
-WGMMA_RING_STAGES = {32: 3, 64: 4}
-"""The same beside a ring, whose tiles are larger, by columns: as many as leave an SM room for all its blocks."""
-TILE_BLOCKS, WGMMA_TILE_BLOCKS = 2, 1
+STAGES, UNPACKER_STAGES = 2, 3
+"""Tiles that a warp has in flight; one that only unpacks has smaller tiles."""
+TILE_BLOCKS, UNPACKER_TILE_BLOCKS = 2, 1
 """Micro-blocks of a warp's tile."""
 
 
@@ -57,11 +58,17 @@ class Grid(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs."""
+    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether teams have
+    unpackers (`has_unpackers`)."""
 
     kv_heads: int
     head_dim: int
     sm_count: int
+    unpackers: bool = False
+
+    def warps_per_sm(self, columns: int) -> int:
+        """Return how many warps an SM holds, those that only unpack not counted."""
+        return ATTENDERS_PER_SM if self.unpackers and columns > NARROW else WARPS_PER_SM[columns]
 
 
 class Kind(NamedTuple):
@@ -82,7 +89,7 @@ def kinds(card: Card, columns: int) -> tuple[Kind, Kind]:
 
     There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
     """
-    most = WARPS_PER_SM[columns]
+    most = card.warps_per_sm(columns)
     few, many = (most // 2, most // 4) if columns <= NARROW else (card.head_dim // GROUP_SIZE,) * 2
     return Kind(few, most, stream_k=True), Kind(many, most, stream_k=False)
 
@@ -139,12 +146,12 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         variant: what else the kernel depends on.
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
-    wgmma = uses_wgmma(layout, columns)
-    tile_blocks = WGMMA_TILE_BLOCKS if wgmma else TILE_BLOCKS
-    stages = STAGES
-    if wgmma:
-        stages = WGMMA_RING_STAGES[columns] if variant.ring_block else WGMMA_STAGES
-    stage = max(tile_blocks * layout.micro_block_bytes, MICRO_BLOCK * layout.ring.slot_bytes * bool(variant.ring_block))
+    unpackers = UNPACKERS if has_unpackers(page) and columns > NARROW else 0
+    tile_blocks = UNPACKER_TILE_BLOCKS if unpackers else TILE_BLOCKS
+    stages = UNPACKER_STAGES if unpackers else STAGES
+    stage = tile_blocks * layout.micro_block_bytes
+    if variant.ring_block and not unpackers:
+        stage = max(stage, MICRO_BLOCK * layout.ring.slot_bytes)
     owners = warps
     if columns > NARROW:
         stage, owners = stage * warps, 1
@@ -171,40 +178,39 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "TILES_A_BLOCK": variant.tiles_a_block * smaller,
         "OUTPUT": OUTPUTS[variant.output],
         "WARPS": warps,
-        "USES_WGMMA": int(wgmma),
+        "UNPACKERS": unpackers,
         "STAGES": stages,
-        "BLOCKS": WARPS_PER_SM[columns] // warps,
+        "BLOCKS": (ATTENDERS_PER_SM if unpackers else WARPS_PER_SM[columns]) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": shared(before, owners * stages * stage, layout.head_dim, warps, columns, tile_blocks),
+        "SHARED_BYTES": UNPACKED_BYTES if unpackers else shared(before, owners * stages * stage, layout.head_dim, warps, columns),
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def _narrow_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
+def _narrow_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
     """Return the shared memory of a block whose warps serve columns alone."""
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
     return before + max(tiles, combine)
 
 
-def _wide_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int, tile_blocks: int) -> int:
+def _wide_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
     """Return the shared memory of a team: what `team.cuh` lists."""
-    alignment = 16 if tile_blocks == TILE_BLOCKS else 1024
-    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * tile_blocks * warps * columns
-    own = -(-(before + tiles) // alignment) * alignment + queries + weights + 2 * 4 * warps * columns
+    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * TILE_BLOCKS * warps * columns
+    own = before + tiles + queries + weights + 2 * 4 * warps * columns
     return max(own, before + 4 * columns * (head_dim + 4 + 32) + 16)
 
 
-def uses_wgmma(layout: KernelLayout, columns: int) -> bool:
-    """Return whether a team's products are those of warpgroups: measured faster with 4 bits, slower with mixed ones."""
-    four_bits = all(group.code.bits == 4 for group in layout.groups)
-    return columns > NARROW and layout.head_dim == 128 and four_bits
+def has_unpackers(page: PageLayout) -> bool:
+    """Return whether blocks of more than `NARROW` columns have warps that only unpack (`roles.cuh`)."""
+    layout = kernel_layout(page)
+    return layout.head_dim == 128 and all(group.code.bits == 4 for group in layout.groups)
 
 
 def program(constants: Mapping[str, str]) -> Program:
     """Return the sources of a variant."""
-    return WGMMA if int(constants["USES_WGMMA"]) else DECODE
+    return UNPACKED if int(constants["UNPACKERS"]) else DECODE
 
 
 def _layout_constants(layout: KernelLayout) -> dict[str, object]:
@@ -397,7 +403,7 @@ class CudaDecode:
         passes = pass_count(self.group, max_query_len)
         x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * passes)
         (status,) = function.launch(
-            function.kernel, x, self.kv_heads, z, 32 * shape.warps, 1, 1, function.shared_bytes, stream, self.address, 0
+            function.kernel, x, self.kv_heads, z, function.threads, 1, 1, function.shared_bytes, stream, self.address, 0
         )
         if status:
             raise RuntimeError(f"the decode kernel was not launched: {status.name}")
@@ -414,7 +420,7 @@ class CudaDecode:
             for length in range(1, longest_decode + 1)
         }
         for (columns, _), length in lengths.items():
-            few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1), columns)
+            few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1, has_unpackers(self.page)), columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
             for shape in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
                 wanted = self._constants(shape, length)
@@ -455,6 +461,7 @@ class _Function(NamedTuple):
     launch: Any  # the driver's cuLaunchKernel
     kernel: Any
     shared_bytes: int
+    threads: int
 
 
 @functools.cache
@@ -464,9 +471,10 @@ def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
 
     from .nvrtc import load
 
-    shared_bytes = int(dict(constants)["SHARED_BYTES"])
+    values = dict(constants)
+    shared_bytes, threads = int(values["SHARED_BYTES"]), 32 * (int(values["WARPS"]) + int(values["UNPACKERS"]))
     with torch.cuda.device(device):
-        return _Function(driver.cuLaunchKernel, load(_machine_code(constants), "decode", shared_bytes), shared_bytes)
+        return _Function(driver.cuLaunchKernel, load(_machine_code(constants), "decode", shared_bytes), shared_bytes, threads)
 
 
 @functools.cache

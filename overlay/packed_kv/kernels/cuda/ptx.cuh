@@ -28,6 +28,19 @@ INLINE u32 multiply_halves(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
+// By the lower half of `scales`, or its upper one.
+INLINE u32 multiply_by_lower(u32 pair, u32 scales) {
+    u32 result;
+    asm("{ .reg .b16 l, u; .reg .b32 x; mov.b32 {l, u}, %2; mov.b32 x, {l, l}; mul.rn.f16x2 %0, %1, x; }"
+        : "=r"(result) : "r"(pair), "r"(scales));
+    return result;
+}
+INLINE u32 multiply_by_upper(u32 pair, u32 scales) {
+    u32 result;
+    asm("{ .reg .b16 l, u; .reg .b32 x; mov.b32 {l, u}, %2; mov.b32 x, {u, u}; mul.rn.f16x2 %0, %1, x; }"
+        : "=r"(result) : "r"(pair), "r"(scales));
+    return result;
+}
 INLINE u32 add_halves(u32 a, u32 b) {
     u32 result;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));

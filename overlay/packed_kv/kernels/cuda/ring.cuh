@@ -4,8 +4,8 @@
 #include "columns.cuh"
 
 // What scores of pages and of the ring are multiplied by.
-constexpr float PAGE_FACTOR = USES_WGMMA ? 1 / TEAM_UNIT : 1 / SCORE_UNIT;
-constexpr float RING_FACTOR = USES_WGMMA ? 1 / TEAM_UNIT : RING_UNIT;
+constexpr float PAGE_FACTOR = UNPACKERS ? 1 / TEAM_UNIT : 1 / SCORE_UNIT;
+constexpr float RING_FACTOR = UNPACKERS ? 1 / TEAM_UNIT : RING_UNIT;
 
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block

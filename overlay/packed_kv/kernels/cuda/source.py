@@ -20,8 +20,8 @@ DECODE = Program(
      "narrow.cuh", "team.cuh", "team_mma.cuh", "wide.cuh"),
     "sm_90",
 )  # fmt: skip
-WGMMA = Program(DECODE.main, (*DECODE.headers, "team_wgmma.cuh", "wgmma.cuh"), "sm_90a")
-"""What `DECODE` is of variants that use the instructions of warpgroups."""
+UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a")
+"""What `DECODE` is of variants that have warps that only unpack."""
 LATENT = Program(
     "latent.cu",
     (

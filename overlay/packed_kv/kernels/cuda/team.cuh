@@ -8,10 +8,8 @@ constexpr int OPERAND = 32 * 16;  // bytes that a warp loads at once, 16 a lane
 constexpr int QUERY_BYTES = 2 * HEAD_DIM * COLUMNS, WEIGHT_BYTES = 2 * 16 * TEAM_BLOCKS * COLUMNS;
 
 // Shared memory: after what `decode.cu` says, queries, the weights of two tiles, and for each warp and column the maximum
-// and the largest score of a tile. Products of warpgroups want queries and weights aligned.
-constexpr int ALIGNMENT = USES_WGMMA ? 1024 : 16;
-constexpr int QUERIES_AT = (TILES_END + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-constexpr int WEIGHTS_AT = QUERIES_AT + QUERY_BYTES;
+// and the largest score of a tile.
+constexpr int QUERIES_AT = TILES_END, WEIGHTS_AT = QUERIES_AT + QUERY_BYTES;
 constexpr int MAXIMA_AT = WEIGHTS_AT + 2 * WEIGHT_BYTES, TOPS_AT = MAXIMA_AT + 4 * WARPS * COLUMNS;
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
 static_assert(SHARED_BYTES >= TOPS_AT + 4 * WARPS * COLUMNS, "shared memory");

@@ -20,10 +20,10 @@ INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 
 // ---- registers
 
-// From the 168 that a thread of three warpgroups starts with.
-template <int COUNT> INLINE void set_registers() {
-    if constexpr (COUNT < 168) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
-    if constexpr (COUNT > 168) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+// From the number that a thread starts with: 168 of three warpgroups.
+template <int COUNT, int START = 168> INLINE void set_registers() {
+    if constexpr (COUNT < START) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+    if constexpr (COUNT > START) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
 // The same number in all threads of a warpgroup, as products must see it.
 INLINE int warpgroup() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0); }
@@ -117,6 +117,7 @@ template <int COLUMNS_OF_B> struct Product;
 PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
 PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
+PRODUCT(128, "%64", "%65", "%66", "%67", "%68", "%69")
 
 // A in shared memory, too. SharedProduct: both have contiguous rows. TransposedProduct: both have contiguous columns, and
 // B's rows of 32 or 64 bytes are swizzled as far as they reach; HIGH is the upper half of its descriptor.

@@ -5,14 +5,8 @@
 //
 // The weights of two tiles lie in shared memory, so one barrier a tile is enough: past it, all warps have done with the
 // tile before. That barrier is the vote on the softmax's maximum as well. Where it must move, the tile is scored again.
-//
-// Products are those of warps (team_mma.cuh), or of warpgroups (team_wgmma.cuh), which take more columns in the time.
 #pragma once
-#if USES_WGMMA
-#include "team_wgmma.cuh"
-#else
 #include "team_mma.cuh"
-#endif
 
 // Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
@@ -134,12 +128,7 @@ INLINE void attend(const Arguments& a) {
     });
     TeamState state;
     const u32 shared = shared_address(shared_memory());
-#if USES_WGMMA
-    share_queries(a, request, head);
-    const u32 queries = panel_descriptor(shared + QUERIES_AT);
-#else
     share_queries(a, request, head, warp, lane);
-#endif
     for (int column = lane.index; column < COLUMNS; column += 32)
         store_shared(shared + MAXIMA_AT + 4 * (COLUMNS * warp + column), __float_as_int(-1e30f));
     sync_block();
@@ -166,15 +155,11 @@ INLINE void attend(const Arguments& a) {
             bool again;
             do {
                 float scores[1][SCORES];
-#if USES_WGMMA
-                score_ring(lane, queries, own, scores[0]);
-#else
                 score_ring(lane, own, scores);
-#endif
                 mask_ring_scores(a, request, head, exists ? first : 1 << 30, lane, scores[0]);
                 u32 scales[SETS], bits = 0;
-                if constexpr (!USES_WGMMA) ring_value_scales(request, own, exists ? first : 1 << 30, lane, scales);
-                if constexpr (!USES_WGMMA) for_each<SETS>([&](auto set) { bits |= scales[set.value]; });
+                ring_value_scales(request, own, exists ? first : 1 << 30, lane, scales);
+                for_each<SETS>([&](auto set) { bits |= scales[set.value]; });
                 if (moves) move_maxima(a, state, warp, lane, RING_FACTOR, scores, bits);
                 again = share_weights(state, warp, lane, RING_FACTOR, moves, scores, bits,
                                       weights_of_ring(weights, warp, lane));
@@ -186,10 +171,8 @@ INLINE void attend(const Arguments& a) {
         }
         for_own_group(warp, [&](auto group) { state.multiply(ring_to_pages<group.value>()); });
     }
-#if !USES_WGMMA
     queries_to_page_unit(warp, lane);
     sync_block();
-#endif
     const int masked_from = request.page_limit(request.seq_len - request.count + 1), last = range.low + range.count;
     const Tables tables((u32)(request.seq_len >> 31));
     // Computes the weights of a tile. Of the tile before, products with V end in the meantime.
@@ -204,11 +187,7 @@ INLINE void attend(const Arguments& a) {
         do {
             float scores[TILE_BLOCKS][SCORES];
             u32 scales[TILE_BLOCKS][SETS] = {}, bits = 0;
-#if USES_WGMMA
-            score_pages(tables, lane, queries, own, scores[0]);
-#else
             score_team_tile(tables, lane, own, scores, scales);
-#endif
             if (__builtin_expect(first + TILE_TOKENS > masked_from || tile >= last || (HAS_BIAS && first == 0), 0)) {
                 mask(a, lane.in_rare_branch(), tile < last ? first : 1 << 30, scores, scales);
                 mask_shared_scales(lane.in_rare_branch(), own, request.seq_len - (tile < last ? first : 1 << 30));
@@ -222,19 +201,6 @@ INLINE void attend(const Arguments& a) {
         refill(number, blocks);
     };
     int number = tiles.of_ring();
-#if USES_WGMMA
-    const OwnValues own_values(warp, lane);
-    if (number < tiles.count()) {
-        weigh(number);
-#pragma unroll 1
-        for (number++; number < tiles.count(); number++) {
-            add_pages(state, tables, own_values, last_stage, other_target);
-            weigh(number);
-        }
-        add_pages(state, tables, own_values, last_stage, other_target);
-        wgmma_wait<0>();
-    }
-#else
 #pragma unroll 1
     for (; number < tiles.count(); number++) {
         const u32 stage = stages.stage, weights = target;
@@ -243,7 +209,6 @@ INLINE void attend(const Arguments& a) {
             add_group_of_tile<group.value>(state, tables, lane, stage, weights + 16 * lane.index);
         });
     }
-#endif
     for_own_group(warp, [&](auto group) { state.multiply(output_factor<group.value>()); });
     float maxima[OWN];
     const u32 own = own_numbers(MAXIMA_AT, warp, lane);
