@@ -177,7 +177,7 @@ def test_bias_of_blocks(kernel: str, options: dict[str, Any]) -> None:
         # Teams of two warps: a tile has four blocks of means.
         {"name": "isoquant4", "requests": ((1100, 0), (600, 560)), "group": 16, "recent": 100, "tiles_a_block": 1,
          "blocks": 30, "size": 20, "splits": Grid(2, 4, True)},
-        # Products of warpgroups: a tile has two blocks of means.
+        # Two warpgroups: a tile has two blocks of means.
         {"name": "isoquant4", "head_dim": 128, "requests": ((600, 0), (300, 260)), "group": 16, "query_lens": (2, 1),
          "recent": 40, "tiles_a_block": 1, "blocks": 20, "size": 20, "splits": Grid(4, 2, True)},
         gpu_only(name="turboquant25", requests=((9000, 0), (5000, 0)), query_lens=(4, 1), group=12, head_dim=128,
