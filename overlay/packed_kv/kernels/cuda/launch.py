@@ -58,8 +58,8 @@ class Grid(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether teams have
-    unpackers (`has_unpackers`)."""
+    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether blocks of
+    many columns have warps that only unpack (`has_unpackers`)."""
 
     kv_heads: int
     head_dim: int
@@ -184,7 +184,9 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
-        "SHARED_BYTES": UNPACKED_BYTES if unpackers else shared(before, owners * stages * stage, layout.head_dim, warps, columns),
+        "SHARED_BYTES": UNPACKED_BYTES
+        if unpackers
+        else shared(before, owners * stages * stage, layout.head_dim, warps, columns),
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -420,7 +422,9 @@ class CudaDecode:
             for length in range(1, longest_decode + 1)
         }
         for (columns, _), length in lengths.items():
-            few, many = kinds(Card(self.kv_heads, kernel_layout(self.page).head_dim, 1, has_unpackers(self.page)), columns)
+            few, many = kinds(
+                Card(self.kv_heads, kernel_layout(self.page).head_dim, 1, has_unpackers(self.page)), columns
+            )
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
             for shape in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
                 wanted = self._constants(shape, length)
@@ -474,7 +478,9 @@ def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
     values = dict(constants)
     shared_bytes, threads = int(values["SHARED_BYTES"]), 32 * (int(values["WARPS"]) + int(values["UNPACKERS"]))
     with torch.cuda.device(device):
-        return _Function(driver.cuLaunchKernel, load(_machine_code(constants), "decode", shared_bytes), shared_bytes, threads)
+        return _Function(
+            driver.cuLaunchKernel, load(_machine_code(constants), "decode", shared_bytes), shared_bytes, threads
+        )
 
 
 @functools.cache

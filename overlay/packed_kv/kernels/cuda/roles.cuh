@@ -2,8 +2,8 @@
 // warps copy and unpack a micro-block of each tile, and leave K and V as fp16 in shared memory. The other attends, as
 // kernels over fp16 caches do: columns are the 64 rows of its products, so its softmax is that of rows in registers.
 //
-// Tiles of the ring come before those of pages, as `TeamTiles` of wide.cuh numbers them. One takes the raw bytes of two of
-// pages.
+// Tiles of the ring come before those of pages. The raw bytes of one take the room of two of pages, and none is copied
+// while another is unpacked: there are few.
 //
 // Tiles of 64 tokens lie in two stages, K as [2 panels of 64 channels][token][channel] and V as [channel][token], in
 // rows of 128 bytes that are swizzled as `matrix_descriptor` says.
@@ -13,7 +13,7 @@
 constexpr int TEAM_TOKENS = 64, HALF_BYTES = 64 * 128, TEAM_TILE_BYTES = 2 * HALF_BYTES, TEAM_STAGES = 2;
 static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 128, "two warpgroups");
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
-static_assert(STAGES == 3 && (!RING_BLOCK || RING_TILE_BYTES <= 2 * MICRO_BLOCK_BYTES), "a tile of the ring and one of pages");
+static_assert(STAGES == 3 && (!RING_BLOCK || RING_TILE_BYTES <= 2 * MICRO_BLOCK_BYTES), "a ring's tile and a page's");
 
 // Shared memory: behind the work items, more barriers, raw bytes, queries, and the stages of K and V.
 constexpr int RAW_FULL = STAGES_AT, RING_FULL = RAW_FULL + 8 * STAGES * UNPACKERS;
@@ -22,7 +22,7 @@ constexpr int VALUES_FULL = KEYS_EMPTY + 16, VALUES_EMPTY = VALUES_FULL + 16;
 constexpr int RAW_AT = 512, QUERIES_AT = (RAW_AT + UNPACKERS * RAW_BYTES + 1023) / 1024 * 1024;
 constexpr int KEYS_AT = QUERIES_AT + TEAM_TILE_BYTES, VALUES_AT = KEYS_AT + TEAM_STAGES * TEAM_TILE_BYTES;
 static_assert(VALUES_EMPTY + 16 <= RAW_AT && VALUES_AT + TEAM_STAGES * TEAM_TILE_BYTES == SHARED_BYTES, "shared memory");
-static_assert(!IS_FINAL || SHARED_BYTES >= RAW_AT + 4 * COLUMNS * (ROW + 32) + 16, "the combined outputs, and weights of parts");
+static_assert(!IS_FINAL || SHARED_BYTES >= RAW_AT + 4 * COLUMNS * (ROW + 32) + 16, "outputs, and weights of parts");
 
 // Registers of a thread of each warpgroup; both begin with 128.
 constexpr int ATTEND_REGISTERS = 184, UNPACK_REGISTERS = 72;
@@ -56,10 +56,10 @@ struct TeamTiles {
     }
 };
 
-INLINE void share_queries(const Arguments& a, const Request& request, int head, int thread) {
+INLINE void share_queries(const Arguments& a, const Request& request, int head) {
     const u32 target = shared_address(shared_memory()) + QUERIES_AT;
 #pragma unroll 1
-    for (int i = thread; i < 64 * 16; i += (WARPS + UNPACKERS) * 32) {
+    for (int i = threadIdx.x; i < 64 * 16; i += (WARPS + UNPACKERS) * 32) {
         const int row = i / 16, piece = i % 16, column = column_of_row(row);
         Quad q{0, 0, 0, 0};
         if (has_column(row) && request.has(column)) q = ((const Quad*)a.query)[request.row(head, column) * 16 + piece];
@@ -70,10 +70,7 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head, 
 
 // ---- unpacking
 
-template <u32 BY, bool IS_LARGE> INLINE u32 lifted_scale(u32 pair) { return IS_LARGE ? pair : multiply_halves(pair, BY); }
-template <u32 BY, bool IS_LARGE> INLINE u32 scaled(u32 pair, u32 scale) {
-    return multiply_halves(IS_LARGE ? multiply_halves(pair, BY) : pair, scale);
-}
+template <u32 BY, bool IS_LIFTED> INLINE u32 lifted(u32 pair) { return IS_LIFTED ? multiply_halves(pair, BY) : pair; }
 // Unpacks K of 16 tokens. `decode(g, pairs)` decodes a group, `scale(g)` returns the scales of its two tokens.
 template <u32 BY, bool IS_LARGE, class Decode, class Scale>
 INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
@@ -81,9 +78,9 @@ INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
         constexpr int group = g.value;
         u32 p[8];
         decode(g, p);
-        const u32 scales = lifted_scale<BY, IS_LARGE>(scale(g));
+        const u32 scales = lifted<BY, !IS_LARGE>(scale(g));
         for_each<8>([&](auto i) {
-            const u32 pair = IS_LARGE ? multiply_halves(p[i.value], BY) : p[i.value];
+            const u32 pair = lifted<BY, IS_LARGE>(p[i.value]);
             p[i.value] = i.value < 4 ? multiply_by_lower(pair, scales) : multiply_by_upper(pair, scales);
         });
         const u32 target = (group % 2 ? odd : even) + group / 2 * HALF_BYTES;
@@ -97,9 +94,11 @@ INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4]) {
         constexpr int group = g.value;
         u32 p[8];
         decode(g, p);
-        const u32 low = lifted_scale<BY, IS_LARGE>(scale_pair(scales[group], 0x4140));
-        const u32 high = lifted_scale<BY, IS_LARGE>(scale_pair(scales[group], 0x4342));
-        for_each<8>([&](auto i) { p[i.value] = scaled<BY, IS_LARGE>(p[i.value], i.value % 2 ? high : low); });
+        const u32 low = lifted<BY, !IS_LARGE>(scale_pair(scales[group], 0x4140));
+        const u32 high = lifted<BY, !IS_LARGE>(scale_pair(scales[group], 0x4342));
+        for_each<8>([&](auto i) {
+            p[i.value] = multiply_halves(lifted<BY, IS_LARGE>(p[i.value]), i.value % 2 ? high : low);
+        });
         store_matrices(target + 32 * group * 128, p), store_matrices(target + (32 * group + 16) * 128, p + 4);
     });
 }
@@ -110,8 +109,8 @@ INLINE void finish_stores(u32 barrier, const Lane& lane) {
     if (lane.index == 0) arrive(barrier);
 }
 
-INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages& pages, const TeamTiles& tiles, int head,
-                         int warp, const Lane& lane) {
+INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages& pages, const TeamTiles& tiles,
+                         int head, int warp, const Lane& lane) {
     const u32 shared = shared_address(shared_memory());
     const u32 first_raw = hide_from_optimizer(shared + RAW_AT + warp * RAW_BYTES);
     const u32 first_barrier = hide_from_optimizer(shared + RAW_FULL + 8 * STAGES * warp);
@@ -119,9 +118,9 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
     const int count = tiles.all - tiles.ring, first_stage = tiles.ring ? 2 : 0;
     u32 next[1];
     auto copy = [&](int number, int stage) {  // of pages
-        pages.load_blocks(tiles.low + 4 * number + warp, next);
-        if (number < count)
-            pages.copy(tiles.low + 4 * number + warp, next, first_raw + stage * MICRO_BLOCK_BYTES, first_barrier + 8 * stage);
+        const int tile = tiles.low + 4 * number + warp;
+        pages.load_blocks(tile, next);
+        if (number < count) pages.copy(tile, next, first_raw + stage * MICRO_BLOCK_BYTES, first_barrier + 8 * stage);
     };
     copy(0, first_stage);
     if (!tiles.ring) copy(1, 1), copy(2, 2);
@@ -154,7 +153,10 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                 [&](u32 even, u32 odd) {
                     unpack_keys<RING_LIFT, true>(
                         even, odd, [&](auto g, u32(&pairs)[8]) { ring_key_pairs(first_raw, lane, g.value, pairs); },
-                        [&](auto g) { return scale_pair(key_scales[0], 0x4440 + g.value) | scale_pair(key_scales[1], 0x4044 + 0x0100 * g.value); });
+                        [&](auto g) {
+                            return scale_pair(key_scales[0], 0x4440 + g.value) |
+                                   scale_pair(key_scales[1], 0x4044 + 0x0100 * g.value);
+                        });
                 },
                 [&](u32 target) {
                     unpack_values<RING_LIFT, true>(
@@ -409,7 +411,7 @@ INLINE void attend(const Arguments& a) {
         for (int i = 0; i < 8; i++) barrier_init<4>(shared + KEYS_FULL + 8 * i);
         barrier_init_fence();
     }
-    share_queries(a, request, head, threadIdx.x);
+    share_queries(a, request, head);
     sync_block();
     if (group == 0) {
         set_registers<ATTEND_REGISTERS, 128>();
