@@ -139,3 +139,13 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     }
     return true;
 }
+
+// The end of a block whose warps share columns: `combined` has its outputs if it is alone.
+INLINE void end_block(const Arguments& a, const Request& request, int head, const WorkItem& item, bool is_alone, int warp,
+                      const Lane& lane, float* weights, float* combined) {
+    Matrix matrix;
+    matrix.load(a, head, warp, lane);
+    if (!is_alone && !combine_blocks(a, request, head, item, weights, combined)) return;
+    sync_columns();
+    rotate_back(a, request, head, warp, lane, matrix, combined);
+}

@@ -386,13 +386,7 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
             own[1] = state.output[4 * i.value + 2 * r.value + 1] * factor;
         });
     });
-    if constexpr (IS_FINAL) {
-        Matrix matrix;
-        matrix.load(a, head, warp, lane);
-        if (!is_alone && !combine_blocks(a, request, head, item, weights, combined)) return;
-        sync_columns();
-        rotate_back(a, request, head, warp, lane, matrix, combined);
-    }
+    if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
 INLINE void attend(const Arguments& a) {

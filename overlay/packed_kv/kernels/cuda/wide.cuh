@@ -48,13 +48,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
                 state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] * factor;
         });
     });
-    if constexpr (IS_FINAL) {
-        Matrix matrix;
-        matrix.load(a, head, warp, lane);
-        if (!is_alone && !combine_blocks(a, request, head, item, weights, combined)) return;
-        sync_block();
-        rotate_back(a, request, head, warp, lane, matrix, combined);
-    }
+    if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
 // The tiles of a block are numbered, those of the ring first. A tile of the team has one of the ring for each warp, or
