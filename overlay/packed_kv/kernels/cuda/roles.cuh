@@ -128,12 +128,15 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
     const int i = lane.index / 8, j = lane.index % 8;
     const u32 keys = shared + KEYS_AT + 2048 * warp + 128 * j + ((i ^ j) << 4);
     const u32 values = shared + VALUES_AT + 128 * (i / 2 * 8 + j) + (((2 * warp + i % 2) ^ j) << 4);
-    auto fill = [&](int number, auto&& unpack_k, auto&& unpack_v) {
+    // `refill` copies to the raw bytes, which all lanes have read: behind the fence, as a copy overtakes loads of its
+    // target that are under way.
+    auto fill = [&](int number, auto&& unpack_k, auto&& refill, auto&& unpack_v) {
         const u32 stage = number % 2, parity = (number / 2 + 1) % 2;
         const u32 even = keys + stage * TEAM_TILE_BYTES;
         barrier_wait(shared + KEYS_EMPTY + 8 * stage, parity);
         unpack_k(even, even ^ 64);
         finish_stores(shared + KEYS_FULL + 8 * stage, lane);
+        refill();
         barrier_wait(shared + VALUES_EMPTY + 8 * stage, parity);
         unpack_v(values + stage * TEAM_TILE_BYTES);
         finish_stores(shared + VALUES_FULL + 8 * stage, lane);
@@ -158,12 +161,12 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                                    scale_pair(key_scales[1], 0x4044 + 0x0100 * g.value);
                         });
                 },
+                [] {},
                 [&](u32 target) {
                     unpack_values<RING_LIFT, true>(
                         target, [&](auto g, u32(&pairs)[8]) { ring_value_pairs(first_raw, lane, g.value, pairs); },
                         value_scales);
                 });
-            sync_warp();  // all lanes have read the tile
         }
         copy(1, 0), copy(2, 1);
     }
@@ -179,12 +182,6 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
         load_key_scales(raw, lane, key_scales);
         load_words(v, raw + VALUE_WORDS_AT, raw + VALUE_HALF_WORDS_AT, lane.index);
         load_shared_4(raw + VALUE_SCALES_AT + lane.column * (4 * GROUPS), value_scales);
-        sync_warp();
-        if (number + STAGES < count) pages.copy(tile + 4 * STAGES, next, raw, barrier);
-        pages.load_blocks(tile + 4 * (STAGES + 1), next);
-        raw += MICRO_BLOCK_BYTES, barrier += 8;
-        if (barrier == first_barrier + 8 * STAGES) raw = first_raw, barrier = first_barrier;
-        if (barrier == first_barrier + 8 * first_stage) raw_parity ^= 1;
         if (__builtin_expect(16 * tile + 16 > request.seq_len, 0)) {
             const u32 stored = stored_bytes(lane.in_rare_branch(), request.seq_len - 16 * tile);
             for_each<4>([&](auto g) { value_scales[g.value] &= stored; });
@@ -200,6 +197,13 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
             [&](u32 even, u32 odd) {
                 if (__builtin_expect(is_large, 0)) unpack_keys<LIFT, true>(even, odd, decode_key, key_scale);
                 else unpack_keys<LIFT, false>(even, odd, decode_key, key_scale);
+            },
+            [&] {
+                if (number + STAGES < count) pages.copy(tile + 4 * STAGES, next, raw, barrier);
+                pages.load_blocks(tile + 4 * (STAGES + 1), next);
+                raw += MICRO_BLOCK_BYTES, barrier += 8;
+                if (barrier == first_barrier + 8 * STAGES) raw = first_raw, barrier = first_barrier;
+                if (barrier == first_barrier + 8 * first_stage) raw_parity ^= 1;
             },
             [&](u32 target) {
                 if (__builtin_expect(is_large, 0)) unpack_values<LIFT, true>(target, decode_value, value_scales);
