@@ -115,11 +115,16 @@ def test_pages(options: dict[str, Any]) -> None:
         gpu_only(name="tq4", seq_lens=(1, 40)),
         gpu_only(name="turboquant25", group=16, query_lens=(3, 4), seq_lens=(3, 50), splits=Grid(2, 3, True)),
         gpu_only(name="turboquant25", group=2, query_lens=(3, 1), seq_lens=(3, 50)),
+        gpu_only(
+            name="isoquant4", group=16, head_dim=128, query_lens=(3, 4), seq_lens=(300, 50), splits=Grid(4, 3, True)
+        ),
+        gpu_only(name="isoquant4", group=16, head_dim=128, query_lens=(2, 1), seq_lens=(700, 50)),
     ],
     ids=str,
 )
 def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
-    assert relative_rms(*decode_tests.run(kernel=KERNEL, head_dim=64, **options, **transforms(64))) < BOUND
+    options = {"head_dim": 64, **options}
+    assert relative_rms(*decode_tests.run(kernel=KERNEL, **options, **transforms(options["head_dim"]))) < BOUND
 
 
 @runs
