@@ -70,6 +70,11 @@ def gpu_only(**options: Any) -> Any:
         # A warpgroup that attends and one that unpacks.
         {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (4, 3), "seq_lens": (1100, 70),
          "splits": Grid(4, 2, True)},
+        # Its V is lifted where all scales of 16 tokens are small: of all tokens, and of some.
+        {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (2,), "seq_lens": (300,), "size": 1e-5,
+         "dtype": torch.float32, "splits": Grid(4, 2, True)},
+        {"name": "tq4", "kv_heads": 1, "group": 16, "query_lens": (4,), "seq_lens": (700,), "splits": Grid(4, 2, True),
+         "size": (2e-3, 1.0, 2e-3, 2e-3, 100.0)},
         # Passes: a request of three, of one, of none; one part has tiles of some passes only.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 12, "query_lens": (13, 2, 0),
          "seq_lens": (1037, 40, 9), "splits": Grid(2, 4, True)},
@@ -94,6 +99,8 @@ def gpu_only(**options: Any) -> Any:
         gpu_only(name="turboquant35", head_dim=64, group=2, query_lens=(2, 0, 1), seq_lens=(5, 9, 100)),
         gpu_only(name="turboquant25", group=1, query_lens=(1, 7), seq_lens=(1, 70)),
         gpu_only(name="isoquant4", seq_lens=(40,), size=1e-5, dtype=torch.float32),
+        gpu_only(name="tq4", group=16, query_lens=(4, 2), seq_lens=(3000, 40), size=1e-5, dtype=torch.float32,
+                 splits=Grid(4, 9, True)),
         gpu_only(name="turboquant25", seq_lens=(40,), size=1e4, dtype=torch.float32),
         gpu_only(name="tq4", seq_lens=(9000, 4097), splits=8),
         gpu_only(name="turboquant25", seq_lens=(9000, 4097), splits=Grid(1, 100, False)),
@@ -148,6 +155,8 @@ def test_centred_and_scaled_pages(options: dict[str, Any]) -> None:
          "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, False)},
         {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (4, 1), "recent": 64,
          "requests": ((700, 0), (60, 50)), "splits": Grid(4, 3, True)},
+        {"name": "isoquant4", "kv_heads": 1, "group": 16, "query_lens": (2,), "recent": 64, "requests": ((300, 0),),
+         "size": (2e-3, 1.0), "splits": Grid(4, 2, True)},
         # Passes, whose windows begin at other tokens.
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 16, "query_lens": (9, 1), "recent": 16,
          "requests": ((140, 0), (60, 50)), "splits": Grid(2, 3, False)},

@@ -41,7 +41,7 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         table[i, : blocks_each[i]] = order[used : used + blocks_each[i]]
         used += blocks_each[i]
         key, value = torch.randn(2, seq_len, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
-        value = value[..., :value_dim] * size
+        value = sized(value[..., :value_dim], size)
         ids = torch.arange(seq_len)
         slots = table[i, ids // block_size].long() * block_size + ids % block_size
         codec.write(cache, slots.to(DEVICE), key, value, ids.to(DEVICE))
@@ -71,6 +71,14 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
         assert relative_rms(output.double(), expected) < BOUND
         return lse.double(), expected_lse
     return output.double(), expected
+
+
+def sized(value, size):
+    """V times a number, or 16 tokens each times one of several, in turn."""
+    if not isinstance(size, tuple):
+        return value * size
+    sizes = torch.tensor(size).repeat_interleave(16).repeat(len(value) // 16 // len(size) + 1)[: len(value)]
+    return value * sizes.to(value)[:, None, None]
 
 
 def attention(query, key, value, scale, window, soft_cap, sinks=None):

@@ -14,7 +14,7 @@ from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
 from packed_kv.kernels.triton.store import store_tokens
 from packed_kv.layout import page_layout, ring_slot_bytes
 from packed_kv.window.slots import fill_slots
-from test_decode import BOUND, DEVICE, relative_rms
+from test_decode import BOUND, DEVICE, relative_rms, sized
 
 
 def poisoned_ring(blocks: int, kv_heads: int, block_size: int, head_dim: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def ring_of(requests: list[tuple[int, int]], window: int, block_size: int, kv_he
 
 
 def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (140, 0)), query_lens=None, splits=3,
-        recent=32, block_size=8, window=None, soft_cap=None, kernel="triton", **channels):  # fmt: skip
+        recent=32, block_size=8, window=None, soft_cap=None, kernel="triton", size=1.0, **channels):  # fmt: skip
     """Kernel output and the reference in float64. Of `requests` (tokens, from the prefix cache) the newest are decoded.
 
     All tokens but those of the prefix cache were written to the ring in order, so older ones were overwritten.
@@ -91,6 +91,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
     for i, (tokens, hit) in enumerate(requests):
         page_table[i, : blocks_each[i]] = torch.arange(blocks_each[i]) + sum(blocks_each[:i])
         key, value = torch.randn(2, tokens, kv_heads, head_dim, generator=generator).to(DEVICE)
+        value = sized(value, size)
         ids = torch.arange(tokens)
         codec.write(pages, (page_table[i, ids // 16].long() * 16 + ids % 16).to(DEVICE), key, value)
         rotated = [part.prepare(x) for part, x in ((codec.key, key), (codec.value, value))]

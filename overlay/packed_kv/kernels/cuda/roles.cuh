@@ -15,13 +15,14 @@ static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 12
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
 static_assert(STAGES == 3 && (!RING_BLOCK || RING_TILE_BYTES <= 2 * MICRO_BLOCK_BYTES), "a ring's tile and a page's");
 
-// Shared memory: behind the work items, more barriers, raw bytes, queries, and the stages of K and V.
+// Shared memory: behind the work items, more barriers, for each stage and warp whether V is small, raw bytes, queries, and
+// the stages of K and V. What a block's end needs replaces raw bytes and queries, but not the barriers (see decode.cu).
 constexpr int RAW_FULL = STAGES_AT, RING_FULL = RAW_FULL + 8 * STAGES * UNPACKERS;
 constexpr int KEYS_FULL = RING_FULL + 8 * UNPACKERS, KEYS_EMPTY = KEYS_FULL + 16;
-constexpr int VALUES_FULL = KEYS_EMPTY + 16, VALUES_EMPTY = VALUES_FULL + 16;
+constexpr int VALUES_FULL = KEYS_EMPTY + 16, VALUES_EMPTY = VALUES_FULL + 16, ARE_SMALL = VALUES_EMPTY + 16;
 constexpr int RAW_AT = 512, QUERIES_AT = (RAW_AT + UNPACKERS * RAW_BYTES + 1023) / 1024 * 1024;
 constexpr int KEYS_AT = QUERIES_AT + TEAM_TILE_BYTES, VALUES_AT = KEYS_AT + TEAM_STAGES * TEAM_TILE_BYTES;
-static_assert(VALUES_EMPTY + 16 <= RAW_AT && VALUES_AT + TEAM_STAGES * TEAM_TILE_BYTES == SHARED_BYTES, "shared memory");
+static_assert(ARE_SMALL + 8 <= RAW_AT && VALUES_AT + TEAM_STAGES * TEAM_TILE_BYTES == SHARED_BYTES, "shared memory");
 static_assert(!IS_FINAL || SHARED_BYTES >= RAW_AT + 4 * COLUMNS * (ROW + 32) + 16, "outputs, and weights of parts");
 
 // Registers of a thread of each warpgroup; both begin with 128.
@@ -40,7 +41,12 @@ constexpr u32 halves_of(float power) {  // a power of 2 as both halves of a pair
 }
 // Unpacked K and V are values times `TEAM_UNIT`. Codes are lifted first, so that fp16 has all products with scales; if
 // all scales are below 2, they are lifted instead, which are fewer.
+//
+// V is small if all its scales of 16 tokens are below 2^-SMALL. In that unit fp16 would round it to its last bits, so it
+// is lifted by 2^SMALL, and the tokens' weights are divided by it; their headroom leaves them room below.
 constexpr u32 LIFT = halves_of(TEAM_UNIT * group_layout(0).key_factor), RING_LIFT = halves_of(TEAM_UNIT * RING_UNIT);
+constexpr int SMALL = 7;
+constexpr u32 AT_LEAST_SMALL = 0xC0C0C0C0;  // bits of scales
 constexpr float VALUE_GAIN = group_layout(0).value_factor / group_layout(0).key_factor;  // of pages
 
 // The tiles of a block are numbered, those of the ring first. Each has 16 tokens of each unpacking warp.
@@ -72,32 +78,34 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head) 
 
 template <u32 BY, bool IS_LIFTED> INLINE u32 lifted(u32 pair) { return IS_LIFTED ? multiply_halves(pair, BY) : pair; }
 // Unpacks K of 16 tokens. `decode(g, pairs)` decodes a group, `scale(g)` returns the scales of its two tokens.
-template <u32 BY, bool IS_LARGE, class Decode, class Scale>
+template <u32 BY, bool LIFTS_CODES, class Decode, class Scale>
 INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
     for_each<GROUPS>([&](auto g) {
         constexpr int group = g.value;
         u32 p[8];
         decode(g, p);
-        const u32 scales = lifted<BY, !IS_LARGE>(scale(g));
+        const u32 scales = lifted<BY, !LIFTS_CODES>(scale(g));
         for_each<8>([&](auto i) {
-            const u32 pair = lifted<BY, IS_LARGE>(p[i.value]);
+            const u32 pair = lifted<BY, LIFTS_CODES>(p[i.value]);
             p[i.value] = i.value < 4 ? multiply_by_lower(pair, scales) : multiply_by_upper(pair, scales);
         });
         const u32 target = (group % 2 ? odd : even) + group / 2 * HALF_BYTES;
         store_matrices(target, p), store_matrices(target + 8 * 128, p + 4);
     });
 }
-// Unpacks V of 16 tokens, whose scales of a group are the bytes n3 n0 of a word.
-template <u32 BY, bool IS_LARGE, class Decode>
-INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4]) {
+INLINE bool are_small(u32 value_scales) { return !any_lane(value_scales & AT_LEAST_SMALL); }
+// Unpacks V of 16 tokens, whose scales of a group are the bytes n3 n0 of a word. `is_small` wants lifted codes.
+template <u32 BY, bool LIFTS_CODES, class Decode>
+INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4], bool is_small) {
+    const u32 factor = LIFTS_CODES ? (is_small ? halves_of(1 << SMALL) : halves_of(1)) : BY;
     for_each<GROUPS>([&](auto g) {
         constexpr int group = g.value;
         u32 p[8];
         decode(g, p);
-        const u32 low = lifted<BY, !IS_LARGE>(scale_pair(scales[group], 0x4140));
-        const u32 high = lifted<BY, !IS_LARGE>(scale_pair(scales[group], 0x4342));
+        const u32 low = multiply_halves(scale_pair(scales[group], 0x4140), factor);
+        const u32 high = multiply_halves(scale_pair(scales[group], 0x4342), factor);
         for_each<8>([&](auto i) {
-            p[i.value] = multiply_halves(lifted<BY, IS_LARGE>(p[i.value]), i.value % 2 ? high : low);
+            p[i.value] = multiply_halves(lifted<BY, LIFTS_CODES>(p[i.value]), i.value % 2 ? high : low);
         });
         store_matrices(target + 32 * group * 128, p), store_matrices(target + (32 * group + 16) * 128, p + 4);
     });
@@ -130,11 +138,12 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
     const u32 values = shared + VALUES_AT + 128 * (i / 2 * 8 + j) + (((2 * warp + i % 2) ^ j) << 4);
     // `refill` copies to the raw bytes, which all lanes have read: behind the fence, as a copy overtakes loads of its
     // target that are under way.
-    auto fill = [&](int number, auto&& unpack_k, auto&& refill, auto&& unpack_v) {
+    auto fill = [&](int number, bool is_small, auto&& unpack_k, auto&& refill, auto&& unpack_v) {
         const u32 stage = number % 2, parity = (number / 2 + 1) % 2;
         const u32 even = keys + stage * TEAM_TILE_BYTES;
         barrier_wait(shared + KEYS_EMPTY + 8 * stage, parity);
         unpack_k(even, even ^ 64);
+        if (lane.index == 0) shared_memory()[ARE_SMALL + 4 * stage + warp] = is_small;
         finish_stores(shared + KEYS_FULL + 8 * stage, lane);
         refill();
         barrier_wait(shared + VALUES_EMPTY + 8 * stage, parity);
@@ -151,8 +160,9 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
             const u32 own = first_raw + lane.row * RING_SLOT_BYTES + RING_KEY_SCALES_AT;
             u32 key_scales[2] = {load_shared(own), load_shared(own + 8 * RING_SLOT_BYTES)}, value_scales[4];
             ring_value_scales(request, first_raw, 16 * tiles.tile(number, warp), lane, value_scales);
+            const bool is_small = are_small(value_scales[0] | value_scales[1] | value_scales[2] | value_scales[3]);
             fill(
-                number,
+                number, is_small,
                 [&](u32 even, u32 odd) {
                     unpack_keys<RING_LIFT, true>(
                         even, odd, [&](auto g, u32(&pairs)[8]) { ring_key_pairs(first_raw, lane, g.value, pairs); },
@@ -165,7 +175,7 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                 [&](u32 target) {
                     unpack_values<RING_LIFT, true>(
                         target, [&](auto g, u32(&pairs)[8]) { ring_value_pairs(first_raw, lane, g.value, pairs); },
-                        value_scales);
+                        value_scales, is_small);
                 });
         }
         copy(1, 0), copy(2, 1);
@@ -186,14 +196,14 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
             const u32 stored = stored_bytes(lane.in_rare_branch(), request.seq_len - 16 * tile);
             for_each<4>([&](auto g) { value_scales[g.value] &= stored; });
         }
-        u32 bits = key_scales[0] | key_scales[1];
-        for_each<4>([&](auto g) { bits |= value_scales[g.value]; });
-        const bool is_large = any_lane(bits & LARGE_SCALES);
+        const u32 of_values = value_scales[0] | value_scales[1] | value_scales[2] | value_scales[3];
+        const bool is_large = any_lane((key_scales[0] | key_scales[1] | of_values) & LARGE_SCALES);
+        const bool is_small = are_small(of_values);
         auto key_scale = [&](auto g) { return scale_pair(key_scales[g.value / 2], g.value % 2 ? 0x4342 : 0x4140); };
         auto decode_key = [&](auto g, u32(&pairs)[8]) { decode_group<g.value>(k, pairs, tables); };
         auto decode_value = [&](auto g, u32(&pairs)[8]) { decode_group<g.value>(v, pairs, tables); };
         fill(
-            tiles.ring + number,
+            tiles.ring + number, is_small,
             [&](u32 even, u32 odd) {
                 if (__builtin_expect(is_large, 0)) unpack_keys<LIFT, true>(even, odd, decode_key, key_scale);
                 else unpack_keys<LIFT, false>(even, odd, decode_key, key_scale);
@@ -206,8 +216,9 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                 if (barrier == first_barrier + 8 * first_stage) raw_parity ^= 1;
             },
             [&](u32 target) {
-                if (__builtin_expect(is_large, 0)) unpack_values<LIFT, true>(target, decode_value, value_scales);
-                else unpack_values<LIFT, false>(target, decode_value, value_scales);
+                if (__builtin_expect(is_large || is_small, 0))
+                    unpack_values<LIFT, true>(target, decode_value, value_scales, is_small);
+                else unpack_values<LIFT, false>(target, decode_value, value_scales, false);
             });
     }
 }
@@ -305,10 +316,10 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
         if constexpr (!is_last.value) {
             barrier_wait(shared + KEYS_FULL + 8 * (stage ^ 1), (number + 1) / 2 % 2);
             add_scores(next, queries, keys + (stage ^ 1) * (TEAM_TILE_BYTES / 16));
-            wgmma_wait<1>();
-        } else {
-            wgmma_wait<0>();
         }
+        const u32 small = load_shared(shared + ARE_SMALL + 4 * stage);  // a byte for each 16 tokens
+        wgmma_wait<!is_last.value>();
+        sync_warp();
         if (lane.index == 0) arrive(shared + KEYS_EMPTY + 8 * stage);
         // A tile of the ring, one with tokens of the next block of means, or one with tokens that a query does not see.
         if (__builtin_expect((RING_BLOCK && number <= tiles.ring) || 16 * tiles.tile(number, 4) > min(unmasked, change), 0)) {
@@ -338,6 +349,10 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
             for_each<64>([&](auto i) { o[i.value] *= factors[i.value / 2 % 2]; });
         }
         for_each<2>([&](auto r) { state.total[r.value] += sums[r.value]; });
+        if (__builtin_expect(small, 0)) for_each<4>([&](auto k) {
+            const u32 factor = small >> 8 * k.value & 1 ? halves_of(1.f / (1 << SMALL)) : halves_of(1);
+            for_each<4>([&](auto i) { p[4 * k.value + i.value] = multiply_halves(p[4 * k.value + i.value], factor); });
+        });
         barrier_wait(shared + VALUES_FULL + 8 * stage, parity);
         const u32 own = values + stage * (TEAM_TILE_BYTES / 16);
         wgmma_fence();
