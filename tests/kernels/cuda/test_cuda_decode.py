@@ -184,7 +184,7 @@ def test_recent_tokens(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["isoquant4", "isoquant3", "turboquant35", "turboquant25"])
 def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> None:
     """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 16 columns, few words
-    are spilled, outside of the loop; teams spill some in it."""
+    are spilled, outside of the loop; teams spill some in it, and blocks with warps that only unpack none."""
     pytest.importorskip("cuda.bindings.nvrtc")
     page = page_layout(FORMATS[name], 128)
     few, _ = kinds(Card(8, 128, 132, has_unpackers(page)), columns)
@@ -198,7 +198,8 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     registers, stack, _ = resources(file)["decode"]
     blocks = few.warps_per_sm // few.warps
     warps = blocks * (few.warps + int(values["UNPACKERS"]))
-    assert registers <= min(255, 65536 // (32 * warps)) and stack <= (16 if columns <= 16 else 192)
+    spilled = 16 if columns <= 16 else 0 if int(values["UNPACKERS"]) else 192
+    assert registers <= min(255, 65536 // (32 * warps)) and stack <= spilled
     assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
 
 

@@ -11,7 +11,7 @@ INLINE float2 make_float2(float x, float y) { return {x, y}; }
 // ---- barriers
 
 static std::map<int, Meeting> groups;  // by barrier and warpgroup
-enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, STORE_TRANSPOSED, PRODUCT };
+enum { GROUP = 100, GROUP_ANY, STORE_MATRICES, PRODUCT };
 
 INLINE void arrive(u32 address) {
     Barrier& barrier = barriers.at(address);
@@ -57,16 +57,6 @@ INLINE void store_matrices(u32 address, const u32* x) {
         for (int i = 0; i < 128; i++) {
             const int matrix = i / 32, row = i % 32 / 4, pair = i % 4;
             memcpy(matrix_element(matrix, row, 2 * pair), &warp().in[i % 32][1 + matrix], 4);
-        }
-    });
-}
-INLINE void store_matrices_transposed(u32 address, const u32* x) {
-    warp().in[lane()][0] = address;
-    memcpy(warp().in[lane()] + 1, x, 16);
-    meet(warp(), 32, STORE_TRANSPOSED, [] {
-        for (int i = 0; i < 256; i++) {
-            const int matrix = i / 64, row = i / 8 % 8, column = i % 8;
-            *matrix_element(matrix, column, row) = warp().in[4 * row + column / 2][1 + matrix] >> column % 2 * 16;
         }
     });
 }

@@ -101,8 +101,8 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     sync_columns();
     if (!*last) return false;
     memory_fence();
-    // A load takes about 700 cycles, so each thread issues many at once: a lane those of the statistics of one part, then a
-    // thread those of two channels of AT_ONCE parts; with registers for it, of TOGETHER columns.
+    // A load takes about 700 cycles, so each thread issues many at once: a lane those of the statistics of one part, then
+    // a thread those of two channels of AT_ONCE parts. Both do so of TOGETHER columns, where there are registers for it.
     constexpr int AT_ONCE = 8, TOGETHER = UNPACKERS ? 4 : 1, PAIRS = HEAD_DIM / 2;
     static_assert(TOGETHER == 1 || COLUMNS % (TOGETHER * WARPS) == 0, "no column past the last");
     const int lane = threadIdx.x % 32;

@@ -87,11 +87,12 @@ INLINE WorkItem shared_work_item() {
     return WorkItem({words[0], words[1], words[2], words[3]});
 }
 
-#if UNPACKERS
+// What serves a variant (`constants` of launch.py). The codes and head sizes of roles.cuh are those of `has_unpackers`.
+#if UNPACKERS  // 32 and 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
-#elif COLUMNS > 16
+#elif COLUMNS > 16  // other codes and head sizes, and mixed codes: a team of warps, mma
 #include "wide.cuh"
-#else
+#else  // up to 16 columns of all codes: each warp by itself, mma
 #include "narrow.cuh"
 #endif
 

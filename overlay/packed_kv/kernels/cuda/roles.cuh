@@ -15,8 +15,8 @@ static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 12
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
 static_assert(STAGES == 3 && (!RING_BLOCK || RING_TILE_BYTES <= 2 * MICRO_BLOCK_BYTES), "a ring's tile and a page's");
 
-// Shared memory: behind the work items, more barriers, for each stage and warp whether V is small, raw bytes, queries, and
-// the stages of K and V. What a block's end needs replaces raw bytes and queries, but not the barriers (see decode.cu).
+// Shared memory: behind the work items, more barriers, for each stage and unpacking warp whether V is small, raw bytes,
+// queries, and the stages of K and V. What a block's end needs begins at RAW_AT: it replaces no barrier (see decode.cu).
 constexpr int RAW_FULL = STAGES_AT, RING_FULL = RAW_FULL + 8 * STAGES * UNPACKERS;
 constexpr int KEYS_FULL = RING_FULL + 8 * UNPACKERS, KEYS_EMPTY = KEYS_FULL + 16;
 constexpr int VALUES_FULL = KEYS_EMPTY + 16, VALUES_EMPTY = VALUES_FULL + 16, ARE_SMALL = VALUES_EMPTY + 16;
@@ -42,8 +42,8 @@ constexpr u32 halves_of(float power) {  // a power of 2 as both halves of a pair
 // Unpacked K and V are values times `TEAM_UNIT`. Codes are lifted first, so that fp16 has all products with scales; if
 // all scales are below 2, they are lifted instead, which are fewer.
 //
-// V is small if all its scales of 16 tokens are below 2^-SMALL. In that unit fp16 would round it to its last bits, so it
-// is lifted by 2^SMALL, and the tokens' weights are divided by it; their headroom leaves them room below.
+// V of 16 tokens is small if all their scales are below 2^-SMALL. In that unit fp16 would keep few bits of it, so it is
+// lifted by 2^SMALL, and the tokens' weights are divided by that: HEADROOM leaves them the room.
 constexpr u32 LIFT = halves_of(TEAM_UNIT * group_layout(0).key_factor), RING_LIFT = halves_of(TEAM_UNIT * RING_UNIT);
 constexpr int SMALL = 7;
 constexpr u32 AT_LEAST_SMALL = 0xC0C0C0C0;  // bits of scales

@@ -116,7 +116,6 @@ template <int COLUMNS_OF_B> struct Product;
     };
 PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
-PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
 PRODUCT(128, "%64", "%65", "%66", "%67", "%68", "%69")
 
 // A in shared memory, too. SharedProduct: both have contiguous rows. TransposedProduct: both have contiguous columns, and
@@ -140,9 +139,5 @@ SHARED_PRODUCT(TransposedProduct, 32, "%16", "%17", "%18", "0x80000020", 1)
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
 INLINE void store_matrices(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-INLINE void store_matrices_transposed(u32 address, const u32* x) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
