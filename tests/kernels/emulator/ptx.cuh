@@ -2,7 +2,7 @@
 //
 // Each thread of a block is a fiber. An operation of a whole warp or block waits until all its lanes have come, and
 // fails if they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier; until
-// then their target is poison, as is shared memory that nothing wrote.
+// then their target is poison, as is shared memory that nothing wrote. That of barriers must stay so.
 #pragma once
 #include <ucontext.h>
 
@@ -46,6 +46,7 @@ static std::vector<Fiber> fibers;
 static std::vector<Meeting> warps;
 static Meeting whole_block;
 static std::vector<u8> block_memory;
+constexpr u8 POISON = 0xEE;
 static std::map<u32, Barrier> barriers;
 static ucontext_t scheduler;
 static int running;
@@ -232,7 +233,7 @@ INLINE bool elect_lane() {
 }
 template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
     if ((u64)source % 16 || target % 16 || BYTES % 16) fail("a copy is misaligned");
-    memset((void*)shared_at(target, 1), 0xEE, BYTES);
+    memset((void*)shared_at(target, 1), POISON, BYTES);
     barriers.at(barrier).started += BYTES;
     barriers.at(barrier).copies.push_back([=] { memcpy((void*)shared_at(target, 1), source, BYTES); });
 }
@@ -243,7 +244,7 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
     fibers.clear(), fibers.resize(threads);
     warps.assign(threads / 32, Meeting{});
     whole_block = Meeting{};
-    block_memory.assign(shared_bytes, 0xEE);
+    block_memory.assign(shared_bytes, POISON);
     barriers.clear();
     for (int i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
@@ -262,4 +263,7 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
                 swapcontext(&scheduler, &fibers[i].context);
             }
     }
+    for (const auto& [address, barrier] : barriers)
+        for (int i = 0; i < 8; i++)
+            if (*(const u8*)shared_at(address + i, 1) != POISON) fail("a store hit a barrier");
 }
