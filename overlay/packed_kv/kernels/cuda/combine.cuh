@@ -40,45 +40,35 @@ INLINE void store_output(const Arguments& a, long long offset, float x) {
     else ((float*)a.output)[offset] = x;
 }
 
-// A loop over octets converts fragments to fp32 in each turn, where it would not have the registers to do so once.
-INLINE Quad held(const Quad& m) {
-    if constexpr (!UNPACKERS) return m;
-    return {hide_from_optimizer(m.x), hide_from_optimizer(m.y), hide_from_optimizer(m.z), hide_from_optimizer(m.w)};
-}
-
 // Stores matrix^T x, with x rounded to tf32, which has fp32's range, and sums in fp32.
 INLINE void rotate_back(const Arguments& a, const Request& request, int head, int warp, const Lane& lane,
                         const Matrix& matrix, const float* combined) {
-    for_each<TILES_PER_WARP>([&](auto i) {
-        const int tile = warp + i.value * WARPS;
-        if (tile >= HEAD_DIM / 16) return;
+    static_assert(TILES_PER_WARP == 1 || TILES_PER_WARP * WARPS == HEAD_DIM / 16, "all warps have as many tiles, or one");
+    if (warp >= HEAD_DIM / 16) return;
 #pragma unroll(UNPACKERS ? 1 : OCTETS)
-        for (int octet = 0; octet < OCTETS; octet++) {
-            const float* x = combined + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
-            float sums[4] = {0, 0, 0, 0};
-            for_each<FRAGMENTS>([&](auto f) {
-                const Quad m = held(matrix.fragments[i.value][f.value]);
-                auto tf32 = [&](u32 pair, bool upper) {
-                    return __float_as_int(upper ? high_float(pair) : low_float(pair));
-                };
-                for_each<2>([&](auto k) {
-                    const u32 first = k.value ? m.z : m.x, second = k.value ? m.w : m.y;
-                    const float* b = x + 16 * f.value + 8 * k.value;
-                    mma_tf32(sums, tf32(first, false), tf32(first, true), tf32(second, false), tf32(second, true),
-                             to_tf32(b[0]), to_tf32(b[4]));
-                });
+    for (int octet = 0; octet < OCTETS; octet++) {
+        const float* x = combined + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
+        float sums[TILES_PER_WARP][4] = {};
+        for_each<2 * FRAGMENTS>([&](auto k) {
+            const u32 low = to_tf32(x[8 * k.value]), high = to_tf32(x[8 * k.value + 4]);
+            for_each<TILES_PER_WARP>([&](auto i) {
+                const Quad& m = matrix.fragments[i.value][k.value / 2];
+                const u32 first = k.value % 2 ? m.z : m.x, second = k.value % 2 ? m.w : m.y;
+                auto tf32 = [](float x) { return __float_as_int(x); };
+                mma_tf32(sums[i.value], tf32(low_float(first)), tf32(high_float(first)), tf32(low_float(second)),
+                         tf32(high_float(second)), low, high);
             });
-            for_each<4>([&](auto r) {
-                const int column = 8 * octet + 2 * lane.column + r.value % 2;
-                const int channel = 16 * tile + lane.row + r.value / 2 * 8;
-                if (!request.has(column)) return;
-                const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
-                store_output(a, (long long)token * a.output_token_stride +
-                                    (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
-                             sums[r.value]);
-            });
-        }
-    });
+        });
+        for_each<4 * TILES_PER_WARP>([&](auto r) {
+            const int column = 8 * octet + 2 * lane.column + r.value % 2;
+            const int channel = 16 * (warp + r.value / 4 * WARPS) + lane.row + r.value / 2 % 2 * 8;
+            if (!request.has(column)) return;
+            const int token = request.start + column / QUERY_GROUP, member = column % QUERY_GROUP;
+            store_output(a, (long long)token * a.output_token_stride +
+                                (long long)(head * QUERY_GROUP + member) * a.output_head_stride + channel,
+                         sums[r.value / 4][r.value % 4]);
+        });
+    }
 }
 
 // The row of the partial results of a part, for one column.
