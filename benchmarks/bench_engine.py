@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packed_kv.window.layer import recent_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -89,13 +90,20 @@ def attention_layers(worker: Any) -> list[Any]:
     return [layer for layer in layers if hasattr(layer, "kv_cache_dtype")]
 
 
-def copy_pages(worker: Any, ids: list[int], blocks: int) -> None:
-    """In a worker: copy the pages of the blocks `ids` over all `blocks`."""
+def keep_pages(worker: Any, ids: list[int], blocks: int) -> None:
+    """In a worker: keep the pages of the blocks `ids`, of `blocks`, for `spread_pages`."""
+    worker.kept_pages = []
     for cache in (layer.kv_cache for layer in attention_layers(worker)):
         pages = cache.view(torch.uint8)
         a_block = len(pages) // blocks  # vLLM may cut a block into several of the kernel
         rows = torch.tensor(ids, device=pages.device)[:, None] * a_block
         source = pages[(rows + torch.arange(a_block, device=pages.device)).flatten()]
+        worker.kept_pages.append((pages, source))
+
+
+def spread_pages(worker: Any) -> None:
+    """In a worker: copy the pages that are kept over all others."""
+    for pages, source in worker.kept_pages:
         for first in range(0, len(pages), len(source)):
             target = pages[first : first + len(source)]
             target.copy_(source[: len(target)])
@@ -162,6 +170,7 @@ class Engine:
         self.blocks = self.scheduler.kv_cache_config.num_blocks
         self.groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
         self.drafts = self.engine.vllm_config.num_speculative_tokens
+        self.window = recent_tokens(self.engine.vllm_config)
         self._added = 0
 
     def attention(self) -> str:
@@ -181,8 +190,9 @@ class Engine:
         )
         paged = [ids for group, ids in of_groups if group in config.prefix_cacheable_groups]  # no rings
         ids = max(paged, key=lambda ids: len(set(ids)))  # of full attention: all of its blocks are there
-        self.llm.collective_rpc(copy_pages, args=(ids[: tokens // self.block_size], self.blocks))
+        self.llm.collective_rpc(keep_pages, args=(ids[: tokens // self.block_size], self.blocks))
         self._drain()
+        self.llm.collective_rpc(spread_pages)
 
     def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
         """Whether the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
@@ -288,14 +298,20 @@ class Engine:
             pool.free_blocks(taken)
 
     def _start_decodes(self, requests: int, context: int, steps: int) -> None:
-        """Let `requests` requests decode, with `context` tokens, for WARM_UP_STEPS and `steps` more."""
+        """Let `requests` requests decode, with `context` tokens, for WARM_UP_STEPS and `steps` more.
+
+        Pages and rings share memory, and what one has as the other may be NaN. So pages are copied once more, over
+        rings of earlier requests, and the new ones decode a window of tokens first, which fills their rings.
+        """
+        self.llm.collective_rpc(spread_pages)
+        prompt, warm_up = context - self.window, self.window + WARM_UP_STEPS
         for _ in range(requests):
-            self._add(context, WARM_UP_STEPS + steps + SPARE_TOKENS)
+            self._add(prompt, warm_up + steps + SPARE_TOKENS)
         for request in self.scheduler.waiting:
-            request.num_computed_tokens = context - 1  # as after a transfer from another engine's cache
+            request.num_computed_tokens = prompt - 1  # as after a transfer from another engine's cache
         while self._step() < requests:
             pass
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(warm_up):
             self._step()
 
     @contextmanager

@@ -141,16 +141,19 @@ def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatc
         engine.fill_pages()
         for cache in caches:
             assert cache.flatten(1).any(dim=1).all()
-        manager, tables = engine.scheduler.kv_cache_manager, {}
+        manager, tables, generated = engine.scheduler.kv_cache_manager, {}, {}
         step = engine.engine.step
 
         def recorded_step():
             tables.update({r.request_id: manager.get_block_ids(r.request_id)[0] for r in engine.scheduler.running})
+            if len(engine.scheduler.running) == 3:
+                generated.update({r.request_id: r.num_output_tokens for r in engine.scheduler.running})
             return step()
 
         monkeypatch.setattr(engine.engine, "step", recorded_step)
         assert len(engine.decode_steps(3, 130, 2)) == 2
         blocks = [block for table in tables.values() for block in table]
+        assert min(generated.values()) > engine.window == 64, "rings hold other bytes than theirs"
         assert len(tables) == 3 and len(blocks) == len(set(blocks)) == 3 * 2
         lengths[1] = 2
         with pytest.raises(RuntimeError, match=r"a step had \[4, 3, 4\] tokens, not 4 of 3 requests each"):
