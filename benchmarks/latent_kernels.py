@@ -27,9 +27,9 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch as cuda
+from packed_kv.kernels.cuda import latent_ring_launch as cuda_ring
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
 from packed_kv.kernels.triton import latent_ring
-from packed_kv.kernels.triton.latent_decode import latent_shape
 from rows import append, commit_here, machine
 
 SHAPES = ((64, 4096), (32, 8192), (8, 32768), (128, 2048), (1, 32768))
@@ -87,23 +87,22 @@ def recent_tokens(batch: Batch, codec: LatentCodec, window: int, output: torch.T
     first, page_lens = batch.seq_lens - window - batch.queries, torch.empty_like(batch.seq_lens)
     latent_ring.split_lens(batch.start, batch.seq_lens, first, window, page_lens)
     part, lse = torch.empty(*output.shape, device="cuda"), torch.empty(output.shape[:2], device="cuda")
-    shape, gain = latent_shape(batch.heads, batch.queries, SCALE), 1 / codec.value_gain()
-    grid = latent_ring.attend_latent_ring_grid(shape, RANK, batch.queries, requests)
+    gain, sm_count = 1 / codec.value_gain(), torch.cuda.get_device_properties(0).multi_processor_count
     queries = batch.query[..., :RANK], batch.query[..., RANK:]
     ring_shape = requests * blocks, 1, RING_BLOCK, codec.ring_slot_bytes
 
     def of_layer() -> Callable[[], None]:
         ring = Ring(torch.zeros(ring_shape, dtype=torch.uint8, device="cuda"), table.int(), first, window)
-        launch = latent_ring.bind_attend_latent_ring(codec, shape, ring.cache, *queries, output, gain, None)
         of_step = batch.start, batch.seq_lens, page_lens, part, lse
-        arguments = latent_ring.attend_latent_ring_arguments(ring, *of_step)
-        return lambda kept=(ring, of_step): launch(grid, (*queries, output), arguments)
+        step = cuda_ring.make_step(batch.heads, batch.queries, SCALE, sm_count, ring, *of_step)
+        attend = cuda_ring.CudaLatentRing(ring.cache, batch.heads, batch.query.dtype, output.dtype, gain, None)
+        return lambda kept=(ring, of_step): attend(step, *queries, output)
 
     return Recent(page_lens, part, lse, [of_layer() for _ in range(batch.layers)])
 
 
 def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor, window: int) -> Callable[[], None]:
-    """Attention of all layers over packed pages, by the CUDA kernel; with a window over the ring, too, by Triton's."""
+    """Attention of all layers over packed pages, and with a window over the ring, too, by the CUDA kernels."""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     shape = cuda.shape_of(batch.heads * batch.queries, sm_count)
     output = torch.empty(*batch.query.shape[:2], RANK, dtype=torch.bfloat16, device="cuda")

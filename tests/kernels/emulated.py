@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from packed_kv.kernels.cuda import latent_launch, launch
-from packed_kv.kernels.cuda.source import LATENT, Program, read_sources
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda.source import LATENT, LATENT_RING, Program, read_sources
 
 FOLDER = Path(__file__).parent / "emulator"
 
@@ -66,3 +66,17 @@ def run_latent(constants: dict[str, str], call: bytes, step: latent_launch.Step,
     """
     grids = (step.shape.row_blocks, step.shape.partitions, heads * step.max_query_len, step.requests)
     build(LATENT, "latent.cpp", tuple(constants.items())).launch(call + step.arguments + layer, *grids)
+
+
+class CudaLatentRing(latent_ring_launch.CudaLatentRing):
+    """Runs `latent_ring.cu` on tensors on the CPU."""
+
+    def __call__(
+        self, step: latent_ring_launch.Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        constants = latent_ring_launch.constants(self.variant(step.grid[2]))
+        arguments = latent_launch.call_arguments(output, query, rope_query) + step.arguments + self.layer
+        build(LATENT_RING, "latent_ring.cpp", tuple(constants.items())).launch(arguments, *step.grid)
+
+    def compile_variants(self) -> None:
+        pass

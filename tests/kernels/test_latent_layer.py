@@ -14,9 +14,9 @@ from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.latent.plain import attend
 from packed_kv.attention.latent.portable import TritonLatentDecode
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import latent_launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from test_latent import DEVICE, SCALE, codec_of
-from test_latent_ring import Batch
+from test_latent_ring import Batch, cuda_ring
 from test_shares import Workspace
 
 HEADS, WINDOW = 6, 32
@@ -56,6 +56,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         card = SimpleNamespace(multi_processor_count=2, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
         monkeypatch.setattr(latent_launch, "CudaLatentDecode", Emulated)
+        monkeypatch.setattr(latent_ring_launch, "CudaLatentRing", cuda_ring())
 
 
 @pytest.mark.parametrize("kind", ["alone", "window", "part"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from machine_code import dump, resources
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import CAPABILITY, latent_refusal
+from packed_kv.kernels.cuda import CAPABILITY, latent_refusal, latent_ring_launch
 from packed_kv.kernels.cuda import latent_launch as launch
 from packed_kv.kernels.cuda.latent_schedule import reference_schedule
 from packed_kv.layout import latent_layout
@@ -196,6 +197,22 @@ def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None
     assert registers <= 168 and stack <= 64
     waits = 12 if rows <= 32 else 10  # with up to 32 rows, for each of nine blocks: the next takes its registers
     assert dump("--dump-sass", file).count("WARPGROUP.DEPBAR") <= waits
+
+
+@pytest.mark.parametrize("shares", latent_ring_launch.SHARES)
+def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
+    """Two blocks fit on an SM; few instructions, as to fetch them is what takes time."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from packed_kv.kernels.cuda.nvrtc import compiled_kernel
+    from packed_kv.kernels.cuda.source import LATENT_RING
+
+    variant = latent_ring_launch.Variant(20, shares, 8, torch.bfloat16, torch.bfloat16, has_constant=True)
+    constants = latent_ring_launch.constants(variant)
+    file = tmp_path / "latent_ring.cubin"
+    file.write_bytes(compiled_kernel(constants, LATENT_RING))
+    registers, _, _ = resources(file)["attend_latent_ring"]
+    assert registers <= 112 and 2 * int(constants["SHARED_BYTES"]) <= 227 << 10
+    assert len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", dump("--dump-sass", file), re.M)) < 900
 
 
 def test_shape() -> None:

@@ -1,10 +1,14 @@
 // Runs the kernel's blocks one after the other; built with the constants of one variant.
+#ifndef KERNEL
+#define KERNEL decode
+#define LAUNCHED_WARPS (WARPS + UNPACKERS)
 #include "decode.cu"
+#endif
 
 static const Arguments* given;
 
 static void body() {
-    decode(*given);
+    KERNEL(*given);
     fibers[running].done = true;
     swapcontext(&fibers[running].context, &scheduler);
 }
@@ -14,6 +18,6 @@ extern "C" void launch(const Arguments* arguments, u32 x, u32 y, u32 z) {
     gridDim = {x, y, z};
     for (u32 i = 0; i < x * y * z; i++) {
         blockIdx = {i % x, i / x % y, i / x / y};
-        run_block((WARPS + UNPACKERS) * 32, SHARED_BYTES, body);
+        run_block(LAUNCHED_WARPS * 32, SHARED_BYTES, body);
     }
 }

@@ -26,6 +26,8 @@ typedef unsigned long long u64;
 using std::max;
 using std::min;
 
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct Dim3 { u32 x, y, z; };
 static Dim3 threadIdx, blockIdx, gridDim;
 
@@ -192,13 +194,25 @@ static const u8* shared_at(u32 address, u32 size) {
 }
 INLINE u32 load_shared(u32 address) { u32 word; memcpy(&word, shared_at(address, 4), 4); return word; }
 INLINE u32 load_shared_half(u32 address) { u16 half; memcpy(&half, shared_at(address, 2), 2); return half; }
+INLINE u32 load_shared_byte(u32 address) { return *shared_at(address, 1); }
 INLINE void load_shared_2(u32 address, u32* words) { memcpy(words, shared_at(address, 8), 8); }
 INLINE void load_shared_4(u32 address, u32* words) { memcpy(words, shared_at(address, 16), 16); }
 INLINE void store_shared(u32 address, u32 word) { memcpy((void*)shared_at(address, 4), &word, 4); }
 struct alignas(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) { memcpy((void*)shared_at(address, 16), &q, 16); }
+INLINE u32 load_int(const int* p) { return *p; }
 INLINE float load_constant(const float* pointer) { return *pointer; }
 INLINE Quad load_constant_16(const void* pointer) { return *(const Quad*)pointer; }
+INLINE void copy_8(u32 target, const u8* source, bool exists) {
+    if ((u64)source % 8 && exists) fail("a copy is misaligned");
+    if (exists) memcpy((void*)shared_at(target, 8), source, 8);
+    else memset((void*)shared_at(target, 8), 0, 8);
+}
+INLINE void copy_16(u32 target, const void* source) {
+    if ((u64)source % 16) fail("a copy is misaligned");
+    memcpy((void*)shared_at(target, 16), source, 16);
+}
+INLINE void wait_for_copies() {}
 struct Floats { float x, y; };
 INLINE Floats load_2_from_l2(const float* pointer) { return {pointer[0], pointer[1]}; }
 INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }

@@ -4,8 +4,6 @@
 #pragma once
 #include "ptx.cuh"
 
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 INLINE float2 make_float2(float x, float y) { return {x, y}; }
 
 // ---- barriers
@@ -39,7 +37,6 @@ INLINE u32 finite_halves(u32 pair) { return to_halves(fminf(low_float(pair), 655
 // ---- memory
 
 INLINE u8* swizzled_memory() { return block_memory.data(); }
-INLINE u32 load_int(const int* p) { return *p; }
 template <int WIDTH> void load_page(const u8* p, u32* x) {
     if ((u64)p % (4 * WIDTH)) fail("a load is misaligned");
     memcpy(x, p, 4 * WIDTH);

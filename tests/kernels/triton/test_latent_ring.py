@@ -8,6 +8,7 @@ from packed_kv.attention.latent.plain import PlainLatents, RecentContext, attend
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import latent_ring_launch
 from packed_kv.kernels.triton.latent_decode import decode_latents, latent_shape
 from packed_kv.kernels.triton.latent_ring import (
     attend_latent_ring_arguments,
@@ -62,6 +63,7 @@ BATCHES = {
     "behind hits": (((70, 64), (50, 50), (51, 50), (100, 90)), (1, 1, 1, 1)),
     "drafts": (((5, 0), (131, 0), (70, 0), (22, 0)), (4, 2, 0, 3)),
     "drafts behind hits": (((60, 56), (60, 40), (90, 80), (41, 37)), (4, 3, 4, 4)),
+    "two tiles": (((300, 0), (110, 60), (40, 0)), (2, 1, 1)),
 }
 """Name -> tokens of each request, of them from the prefix cache; and query tokens."""
 
@@ -121,9 +123,10 @@ def test_tokens_of_pages_and_rings(window: int, batch: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rank", "rope_dim", "rope_bits", "heads"), [("tq4", 512, 64, 16, 16), ("turboquant25", 96, 32, 8, 40)]
 )
-def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, batch) -> None:
+@pytest.mark.parametrize("kernel", ["triton", "cuda"])
+def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, batch, kernel) -> None:
     codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
-    made = Batch(codec, *BATCHES[batch], window=32)
+    made = Batch(codec, *BATCHES[batch], window=100 if batch == "two tiles" else 32)
     total, longest = sum(made.counts), max(made.counts)
     random = torch.Generator().manual_seed(7)
     q_latent = torch.randn(heads, total, rank, generator=random).to(DEVICE, torch.bfloat16).transpose(0, 1)
@@ -141,14 +144,32 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, bat
         codec.layout, made.cache, made.table, made.starts, lens, *queries, SCALE, part, max_query_len=longest, splits=2,
         lse=lse,
     )  # fmt: skip
-    shape = latent_shape(heads, longest, SCALE)
     bound = (1 / codec.value_gain(), constant)
-    launch = bind_attend_latent_ring(codec, shape, made.ring.cache, *queries, output, *bound)
-    step = attend_latent_ring_arguments(made.ring, made.starts, made.seq_lens, lens, part, lse)
-    launch(attend_latent_ring_grid(shape, rank, longest, len(lens)), (*queries, output), step)
+    if kernel == "cuda":
+        if (rank, rope_dim) != latent_ring_launch.LATENT:
+            pytest.skip("the kernel serves one size")
+        of_step = made.starts, made.seq_lens, lens, part, lse
+        sm_count = {"decodes": 1, "behind hits": 16}.get(batch, 132)  # for blocks of all channels or less
+        cuda_step = latent_ring_launch.make_step(heads, longest, SCALE, sm_count, made.ring, *of_step)
+        attend_ring = cuda_ring()(made.ring.cache, heads, torch.bfloat16, torch.float32, *bound)
+        attend_ring(cuda_step, *queries, output)
+    else:
+        shape = latent_shape(heads, longest, SCALE)
+        launch = bind_attend_latent_ring(codec, shape, made.ring.cache, *queries, output, *bound)
+        step = attend_latent_ring_arguments(made.ring, made.starts, made.seq_lens, lens, part, lse)
+        launch(attend_latent_ring_grid(shape, rank, longest, len(lens)), (*queries, output), step)
     error = (output - expected).norm() / (expected - constant).norm()
     print(f"relative error {error:.1e}")
     assert error < 2e-3
+
+
+def cuda_ring() -> type[latent_ring_launch.CudaLatentRing]:
+    """The kernel, or its emulation where there is no GPU."""
+    if DEVICE == "cuda":
+        return latent_ring_launch.CudaLatentRing
+    import emulated
+
+    return emulated.CudaLatentRing
 
 
 class Chunk:

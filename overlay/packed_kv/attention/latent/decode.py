@@ -73,13 +73,16 @@ class LatentStep:
 class LatentDecode(ABC):
     """Decode attention of one layer."""
 
+    recent_latents: type[RecentLatents]
+    """What adds the recent window."""
+
     def __init__(self, layer: LatentLayer) -> None:
         assert not (layer.window and layer.is_shard), "ranks that split tokens have no recent window"
         self.layer, self.codec, self.heads = layer, layer.codec, layer.heads
-        self.recent = None
+        self.recent: RecentLatents | None = None
         if layer.window:
             requests = layer.longest_decode, layer.max_requests
-            self.recent = RecentLatents(layer.codec, layer.heads, layer.scale, *requests, layer.constant)
+            self.recent = self.recent_latents(layer.codec, layer.heads, layer.scale, *requests, layer.constant)
         self.is_part = layer.is_shard or self.recent is not None
         """Whether attention over pages is a part, in fp32 and with its lse."""
         self.constant = None if self.is_part else layer.constant

@@ -5,14 +5,43 @@ from __future__ import annotations
 
 import torch
 
+from ...codecs.ring import Ring
 from ...kernels.cuda import latent_launch as cuda
+from ...kernels.cuda import latent_ring_launch as cuda_ring
 from ...kernels.cuda.latent_schedule import LatentScheduler
 from .decode import LatentDecode, LatentLayer, LatentStep, PageStep
 from .metadata import LatentDecodeMetadata
+from .recent import RecentLatents, RecentStep
+
+
+class HopperRecentLatents(RecentLatents):
+    """See `RecentLatents`."""
+
+    def prepare(
+        self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
+        page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
+    ) -> cuda_ring.Step:  # fmt: skip
+        sm_count = torch.cuda.get_device_properties(self.codec.device).multi_processor_count
+        of_step = query_start, seq_lens, page_lens, part, lse
+        return cuda_ring.make_step(self.heads, max_query_len, self.scale, sm_count, ring, *of_step)
+
+    def add(
+        self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        held_for = (ring.data_ptr(), q_latent.dtype, output.dtype)
+        attend = self.bound.get("ring", held_for, lambda: self._bind(ring, q_latent.dtype, output.dtype))
+        attend(step.launch, q_latent, q_rope, output)
+
+    def _bind(self, ring: torch.Tensor, query: torch.dtype, output: torch.dtype) -> cuda_ring.CudaLatentRing:
+        attend = cuda_ring.CudaLatentRing(ring, self.heads, query, output, self.inverse_gain, self.constant)
+        attend.compile_variants()
+        return attend
 
 
 class HopperLatentDecode(LatentDecode):
     """See `LatentDecode`."""
+
+    recent_latents = HopperRecentLatents
 
     def __init__(self, layer: LatentLayer) -> None:
         super().__init__(layer)

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...codecs.ring import Ring
 from ...kernels import power_of_2
 from ...kernels.triton.latent_decode import (
+    LatentShape,
     bind_decode_latents,
     bind_merge_latents,
     decode_latents_arguments,
@@ -17,9 +19,15 @@ from ...kernels.triton.latent_decode import (
     row_tiles,
     split_count,
 )
+from ...kernels.triton.latent_ring import (
+    attend_latent_ring_arguments,
+    attend_latent_ring_grid,
+    bind_attend_latent_ring,
+)
 from ...kernels.triton.launch import Arguments
 from .decode import LatentDecode, LatentLayer, LatentStep, PageStep
 from .metadata import LatentDecodeMetadata
+from .recent import RecentLatents, RecentStep
 
 
 class TritonLaunches(NamedTuple):
@@ -31,8 +39,40 @@ class TritonLaunches(NamedTuple):
     splits: int
 
 
+class TritonRecentLatents(RecentLatents):
+    """See `RecentLatents`."""
+
+    def prepare(
+        self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
+        page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[tuple[int, int, int], Arguments]:  # fmt: skip
+        """The grid, and a step's arguments."""
+        grid = attend_latent_ring_grid(self.shape, self.codec.rank, max_query_len, len(seq_lens))
+        return grid, attend_latent_ring_arguments(ring, query_start, seq_lens, page_lens, part, lse)
+
+    @property
+    def shape(self) -> LatentShape:
+        return latent_shape(self.heads, self.longest_decode, self.scale)
+
+    def add(
+        self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        strides = q_latent.stride(), q_rope.stride(), output.stride()
+        launch = self.bound.get(
+            "ring",
+            (ring.data_ptr(), strides, q_latent.dtype, q_rope.dtype, output.dtype),
+            lambda: bind_attend_latent_ring(
+                self.codec, self.shape, ring, q_latent, q_rope, output, self.inverse_gain, self.constant
+            ),
+        )
+        grid, arguments = step.launch
+        launch(grid, (q_latent, q_rope, output), arguments)
+
+
 class TritonLatentDecode(LatentDecode):
     """See `LatentDecode`."""
+
+    recent_latents = TritonRecentLatents
 
     def __init__(self, layer: LatentLayer) -> None:
         super().__init__(layer)

@@ -142,6 +142,11 @@ INLINE u32 load_shared_half(u32 address) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address));
     return half;
 }
+INLINE u32 load_shared_byte(u32 address) {
+    u32 byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address));
+    return byte;
+}
 INLINE void load_shared_2(u32 address, u32* words) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
 }
@@ -156,6 +161,11 @@ struct __align__(16) Quad { u32 x, y, z, w; };
 INLINE void store_shared_4(u32 address, const Quad& q) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(address), "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w));
 }
+INLINE u32 load_int(const int* p) {  // not to a uniform register, which is waited for at once
+    u32 x;
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
 INLINE float load_constant(const float* pointer) {
     float result;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(result) : "l"(pointer));
@@ -167,6 +177,15 @@ INLINE Quad load_constant_16(const void* pointer) {
                  : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(pointer));
     return q;
 }
+// Copies 8 bytes to shared memory, or zeros; they are there after `wait_for_copies`.
+INLINE void copy_8(u32 target, const u8* source, bool exists) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                 :: "r"(target), "l"(source), "r"(exists ? 8 : 0) : "memory");
+}
+INLINE void copy_16(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(target), "l"(source) : "memory");
+}
+INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Loads past the L1 cache, which does not see what other SMs wrote. The address is a multiple of 8 bytes.
 struct Floats { float x, y; };
 INLINE Floats load_2_from_l2(const float* pointer) {

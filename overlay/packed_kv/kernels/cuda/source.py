@@ -36,6 +36,7 @@ LATENT = Program(
     ),
     "sm_90a",
 )
+LATENT_RING = Program("latent_ring.cu", ("ptx.cuh",), "sm_90")
 
 
 def read_sources(program: Program) -> dict[str, str]:

@@ -43,11 +43,6 @@ INLINE u8* swizzled_memory() {
     return swizzled;
 }
 
-INLINE u32 load_int(const int* p) {  // not to a uniform register, which is waited for at once
-    u32 x;
-    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(p));
-    return x;
-}
 // WIDTH words, past the L1.
 template <int WIDTH> INLINE void load_page(const u8* p, u32* x) {
     if constexpr (WIDTH == 4)

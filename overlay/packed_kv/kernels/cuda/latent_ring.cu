@@ -1,0 +1,245 @@
+// Attention over the ring of recent latents, added to that over pages. A latent of 512 channels is K and V at once; 64
+// more channels, RoPE's, belong to K alone; all have 8 bits (`codecs/ring.py`).
+//
+// The grid is (tiles of 16 rows, requests, SHARES of the channels of outputs); each block has all scores. A row is a
+// query head of a query token. Of a tile of 64 tokens, raw bytes come to shared memory. Of scores, a warp has 16 tokens
+// and one half of the channels; of weights, two rows; of outputs, groups of 32 channels.
+//
+// Loops are not unrolled: a block runs few of its instructions often, so it waits for them to be fetched.
+//
+// `latent_ring_launch.py` defines:
+//
+//   HEADS, SHARES               query heads; parts of the channels, 1, 2 or 4
+//   RING_BLOCK                  tokens of a block of the ring
+//   QUERY, OUTPUT               dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
+//   HAS_CONSTANT                whether a constant is added to outputs
+#include "ptx.cuh"
+
+struct Arguments {
+    // differs from call to call
+    void* output;              // OUTPUT [tokens, HEADS, 512]
+    const void* query;         // QUERY [tokens, HEADS, 512]
+    const void* rope_query;    // QUERY [tokens, HEADS, 64]
+    unsigned output_token_stride, output_head_stride, query_token_stride, query_head_stride;
+    unsigned rope_token_stride, rope_head_stride;
+    // the same for all layers of a step
+    const int* table;          // [requests, ring blocks]
+    const int* query_start;    // [requests + 1], first query token of each request, and their number
+    const int* seq_lens;       // [requests], tokens of each, those of the query included
+    const int* page_lens;      // [requests], tokens that are read in pages
+    const float* part;         // [tokens, HEADS, 512], attention over pages
+    const float* lse;          // [tokens, HEADS], its natural log-sum-exps
+    unsigned table_stride;
+    float factor;              // of scores, exponents of 2
+    // fixed for a layer
+    const u8* ring;            // [blocks, 1, RING_BLOCK, 600]
+    const float* inverse_gain; // [512], what sums of the ring's latents are multiplied by
+    const float* constant;     // [512], added to the outputs
+    unsigned block_stride;
+};
+
+constexpr int RANK = 512, ROPE_DIM = 64, GROUPS = (RANK + ROPE_DIM) / 32, HALF = GROUPS / 2;
+constexpr int SCALES_AT = RANK + ROPE_DIM, SLOT_BYTES = (SCALES_AT + GROUPS + 7) / 8 * 8;
+constexpr int TILE = 64, WARPS = 8, OWN_GROUPS = RANK / 32 / SHARES;
+constexpr int TOKEN_BYTES = SLOT_BYTES + 8, SCORE_WORDS = TILE + 8;  // of rows in shared memory; no conflicts of banks
+constexpr int QUERY_BYTES = (RANK + ROPE_DIM) * 2 + 16, TOKENS_AT = 16 * QUERY_BYTES;
+constexpr int SCORES_AT = TOKENS_AT + TILE * TOKEN_BYTES, WEIGHTS_AT = SCORES_AT + 2 * 16 * SCORE_WORDS * 4;
+constexpr int ROWS_AT = WEIGHTS_AT + TILE / 16 * 512;                // 16 bytes each: shrinks by, maximum, total
+static_assert(ROWS_AT + 16 * 16 == SHARED_BYTES && HALF * 2 == GROUPS, "shape");
+constexpr float MASKED = -1.0e30f;
+
+// Two channels as fp16.
+INLINE u32 query_pair(u32 word) {
+    if (QUERY == 0) return word;
+    return to_halves(__int_as_float(word << 16), __int_as_float(word & 0xFFFF0000u));
+}
+// Two bytes of codes as fp16, times a scale: under 0x48, byte u is 8 + u / 128, and 9 off it leaves the code / 128.
+INLINE u32 value_pair(u32 word, u32 selector, u32 scale) {
+    return multiply_halves(add_halves(prmt(word, 0x48484848u, selector), 0xC880C880u), scale);
+}
+// The bytes of two scales as fp16.
+INLINE u32 scale_pair(u32 low, u32 high) { return prmt(low, high, 0x4101) >> 1; }
+INLINE float load_shared_float(u32 address) { return __int_as_float(load_shared(address)); }
+INLINE void store_two(const Arguments& a, u64 at, float x, float y) {
+    if (OUTPUT == 0) *(u32*)((u16*)a.output + at) = to_halves(x, y);
+    else if (OUTPUT == 1) *(u32*)((u16*)a.output + at) = to_bfloats(x, y);
+    else ((float*)a.output)[at] = x, ((float*)a.output)[at + 1] = y;
+}
+
+extern "C" __global__ void __launch_bounds__(256) attend_latent_ring(const __grid_constant__ Arguments a) {
+    const u32 shared = shared_address(shared_memory());
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
+    const int request = blockIdx.y, first_row = blockIdx.x * 16;
+    const int start = load_int(a.query_start + request), queries = load_int(a.query_start + request + 1) - start;
+    const int seq_len = load_int(a.seq_lens + request), page_len = load_int(a.page_lens + request);
+    const int rows = queries * HEADS, first = max(page_len - queries + 1, 0);
+    // Lengths are never negative; but so, all four are asked for at once.
+    if ((first_row >= rows) | (min(seq_len, page_len) < 0)) return;
+
+    // Four threads copy a token of the tile; the null block has none of the request.
+    auto token_of = [&](int base) { return max(min(base + (int)threadIdx.x / 4, seq_len - 1), 0); };
+    auto block_of = [&](int token) {
+        return load_int(a.table + (u64)request * a.table_stride + token / RING_BLOCK);
+    };
+    int block = block_of(token_of(first));
+    // Queries, as they are; rows that do not exist are the last one.
+    constexpr int PIECES = (RANK + ROPE_DIM) / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 16 * PIECES; i += 32 * WARPS) {
+        const int row = min(first_row + i / PIECES, rows - 1), channel = i % PIECES * 8;
+        const u64 token = start + row / HEADS, head = row % HEADS;
+        const u16* query = channel < RANK
+            ? (const u16*)a.query + token * a.query_token_stride + head * a.query_head_stride + channel
+            : (const u16*)a.rope_query + token * a.rope_token_stride + head * a.rope_head_stride + (channel - RANK);
+        copy_16(shared + i / PIECES * QUERY_BYTES + channel * 2, query);
+    }
+
+    const int window = seq_len - page_len;
+    float maximum = MASKED, total = 0;  // of the row whose weights the lane makes
+    float sums[2][4][4];
+    for (int base = first;; base += TILE) {
+        const bool is_last = base + TILE >= seq_len, there = (block > 0) & (base < seq_len);
+        const u8* slot = a.ring + (there ? (u64)block * a.block_stride + token_of(base) % RING_BLOCK * SLOT_BYTES : 0);
+        const u32 copied = shared + TOKENS_AT + threadIdx.x / 4 * TOKEN_BYTES;
+#pragma unroll 1
+        for (int at = 8 * c; at < SLOT_BYTES; at += 32) copy_8(copied + at, slot + at, there);
+        wait_for_copies();
+        sync_block();
+        {
+            float scores[2][4] = {};
+            const u32 own = shared + TOKENS_AT + (warp % 4 * 16 + r) * TOKEN_BYTES;
+            const int end = warp / 4 * HALF + HALF;
+#pragma unroll 1
+            for (int group = end - HALF; group < end; group++) {
+                u32 q[2][4];
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    q[i / 4][i % 4] = query_pair(
+                        load_shared(shared + (r + i % 2 * 8) * QUERY_BYTES + group * 64 + i / 2 * 16 + 4 * c));
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    u32 codes[2];
+                    load_shared_2(own + n * 8 * TOKEN_BYTES + group * 32 + 8 * c, codes);
+                    const u32 byte = load_shared_byte(own + n * 8 * TOKEN_BYTES + SCALES_AT + group);
+                    const u32 scale = scale_pair(byte, byte);
+#pragma unroll
+                    for (int k = 0; k < 2; k++)
+                        mma(scores[n], q[k][0], q[k][1], q[k][2], q[k][3], value_pair(codes[k], 0x4140, scale),
+                            value_pair(codes[k], 0x4342, scale));
+                }
+            }
+            const u32 target = shared + SCORES_AT + ((warp / 4 * 16 + r) * SCORE_WORDS + warp % 4 * 16 + 2 * c) * 4;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                store_shared(target + (i / 2 % 2 * 8 * SCORE_WORDS + i / 4 * 8 + i % 2) * 4,
+                             __float_as_int(scores[i / 4][i % 4]));
+        }
+        sync_block();
+        {
+            // A lane has tokens t, t + 4, t + 8 and t + 12 of a step of 16: the columns of the left operand that lane c
+            // holds are taken for them.
+            const int row = warp * 2 + lane / 16, t = lane / 4 % 4 * 16 + c;
+            const int limit = seq_len - queries + (first_row + row) / HEADS + 1;
+            const u32 source = shared + SCORES_AT + (row * SCORE_WORDS + t) * 4;
+            float weights[4], top = maximum, sum = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float score = load_shared_float(source + i * 16)
+                                    + load_shared_float(source + (16 * SCORE_WORDS + i * 4) * 4);
+                const int position = base + t + i * 4;
+                const bool visible = (position < limit) & (position >= limit - window);
+                weights[i] = visible ? score * a.factor : minus_infinity();
+                top = maximum_of(top, weights[i]);
+            }
+#pragma unroll
+            for (int i = 1; i < 16; i *= 2) top = maximum_of(top, shuffle_xor(top, i));
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum += weights[i] = exp2_fast(weights[i] - top);
+#pragma unroll
+            for (int i = 1; i < 16; i *= 2) sum += shuffle_xor(sum, i);
+            const float shrink = exp2_fast(maximum - top);
+            maximum = top, total = total * shrink + sum;
+            const u32 target = shared + WEIGHTS_AT + (t / 16 * 32 + row % 8 * 4 + c) * 16 + row / 8 * 4;
+            store_shared(target, to_halves(weights[0], weights[1]));
+            store_shared(target + 8, to_halves(weights[2], weights[3]));
+            store_shared_4(shared + ROWS_AT + row * 16, {(u32)__float_as_int(shrink), (u32)__float_as_int(maximum),
+                                                         (u32)__float_as_int(total), 0});
+        }
+        sync_block();
+#pragma unroll 1
+        for (int i = 0; i * WARPS + warp < OWN_GROUPS; i++) {
+            const int group = blockIdx.z * OWN_GROUPS + i * WARPS + warp;
+            float o[4][4] = {};  // channel 16 d4 + 8 d3 + 2 c + d0 is in o[2 d3 + d0][d4], and of row r + 8, [2 + d4]
+            if (base > first) {
+#pragma unroll
+                for (int k = 0; k < 16; k++) {
+                    const float shrink = load_shared_float(shared + ROWS_AT + (r + k / 2 % 2 * 8) * 16);
+                    o[k / 4][k % 4] = sums[i][k / 4][k % 4] * shrink;
+                }
+            }
+#pragma unroll 1
+            for (int step = 0; step < TILE / 16; step++) {
+                const u32 own = shared + TOKENS_AT + (step * 16 + c) * TOKEN_BYTES;
+                u32 w[4], b[2][4];
+                load_shared_4(shared + WEIGHTS_AT + (step * 32 + lane) * 16, w);
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    const u32 one = own + k * 8 * TOKEN_BYTES, other = one + 4 * TOKEN_BYTES;
+                    const u32 first_word = load_shared(one + group * 32 + r * 4);
+                    const u32 second_word = load_shared(other + group * 32 + r * 4);
+                    const u32 scale = scale_pair(load_shared_byte(one + SCALES_AT + group),
+                                                 load_shared_byte(other + SCALES_AT + group));
+                    const u32 low = prmt(first_word, second_word, 0x5140), high = prmt(first_word, second_word, 0x7362);
+                    b[k][0] = value_pair(low, 0x4140, scale), b[k][1] = value_pair(low, 0x4342, scale);
+                    b[k][2] = value_pair(high, 0x4140, scale), b[k][3] = value_pair(high, 0x4342, scale);
+                }
+#pragma unroll
+                for (int k = 0; k < 4; k++) mma(o[k], w[0], w[1], w[2], w[3], b[0][k], b[1][k]);
+            }
+            if (!is_last) {
+#pragma unroll
+                for (int k = 0; k < 16; k++) sums[i][k / 4][k % 4] = o[k / 4][k % 4];
+                continue;
+            }
+            const int channel = group * 32 + 2 * c;
+            float2 page[2][4], gain[4], constant[4];
+            float of_pages[2];
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const u64 slot = start * HEADS + min(first_row + r + 8 * j, rows - 1);
+                of_pages[j] = a.lse[slot] * 1.4426950408889634f;
+#pragma unroll
+                for (int k = 0; k < 4; k++) page[j][k] = *(const float2*)(a.part + slot * RANK + channel + k * 8);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                gain[k] = *(const float2*)(a.inverse_gain + channel + k * 8);
+                if (HAS_CONSTANT) constant[k] = *(const float2*)(a.constant + channel + k * 8);
+            }
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                u32 row[4];
+                load_shared_4(shared + ROWS_AT + (r + 8 * j) * 16, row);
+                const float of_ring = __int_as_float(row[1]), top = maximum_of(of_ring, of_pages[j]);
+                float page_weight = exp2_fast(of_pages[j] - top), ring_weight = exp2_fast(of_ring - top);
+                const float sum = page_weight + ring_weight * __int_as_float(row[2]);
+                const float norm = exp2_fast(-log2_fast(maximum_of(sum, 1.0e-30f)));
+                page_weight *= norm, ring_weight *= norm;
+                const int own_row = first_row + r + 8 * j;
+                if (own_row >= rows) break;
+                const u64 token = start + own_row / HEADS, head = own_row % HEADS;
+                const u64 at = token * a.output_token_stride + head * a.output_head_stride + channel;
+#pragma unroll
+                for (int k = 0; k < 4; k++) {  // d4 d3
+                    float x = page[j][k].x * page_weight + o[k % 2 * 2][2 * j + k / 2] * gain[k].x * ring_weight;
+                    float y = page[j][k].y * page_weight + o[k % 2 * 2 + 1][2 * j + k / 2] * gain[k].y * ring_weight;
+                    if (HAS_CONSTANT) x += constant[k].x, y += constant[k].y;
+                    store_two(a, at + k * 8, x, y);
+                }
+            }
+        }
+        if (is_last) return;
+        block = block_of(token_of(base + TILE));
+        sync_block();  // this tile was read
+    }
+}

@@ -1,0 +1,179 @@
+"""The constants, grid and arguments of `latent_ring.cu`, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import Any, NamedTuple
+
+import torch
+
+from ...codecs.ring import Ring
+from ...layout import ring_slot_bytes
+from ..units import LOG2_E
+from . import LATENT
+from .latent_launch import CALL_ARGUMENTS, call_arguments
+from .launch import OUTPUTS
+
+RANK, ROPE_DIM = LATENT
+TILE_ROWS, TILE_TOKENS, THREADS = 16, 64, 256
+SHARES = (1, 2, 4)
+"""Of the channels: blocks that have the same scores."""
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for."""
+
+    heads: int
+    shares: int
+    block_size: int
+    query: torch.dtype
+    output: torch.dtype
+    has_constant: bool
+
+
+def constants(variant: Variant) -> dict[str, str]:
+    """Return the definitions that `latent_ring.cu` is compiled with."""
+    values = {
+        "HEADS": variant.heads,
+        "SHARES": variant.shares,
+        "RING_BLOCK": variant.block_size,
+        "QUERY": OUTPUTS[variant.query],
+        "OUTPUT": OUTPUTS[variant.output],
+        "HAS_CONSTANT": int(variant.has_constant),
+        # Queries, tokens, scores of both halves of the channels, weights, rows.
+        "SHARED_BYTES": TILE_ROWS * (2 * (RANK + ROPE_DIM) + 16)
+        + TILE_TOKENS * (ring_slot_bytes(RANK + ROPE_DIM, 1) + 8)
+        + 2 * TILE_ROWS * (TILE_TOKENS + 8) * 4
+        + 2 * TILE_ROWS * TILE_TOKENS
+        + 16 * TILE_ROWS,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=6QIf"), struct.Struct("=3QI4x")
+"""Parts of `Arguments` in latent_ring.cu behind those of the call, in order."""
+
+
+def shares_of(tiles: int, requests: int, sm_count: int) -> int:
+    """Return how many blocks share a tile of rows: where there are few tiles, more."""
+    return next((n for n in SHARES if tiles * requests * n * 2 > sm_count), SHARES[-1])
+
+
+class Step(NamedTuple):
+    """What is the same for all layers of a step: arguments, and the grid."""
+
+    arguments: bytes
+    grid: tuple[int, int, int]
+
+
+def make_step(
+    heads: int, max_query_len: int, scale: float, sm_count: int, ring: Ring, query_start: torch.Tensor,
+    seq_lens: torch.Tensor, page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
+) -> Step:  # fmt: skip
+    """Return a step. It has addresses: keep the tensors.
+
+    Args:
+        heads: query heads of this rank.
+        max_query_len: most query tokens of a request, known on the host.
+        scale: of the scores.
+        sm_count: of the card.
+        ring: its table int32 [requests, ring blocks].
+        query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests]: first query token of each
+            request, its tokens, and how many of these are read in pages.
+        part, lse: fp32 [tokens, heads, 512] and [tokens, heads], contiguous: attention over pages, without a constant,
+            and natural log-sum-exps.
+    """
+    table, requests = ring.block_table, len(seq_lens)
+    assert part.is_contiguous() and lse.is_contiguous() and table.stride(1) == 1, table.stride()
+    assert part.dtype == lse.dtype == torch.float32
+    tiles = -(-heads * max_query_len // TILE_ROWS)
+    addresses = (x.data_ptr() for x in (table, query_start, seq_lens, page_lens, part, lse))
+    arguments = STEP_ARGUMENTS.pack(*addresses, table.stride(0), scale * LOG2_E)
+    return Step(arguments, (tiles, requests, shares_of(tiles, requests, sm_count)))
+
+
+def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: torch.Tensor | None) -> bytes:
+    """Return the arguments that are fixed for a layer; see `CudaLatentRing`."""
+    slot_bytes = ring_slot_bytes(RANK + ROPE_DIM, 1)
+    assert ring.dtype == torch.uint8 and ring.shape[1] == 1 and ring.shape[3] == slot_bytes, (ring.dtype, ring.shape)
+    assert ring.stride()[2:] == (slot_bytes, 1) and ring.stride(0) % 8 == ring.data_ptr() % 8 == 0, ring.stride()
+    for x in (inverse_gain, constant):
+        assert x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.data_ptr() % 16 == 0), x.dtype
+    of_constant = 0 if constant is None else constant.data_ptr()
+    return LAYER_ARGUMENTS.pack(ring.data_ptr(), inverse_gain.data_ptr(), of_constant, ring.stride(0))
+
+
+class CudaLatentRing:
+    """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, added to that over pages.
+
+    Args:
+        ring: uint8 [blocks, 1, block_size, ring_slot_bytes], its last two dimensions contiguous.
+        heads: query heads of this rank.
+        query, output: dtypes of queries (bf16 or fp16) and outputs (those or fp32).
+        inverse_gain: fp32 [512], 1 over V's gain.
+        constant: fp32 [512], added to each output; None: nothing is.
+    """
+
+    def __init__(
+        self, ring: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype, inverse_gain: torch.Tensor,
+        constant: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self.widest = Variant(heads, SHARES[0], ring.shape[2], query, output, constant is not None)
+        self.layer, self.kept = layer_arguments(ring, inverse_gain, constant), (inverse_gain, constant)
+        self.layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
+        self.arguments = bytearray(self.layer_at) + self.layer
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
+        self.address, self.device = ctypes.addressof(self.parameters), ring.device.index
+        self.functions: dict[int, _Function] = {}
+
+    def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
+        """Launch on the current stream.
+
+        Args:
+            step: of `make_step`.
+            query, rope_query: bf16 or fp16 [tokens, heads, 512] and [tokens, heads, 64]; rows of whole 16 bytes.
+            output: [tokens, heads, 512], unit stride over channels; filled.
+        """
+        shares = step.grid[2]
+        function = self.functions.get(shares)
+        if function is None:
+            function = self.functions[shares] = self._function(shares)
+        self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        (status,) = function.launch(
+            function.kernel, *step.grid, THREADS, 1, 1, function.shared_bytes, stream, self.address, 0
+        )
+        if status:
+            raise RuntimeError(f"the kernel of recent latents was not launched: {status.name}")
+
+    def compile_variants(self) -> None:
+        """Compile and load every variant that a step may need, so that no step waits for one."""
+        self.functions = {shares: self._function(shares) for shares in SHARES}
+
+    def variant(self, shares: int) -> Variant:
+        return self.widest._replace(shares=shares)
+
+    def _function(self, shares: int) -> _Function:
+        return _load(tuple(constants(self.variant(shares)).items()), self.device)
+
+
+class _Function(NamedTuple):
+    launch: Any  # the driver's cuLaunchKernel
+    kernel: Any
+    shared_bytes: int
+
+
+@functools.cache
+def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Function:
+    """Return the kernel compiled with these constants; all layers of a process share it."""
+    from cuda.bindings import driver
+
+    from .nvrtc import compiled_kernel, load
+    from .source import LATENT_RING
+
+    values = dict(definitions)
+    shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT_RING)
+    with torch.cuda.device(device):
+        return _Function(driver.cuLaunchKernel, load(code, "attend_latent_ring", shared_bytes), shared_bytes)
