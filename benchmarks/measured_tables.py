@@ -164,8 +164,8 @@ def _kernel(row: Row, _: Row | None) -> str:
 
 def columns() -> list[Table]:
     """Attention of a layer by query heads per KV head and new tokens of a request, and that of FlashAttention 3 over
-    bf16 and fp8 pages in the same run."""
-    case = ("dtype", "group", "query_tokens", "recent", "requests", "context", "commit")
+    bf16 and fp8 pages."""
+    case = ("dtype", "group", "query_tokens", "recent", "requests", "context")
     rows = load("columns.csv")
     found = {(row["kernel"], *(row[key] for key in case)): row["attention_p50_us"] for row in rows}
 
