@@ -5,7 +5,7 @@
 // query head of a query token. Of a tile of 64 tokens, raw bytes come to shared memory. Of scores, a warp has 16 tokens
 // and one half of the channels; of weights, two rows; of outputs, groups of 32 channels.
 //
-// Loops are not unrolled: a block runs few of its instructions often, so it waits for them to be fetched.
+// Loops are not unrolled, so that the code stays short: 700 instructions for 2,200.
 //
 // `latent_ring_launch.py` defines:
 //
