@@ -2,7 +2,8 @@
 
 Contexts of the decode steps are not prefilled. One prompt runs through the model, its pages are copied over all others,
 and the requests' prompts are then marked as computed: every request reads pages of its own, which hold what the dtype's
-own store wrote. So a shape costs its steps only, and the bytes that a step moves are those after a real prefill.
+own store wrote. With a recent window they decode its tokens first, which fills their rings. So a shape costs these
+steps and its own, and the bytes that a step moves are those after a real prefill.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packed_kv.window.layer import recent_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -163,6 +163,8 @@ class Engine:
     """Measures in an engine whose scheduler is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), otherwise idle."""
 
     def __init__(self, llm: LLM) -> None:
+        from packed_kv.window.size import recent_tokens
+
         self.llm, self.engine = llm, llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.vocabulary = self.engine.model_config.get_vocab_size()
@@ -300,8 +302,8 @@ class Engine:
     def _start_decodes(self, requests: int, context: int, steps: int) -> None:
         """Let `requests` requests decode, with `context` tokens, for WARM_UP_STEPS and `steps` more.
 
-        Pages and rings share memory, and what one has as the other may be NaN. So pages are copied once more, over
-        rings of earlier requests, and the new ones decode a window of tokens first, which fills their rings.
+        Pages and rings share memory, and bytes of pages, read as a ring, may be NaN. So pages are copied once more,
+        over rings of earlier requests, and the new ones first decode a window of tokens, which fills their rings.
         """
         self.llm.collective_rpc(spread_pages)
         prompt, warm_up = context - self.window, self.window + WARM_UP_STEPS

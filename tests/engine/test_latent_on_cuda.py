@@ -97,7 +97,7 @@ def test_graphs_give_eager_tokens(name: str, window: int | None, latent_engine) 
 
 
 def test_a_calibrated_dtype_in_graphs(latent_engine, tmp_path: Path) -> None:
-    """Decodes in graphs, behind prompts that are stored without, see what they see without."""
+    """Decodes in CUDA graphs give the logits of eager ones, also after prompts that were stored outside graphs."""
     file = calibration_files.write(tmp_path, calibration_files.content(3, 1, 512, 128, version=2))
     options = {"additional_config": {"packed_kv": {"calibration": str(file)}}, "recent_tokens": 0}
     with latent_engine("tq4", **options) as llm:

@@ -1,8 +1,9 @@
 // The kernel's instructions on a CPU, one lane after the other: stands in for kernels/cuda/ptx.cuh, in g++.
 //
 // Each thread of a block is a fiber. An operation of a whole warp or block waits until all its lanes have come, and
-// fails if they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier; until
-// then their target is poison, as is shared memory that nothing wrote. That of barriers must stay so.
+// fails if they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier, and others
+// at the thread's own wait; until then their target is poison, as is shared memory that nothing wrote. That of barriers
+// must stay so.
 #pragma once
 #include <ucontext.h>
 
@@ -37,7 +38,12 @@ struct Meeting {  // of a warp, or of a block
     int arrived = 0, generation = 0, operation = 0;
     u32 in[32][8], out[32][4];
 };
-struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+    std::vector<std::function<void()>> copies;
+};
 struct Barrier {
     int arrivals, completed = 0, arrived = 0;
     u32 expected = 0, started = 0;
@@ -205,14 +211,21 @@ INLINE float load_constant(const float* pointer) { return *pointer; }
 INLINE Quad load_constant_16(const void* pointer) { return *(const Quad*)pointer; }
 INLINE void copy_8(u32 target, const u8* source, bool exists) {
     if ((u64)source % 8 && exists) fail("a copy is misaligned");
-    if (exists) memcpy((void*)shared_at(target, 8), source, 8);
-    else memset((void*)shared_at(target, 8), 0, 8);
+    memset((void*)shared_at(target, 8), POISON, 8);
+    fibers[running].copies.push_back([=] {
+        if (exists) memcpy((void*)shared_at(target, 8), source, 8);
+        else memset((void*)shared_at(target, 8), 0, 8);
+    });
 }
 INLINE void copy_16(u32 target, const void* source) {
     if ((u64)source % 16) fail("a copy is misaligned");
-    memcpy((void*)shared_at(target, 16), source, 16);
+    memset((void*)shared_at(target, 16), POISON, 16);
+    fibers[running].copies.push_back([=] { memcpy((void*)shared_at(target, 16), source, 16); });
 }
-INLINE void wait_for_copies() {}
+INLINE void wait_for_copies() {
+    for (auto& copy : fibers[running].copies) copy();
+    fibers[running].copies.clear();
+}
 struct Floats { float x, y; };
 INLINE Floats load_2_from_l2(const float* pointer) { return {pointer[0], pointer[1]}; }
 INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }

@@ -1,5 +1,5 @@
-"""Decode attention over pages of latents by the CUDA kernel for Hopper, where it serves a layer: see `portable.py`, its
-twin."""
+"""Decode attention over pages and rings of latents by the CUDA kernels for Hopper, where they serve a layer: see
+`portable.py`, its twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decode attention over pages of latents by Triton's kernel: one launch attends, one merges the splits."""
+"""Decode attention over pages and rings of latents by Triton's kernels: one launch attends to pages, one merges the
+splits, and one adds the recent window."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ class TritonRecentLatents(RecentLatents):
 
     @property
     def shape(self) -> LatentShape:
+        """Of all steps: the most query tokens of a decode decide."""
         return latent_shape(self.heads, self.longest_decode, self.scale)
 
     def add(

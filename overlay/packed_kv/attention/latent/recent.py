@@ -65,10 +65,18 @@ class RecentLatents(ABC):
         self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
         page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
     ) -> Any:  # fmt: skip
-        """What `add` of the step's layers needs."""
+        """What `add` of the step's layers needs: grid and arguments of the launch.
+
+        Args:
+            max_query_len: most query tokens of a request.
+            ring: of the requests.
+            query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests].
+            part, lse: fp32 [tokens, heads, rank] and [tokens, heads], of attention over pages.
+        """
 
     @abstractmethod
     def add(
         self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Fill `output` [tokens, heads, rank]. `ring`: uint8 [blocks, 1, block_size, ring_slot_bytes] of the layer."""
+        """Fill `output` [tokens, heads, rank]. `ring`: uint8 [blocks, 1, block_size, ring_slot_bytes] of the layer.
+        `q_latent`, `q_rope`: fp16 or bf16 [tokens, heads, rank] and [tokens, heads, rope_dim]."""

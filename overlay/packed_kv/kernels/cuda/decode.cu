@@ -3,9 +3,9 @@
 // With IS_FINAL, blocks write the output: the grid is (1, KV heads, work items), and `schedule.py` assigns the items.
 // Without, they write partial results for `merge.py`: the grid is (blocks per pair, KV heads, requests), where a pair
 // is a request and a KV head. Query tokens of more than 64 columns take several passes over their request's keys; each
-// pass counts as a request in the grid and in work items. A block has WARPS warps. Each warp reads a contiguous range of the block's tiles through
-// STAGES stages of its own in shared memory. One lane issues bulk copies STAGES tiles ahead, so bytes in flight occupy
-// no registers and take hardly any instructions. Tiles of the ring buffer, which holds the recent window, come before
+// pass counts as a request in the grid and in work items. A block has WARPS warps, and with UNPACKERS as many that only
+// unpack: then these alone copy (`roles.cuh`). A warp that copies has STAGES stages of its own in shared memory. One lane
+// issues bulk copies STAGES tiles ahead, so bytes in flight occupy no registers and take hardly any instructions. Tiles of the ring buffer, which holds the recent window, come before
 // those of pages.
 //
 // `launch.py` defines:
@@ -96,6 +96,7 @@ INLINE WorkItem shared_work_item() {
 #include "narrow.cuh"
 #endif
 
-extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS) decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS)
+    decode(const __grid_constant__ Arguments a) {
     attend(a);
 }

@@ -5,13 +5,16 @@
 // query head of a query token. Of a tile of 64 tokens, raw bytes come to shared memory. Of scores, a warp has 16 tokens
 // and one half of the channels; of weights, two rows; of outputs, groups of 32 channels.
 //
-// Loops are not unrolled, so that the code stays short: 700 instructions for 2,200.
+// The loops over pieces, tiles, groups and steps are not unrolled, so that the code stays short: 700 instructions for
+// 2,200.
 //
 // `latent_ring_launch.py` defines:
 //
 //   HEADS, SHARES               query heads; parts of the channels, 1, 2 or 4
 //   RING_BLOCK                  tokens of a block of the ring
-//   QUERY, OUTPUT               dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
+//   QUERY                       dtype of queries: 0 is fp16, 1 bf16
+//   OUTPUT                      dtype of outputs: 0 is fp16, 1 bf16, 2 fp32
+//   SHARED_BYTES                bytes of a block's shared memory
 //   HAS_CONSTANT                whether a constant is added to outputs
 #include "ptx.cuh"
 
@@ -73,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(256) attend_latent_ring(const __gri
     const int start = load_int(a.query_start + request), queries = load_int(a.query_start + request + 1) - start;
     const int seq_len = load_int(a.seq_lens + request), page_len = load_int(a.page_lens + request);
     const int rows = queries * HEADS, first = max(page_len - queries + 1, 0);
-    // Lengths are never negative; but so, all four are asked for at once.
+    // Lengths are never negative: with this test all four loads are under way at once.
     if ((first_row >= rows) | (min(seq_len, page_len) < 0)) return;
 
-    // Four threads copy a token of the tile; the null block has none of the request.
+    // Four threads copy a token of the tile. A token whose block is 0, the null block, is not of the request: zeros.
     auto token_of = [&](int base) { return max(min(base + (int)threadIdx.x / 4, seq_len - 1), 0); };
     auto block_of = [&](int token) {
         return load_int(a.table + (u64)request * a.table_stride + token / RING_BLOCK);

@@ -19,7 +19,7 @@ from .launch import OUTPUTS
 RANK, ROPE_DIM = LATENT
 TILE_ROWS, TILE_TOKENS, THREADS = 16, 64, 256
 SHARES = (1, 2, 4)
-"""Of the channels: blocks that have the same scores."""
+"""Blocks that a tile of rows may have: each makes all its scores, and the outputs of a share of the channels."""
 
 
 class Variant(NamedTuple):
@@ -153,6 +153,7 @@ class CudaLatentRing:
         self.functions = {shares: self._function(shares) for shares in SHARES}
 
     def variant(self, shares: int) -> Variant:
+        """Return the variant that blocks of so many shares need."""
         return self.widest._replace(shares=shares)
 
     def _function(self, shares: int) -> _Function:

@@ -11,7 +11,8 @@ INLINE u32 query_pair(u32 pair) {
     const float high = QUERY == 0 ? high_float(pair) : __int_as_float(pair & 0xFFFF0000);
     return to_halves(low * QUERY_FACTOR_F, high * QUERY_FACTOR_F);
 }
-// Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row: a lane 16 bytes of each half of a latent, and 8 lanes RoPE's of a row.
+// Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row: a lane 16 bytes of each half of
+// a latent, and 8 lanes RoPE's of a row.
 template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
     constexpr int BATCH = ROWS % 32 ? 4 : 8;  // rows of a warp at a time
     const int lane = t % 32, warp = t / 32;

@@ -48,12 +48,13 @@ struct Runs : Run {
     }
 };
 
-// The pages of a partition's tiles in turn; a warp has a micro-block of each. `step` of them share the tiles of a run: each
-// has every `step`th, from `first` on.
+// The pages of a partition's tiles in turn; a warp has a micro-block of each. `step` of them share the tiles of a run:
+// each has every `step`th, from `first` on.
 struct Reader {
     const Arguments& a;
     Runs run;
-    int tile, warp, own_first, step;  // the tile's number in the run
+    int tile;  // its number in the run
+    int warp, own_first, step;
     u32 base, runs;      // tiles of the runs before this one; runs so far, this one included
     u32 ahead;           // block of the next tile
     const u8* page;      // the warp's micro-block

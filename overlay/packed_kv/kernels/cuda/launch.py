@@ -27,7 +27,7 @@ OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
 """The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
 NARROW = 16
-"""The most columns that warps serve alone. Beyond, a block's warps are a team (`wide.cuh`)."""
+"""The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 12, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
 UNPACKERS, ATTENDERS_PER_SM, UNPACKED_BYTES = 4, 8, 106 << 10

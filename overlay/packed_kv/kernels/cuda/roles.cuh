@@ -10,13 +10,13 @@
 #pragma once
 #include "pages.cuh"
 
-constexpr int TEAM_TOKENS = 64, HALF_BYTES = 64 * 128, TEAM_TILE_BYTES = 2 * HALF_BYTES, TEAM_STAGES = 2;
+constexpr int HALF_BYTES = 64 * 128, TEAM_TILE_BYTES = 2 * HALF_BYTES, TEAM_STAGES = 2;
 static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 128, "two warpgroups");
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
 static_assert(STAGES == 3 && (!RING_BLOCK || RING_TILE_BYTES <= 2 * MICRO_BLOCK_BYTES), "a ring's tile and a page's");
 
-// Shared memory: behind the work items, more barriers, for each stage and unpacking warp whether V is small, raw bytes,
-// queries, and the stages of K and V. What a block's end needs begins at RAW_AT: it replaces no barrier (see decode.cu).
+// Shared memory: behind the work items, barriers (those before them are not used), for each stage and unpacking warp
+// whether V is small, raw bytes, queries, and the stages of K and V. What a block's end needs begins at RAW_AT: it replaces no barrier (see decode.cu).
 constexpr int RAW_FULL = STAGES_AT, RING_FULL = RAW_FULL + 8 * STAGES * UNPACKERS;
 constexpr int KEYS_FULL = RING_FULL + 8 * UNPACKERS, KEYS_EMPTY = KEYS_FULL + 16;
 constexpr int VALUES_FULL = KEYS_EMPTY + 16, VALUES_EMPTY = VALUES_FULL + 16, ARE_SMALL = VALUES_EMPTY + 16;
@@ -46,7 +46,7 @@ constexpr u32 halves_of(float power) {  // a power of 2 as both halves of a pair
 // lifted by 2^SMALL, and the tokens' weights are divided by that: HEADROOM leaves them the room.
 constexpr u32 LIFT = halves_of(TEAM_UNIT * group_layout(0).key_factor), RING_LIFT = halves_of(TEAM_UNIT * RING_UNIT);
 constexpr int SMALL = 7;
-constexpr u32 AT_LEAST_SMALL = 0xC0C0C0C0;  // bits of scales
+constexpr u32 NOT_SMALL = 0xC0C0C0C0;  // a scale of at least 2^-SMALL has one of these bits
 constexpr float VALUE_GAIN = group_layout(0).value_factor / group_layout(0).key_factor;  // of pages
 
 // The tiles of a block are numbered, those of the ring first. Each has 16 tokens of each unpacking warp.
@@ -93,8 +93,9 @@ INLINE void unpack_keys(u32 even, u32 odd, Decode&& decode, Scale&& scale) {
         store_matrices(target, p), store_matrices(target + 8 * 128, p + 4);
     });
 }
-INLINE bool are_small(u32 value_scales) { return !any_lane(value_scales & AT_LEAST_SMALL); }
-// Unpacks V of 16 tokens, whose scales of a group are the bytes n3 n0 of a word. `is_small` wants lifted codes.
+INLINE bool are_small(u32 value_scales) { return !any_lane(value_scales & NOT_SMALL); }
+// Unpacks V of 16 tokens, whose scales of a group are the bytes n3 n0 of a word. With `is_small`, LIFTS_CODES
+// must be set.
 template <u32 BY, bool LIFTS_CODES, class Decode>
 INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4], bool is_small) {
     const u32 factor = LIFTS_CODES ? (is_small ? halves_of(1 << SMALL) : halves_of(1)) : BY;
@@ -237,9 +238,10 @@ INLINE float load_bias(const Arguments& a, const Request& request, int row, u32 
 }
 
 // Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the bias
-// of a token's block to that of the tile's first one. The maxima become those of scores without this one.
-INLINE void prepare_scores(const Arguments& a, const Request& request, const TeamTiles& tiles, int number, int end, int row,
-                           const Lane& lane, RowState& state, float (&scores)[32]) {
+// of a token's block to that of the tile's first one. The maxima become those of scores
+// without the bias of the tile's first block.
+INLINE void prepare_scores(const Arguments& a, const Request& request, const TeamTiles& tiles, int number, int end,
+                           int row, const Lane& lane, RowState& state, float (&scores)[32]) {
     const bool is_ring = RING_BLOCK && number < tiles.ring;
     const u32 element = HAS_BIAS ? Biases::element(a, tiles.tile(number, 0)) : 0;
     for_each<OWN_ROWS>([&](auto r) {
