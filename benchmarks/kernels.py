@@ -119,10 +119,7 @@ class Layers:
         shape = decode_module.DecodeShape(KV_HEADS, group, HEAD_DIM)
         grid = cuda.Grid(1, splits or shape.splits(requests, self.query_tokens, sm_count), is_final=False)
         if kernel == "cuda" and splits is None:
-            card, columns = (
-                cuda.Card(KV_HEADS, HEAD_DIM, sm_count, cuda.has_unpackers(self.page)),
-                cuda.column_count(group, self.query_tokens),
-            )
+            card, columns = cuda.card_of(self.page, KV_HEADS, sm_count), cuda.column_count(group, self.query_tokens)
             passes = cuda.pass_count(group, self.query_tokens)
             grid = cuda.grid(requests * passes, card, columns)
         rotated = torch.empty(tokens, KV_HEADS, group, HEAD_DIM, dtype=torch.float16, device="cuda")

@@ -140,7 +140,7 @@ class FusedDecode:
         """Query tokens of a request that this route takes."""
         self.of_cuda: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the CUDA kernel keeps on the device; None: the Triton kernel serves."""
-        self.card = cuda.Card(kv_heads, codec.key.head_dim, self.sm_count, cuda.has_unpackers(codec.layout))
+        self.card = cuda.card_of(codec.layout, kv_heads, self.sm_count)
         self.schedulers: dict[cuda.Kind, cuda.Scheduler] = {}
         """Of the CUDA kernel, by the kind of its blocks."""
         if serves:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from ...codecs.ring import Ring
@@ -17,13 +19,16 @@ from .recent import RecentLatents, RecentStep
 class HopperRecentLatents(RecentLatents):
     """See `RecentLatents`."""
 
+    @cached_property
+    def sm_count(self) -> int:
+        return torch.cuda.get_device_properties(self.codec.device).multi_processor_count
+
     def prepare(
         self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
         page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
     ) -> cuda_ring.Step:  # fmt: skip
-        sm_count = torch.cuda.get_device_properties(self.codec.device).multi_processor_count
         of_step = query_start, seq_lens, page_lens, part, lse
-        return cuda_ring.make_step(self.heads, max_query_len, self.scale, sm_count, ring, *of_step)
+        return cuda_ring.make_step(self.heads, max_query_len, self.scale, self.sm_count, ring, *of_step)
 
     def add(
         self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor

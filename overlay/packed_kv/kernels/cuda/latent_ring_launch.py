@@ -11,6 +11,7 @@ import torch
 
 from ...codecs.ring import Ring
 from ...layout import ring_slot_bytes
+from ..triton.latent_ring import check_latent_ring
 from ..units import LOG2_E
 from . import LATENT
 from .latent_launch import CALL_ARGUMENTS, call_arguments
@@ -96,9 +97,7 @@ def make_step(
 
 def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: torch.Tensor | None) -> bytes:
     """Return the arguments that are fixed for a layer; see `CudaLatentRing`."""
-    slot_bytes = ring_slot_bytes(RANK + ROPE_DIM, 1)
-    assert ring.dtype == torch.uint8 and ring.shape[1] == 1 and ring.shape[3] == slot_bytes, (ring.dtype, ring.shape)
-    assert ring.stride()[2:] == (slot_bytes, 1) and ring.stride(0) % 8 == ring.data_ptr() % 8 == 0, ring.stride()
+    check_latent_ring(ring, ring_slot_bytes(RANK + ROPE_DIM, 1))
     for x in (inverse_gain, constant):
         assert x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.data_ptr() % 16 == 0), x.dtype
     of_constant = 0 if constant is None else constant.data_ptr()

@@ -71,6 +71,11 @@ class Card(NamedTuple):
         return ATTENDERS_PER_SM if self.unpackers and columns > NARROW else WARPS_PER_SM[columns]
 
 
+def card_of(page: PageLayout, kv_heads: int, sm_count: int) -> Card:
+    """Return what a card of `sm_count` SMs is to layers with such pages."""
+    return Card(kv_heads, kernel_layout(page).head_dim, sm_count, has_unpackers(page))
+
+
 class Kind(NamedTuple):
     """Blocks that write the output: their warps, how many warps an SM holds, and whether requests are cut as stream-K
     does."""
@@ -180,7 +185,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "WARPS": warps,
         "UNPACKERS": unpackers,
         "STAGES": stages,
-        "BLOCKS": (ATTENDERS_PER_SM if unpackers else WARPS_PER_SM[columns]) // warps,
+        "BLOCKS": card_of(page, kv_heads, sm_count=1).warps_per_sm(columns) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
         "STAGE_BYTES": stage,
@@ -422,9 +427,7 @@ class CudaDecode:
             for length in range(1, longest_decode + 1)
         }
         for (columns, _), length in lengths.items():
-            few, many = kinds(
-                Card(self.kv_heads, kernel_layout(self.page).head_dim, 1, has_unpackers(self.page)), columns
-            )
+            few, many = kinds(card_of(self.page, self.kv_heads, sm_count=1), columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
             for shape in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
                 wanted = self._constants(shape, length)
