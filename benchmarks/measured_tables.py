@@ -250,7 +250,7 @@ def store() -> list[Table]:
 def startup() -> list[Table]:
     seconds = {"first_token_s": "s to the first token", "profile_s": "profiling run", "warm_up_s": "warm-up",
                "kernels_compiled": "kernels compiled", "compile_s": "their s, summed"}  # fmt: skip
-    down = {"dtype": "dtype", "caches": "caches", "commit": "tree"}
+    down = {"dtype": "dtype", "caches": "caches", "torch_compile": "torch.compile", "commit": "tree"}
     return [figures(load("startup.csv"), down, {title: text(name) for name, title in seconds.items()})]
 
 
