@@ -7,7 +7,7 @@ from compiling import Case, compile_kernels
 from packed_kv.formats import FORMATS, Format
 from packed_kv.kernels.kernel_layout import kernel_layout, rope_layout
 from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring
-from packed_kv.kernels.triton.latent_store import ROPE_CHANNELS
+from packed_kv.kernels.triton.latent_store import ROPE_CHANNELS, parts_of
 from packed_kv.kernels.triton.store import rows_of
 from packed_kv.layout import latent_layout, ring_layout
 
@@ -59,17 +59,18 @@ def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
         kernel="packed_kv.kernels.triton.latent_store:store_latents_kernel",
         arch=arch,
         types=dict(
-            latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", tokens="i32", cache_ptr="*u8",
+            latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", tokens="i32", split="i32", cache_ptr="*u8",
             cache_block_stride="i32", latent_token_stride="i32", rope_token_stride="i32", constants_ptr="*fp32",
             channels_ptr="*i64", table_ptr="*fp32", spectrum_ptr="*fp32", ring_slots_ptr="*i32", ring_tokens="i32",
             ring_ptr="*u8", ring_block_stride="i32",
         ),
         constants=dict(
             HAS_PAGES=True, RING_BLOCK=4, TRANSFORMED=True, ORDERED=True, ROTATION=fmt.rotation, BLOCK_SIZE=16,
-            RANK=RANK, ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS, **sizes(fmt, rope_bits),
+            RANK=RANK, ROWS=rows_of(sizes(fmt)["LAYOUT"]), ROPE_CHANNELS=ROPE_CHANNELS,
+            PARTS=parts_of(sizes(fmt)["LAYOUT"]), **sizes(fmt, rope_bits),
         ),
         options=dict(num_warps=1, enable_fp_fusion=False),
-        unaligned=("tokens", "slots_ptr", "ring_tokens", "ring_slots_ptr"),
+        unaligned=("tokens", "split", "slots_ptr", "ring_tokens", "ring_slots_ptr"),
     )  # fmt: skip
     gather = Case(
         kernel="packed_kv.kernels.triton.latent_gather:_gather_latents_kernel",

@@ -9,6 +9,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_ring_launch
+from packed_kv.kernels.triton import latent_store
 from packed_kv.kernels.triton.latent_decode import decode_latents, latent_shape
 from packed_kv.kernels.triton.latent_ring import (
     attend_latent_ring_arguments,
@@ -33,9 +34,12 @@ def poisoned_ring(codec: LatentCodec, blocks: int, block_size: int) -> torch.Ten
     return torch.full(shape, 0xFF, dtype=torch.uint8, device=DEVICE)[:, :1]
 
 
+@pytest.mark.parametrize("split_tokens", [0, 256])
 @pytest.mark.parametrize(("name", "rank", "rope_dim", "rope_bits"), SIZES)
-def test_stored_bytes_equal_the_codecs(name: str, rank: int, rope_dim: int, rope_bits: int) -> None:
-    """Pages as without a ring; then the ring alone. Of all sizes, zeros and what is no number; some are skipped."""
+def test_stored_bytes_equal_the_codecs(name, rank, rope_dim, rope_bits, split_tokens, monkeypatch) -> None:
+    """Pages as without a ring; then the ring alone. Of all sizes, zeros and what is no number; some are skipped. By
+    programs that quantise all of their rows, or a part."""
+    monkeypatch.setattr(latent_store, "SPLIT_TOKENS", split_tokens)
     codec = codec_of(FORMATS[name], rank, rope_dim, rope_bits)
     assert codec.ring_slot_bytes == {576: 600, 128: 136}[rank + rope_dim]
     latent, rope = tokens(codec, 11, seed=1, dtype=torch.float32)

@@ -75,7 +75,7 @@ class FusedLatents:
             (cache.data_ptr(), of_ring, latent.stride(), rope.stride(), latent.dtype, rope.dtype),
             lambda: bind_store_latents(self.codec, cache, latent, rope, ring, only_ring=only_ring),
         )
-        step = store_latents_arguments(slots, ring_slots)
+        step = store_latents_arguments(self.codec, slots, ring_slots)
         launch(store_latents_grid(self.codec, len(slots)), (latent, rope), step)
 
     def gather(

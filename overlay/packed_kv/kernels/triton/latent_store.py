@@ -14,7 +14,7 @@ from ...codecs.latent import LatentCodec
 from ...codecs.transform import INPUT_LIMIT
 from ...layout import MICRO_BLOCK
 from .. import power_of_2
-from ..kernel_layout import kernel_layout, rope_layout
+from ..kernel_layout import KernelLayout, kernel_layout, rope_layout
 from .latent_ring import check_latent_ring
 from .launch import Arguments, Launch
 from .pages import KEY
@@ -25,6 +25,8 @@ from .words import word_index
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 ROPE_CHANNELS = 256
 """That a program writes."""
+SPLIT_TOKENS = 256
+"""Up to so many, two programs a vector have no more than 4 warps on an SM."""
 
 
 def bind_store_latents(
@@ -63,25 +65,38 @@ def bind_store_latents(
             HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
             TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
             ROTATION=codec.fmt.rotation, BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank,
-            ROPE=rope_layout(codec.layout), ROPE_CHANNELS=ROPE_CHANNELS, LAYOUT=layout,
+            ROPE=rope_layout(codec.layout), ROPE_CHANNELS=ROPE_CHANNELS, PARTS=parts_of(layout), LAYOUT=layout,
         ),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def store_latents_arguments(slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> Arguments:
+def parts_of(layout: KernelLayout) -> int:
+    """Parts of the rows of a program, one for every 8: as many programs can share them."""
+    return rows_of(layout) // 8
+
+
+def split_of(layout: KernelLayout, tokens: int) -> int:
+    """Programs that share the same rows: all that can, where tokens are so few that warps of the card idle."""
+    return parts_of(layout) if tokens <= SPLIT_TOKENS else 1
+
+
+def store_latents_arguments(
+    codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None
+) -> Arguments:
     """A step's arguments: `slots` int32 or int64 [tokens], `ring_slots` int32 [up to tokens]."""
     assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
     if ring_slots is None:
         ring_slots = slots[:0]
     assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
-    return Arguments(slots, ring_slots, len(slots), len(ring_slots))
+    split = split_of(kernel_layout(codec.layout), len(slots))
+    return Arguments(slots, ring_slots, len(slots), len(ring_slots), split)
 
 
 def store_latents_grid(codec: LatentCodec, tokens: int) -> tuple[int, int, int]:
     layout = kernel_layout(codec.layout)
     groups = [power_of_2(section.groups) for section in layout.sections]
-    programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups)
+    programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups) * split_of(layout, tokens)
     return programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
 
 
@@ -112,16 +127,19 @@ def store_latents(
     assert len(latent) >= len(slots) and len(rope) >= len(slots), (latent.shape, rope.shape, slots.shape)
     launch = bind_store_latents(codec, cache, latent, rope, ring, only_ring=only_ring)
     if len(slots):
-        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(slots, ring_slots))
+        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(codec, slots, ring_slots))
 
 
-@triton.jit(do_not_specialize=["tokens", "ring_tokens"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"])
+@triton.jit(
+    do_not_specialize=["tokens", "ring_tokens", "split"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"]
+)
 def store_latents_kernel(
-    latent_ptr, rope_ptr, slots_ptr, ring_slots_ptr, tokens, ring_tokens, cache_ptr, cache_block_stride,
+    latent_ptr, rope_ptr, slots_ptr, ring_slots_ptr, tokens, ring_tokens, split, cache_ptr, cache_block_stride,
     latent_token_stride, rope_token_stride, constants_ptr, channels_ptr, table_ptr, spectrum_ptr, ring_ptr,
     ring_block_stride, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
     TRANSFORMED: tl.constexpr, ORDERED: tl.constexpr, ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens.
 
@@ -132,6 +150,7 @@ def store_latents_kernel(
             `latent_token_stride` and `rope_token_stride` (int32).
         slots_ptr: int32 or int64 [tokens], -1: not stored; tokens: int32.
         ring_slots_ptr: int32 [ring_tokens], likewise; ring_tokens: int32.
+        split: int32, programs that share rows of latents, 1 or PARTS; see `store_section`.
         cache_ptr: uint8 [blocks, BLOCK_SIZE, slot_bytes], with `cache_block_stride`.
         constants_ptr: fp32 [RANK], the rotation's constants by packed channel.
         channels_ptr: int64 [RANK], the channels in packing order; read where ORDERED.
@@ -143,14 +162,14 @@ def store_latents_kernel(
     """
     program = tl.program_id(0)
     for s in tl.static_range(len(LAYOUT.sections)):
-        programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.sections[s].groups))
+        programs = tl.cdiv(tokens, ROWS // padded_groups(LAYOUT.sections[s].groups)) * split
         if (program >= 0) & (program < programs):
             store_section(
                 cache_ptr, cache_block_stride, 0, slots_ptr, tokens, latent_ptr, latent_token_stride, 0,
                 constants_ptr, channels_ptr, 0, ring_ptr, ring_block_stride, 0, ring_slots_ptr, ring_tokens, True,
                 program, slots_ptr, table_ptr, 0, spectrum_ptr,
                 TRANSFORMED, False, 1, 0, 1, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, RANK, RANK, s,
-                LAYOUT,
+                LAYOUT, PARTS, split,
             )  # fmt: skip
         program -= programs
     if program >= 0:

@@ -301,7 +301,7 @@ def store_kernel(
                 positions_ptr, table_ptr, table_stride, spectrum_ptr,
                 TRANSFORMED, HAS_POSITIONS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS,
                 HEADS, BLOCK_SIZE, ROWS, ORDERED, HAS_PAGES, RING_BLOCK, ROTATION, HEAD_DIM, VALUE_DIM,
-                s, LAYOUT,
+                s, LAYOUT, 1, 1,
             )  # fmt: skip
         program -= programs
     if QUERY_GROUP > 0:
@@ -334,31 +334,27 @@ def store_section(
     TRANSFORMED: tl.constexpr, HAS_POSITIONS: tl.constexpr, MEAN_BLOCKS: tl.constexpr, MEAN_BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, HAS_PAGES: tl.constexpr,
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    NUMBER: tl.constexpr, LAYOUT: tl.constexpr,
+    NUMBER: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr, split,
 ):  # fmt: skip
-    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`.
+    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`; or, with
+    `split` programs for these, a share of them: all rotate whole vectors, and each quantises its PARTS / split parts of
+    the rows one after the other.
 
     `x_ptr`, `channels_ptr` and `table_ptr` with their strides are those of K, with `is_key`, or of V; the other
     arguments are `store_kernel`'s.
     """
     SECTION: tl.constexpr = LAYOUT.sections[NUMBER]
-    CODE: tl.constexpr = SECTION.code
     GROUPS: tl.constexpr = SECTION.groups
     FIRST_GROUP: tl.constexpr = SECTION.first_group
     HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
-    A_VECTOR: tl.constexpr = padded_groups(GROUPS)
     index = tl.arange(0, 4 * ROWS)
-    row, lane = index // 4, index % 4
-    vector, group = program * (ROWS // A_VECTOR) + row // A_VECTOR, row % A_VECTOR
+    block = program // split if PARTS > 1 else program
+    group, vector, exists = _own_groups(index, block, tokens, HEADS, ROWS, GROUPS)
     token, head = (vector // HEADS).to(tl.int64), (vector % HEADS).to(tl.int64)
-    exists = (group < GROUPS) & (vector < tokens * HEADS)
     slot = tl.load(slots_ptr + token, mask=exists, other=-1).to(tl.int64)
-    stored = slot >= 0
-    slot = tl.where(stored, slot, 0)
-    inside = slot % BLOCK_SIZE
-    micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + head * cache_head_stride
-    micro_block += inside // 16 * LAYOUT.micro_block_bytes
-    n = (inside % 16).to(tl.int32)
+    ring_slot = slot
+    if RING_BLOCK > 0:
+        ring_slot = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
 
     x_row = x_ptr + token * token_stride + head * head_stride
     channels_row = channels_ptr + head * channels_stride
@@ -368,8 +364,8 @@ def store_section(
         position = tl.load(positions_ptr + token, mask=exists, other=1)
         mean_row += tl.where(position == 0, 2 * HEAD_GROUPS * 32, 0)
         if MEAN_BLOCK_TOKENS > 0:
-            block = tl.minimum(tl.maximum(position, 0) // MEAN_BLOCK_TOKENS, MEAN_BLOCKS - 1).to(tl.int32)
-            turn_row += block * (2 * HEAD_GROUPS * 32)
+            mean_block = tl.minimum(tl.maximum(position, 0) // MEAN_BLOCK_TOKENS, MEAN_BLOCKS - 1).to(tl.int32)
+            turn_row += mean_block * (2 * HEAD_GROUPS * 32)
             turned = turned & (position != 0)
     scale_row = table_row + 3 * HEAD_GROUPS * 32
     dim = HEAD_DIM if is_key else VALUE_DIM
@@ -380,9 +376,60 @@ def store_section(
     )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
+    if PARTS == 1:
+        _store_groups(
+            x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride,
+            ring_ptr, ring_block_stride, ring_head_stride, is_key, BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
+        )  # fmt: skip
+    else:
+        first = program % split * (PARTS // split)
+        for part in range(first, first + PARTS // split):
+            own = part * (4 * ROWS // PARTS) + tl.arange(0, 4 * ROWS // PARTS)
+            y = ()
+            for k in tl.static_range(8):
+                y += (tl.gather(x[k], own, 0),)
+            own_group, own_vector, _ = _own_groups(own, block, tokens, HEADS, ROWS, GROUPS)
+            _store_groups(
+                y, own_group, (own_vector % HEADS).to(tl.int64), tl.gather(slot, own, 0), tl.gather(ring_slot, own, 0),
+                cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride, ring_head_stride, is_key,
+                BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _own_groups(index, block, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Group in the section, vector (token, head) and whether there is one, of the lanes `index` of a block of ROWS
+    rows."""
+    A_VECTOR: tl.constexpr = padded_groups(GROUPS)
+    row = index // 4
+    vector, group = block * (ROWS // A_VECTOR) + row // A_VECTOR, row % A_VECTOR
+    return group, vector, (group < GROUPS) & (vector < tokens * HEADS)
+
+
+@triton.jit
+def _store_groups(
+    x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride,
+    ring_head_stride, is_key, BLOCK_SIZE: tl.constexpr, HAS_PAGES: tl.constexpr, RING_BLOCK: tl.constexpr,
+    SECTION: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Quantise rotated groups and write them to the ring and to pages.
+
+    x: 8 fp32 tensors [lanes]; group, of the section, int32, and head, slot and ring_slot, int64 [lanes]. The other
+    arguments are `store_section`'s.
+    """
+    CODE: tl.constexpr = SECTION.code
+    FIRST_GROUP: tl.constexpr = SECTION.first_group
+    HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
+    index = tl.arange(0, group.shape[0])
+    lane = index % 4
+    stored = slot >= 0
+    slot = tl.where(stored, slot, 0)
+    inside = slot % BLOCK_SIZE
+    micro_block = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + head * cache_head_stride
+    micro_block += inside // 16 * LAYOUT.micro_block_bytes
+    n = (inside % 16).to(tl.int32)
     RING: tl.constexpr = LAYOUT.ring
     if RING_BLOCK > 0:
-        ring_slot = tl.load(ring_slots_ptr + token, mask=exists & (token < ring_tokens), other=-1).to(tl.int64)
         in_ring = ring_slot >= 0
         ring_slot = tl.where(in_ring, ring_slot, 0)
         entry = ring_ptr + ring_slot // RING_BLOCK * ring_block_stride + head * ring_head_stride
