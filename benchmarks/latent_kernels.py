@@ -19,7 +19,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from kernels import copy_bandwidth, interleaved
@@ -69,61 +68,59 @@ def packed_pages(codec: LatentCodec, pages: int = 64) -> torch.Tensor:
     return cache
 
 
-class Recent(NamedTuple):
-    """What attention over pages takes and leaves where requests have rings, and the launch of each layer that follows:
-    see `attention/latent/recent.py`."""
-
-    page_lens: torch.Tensor
-    part: torch.Tensor
-    lse: torch.Tensor
-    layers: list[Callable[[], None]]
+def recent_lens(batch: Batch, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token of each request's ring, and how many of its tokens are read in pages."""
+    first, page_lens = batch.seq_lens - window - batch.queries, torch.empty_like(batch.seq_lens)
+    latent_ring.split_lens(batch.start, batch.seq_lens, first, window, page_lens)
+    return first, page_lens
 
 
-def recent_tokens(batch: Batch, codec: LatentCodec, window: int, output: torch.Tensor) -> Recent:
-    """Rings of zeros for all layers; `output` is filled."""
+def recent_rounds(
+    batch: Batch, codec: LatentCodec, window: int, lens: tuple[torch.Tensor, torch.Tensor], parts: cuda.Parts,
+    output: torch.Tensor,
+) -> list[Callable[[], None]]:  # fmt: skip
+    """The launch of each layer that adds its ring, of zeros, to the parts of pages; `output` is filled."""
     requests, blocks = len(batch.lengths), -(-(window + batch.queries) // RING_BLOCK) + 1
     own = torch.arange(requests, device="cuda")[:, None] * blocks
     table = own + torch.arange(max(batch.lengths) // RING_BLOCK, device="cuda") % blocks
-    first, page_lens = batch.seq_lens - window - batch.queries, torch.empty_like(batch.seq_lens)
-    latent_ring.split_lens(batch.start, batch.seq_lens, first, window, page_lens)
-    part, lse = torch.empty(*output.shape, device="cuda"), torch.empty(output.shape[:2], device="cuda")
     gain, sm_count = 1 / codec.value_gain(), torch.cuda.get_device_properties(0).multi_processor_count
     queries = batch.query[..., :RANK], batch.query[..., RANK:]
     ring_shape = requests * blocks, 1, RING_BLOCK, codec.ring_slot_bytes
+    first, page_lens = lens
 
     def of_layer() -> Callable[[], None]:
         ring = Ring(torch.zeros(ring_shape, dtype=torch.uint8, device="cuda"), table.int(), first, window)
-        of_step = batch.start, batch.seq_lens, page_lens, part, lse
+        of_step = batch.start, batch.seq_lens, page_lens, parts
         step = cuda_ring.make_step(batch.heads, batch.queries, SCALE, sm_count, ring, *of_step)
         attend = cuda_ring.CudaLatentRing(ring.cache, batch.heads, batch.query.dtype, output.dtype, gain, None)
         return lambda kept=(ring, of_step): attend(step, *queries, output)
 
-    return Recent(page_lens, part, lse, [of_layer() for _ in range(batch.layers)])
+    return [of_layer() for _ in range(batch.layers)]
 
 
 def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor, window: int) -> Callable[[], None]:
     """Attention of all layers over packed pages, and with a window over the ring, too, by the CUDA kernels."""
-    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    sm_count, requests = torch.cuda.get_device_properties(0).multi_processor_count, len(batch.lengths)
     shape = cuda.shape_of(batch.heads * batch.queries, sm_count)
     output = torch.empty(*batch.query.shape[:2], RANK, dtype=torch.bfloat16, device="cuda")
-    recent = recent_tokens(batch, codec, window, output) if window else None
-    lens, part, lse = recent[:3] if recent else (batch.seq_lens, output, None)
-    schedule = LatentScheduler(len(batch.lengths), sm_count, torch.device("cuda"))(lens, shape.partitions)
-    buffers = [torch.empty(shape.partial_rows, size, device="cuda") for size in (RANK, 2)]
-    lengths = batch.table, batch.start, lens
-    step = cuda.make_step(batch.heads, batch.queries, SCALE, shape, *lengths, schedule, *buffers, lse)
-    caches = batch.pages(source)
-    dtypes = batch.query.dtype, part.dtype
-    layers = [
-        cuda.CudaLatentDecode(codec.layout, cache, batch.heads, *dtypes, has_lse=lse is not None) for cache in caches
-    ]
+    of_ring = recent_lens(batch, window) if window else None
+    lens = of_ring[1] if of_ring else batch.seq_lens
+    schedule = LatentScheduler(requests, sm_count, torch.device("cuda"))(lens, shape.partitions)
+    rows = shape.partial_rows(requests if window else 0)
+    parts = cuda.Parts(shape, schedule, *(torch.empty(rows, size, device="cuda") for size in (RANK, 2)))
+    step = cuda.make_step(batch.heads, batch.queries, SCALE, batch.table, batch.start, lens, parts)
+    caches, dtype, of_pages = batch.pages(source), output.dtype, output
+    recent = recent_rounds(batch, codec, window, of_ring, parts, output) if of_ring else []
+    if of_ring:
+        dtype = of_pages = None
+    layers = [cuda.CudaLatentDecode(codec.layout, cache, batch.heads, batch.query.dtype, dtype) for cache in caches]
     query, rope_query = batch.query[..., :RANK], batch.query[..., RANK:]
 
-    def round_of_layers(kept: object = (schedule, buffers, caches)) -> None:
+    def round_of_layers(kept: object = (parts, caches, lens)) -> None:
         for number, layer in enumerate(layers):
-            layer(step, query, rope_query, part)
+            layer(step, query, rope_query, of_pages)
             if recent:
-                recent.layers[number]()
+                recent[number]()
 
     return round_of_layers
 

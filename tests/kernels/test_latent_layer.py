@@ -38,7 +38,7 @@ class Emulated(latent_launch.CudaLatentDecode):
     def __call__(self, step, query, rope_query, output) -> None:
         import emulated
 
-        assert self.dtypes == (query.dtype, output.dtype)
+        assert self.dtypes == (query.dtype, None if output is None else output.dtype)
         flags = self.has_constant, self.has_lse
         variant = latent_launch.Variant(self.heads, step.shape.rows, self.block_size, *self.dtypes, *flags)
         call = latent_launch.call_arguments(output, query, rope_query)

@@ -1,9 +1,10 @@
-// Runs the blocks of latent_decode one after the other, then those of latent_merge.
+// Runs the blocks of latent_decode one after the other, then those of latent_merge, if it is launched.
 #include "latent.cu"
 
 static const Arguments* given;
 
 static void finish() {
+    check_waited();
     fibers[running].done = true;
     swapcontext(&fibers[running].context, &scheduler);
 }
@@ -21,5 +22,5 @@ static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()
 extern "C" void launch(const Arguments* arguments, u32 row_blocks, u32 partitions, u32 rows, u32 requests) {
     given = arguments;
     run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body);
-    run_grid(rows, requests, 64 * arguments->merge_shares, 2048 * arguments->merge_shares, merge_body);
+    if (!LEAVES_PARTS) run_grid(rows, requests, 64 * arguments->merge_shares, 2048 * arguments->merge_shares, merge_body);
 }

@@ -9,6 +9,9 @@ static const Arguments* given;
 
 static void body() {
     KERNEL(*given);
+#ifdef BEGINS_EARLY
+    check_waited();
+#endif
     fibers[running].done = true;
     swapcontext(&fibers[running].context, &scheduler);
 }

@@ -41,7 +41,7 @@ struct Meeting {  // of a warp, or of a block
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
-    bool done;
+    bool done, waited;  // waited: for the kernel before
     std::vector<std::function<void()>> copies;
 };
 struct Barrier {
@@ -190,6 +190,16 @@ INLINE bool any_thread(bool predicate) {
     return result;
 }
 
+// ---- kernels that follow each other: they run one after the other
+
+INLINE void begin_next_kernel() {
+    if (!fibers[running].waited) fail("lets the next kernel begin before it has waited");
+}
+INLINE void wait_for_kernel_before() { fibers[running].waited = true; }
+static void check_waited() {
+    if (!fibers[running].waited) fail("ends without having waited for the kernel before");
+}
+
 // ---- memory
 
 INLINE u8* shared_memory() { return block_memory.data(); }
@@ -275,7 +285,7 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
     barriers.clear();
     for (int i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
-        fiber.done = false;
+        fiber.done = fiber.waited = false;
         fiber.stack.resize(1 << 18);
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from packed_kv.attention.latent.plain import PlainLatents, RecentContext, attend
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import latent_ring_launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.triton import latent_store
 from packed_kv.kernels.triton.latent_decode import decode_latents, latent_shape
 from packed_kv.kernels.triton.latent_ring import (
@@ -152,10 +154,10 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, bat
     if kernel == "cuda":
         if (rank, rope_dim) != latent_ring_launch.LATENT:
             pytest.skip("the kernel serves one size")
-        of_step = made.starts, made.seq_lens, lens, part, lse
-        sm_count = {"decodes": 1, "two tiles": 1, "behind hits": 8}.get(batch, 132)
+        of_step = made.starts, made.seq_lens, lens, cut_into_parts(part, lse, made.starts, lens)
+        sm_count = {"decodes": 1, "two tiles": 1, "behind hits": 8, "drafts": 100}.get(batch, 132)
         cuda_step = latent_ring_launch.make_step(heads, longest, SCALE, sm_count, made.ring, *of_step)
-        assert cuda_step.grid[2] == {"decodes": 1, "two tiles": 1, "behind hits": 2}.get(batch, 4)
+        assert cuda_step.grid[2] == {"decodes": 1, "two tiles": 1, "behind hits": 2, "drafts": 4}.get(batch, 8)
         attend_ring = cuda_ring()(made.ring.cache, heads, torch.bfloat16, torch.float32, *bound)
         attend_ring(cuda_step, *queries, output)
     else:
@@ -166,6 +168,38 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, bat
     error = (output - expected).norm() / (expected - constant).norm()
     print(f"relative error {error:.1e}")
     assert error < 2e-3
+
+
+def cut_into_parts(
+    part: torch.Tensor, lse: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
+) -> latent_launch.Parts:
+    """Results [tokens, heads, 512] in parts that make them when merged, in places of poison: one part or many, none of
+    requests without tokens, and the first one behind another request's or not."""
+    random = torch.Generator().manual_seed(3)
+    heads, counts = part.shape[1], starts.diff().tolist()
+    shape = latent_launch.Shape(16, -(-max(counts) * heads // 16), 100)
+    slots = torch.full((2 * shape.partitions + len(lens), shape.row_blocks * 16, 512), float("nan"))
+    stats, begins, spans = slots[..., :2].clone(), [(-1, -1)] * (shape.partitions + 1), []
+    for i, (number, count) in enumerate(zip((3, 1, 40, 18), counts, strict=False)):
+        first, number = sum(n for _, n in spans), number if lens[i] else 0
+        spans.append((first, number))
+        begins[first] = (i - i % 2, 1)
+        places = [2 * shape.partitions + i] if number == 1 else [2 * (first + n) for n in range(number)]
+        if number > 1:
+            places[0] += i % 2
+        own = slice(int(starts[i]), int(starts[i]) + count)
+        share = torch.rand(number, count * heads, generator=random)
+        share /= share.sum(0)
+        maxima = torch.randn(number, count * heads, generator=random) * 3
+        off = torch.randn(number, count * heads, 512, generator=random)
+        off -= (share[..., None] * off).sum(0)
+        sees = lse[own].flatten().cpu() > -torch.inf
+        totals = share * (lse[own].flatten().cpu() / math.log(2) - maxima).exp2()
+        sums = totals[..., None] * (part[own].reshape(-1, 512).cpu() + off) / latent_launch.LATENT_DIVISOR
+        slots[places, : count * heads] = torch.where(sees[:, None], sums, 0)
+        stats[places, : count * heads] = torch.stack([torch.where(sees, maxima, -1e30), totals], -1)
+    schedule = tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (begins, spans))
+    return latent_launch.Parts(shape, schedule, slots.to(DEVICE), stats.to(DEVICE))
 
 
 def cuda_ring() -> type[latent_ring_launch.CudaLatentRing]:

@@ -18,7 +18,7 @@ from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
 from ...kernels.triton.launch import Launches
 from .metadata import LatentDecodeMetadata
-from .recent import RecentLatents, RecentStep
+from .recent import PageStep, RecentLatents
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,13 @@ class LatentLayer:
 
 
 @dataclass(frozen=True)
-class PageStep:
-    """What attention over pages reads and fills in a step.
-
-    `metadata`: of the batch's decodes. `lens`: int32 [requests], tokens read there. `partial`, `stats`: fp32 [...,
-    rank] and [..., 2], parts of results. `output`: [tokens, heads, rank], filled; `lse`: fp32 [tokens, heads], filled,
-    or None.
-    """
-
-    metadata: LatentDecodeMetadata
-    lens: torch.Tensor
-    partial: torch.Tensor
-    stats: torch.Tensor
-    output: torch.Tensor
-    lse: torch.Tensor | None
-
-
-@dataclass(frozen=True)
 class LatentStep:
-    """What the layers of a step share: attention over pages, what the kernel made for it, that of the recent window,
-    and what layers return, which the next one overwrites."""
+    """What the layers of a step share: attention over pages, what the kernel made for it and for the recent window, and
+    what layers return, which the next one overwrites."""
 
     pages: PageStep
     launches: Any
-    recent: RecentStep | None
+    recent: Any
     output: torch.Tensor
 
 
@@ -83,10 +66,10 @@ class LatentDecode(ABC):
         if layer.window:
             requests = layer.longest_decode, layer.max_requests
             self.recent = self.recent_latents(layer.codec, layer.heads, layer.scale, *requests, layer.constant)
-        self.is_part = layer.is_shard or self.recent is not None
+        self.is_part = layer.is_shard or (self.recent is not None and not self.recent.merges_pages)
         """Whether attention over pages is a part, in fp32 and with its lse."""
-        self.constant = None if self.is_part else layer.constant
-        """Added by the kernel."""
+        self.constant = None if layer.is_shard or self.recent else layer.constant
+        """Added by attention over pages."""
         self.sm_count = torch.cuda.get_device_properties(layer.codec.device).multi_processor_count
         self.bound = Launches()
 
@@ -99,15 +82,15 @@ class LatentDecode(ABC):
         return found
 
     def _make_step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentStep:
-        partial, stats, output, *rest = self._reserve(self.partials(metadata, tokens), tokens)
-        lens, lse, recent = metadata.seq_lens, rest[0] if self.is_part else None, None
-        returned = output
+        partial, stats, *outputs = self._reserve(self.partials(metadata, tokens), tokens)
+        lens, recent = metadata.seq_lens, None
         if self.recent and ring:
-            assert lse is not None
-            recent = self.recent.step(metadata, ring, output, lse)
-            lens, returned = recent.page_lens, rest[1]
-        pages = PageStep(metadata, lens, partial, stats, output, lse)
-        return LatentStep(pages, self.prepare(pages), recent, returned)
+            lens = self.recent.page_lens_of(metadata, ring)
+        pages = PageStep(metadata, lens, partial, stats, outputs[0], outputs[1] if self.is_part else None)
+        launches = self.prepare(pages)
+        if self.recent and ring:
+            recent = self.recent.prepare(ring, pages, launches)
+        return LatentStep(pages, launches, recent, outputs[0] if self.layer.is_shard else outputs[-1])
 
     def __call__(
         self,
@@ -122,7 +105,7 @@ class LatentDecode(ABC):
         assert (ring is None) == (self.recent is None)
         step = self.step(metadata, len(q_latent), ring)
         self.attend(step, cache, q_latent, q_rope)
-        if self.recent and step.recent and ring:
+        if self.recent and ring:
             self.recent.add(step.recent, ring.cache, q_latent, q_rope, step.output)
             return step.output, None
         return step.output, step.pages.lse
@@ -133,12 +116,12 @@ class LatentDecode(ABC):
 
     def _reserve(self, partials: tuple[int, ...], tokens: int) -> list[torch.Tensor]:
         """Workspace for parts of results of this shape, their softmax state, and outputs of `tokens` query tokens: that
-        of pages and, if it is a part, its lse; with a window, that of both."""
+        of pages and its lse, if it is a part; and that of the layer, unless it is this part."""
         shape, layer = (tokens, self.heads, self.codec.rank), self.layer
-        outputs: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, torch.float32 if self.is_part else layer.dtype)]
+        outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
         if self.is_part:
-            outputs.append((shape[:2], torch.float32))
-        if self.recent:
+            outputs += [(shape, torch.float32), (shape[:2], torch.float32)]
+        if not layer.is_shard:
             outputs.append((shape, layer.dtype))
         return current_workspace_manager().get_simultaneous(
             ((*partials, self.codec.rank), torch.float32), ((*partials, 2), torch.float32), *outputs
@@ -158,4 +141,4 @@ class LatentDecode(ABC):
 
     @abstractmethod
     def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
-        """Attention over pages: fill `step.pages.output` and `step.pages.lse`."""
+        """Attention over pages: fill `step.pages.output` and `step.pages.lse`, or leave parts."""

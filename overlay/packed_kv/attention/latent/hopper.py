@@ -11,31 +11,32 @@ from ...codecs.ring import Ring
 from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_ring_launch as cuda_ring
 from ...kernels.cuda.latent_schedule import LatentScheduler
-from .decode import LatentDecode, LatentLayer, LatentStep, PageStep
+from .decode import LatentDecode, LatentLayer, LatentStep
 from .metadata import LatentDecodeMetadata
-from .recent import RecentLatents, RecentStep
+from .recent import PageStep, RecentLatents
 
 
 class HopperRecentLatents(RecentLatents):
     """See `RecentLatents`."""
 
+    merges_pages = True
+
     @cached_property
     def sm_count(self) -> int:
         return torch.cuda.get_device_properties(self.codec.device).multi_processor_count
 
-    def prepare(
-        self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
-    ) -> cuda_ring.Step:  # fmt: skip
-        of_step = query_start, seq_lens, page_lens, part, lse
-        return cuda_ring.make_step(self.heads, max_query_len, self.scale, self.sm_count, ring, *of_step)
+    def prepare(self, ring: Ring, pages: PageStep, launches: tuple[cuda.Step, cuda.Parts]) -> cuda_ring.Step:
+        metadata = pages.metadata
+        of_step = metadata.query_start, metadata.seq_lens, pages.lens, launches[1]
+        return cuda_ring.make_step(self.heads, metadata.max_query_len, self.scale, self.sm_count, ring, *of_step)
 
     def add(
-        self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
-    ) -> None:
+        self, step: cuda_ring.Step, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:  # fmt: skip
         held_for = (ring.data_ptr(), q_latent.dtype, output.dtype)
         attend = self.bound.get("ring", held_for, lambda: self._bind(ring, q_latent.dtype, output.dtype))
-        attend(step.launch, q_latent, q_rope, output)
+        attend(step, q_latent, q_rope, output)
 
     def _bind(self, ring: torch.Tensor, query: torch.dtype, output: torch.dtype) -> cuda_ring.CudaLatentRing:
         attend = cuda_ring.CudaLatentRing(ring, self.heads, query, output, self.inverse_gain, self.constant)
@@ -56,28 +57,33 @@ class HopperLatentDecode(LatentDecode):
         return cuda.shape_of(self.heads * query_len, self.sm_count)
 
     def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
-        return (self._shape(metadata.max_query_len).partial_rows,)
+        return (self._shape(metadata.max_query_len).partial_rows(self._whole(len(metadata.seq_lens))),)
 
     def most_partials(self) -> tuple[int, ...]:
-        return (max(self._shape(length + 1).partial_rows for length in range(self.layer.longest_decode)),)
+        shapes = (self._shape(length + 1) for length in range(self.layer.longest_decode))
+        return (max(shape.partial_rows(self._whole(self.layer.max_requests)) for shape in shapes),)
 
-    def prepare(self, pages: PageStep) -> tuple[cuda.Step, tuple[torch.Tensor, ...]]:
-        """The step, and tensors whose addresses it has beside those of `pages`."""
+    def _whole(self, requests: int) -> int:
+        """Of a step's requests, those whose results stay partial even in one part."""
+        return requests if self.recent else 0
+
+    def prepare(self, pages: PageStep) -> tuple[cuda.Step, cuda.Parts]:
+        """The step, and where its parts lie."""
         metadata = pages.metadata
         shape = self._shape(metadata.max_query_len)
-        schedule = self.scheduler(pages.lens, shape.partitions)
+        parts = cuda.Parts(shape, self.scheduler(pages.lens, shape.partitions), pages.partial, pages.stats)
         step = cuda.make_step(
-            self.heads, metadata.max_query_len, self.layer.scale, shape, metadata.block_table, metadata.query_start,
-            pages.lens, schedule, pages.partial, pages.stats, pages.lse,
+            self.heads, metadata.max_query_len, self.layer.scale, metadata.block_table, metadata.query_start,
+            pages.lens, parts, pages.lse,
         )  # fmt: skip
-        return step, schedule
+        return step, parts
 
     def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
         decode = self.bound.get("decode", (cache.data_ptr(), q_latent.dtype), lambda: self._bind(cache, q_latent.dtype))
-        decode(step.launches[0], q_latent, q_rope, step.pages.output)
+        decode(step.launches[0], q_latent, q_rope, None if self.recent else step.pages.output)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda.CudaLatentDecode:
-        output = torch.float32 if self.is_part else self.layer.dtype
+        output = torch.float32 if self.is_part else None if self.recent else self.layer.dtype
         decode = cuda.CudaLatentDecode(
             self.codec.layout, cache, self.heads, dtype, output, self.constant, has_lse=self.is_part
         )  # fmt: skip

@@ -26,9 +26,9 @@ from ...kernels.triton.latent_ring import (
     bind_attend_latent_ring,
 )
 from ...kernels.triton.launch import Arguments
-from .decode import LatentDecode, LatentLayer, LatentStep, PageStep
+from .decode import LatentDecode, LatentLayer, LatentStep
 from .metadata import LatentDecodeMetadata
-from .recent import RecentLatents, RecentStep
+from .recent import PageStep, RecentLatents
 
 
 class TritonLaunches(NamedTuple):
@@ -43,13 +43,12 @@ class TritonLaunches(NamedTuple):
 class TritonRecentLatents(RecentLatents):
     """See `RecentLatents`."""
 
-    def prepare(
-        self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
-    ) -> tuple[tuple[int, int, int], Arguments]:  # fmt: skip
+    def prepare(self, ring: Ring, pages: PageStep, launches: TritonLaunches) -> tuple[tuple[int, int, int], Arguments]:
         """The grid, and a step's arguments."""
-        grid = attend_latent_ring_grid(self.shape, self.codec.rank, max_query_len, len(seq_lens))
-        return grid, attend_latent_ring_arguments(ring, query_start, seq_lens, page_lens, part, lse)
+        assert pages.lse is not None
+        starts, seq_lens = pages.metadata.query_start, pages.metadata.seq_lens
+        grid = attend_latent_ring_grid(self.shape, self.codec.rank, pages.metadata.max_query_len, len(seq_lens))
+        return grid, attend_latent_ring_arguments(ring, starts, seq_lens, pages.lens, pages.output, pages.lse)
 
     @property
     def shape(self) -> LatentShape:
@@ -57,8 +56,9 @@ class TritonRecentLatents(RecentLatents):
         return latent_shape(self.heads, self.longest_decode, self.scale)
 
     def add(
-        self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
-    ) -> None:
+        self, step: tuple[tuple[int, int, int], Arguments], ring: torch.Tensor, q_latent: torch.Tensor,
+        q_rope: torch.Tensor, output: torch.Tensor,
+    ) -> None:  # fmt: skip
         strides = q_latent.stride(), q_rope.stride(), output.stride()
         launch = self.bound.get(
             "ring",
@@ -67,7 +67,7 @@ class TritonRecentLatents(RecentLatents):
                 self.codec, self.shape, ring, q_latent, q_rope, output, self.inverse_gain, self.constant
             ),
         )
-        grid, arguments = step.launch
+        grid, arguments = step
         launch(grid, (q_latent, q_rope, output), arguments)
 
 

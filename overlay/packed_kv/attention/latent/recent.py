@@ -1,8 +1,8 @@
 """Attention of decodes over their requests' rings of latents, added to that over their pages, on CUDA.
 
 Pages come first, by either kernel: it gets the number of tokens that are read there for that of the request, and leaves
-its output in fp32 with its lse. One launch then adds the ring's tokens, and what V lacks of the mean; `portable.py` and
-`hopper.py` have it.
+its output in fp32 with its lse, or parts of it. One launch then adds the ring's tokens, and what V lacks of the mean;
+`portable.py` and `hopper.py` have it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from .metadata import LatentDecodeMetadata
 
 
 @dataclass(frozen=True)
-class RecentStep:
-    """Of a step: tokens that its decodes read in pages, int32 [requests]; what attention over these fills, `part` fp32
-    [tokens, heads, rank] and `lse` fp32 [tokens, heads]; what the launch that follows needs."""
+class PageStep:
+    """What attention over pages reads and fills in a step.
 
-    page_lens: torch.Tensor
-    part: torch.Tensor
-    lse: torch.Tensor
-    launch: Any
+    `metadata`: of the batch's decodes. `lens`: int32 [requests], tokens read there. `partial`, `stats`: fp32 [...,
+    rank] and [..., 2], parts of results. `output`: [tokens, heads, rank], filled; `lse`: fp32 [tokens, heads], filled,
+    or None. Where the launch for the ring merges parts, it fills `output`.
+    """
+
+    metadata: LatentDecodeMetadata
+    lens: torch.Tensor
+    partial: torch.Tensor
+    stats: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
 
 
 class RecentLatents(ABC):
-    """The rings of one layer's decodes.
+    """The rings of one layer's decodes. `merges_pages`: whether their launch merges the parts of pages, too.
 
     Args:
         codec: of the layer, on a CUDA device.
@@ -43,6 +49,8 @@ class RecentLatents(ABC):
         constant: fp32 [rank], added to outputs, or None.
     """
 
+    merges_pages = False
+
     def __init__(
         self, codec: LatentCodec, heads: int, scale: float, longest_decode: int, max_requests: int,
         constant: torch.Tensor | None,
@@ -52,31 +60,27 @@ class RecentLatents(ABC):
         self.page_lens = torch.zeros(max_requests, dtype=torch.int32, device=codec.device)
         self.bound = Launches()
 
-    def step(self, metadata: LatentDecodeMetadata, ring: Ring, part: torch.Tensor, lse: torch.Tensor) -> RecentStep:
-        """For layers of these heads, in memory that outlives the step."""
+    def page_lens_of(self, metadata: LatentDecodeMetadata, ring: Ring) -> torch.Tensor:
+        """Tokens that a step's decodes read in pages, int32 [requests], in memory that outlives the step."""
         starts, seq_lens = metadata.query_start, metadata.seq_lens
         page_lens = self.page_lens[: len(seq_lens)]
         split_lens(starts, seq_lens, ring.first, ring.window, page_lens)
-        launch = self.prepare(metadata.max_query_len, ring, starts, seq_lens, page_lens, part, lse)
-        return RecentStep(page_lens, part, lse, launch)
+        return page_lens
 
     @abstractmethod
-    def prepare(
-        self, max_query_len: int, ring: Ring, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
-    ) -> Any:  # fmt: skip
+    def prepare(self, ring: Ring, pages: PageStep, launches: Any) -> Any:
         """What `add` of the step's layers needs: grid and arguments of the launch.
 
         Args:
-            max_query_len: most query tokens of a request.
             ring: of the requests.
-            query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests].
-            part, lse: fp32 [tokens, heads, rank] and [tokens, heads], of attention over pages.
+            pages: attention over these.
+            launches: what `LatentDecode.prepare` made for it.
         """
 
     @abstractmethod
     def add(
-        self, step: RecentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
+        self, step: Any, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Fill `output` [tokens, heads, rank]. `ring`: uint8 [blocks, 1, block_size, ring_slot_bytes] of the layer.
-        `q_latent`, `q_rope`: fp16 or bf16 [tokens, heads, rank] and [tokens, heads, rope_dim]."""
+        """Fill `output` [tokens, heads, rank]. `step`: of `prepare`. `ring`: uint8 [blocks, 1, block_size,
+        ring_slot_bytes] of the layer. `q_latent`, `q_rope`: fp16 or bf16 [tokens, heads, rank] and [tokens, heads,
+        rope_dim]."""

@@ -15,6 +15,8 @@
 //   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
 //   QUERY, OUTPUT                       dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
 //   HAS_LSE, HAS_CONSTANT               whether log-sum-exps are written, and whether a constant is added to outputs
+//   LEAVES_PARTS                        whether all results stay partial: latent_ring.cu merges them, latent_merge is not
+//                                       launched, and there is no output
 struct Arguments {
     // differs from call to call
     void* output;              // OUTPUT [tokens, HEADS, 512]
@@ -28,7 +30,8 @@ struct Arguments {
     const int* seq_lens;       // [requests], tokens in the cache, those of the query included
     const int* begins;         // [partitions + 1, 2], the request and tile where each begins, and the end
     const int* spans;          // [requests, 2], the first partition that has tiles of a request, and how many have
-    float* partial_output;     // [partitions, 2, row blocks, ROWS, 512]: of the first request, of the last one
+    float* partial_output;     // [partitions, 2, row blocks, ROWS, 512]: of the first request, of the last one; behind
+                               // these, with LEAVES_PARTS, [requests, row blocks, ROWS, 512], of those in one part
     float* partial_stats;      // [.., 2], the maximum of the scores and the sum of the weights of each partial output
     float* lse;                // [tokens, HEADS]
     unsigned table_stride, max_rows;  // most rows of a request
@@ -50,6 +53,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
     const u32 base = shared_address(swizzled_memory());
     init_shared(base);
     sync_block();
+    wait_for_kernel_before();
+    begin_next_kernel();
     attend_partition(a, base, warpgroup(), threadIdx.x % 128);
 }
 
@@ -59,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_cons
     const int row = blockIdx.x, request = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int query = a.query_start[request], next = a.query_start[request + 1];
     const int first = a.spans[2 * request], parts = a.spans[2 * request + 1], shares = a.merge_shares;
+    wait_for_kernel_before();
     if (row >= (next - query) * HEADS || parts == 1) return;  // 0: there is no token
     const int row_blocks = (a.max_rows + ROWS - 1) / ROWS, block = row / ROWS, own = row % ROWS;
     const int is_last = a.begins[2 * first] != request;  // the first part is what a partition has last

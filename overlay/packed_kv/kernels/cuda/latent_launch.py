@@ -33,10 +33,10 @@ class Shape(NamedTuple):
     row_blocks: int
     partitions: int
 
-    @property
-    def partial_rows(self) -> int:
-        """Rows of partial results that the blocks may write."""
-        return self.partitions * 2 * self.row_blocks * self.rows
+    def partial_rows(self, requests: int = 0) -> int:
+        """Rows of partial results that the blocks may write: of two requests a partition, and of `requests` that are
+        in one part, where these stay partial, too."""
+        return (self.partitions * 2 + requests) * self.row_blocks * self.rows
 
 
 def shape_of(rows: int, sm_count: int) -> Shape:
@@ -53,13 +53,14 @@ def shape_of(rows: int, sm_count: int) -> Shape:
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block."""
+    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block. `output` None: all
+    results stay partial."""
 
     heads: int
     rows: int
     block_size: int
     query: torch.dtype
-    output: torch.dtype
+    output: torch.dtype | None
     has_constant: bool
     has_lse: bool
 
@@ -89,7 +90,8 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "ROPE_SCALES_AT": rope.scales_at,
         "MICRO_BLOCKS": variant.block_size // MICRO_BLOCK,
         "QUERY": OUTPUTS[variant.query],
-        "OUTPUT": OUTPUTS[variant.output],
+        "OUTPUT": OUTPUTS[variant.output or torch.float32],
+        "LEAVES_PARTS": int(variant.output is None),
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
         "SHARED_BYTES": shared_bytes(page, variant.rows),
@@ -118,10 +120,22 @@ class Step(NamedTuple):
     merge_shares: int
 
 
+class Parts(NamedTuple):
+    """Where a step's partial results lie.
+
+    `schedule`: of `LatentScheduler`, for `shape.partitions`. `output`, `stats`: fp32 with room for
+    [shape.partial_rows(..), 512] and [.., 2], contiguous.
+    """
+
+    shape: Shape
+    schedule: tuple[torch.Tensor, torch.Tensor]
+    output: torch.Tensor
+    stats: torch.Tensor
+
+
 def make_step(
-    heads: int, max_query_len: int, scale: float, shape: Shape, block_table: torch.Tensor, query_start: torch.Tensor,
-    seq_lens: torch.Tensor, schedule: tuple[torch.Tensor, torch.Tensor], partial_output: torch.Tensor,
-    partial_stats: torch.Tensor, lse: torch.Tensor | None = None,
+    heads: int, max_query_len: int, scale: float, block_table: torch.Tensor, query_start: torch.Tensor,
+    seq_lens: torch.Tensor, parts: Parts, lse: torch.Tensor | None = None,
 ) -> Step:  # fmt: skip
     """Return a step. It has addresses: keep the tensors.
 
@@ -129,20 +143,18 @@ def make_step(
         heads: query heads of this rank.
         max_query_len: most query tokens of a request, known on the host.
         scale: of the scores.
-        shape: of `shape_of(heads * max_query_len, ...)`.
         block_table: int32 [requests, blocks].
         query_start: int32 [requests + 1], first query token of each request, and their number.
         seq_lens: int32 [requests], tokens in the cache, those of the query included; 0: the request is left out.
-        schedule: of `LatentScheduler`, for `shape.partitions`.
-        partial_output: fp32 with room for [shape.partial_rows, 512], contiguous.
-        partial_stats: fp32 with room for [shape.partial_rows, 2], contiguous.
+        parts: of the batch, for the shape of `shape_of(heads * max_query_len, ...)`.
         lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
     """
-    assert partial_output.dtype == partial_stats.dtype == torch.float32
-    assert partial_output.numel() >= shape.partial_rows * RANK and partial_stats.numel() >= shape.partial_rows * 2
-    assert schedule[0].shape == (shape.partitions + 1, 2), schedule[0].shape
+    shape, partial_rows = parts.shape, parts.shape.partial_rows()
+    assert parts.output.dtype == parts.stats.dtype == torch.float32
+    assert parts.output.numel() >= partial_rows * RANK and parts.stats.numel() >= partial_rows * 2
+    assert parts.schedule[0].shape == (shape.partitions + 1, 2), parts.schedule[0].shape
     assert lse is None or lse.is_contiguous(), lse.stride()
-    tensors = (block_table, query_start, seq_lens, *schedule, partial_output, partial_stats, lse)
+    tensors = (block_table, query_start, seq_lens, *parts.schedule, parts.output, parts.stats, lse)
     rows = heads * max_query_len
     factor = scale * LOG2_E * LATENT_DIVISOR / QUERY_FACTOR
     addresses = (0 if x is None else x.data_ptr() for x in tensors)
@@ -151,10 +163,11 @@ def make_step(
     return Step(arguments, shape, max_query_len, len(seq_lens), shares)
 
 
-def call_arguments(output: torch.Tensor, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
+def call_arguments(output: torch.Tensor | None, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
     """Return the arguments that differ from call to call; see `CudaLatentDecode`."""
-    strides = (*output.stride()[:2], *query.stride()[:2], *rope_query.stride()[:2])
-    return CALL_ARGUMENTS.pack(output.data_ptr(), query.data_ptr(), rope_query.data_ptr(), *strides)
+    address, of_output = (0, (0, 0)) if output is None else (output.data_ptr(), output.stride()[:2])
+    strides = (*of_output, *query.stride()[:2], *rope_query.stride()[:2])
+    return CALL_ARGUMENTS.pack(address, query.data_ptr(), rope_query.data_ptr(), *strides)
 
 
 def layer_arguments(cache: torch.Tensor, constant: torch.Tensor | None) -> bytes:
@@ -173,13 +186,14 @@ class CudaLatentDecode:
         cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous; its address and stride over
             blocks are multiples of 16 bytes.
         heads: query heads of this rank.
-        query, output: dtypes of queries (bf16 or fp16) and outputs (those or fp32).
+        query, output: dtypes of queries (bf16 or fp16) and outputs (those or fp32). None: there are none, and the
+            step's parts are left to `CudaLatentRing`.
         constant: fp32 [512], added to each output; None: nothing is.
         has_lse: whether steps have log-sum-exps to fill.
     """
 
     def __init__(
-        self, page: PageLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype,
+        self, page: PageLayout, cache: torch.Tensor, heads: int, query: torch.dtype, output: torch.dtype | None,
         constant: torch.Tensor | None = None, *, has_lse: bool = False,
     ) -> None:  # fmt: skip
         self.page, self.heads, self.query, self.output, self.has_lse = page, heads, query, output, has_lse
@@ -191,7 +205,7 @@ class CudaLatentDecode:
         self.device = cache.device.index
         self.functions: dict[int, _Functions] = {}
 
-    def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
+    def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
         """Launch on the current stream.
 
         Args:
@@ -199,34 +213,22 @@ class CudaLatentDecode:
             query: bf16 or fp16 [tokens, heads, 512] for latents as stored (`LatentCodec.fold`); rows of whole 16 bytes.
             rope_query: likewise [tokens, heads, 64].
             output: [tokens, heads, 512], unit stride over channels; filled with the sums of latents as stored, whose
-                weights sum to 1, and the constant.
+                weights sum to 1, and the constant; None where parts are left.
         """
         rows, row_blocks, partitions = step.shape
         functions = self.functions.get(rows)
         if functions is None:
             functions = self.functions[rows] = self._functions(rows)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        (status,) = functions.launch(
-            functions.decode, row_blocks, partitions, 1, THREADS, 1, 1, functions.shared_bytes, stream, self.address, 0
+        stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
+        functions.launch(
+            functions.decode, (row_blocks, partitions, 1), THREADS, functions.shared_bytes, stream, self.address
         )
-        if not status:
-            most = self.heads * step.max_query_len
-            (status,) = functions.launch(
-                functions.merge,
-                most,
-                step.requests,
-                1,
-                MERGE_THREADS * step.merge_shares,
-                1,
-                1,
-                MERGE_BYTES * step.merge_shares,
-                stream,
-                self.address,
-                0,
-            )
-        if status:
-            raise RuntimeError(f"the decode kernel of latents was not launched: {status.name}")
+        if self.output is not None:
+            functions.launch(
+                functions.merge, (self.heads * step.max_query_len, step.requests, 1), MERGE_THREADS * shares,
+                MERGE_BYTES * shares, stream, self.address,
+            )  # fmt: skip
 
     def compile_variants(self, longest_decode: int) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one.
@@ -244,7 +246,7 @@ class CudaLatentDecode:
 
 
 class _Functions(NamedTuple):
-    launch: Any  # the driver's cuLaunchKernel
+    launch: Any  # `launch_early`
     decode: Any
     merge: Any
     shared_bytes: int
@@ -253,8 +255,7 @@ class _Functions(NamedTuple):
 @functools.cache
 def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
     """Return the kernels compiled with these constants; all layers of a process share them."""
-    from cuda.bindings import driver
-
+    from .early_launch import launch_early
     from .nvrtc import compiled_kernel, load
     from .source import LATENT
 
@@ -262,4 +263,4 @@ def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
     shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT)
     with torch.cuda.device(device):
         decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", MERGE_BYTES * MOST_SHARES)
-    return _Functions(driver.cuLaunchKernel, decode, merge, shared_bytes)
+    return _Functions(launch_early, decode, merge, shared_bytes)

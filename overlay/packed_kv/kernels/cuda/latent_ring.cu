@@ -1,21 +1,25 @@
-// Attention over the ring of recent latents, added to that over pages. A latent of 512 channels is K and V at once; 64
-// more channels, RoPE's, belong to K alone; all have 8 bits (`codecs/ring.py`).
+// Attention over the ring of recent latents, merged with the parts that `latent_decode` has left of that over pages. A
+// latent of 512 channels is K and V at once; 64 more channels, RoPE's, belong to K alone; all have 8 bits
+// (`codecs/ring.py`).
 //
 // The grid is (tiles of 16 rows, requests, SHARES of the channels of outputs); each block has all scores. A row is a
 // query head of a query token. Of a tile of 64 tokens, raw bytes come to shared memory. Of scores, a warp has 16 tokens
-// and one half of the channels; of weights, two rows; of outputs, groups of 32 channels.
+// and one half of the channels; of weights, two rows; of sums, groups of 32 channels; of outputs, two rows again.
+//
+// All that the ring gives is made before the kernel before has ended; parts are read behind it.
 //
 // The loops over pieces, tiles, groups and steps are not unrolled, so that the code stays short: 700 instructions for
 // 2,200.
 //
 // `latent_ring_launch.py` defines:
 //
-//   HEADS, SHARES               query heads; parts of the channels, 1, 2 or 4
+//   HEADS, SHARES               query heads; shares of the channels, 1, 2, 4 or 8
 //   RING_BLOCK                  tokens of a block of the ring
 //   QUERY                       dtype of queries: 0 is fp16, 1 bf16
 //   OUTPUT                      dtype of outputs: 0 is fp16, 1 bf16, 2 fp32
 //   SHARED_BYTES                bytes of a block's shared memory
 //   HAS_CONSTANT                whether a constant is added to outputs
+//   LATENT_DIVISOR              what latents in parts are divided by
 #include "ptx.cuh"
 
 struct Arguments {
@@ -30,9 +34,11 @@ struct Arguments {
     const int* query_start;    // [requests + 1], first query token of each request, and their number
     const int* seq_lens;       // [requests], tokens of each, those of the query included
     const int* page_lens;      // [requests], tokens that are read in pages
-    const float* part;         // [tokens, HEADS, 512], attention over pages
-    const float* lse;          // [tokens, HEADS], its natural log-sum-exps
-    unsigned table_stride;
+    const float* parts;        // [slots, part_rows, 512], sums over pages; see latent.cu
+    const float* part_stats;   // [slots, part_rows, 2], their maxima and sums of weights
+    const int* begins;         // [partitions + 1, 2]
+    const int* spans;          // [requests, 2]
+    unsigned table_stride, partitions, part_rows;
     float factor;              // of scores, exponents of 2
     // fixed for a layer
     const u8* ring;            // [blocks, 1, RING_BLOCK, 600]
@@ -45,7 +51,9 @@ constexpr int RANK = 512, ROPE_DIM = 64, GROUPS = (RANK + ROPE_DIM) / 32, HALF =
 constexpr int SCALES_AT = RANK + ROPE_DIM, SLOT_BYTES = (SCALES_AT + GROUPS + 7) / 8 * 8;
 constexpr int TILE = 64, WARPS = 8, OWN_GROUPS = RANK / 32 / SHARES;
 constexpr int TOKEN_BYTES = SLOT_BYTES + 8, SCORE_WORDS = TILE + 8;  // of rows in shared memory; no conflicts of banks
-constexpr int QUERY_BYTES = (RANK + ROPE_DIM) * 2 + 16, TOKENS_AT = 16 * QUERY_BYTES;
+constexpr int QUERY_BYTES = (RANK + ROPE_DIM) * 2 + 16, CHANNELS = RANK / SHARES;
+constexpr int SUM_BYTES = (CHANNELS + 8) * 4;  // of a row; sums of the ring take the place of queries
+constexpr int TOKENS_AT = 16 * (QUERY_BYTES > SUM_BYTES ? QUERY_BYTES : SUM_BYTES);
 constexpr int SCORES_AT = TOKENS_AT + TILE * TOKEN_BYTES, WEIGHTS_AT = SCORES_AT + 2 * 16 * SCORE_WORDS * 4;
 constexpr int ROWS_AT = WEIGHTS_AT + TILE / 16 * 512;                // 16 bytes each: shrinks by, maximum, total
 static_assert(ROWS_AT + 16 * 16 == SHARED_BYTES && HALF * 2 == GROUPS, "shape");
@@ -63,21 +71,92 @@ INLINE u32 value_pair(u32 word, u32 selector, u32 scale) {
 // The bytes of two scales as fp16.
 INLINE u32 scale_pair(u32 low, u32 high) { return prmt(low, high, 0x4101) >> 1; }
 INLINE float load_shared_float(u32 address) { return __int_as_float(load_shared(address)); }
-INLINE void store_two(const Arguments& a, u64 at, float x, float y) {
-    if (OUTPUT == 0) *(u32*)((u16*)a.output + at) = to_halves(x, y);
-    else if (OUTPUT == 1) *(u32*)((u16*)a.output + at) = to_bfloats(x, y);
-    else ((float*)a.output)[at] = x, ((float*)a.output)[at + 1] = y;
+INLINE void store_four(const Arguments& a, u64 at, const float (&x)[4]) {
+    if (OUTPUT == 2) {
+        *(float4*)((float*)a.output + at) = {x[0], x[1], x[2], x[3]};
+        return;
+    }
+    const u32 low = OUTPUT == 0 ? to_halves(x[0], x[1]) : to_bfloats(x[0], x[1]);
+    const u32 high = OUTPUT == 0 ? to_halves(x[2], x[3]) : to_bfloats(x[2], x[3]);
+    *(float2*)((u16*)a.output + at) = {__int_as_float(low), __int_as_float(high)};
 }
 
-extern "C" __global__ void __launch_bounds__(256) attend_latent_ring(const __grid_constant__ Arguments a) {
+// What pages have left of a warp's rows, merged. A lane has four channels in turn, of two rows or of one.
+constexpr int FOURS = CHANNELS / 4, OWN_ROWS = FOURS < 32 ? 1 : 2, OWN_FOURS = FOURS < 32 ? 1 : FOURS / 32;
+constexpr int BATCH = SHARES == 1 ? 1 : 16 / (OWN_ROWS * OWN_FOURS);  // parts that are on their way at a time
+INLINE int own_row(int j) { return threadIdx.x / 32 * 2 + (FOURS < 32 ? threadIdx.x % 32 / FOURS : j); }
+INLINE int own_channel(int k) { return (threadIdx.x % (FOURS < 32 ? FOURS : 32) + 32 * k) * 4; }
+
+struct Merged {
+    float top[OWN_ROWS], total[OWN_ROWS], sums[OWN_ROWS][OWN_FOURS][4];
+
+    // `row`: the block's first; `rows`: of the request. The first part is in `first_slot`, others in `next_slot` and on.
+    INLINE void merge(const Arguments& a, int row, int rows, int parts, u32 first_slot, u32 next_slot) {
+#pragma unroll
+        for (int j = 0; j < OWN_ROWS; j++) {
+            top[j] = MASKED, total[j] = 0;
+#pragma unroll
+            for (int k = 0; k < OWN_FOURS * 4; k++) sums[j][k / 4][k % 4] = 0;
+        }
+#pragma unroll 1
+        for (int part = 0; part < parts; part += BATCH) {
+            // Behind the last part and the last row come these again, without weight: conditions would make loads wait
+            // for each other.
+            float2 stats[OWN_ROWS][BATCH];
+            float4 x[OWN_ROWS][BATCH][OWN_FOURS];
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                const int number = min(part + b, parts - 1);
+                const u32 slot = number ? next_slot + 2 * (number - 1) : first_slot;
+#pragma unroll
+                for (int j = 0; j < OWN_ROWS; j++) {
+                    const u32 at = slot * a.part_rows + min(row + own_row(j), rows - 1);
+                    stats[j][b] = *(const float2*)(a.part_stats + 2 * (u64)at);
+#pragma unroll
+                    for (int k = 0; k < OWN_FOURS; k++)
+                        x[j][b][k] = *(const float4*)(a.parts + (u64)at * RANK + blockIdx.z * CHANNELS + own_channel(k));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < OWN_ROWS; j++)
+#pragma unroll
+                for (int b = 1; b < BATCH; b++)
+                    if (part + b >= parts) stats[j][b] = {MASKED, 0};
+#pragma unroll
+            for (int j = 0; j < OWN_ROWS; j++) {
+                float now = top[j];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) now = maximum_of(now, stats[j][b].x);
+                const float shrink = exp2_fast(top[j] - now);
+                top[j] = now, total[j] *= shrink;
+#pragma unroll
+                for (int k = 0; k < OWN_FOURS * 4; k++) sums[j][k / 4][k % 4] *= shrink;
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+                    const float weight = exp2_fast(stats[j][b].x - now);
+                    total[j] += weight * stats[j][b].y;
+#pragma unroll
+                    for (int k = 0; k < OWN_FOURS; k++) {
+                        const float4 y = x[j][b][k];
+                        sums[j][k][0] += weight * y.x, sums[j][k][1] += weight * y.y;
+                        sums[j][k][2] += weight * y.z, sums[j][k][3] += weight * y.w;
+                    }
+                }
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_latent_ring(const __grid_constant__ Arguments a) {
     const u32 shared = shared_address(shared_memory());
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
     const int request = blockIdx.y, first_row = blockIdx.x * 16;
     const int start = load_int(a.query_start + request), queries = load_int(a.query_start + request + 1) - start;
     const int seq_len = load_int(a.seq_lens + request), page_len = load_int(a.page_lens + request);
+    const int first_part = load_int(a.spans + 2 * request), parts = load_int(a.spans + 2 * request + 1);
     const int rows = queries * HEADS, first = max(page_len - queries + 1, 0);
-    // Lengths are never negative: with this test all four loads are under way at once.
-    if ((first_row >= rows) | (min(seq_len, page_len) < 0)) return;
+    // Lengths and parts are never negative: with this test all six loads are under way at once.
+    if ((first_row >= rows) | (min(min(seq_len, page_len), min(first_part, parts)) < 0)) return wait_for_kernel_before();
 
     // Four threads copy a token of the tile. A token whose block is 0, the null block, is not of the request: zeros.
     auto token_of = [&](int base) { return max(min(base + (int)threadIdx.x / 4, seq_len - 1), 0); };
@@ -97,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(256) attend_latent_ring(const __gri
         copy_16(shared + i / PIECES * QUERY_BYTES + channel * 2, query);
     }
 
+    const u32 cut = load_int(a.begins + 2 * first_part) != request;  // another request comes first in the partition
     const int window = seq_len - page_len;
     float maximum = MASKED, total = 0;  // of the row whose weights the lane makes
     float sums[2][4][4];
@@ -199,50 +279,57 @@ extern "C" __global__ void __launch_bounds__(256) attend_latent_ring(const __gri
 #pragma unroll
                 for (int k = 0; k < 4; k++) mma(o[k], w[0], w[1], w[2], w[3], b[0][k], b[1][k]);
             }
-            if (!is_last) {
 #pragma unroll
-                for (int k = 0; k < 16; k++) sums[i][k / 4][k % 4] = o[k / 4][k % 4];
-                continue;
-            }
-            const int channel = group * 32 + 2 * c;
-            float2 page[2][4], gain[4], constant[4];
-            float of_pages[2];
+            for (int k = 0; k < 16; k++) sums[i][k / 4][k % 4] = o[k / 4][k % 4];
+            if (is_last) {
+                const u32 target = shared + r * SUM_BYTES + ((i * WARPS + warp) * 32 + 2 * c) * 4;
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const u64 slot = start * HEADS + min(first_row + r + 8 * j, rows - 1);
-                of_pages[j] = a.lse[slot] * 1.4426950408889634f;
-#pragma unroll
-                for (int k = 0; k < 4; k++) page[j][k] = *(const float2*)(a.part + slot * RANK + channel + k * 8);
-            }
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                gain[k] = *(const float2*)(a.inverse_gain + channel + k * 8);
-                if (HAS_CONSTANT) constant[k] = *(const float2*)(a.constant + channel + k * 8);
-            }
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                u32 row[4];
-                load_shared_4(shared + ROWS_AT + (r + 8 * j) * 16, row);
-                const float of_ring = __int_as_float(row[1]), top = maximum_of(of_ring, of_pages[j]);
-                float page_weight = exp2_fast(of_pages[j] - top), ring_weight = exp2_fast(of_ring - top);
-                const float sum = page_weight + ring_weight * __int_as_float(row[2]);
-                const float norm = exp2_fast(-log2_fast(maximum_of(sum, 1.0e-30f)));
-                page_weight *= norm, ring_weight *= norm;
-                const int own_row = first_row + r + 8 * j;
-                if (own_row >= rows) break;
-                const u64 token = start + own_row / HEADS, head = own_row % HEADS;
-                const u64 at = token * a.output_token_stride + head * a.output_head_stride + channel;
-#pragma unroll
-                for (int k = 0; k < 4; k++) {  // d4 d3
-                    float x = page[j][k].x * page_weight + o[k % 2 * 2][2 * j + k / 2] * gain[k].x * ring_weight;
-                    float y = page[j][k].y * page_weight + o[k % 2 * 2 + 1][2 * j + k / 2] * gain[k].y * ring_weight;
-                    if (HAS_CONSTANT) x += constant[k].x, y += constant[k].y;
-                    store_two(a, at + k * 8, x, y);
-                }
+                for (int k = 0; k < 16; k++)  // d4, row, d3, d0
+                    store_shared(target + k / 4 % 2 * 8 * SUM_BYTES + (k / 8 * 16 + k / 2 % 2 * 8 + k % 2) * 4,
+                                 __float_as_int(o[k % 4][k / 8 + k / 4 % 2 * 2]));
             }
         }
-        if (is_last) return;
+        if (is_last) break;
         block = block_of(token_of(base + TILE));
         sync_block();  // this tile was read
+    }
+
+    float4 gain[OWN_FOURS], constant[OWN_FOURS];
+#pragma unroll
+    for (int k = 0; k < OWN_FOURS; k++) {
+        const int channel = blockIdx.z * CHANNELS + own_channel(k);
+        gain[k] = *(const float4*)(a.inverse_gain + channel);
+        if (HAS_CONSTANT) constant[k] = *(const float4*)(a.constant + channel);
+    }
+    wait_for_kernel_before();
+    Merged pages;
+    const u32 first_slot = parts == 1 ? 2 * a.partitions + request : 2 * first_part + cut;
+    pages.merge(a, first_row, rows, parts, first_slot, 2 * (first_part + 1));
+    sync_block();  // sums of the ring are in shared memory
+#pragma unroll
+    for (int j = 0; j < OWN_ROWS; j++) {
+        u32 stats[4];
+        load_shared_4(shared + ROWS_AT + own_row(j) * 16, stats);
+        const float of_ring = __int_as_float(stats[1]), top = maximum_of(of_ring, pages.top[j]);
+        float page_weight = exp2_fast(pages.top[j] - top), ring_weight = exp2_fast(of_ring - top);
+        const float sum = page_weight * pages.total[j] + ring_weight * __int_as_float(stats[2]);
+        const float norm = exp2_fast(-log2_fast(maximum_of(sum, 1.0e-30f)));
+        page_weight *= norm * LATENT_DIVISOR, ring_weight *= norm;
+        const int row = first_row + own_row(j);
+        if (row >= rows) break;
+        const u64 token = start + row / HEADS, head = row % HEADS;
+        const u64 at = token * a.output_token_stride + head * a.output_head_stride + blockIdx.z * CHANNELS;
+#pragma unroll
+        for (int k = 0; k < OWN_FOURS; k++) {
+            u32 y[4];
+            load_shared_4(shared + own_row(j) * SUM_BYTES + own_channel(k) * 4, y);
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                x[i] = pages.sums[j][k][i] * page_weight + __int_as_float(y[i]) * (&gain[k].x)[i] * ring_weight;
+                if (HAS_CONSTANT) x[i] += (&constant[k].x)[i];
+            }
+            store_four(a, at + own_channel(k), x);
+        }
     }
 }

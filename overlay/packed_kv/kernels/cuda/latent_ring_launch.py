@@ -14,12 +14,12 @@ from ...layout import ring_slot_bytes
 from ..triton.latent_ring import check_latent_ring
 from ..units import LOG2_E
 from . import LATENT
-from .latent_launch import CALL_ARGUMENTS, call_arguments
+from .latent_launch import CALL_ARGUMENTS, LATENT_DIVISOR, Parts, call_arguments
 from .launch import OUTPUTS
 
 RANK, ROPE_DIM = LATENT
 TILE_ROWS, TILE_TOKENS, THREADS = 16, 64, 256
-SHARES = (1, 2, 4)
+SHARES = (1, 2, 4, 8)
 """Blocks that a tile of rows may have: each makes all its scores, and the outputs of a share of the channels."""
 
 
@@ -36,15 +36,17 @@ class Variant(NamedTuple):
 
 def constants(variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent_ring.cu` is compiled with."""
-    values = {
+    sums = 4 * (RANK // variant.shares + 8)
+    values: dict[str, object] = {
         "HEADS": variant.heads,
         "SHARES": variant.shares,
         "RING_BLOCK": variant.block_size,
         "QUERY": OUTPUTS[variant.query],
         "OUTPUT": OUTPUTS[variant.output],
         "HAS_CONSTANT": int(variant.has_constant),
-        # Queries, tokens, scores of both halves of the channels, weights, rows.
-        "SHARED_BYTES": TILE_ROWS * (2 * (RANK + ROPE_DIM) + 16)
+        "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
+        # Queries or sums, tokens, scores of both halves of the channels, weights, rows.
+        "SHARED_BYTES": TILE_ROWS * max(2 * (RANK + ROPE_DIM) + 16, sums)
         + TILE_TOKENS * (ring_slot_bytes(RANK + ROPE_DIM, 1) + 8)
         + 2 * TILE_ROWS * (TILE_TOKENS + 8) * 4
         + 2 * TILE_ROWS * TILE_TOKENS
@@ -53,7 +55,7 @@ def constants(variant: Variant) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=6QIf"), struct.Struct("=3QI4x")
+STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=8Q3If"), struct.Struct("=3QI4x")
 """Parts of `Arguments` in latent_ring.cu behind those of the call, in order."""
 
 
@@ -71,7 +73,7 @@ class Step(NamedTuple):
 
 def make_step(
     heads: int, max_query_len: int, scale: float, sm_count: int, ring: Ring, query_start: torch.Tensor,
-    seq_lens: torch.Tensor, page_lens: torch.Tensor, part: torch.Tensor, lse: torch.Tensor,
+    seq_lens: torch.Tensor, page_lens: torch.Tensor, parts: Parts,
 ) -> Step:  # fmt: skip
     """Return a step. It has addresses: keep the tensors.
 
@@ -83,15 +85,15 @@ def make_step(
         ring: its table int32 [requests, ring blocks].
         query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests]: first query token of each
             request, its tokens, and how many of these are read in pages.
-        part, lse: fp32 [tokens, heads, 512] and [tokens, heads], contiguous: attention over pages, without a constant,
-            and natural log-sum-exps.
+        parts: what attention over pages leaves, with room for requests in one part.
     """
     table, requests = ring.block_table, len(seq_lens)
-    assert part.is_contiguous() and lse.is_contiguous() and table.stride(1) == 1, table.stride()
-    assert part.dtype == lse.dtype == torch.float32
+    assert table.stride(1) == 1, table.stride()
+    assert parts.output.numel() >= parts.shape.partial_rows(requests) * RANK, parts.output.shape
     tiles = -(-heads * max_query_len // TILE_ROWS)
-    addresses = (x.data_ptr() for x in (table, query_start, seq_lens, page_lens, part, lse))
-    arguments = STEP_ARGUMENTS.pack(*addresses, table.stride(0), scale * LOG2_E)
+    tensors = (table, query_start, seq_lens, page_lens, parts.output, parts.stats, *parts.schedule)
+    sizes = table.stride(0), parts.shape.partitions, parts.shape.row_blocks * parts.shape.rows
+    arguments = STEP_ARGUMENTS.pack(*(x.data_ptr() for x in tensors), *sizes, scale * LOG2_E)
     return Step(arguments, (tiles, requests, shares_of(tiles, requests, sm_count)))
 
 
@@ -105,7 +107,8 @@ def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: to
 
 
 class CudaLatentRing:
-    """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, added to that over pages.
+    """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, merged with what
+    `CudaLatentDecode` has left of that over pages. The launch follows it at once: both begin early (`early_launch.py`).
 
     Args:
         ring: uint8 [blocks, 1, block_size, ring_slot_bytes], its last two dimensions contiguous.
@@ -133,7 +136,7 @@ class CudaLatentRing:
         Args:
             step: of `make_step`.
             query, rope_query: bf16 or fp16 [tokens, heads, 512] and [tokens, heads, 64]; rows of whole 16 bytes.
-            output: [tokens, heads, 512], unit stride over channels; filled.
+            output: [tokens, heads, 512], unit stride over channels, rows of whole 16 bytes; filled.
         """
         shares = step.grid[2]
         function = self.functions.get(shares)
@@ -141,11 +144,7 @@ class CudaLatentRing:
             function = self.functions[shares] = self._function(shares)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        (status,) = function.launch(
-            function.kernel, *step.grid, THREADS, 1, 1, function.shared_bytes, stream, self.address, 0
-        )
-        if status:
-            raise RuntimeError(f"the kernel of recent latents was not launched: {status.name}")
+        function.launch(function.kernel, step.grid, THREADS, function.shared_bytes, stream, self.address)
 
     def compile_variants(self) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one."""
@@ -160,7 +159,7 @@ class CudaLatentRing:
 
 
 class _Function(NamedTuple):
-    launch: Any  # the driver's cuLaunchKernel
+    launch: Any  # `launch_early`
     kernel: Any
     shared_bytes: int
 
@@ -168,12 +167,11 @@ class _Function(NamedTuple):
 @functools.cache
 def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Function:
     """Return the kernel compiled with these constants; all layers of a process share it."""
-    from cuda.bindings import driver
-
+    from .early_launch import launch_early
     from .nvrtc import compiled_kernel, load
     from .source import LATENT_RING
 
     values = dict(definitions)
     shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT_RING)
     with torch.cuda.device(device):
-        return _Function(driver.cuLaunchKernel, load(code, "attend_latent_ring", shared_bytes), shared_bytes)
+        return _Function(launch_early, load(code, "attend_latent_ring", shared_bytes), shared_bytes)

@@ -9,7 +9,7 @@ static_assert(RANK == 512 && GROUPS == 16 && TILE == 64 && ROWS % 16 == 0 && ROW
 // A run of tiles of one request, as the value groups see it.
 struct Run {
     int rows, query;  // rows of this block; the request's first query token
-    bool is_whole;    // the request has no other parts
+    bool is_whole;    // the request has no other parts, and its outputs are written
     u32 slot;         // of the first row in the partial results
     INLINE int token(int row) const { return query + (row + blockIdx.x * ROWS) / HEADS; }
     INLINE int head(int row) const { return (row + blockIdx.x * ROWS) % HEADS; }
@@ -17,7 +17,7 @@ struct Run {
     INLINE void read(u32 address) {
         u32 x[4];
         load_shared_4(address, x);
-        rows = x[0], query = x[1], is_whole = x[2], slot = x[3];
+        rows = x[0], query = x[1], is_whole = !LEAVES_PARTS && x[2], slot = x[3];
     }
 };
 // The runs of a partition.
@@ -40,8 +40,10 @@ struct Runs : Run {
             count = (index == last_request ? last_tile : tiles) - first;
             rows = min(queries * HEADS - (int)blockIdx.x * ROWS, ROWS);
             unmasked = tokens - queries + 1;
-            is_whole = count == tiles;
-            slot = ((blockIdx.y * 2 + (index != first_request)) * gridDim.x + blockIdx.x) * ROWS;
+            is_whole = !LEAVES_PARTS && count == tiles;
+            slot = blockIdx.y * 2 + (index != first_request);
+            if (LEAVES_PARTS && count == tiles) slot = gridDim.y * 2 + index;
+            slot = (slot * gridDim.x + blockIdx.x) * ROWS;
             if (count > 0 && rows > 0) return true;
         }
         return false;

@@ -125,6 +125,13 @@ INLINE void sync_block() { __syncthreads(); }
 // Waits for all threads of the block, and returns whether the predicate holds for one.
 INLINE bool any_thread(bool predicate) { return __syncthreads_or(predicate); }
 
+// ---- kernels that follow each other; see early_launch.py
+
+// Lets the next kernel of the stream begin, once all blocks have come here or ended.
+INLINE void begin_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Waits for the kernel before to end, and for what it wrote.
+INLINE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- memory
 
 INLINE u8* shared_memory() {
