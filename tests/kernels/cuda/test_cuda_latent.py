@@ -280,6 +280,12 @@ def test_shares_of_a_merge() -> None:
     assert found == [8, 8, 4, 2, 1, 1]
 
 
+def test_shares_of_the_ring() -> None:
+    found = [latent_ring_launch.shares_of(heads * requests, 132) for heads, requests in ((64, 64), (20, 64), (16, 64))]
+    assert found == [1, 2, 2]
+    assert [latent_ring_launch.shares_of(20 * requests, 132) for requests in (1, 8, 16, 256)] == [8, 8, 8, 1]
+
+
 def test_refusal_names_what_the_kernel_does_not_take() -> None:
     widths = (4, 3)
     assert "8.9" in str(latent_refusal((8, 9), 512, 64, 16, 1, widths))

@@ -4,11 +4,10 @@
 static const Arguments* given;
 
 static void finish() {
-    check_waited();
     fibers[running].done = true;
     swapcontext(&fibers[running].context, &scheduler);
 }
-static void decode_body() { latent_decode(*given), finish(); }
+static void decode_body() { latent_decode(*given), check_waited(), finish(); }
 static void merge_body() { latent_merge(*given), finish(); }
 static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()) {
     gridDim = {x, y, 1};

@@ -1,15 +1,15 @@
-"""Launch a kernel that may begin before the one before it in the stream has ended.
+"""Launch a kernel, as usual or so that it may begin before the one before it in the stream has ended.
 
-CUDA calls it a programmatic dependent launch; graphs hold it. Such a kernel begins when all blocks of the one before
-have called `begin_next_kernel` or ended, and itself calls `wait_for_kernel_before` (ptx.cuh), behind which that one has
-ended and all that it wrote is seen. What makes this right:
+CUDA calls the latter a programmatic dependent launch; graphs hold it. Such a kernel begins when all blocks of the one
+before have called `begin_next_kernel` or ended, and itself calls `wait_for_kernel_before` (ptx.cuh), behind which that
+one has ended and all that it wrote is seen. What makes this right:
 
 - Every block waits before it ends, so a kernel ends after all that came before it. Behind its wait, a kernel may read
   and write anything: no earlier kernel runs, of this layer or of one before.
 - Before its wait a kernel writes nothing to global memory.
-- `latent_decode` and the first kernel of others may read nothing that an earlier kernel writes before they wait.
-- `latent_decode` lets the next kernel begin behind its own wait. So whatever came before `latent_decode` has ended, and
-  the next one reads it before it waits: queries, the ring, lengths and the schedule, but none of the parts.
+- `latent_decode` reads nothing that another kernel writes before it waits, and lets the next kernel begin behind its
+  wait. So whatever came before `latent_decode` has ended when `attend_latent_ring` begins, which reads it before it
+  waits: queries, the ring, lengths and the schedule, but none of the parts.
 - No other kernel here lets the next begin before its end.
 """
 
@@ -18,10 +18,12 @@ from __future__ import annotations
 from cuda.bindings import driver
 
 
-def launch_early(
-    kernel: driver.CUfunction, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, address: int
-) -> None:
+def launch_kernel(
+    kernel: driver.CUfunction, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, address: int,
+    *, is_early: bool,
+) -> None:  # fmt: skip
     """Launch a kernel. `address`: of its parameters' addresses. Raises RuntimeError."""
+    _launch.numAttrs = int(is_early)
     _launch.gridDimX, _launch.gridDimY, _launch.gridDimZ = grid
     _launch.blockDimX, _launch.sharedMemBytes, _launch.hStream = threads, shared_bytes, stream
     (status,) = driver.cuLaunchKernelEx(_launch, kernel, address, 0)

@@ -64,7 +64,6 @@ extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_cons
     const int row = blockIdx.x, request = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int query = a.query_start[request], next = a.query_start[request + 1];
     const int first = a.spans[2 * request], parts = a.spans[2 * request + 1], shares = a.merge_shares;
-    wait_for_kernel_before();
     if (row >= (next - query) * HEADS || parts == 1) return;  // 0: there is no token
     const int row_blocks = (a.max_rows + ROWS - 1) / ROWS, block = row / ROWS, own = row % ROWS;
     const int is_last = a.begins[2 * first] != request;  // the first part is what a partition has last

@@ -222,12 +222,13 @@ class CudaLatentDecode:
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
         functions.launch(
-            functions.decode, (row_blocks, partitions, 1), THREADS, functions.shared_bytes, stream, self.address
-        )
+            functions.decode, (row_blocks, partitions, 1), THREADS, functions.shared_bytes, stream, self.address,
+            is_early=True,
+        )  # fmt: skip
         if self.output is not None:
             functions.launch(
                 functions.merge, (self.heads * step.max_query_len, step.requests, 1), MERGE_THREADS * shares,
-                MERGE_BYTES * shares, stream, self.address,
+                MERGE_BYTES * shares, stream, self.address, is_early=False,
             )  # fmt: skip
 
     def compile_variants(self, longest_decode: int) -> None:
@@ -246,7 +247,7 @@ class CudaLatentDecode:
 
 
 class _Functions(NamedTuple):
-    launch: Any  # `launch_early`
+    launch: Any  # `launch_kernel`
     decode: Any
     merge: Any
     shared_bytes: int
@@ -255,7 +256,7 @@ class _Functions(NamedTuple):
 @functools.cache
 def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
     """Return the kernels compiled with these constants; all layers of a process share them."""
-    from .early_launch import launch_early
+    from .early_launch import launch_kernel
     from .nvrtc import compiled_kernel, load
     from .source import LATENT
 
@@ -263,4 +264,4 @@ def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
     shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT)
     with torch.cuda.device(device):
         decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", MERGE_BYTES * MOST_SHARES)
-    return _Functions(launch_early, decode, merge, shared_bytes)
+    return _Functions(launch_kernel, decode, merge, shared_bytes)

@@ -59,9 +59,9 @@ STEP_ARGUMENTS, LAYER_ARGUMENTS = struct.Struct("=8Q3If"), struct.Struct("=3QI4x
 """Parts of `Arguments` in latent_ring.cu behind those of the call, in order."""
 
 
-def shares_of(tiles: int, requests: int, sm_count: int) -> int:
-    """Return how many blocks share a tile of rows: where there are few tiles, more."""
-    return next((n for n in SHARES if tiles * requests * n * 2 > sm_count), SHARES[-1])
+def shares_of(rows: int, sm_count: int) -> int:
+    """Return how many blocks share a tile of rows: as few as leave each SM 14 of all requests' rows."""
+    return next((n for n in SHARES if rows * n > 14 * sm_count), SHARES[-1])
 
 
 class Step(NamedTuple):
@@ -94,7 +94,7 @@ def make_step(
     tensors = (table, query_start, seq_lens, page_lens, parts.output, parts.stats, *parts.schedule)
     sizes = table.stride(0), parts.shape.partitions, parts.shape.row_blocks * parts.shape.rows
     arguments = STEP_ARGUMENTS.pack(*(x.data_ptr() for x in tensors), *sizes, scale * LOG2_E)
-    return Step(arguments, (tiles, requests, shares_of(tiles, requests, sm_count)))
+    return Step(arguments, (tiles, requests, shares_of(heads * max_query_len * requests, sm_count)))
 
 
 def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: torch.Tensor | None) -> bytes:
@@ -144,7 +144,7 @@ class CudaLatentRing:
             function = self.functions[shares] = self._function(shares)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        function.launch(function.kernel, step.grid, THREADS, function.shared_bytes, stream, self.address)
+        function.launch(function.kernel, step.grid, THREADS, function.shared_bytes, stream, self.address, is_early=True)
 
     def compile_variants(self) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one."""
@@ -159,7 +159,7 @@ class CudaLatentRing:
 
 
 class _Function(NamedTuple):
-    launch: Any  # `launch_early`
+    launch: Any  # `launch_kernel`
     kernel: Any
     shared_bytes: int
 
@@ -167,11 +167,11 @@ class _Function(NamedTuple):
 @functools.cache
 def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Function:
     """Return the kernel compiled with these constants; all layers of a process share it."""
-    from .early_launch import launch_early
+    from .early_launch import launch_kernel
     from .nvrtc import compiled_kernel, load
     from .source import LATENT_RING
 
     values = dict(definitions)
     shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT_RING)
     with torch.cuda.device(device):
-        return _Function(launch_early, load(code, "attend_latent_ring", shared_bytes), shared_bytes)
+        return _Function(launch_kernel, load(code, "attend_latent_ring", shared_bytes), shared_bytes)
