@@ -42,13 +42,13 @@ def store_case(
             cache_ptr="*u8", slots_ptr="*i64", tokens="i32", key_ptr="*bf16", value_ptr="*bf16", constants_ptr="*fp32",
             key_channels_ptr="*i64", value_channels_ptr="*i64", ring_ptr="*u8", ring_slots_ptr="*i32",
             ring_tokens="i32", positions_ptr="*i64", key_table_ptr="*fp32", value_table_ptr="*fp32",
-            query_ptr="*bf16", rotated_ptr="*fp16", query_bias_ptr="*fp32", query_rows="i32", matrix_ptr="*fp16",
+            query_ptr="*bf16", rotated_ptr="*fp16", query_bias_ptr="*fp32", query_rows="i32", columns_ptr="*fp16",
             query_scale="fp32", means_ptr="*fp32", spectrum_ptr="*fp32",
             **{f"{name}_stride": "i32" for name in strides},
         ),
         constants=dict(
             QUERY_GROUP=query_group, QUERY_DIM=head_dim, QUERY_ROWS=rotate.QUERY_ROWS,
-            QUERY_CHANNELS=store.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim),
+            QUERY_CHANNELS=rotate.QUERY_CHANNELS, PADDED_DIM=power_of_2(head_dim),
             BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS) if calibrated else 0, COLUMNS=means.COLUMNS,
             MEAN_BLOCKS=MEAN_BLOCKS if calibrated else 1, MEAN_BLOCK_TOKENS=MEAN_BLOCK if calibrated else 0,
             VALUE_DIM=value_dim or head_dim, HAS_POSITIONS=calibrated,
@@ -278,16 +278,16 @@ def rotate_query_case() -> Case:
         kernel="packed_kv.kernels.triton.rotate:_rotate_query_kernel",
         arch=90,
         types=dict(
-            query="*bf16", positions="*i64", rotated="*fp16", bias="*fp32", rows="i32", matrix="*fp16",
+            query="*bf16", positions="*i64", rotated="*fp16", bias="*fp32", rows="i32", columns="*fp16",
             token_stride="i32", head_stride="i32", matrix_head_stride="i32", scale="fp32", means="*fp32",
             means_head_stride="i32", spectrum="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, ROWS=rotate.QUERY_ROWS,
+            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, CHANNELS=rotate.QUERY_CHANNELS, ROWS=rotate.QUERY_ROWS,
             BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
             COLUMNS=means.COLUMNS,
         ),
-        options=dict(num_warps=4),
+        options=dict(num_warps=1),
         unaligned=("rows", "positions"),
     )  # fmt: skip
 

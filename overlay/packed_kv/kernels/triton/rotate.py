@@ -7,6 +7,7 @@ step, so exactness to the bit, which the codec needs, would buy nothing here. Wh
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,15 @@ import triton.language as tl
 from ...codecs.codec import Codec
 from .. import power_of_2
 from ..units import LOG2_E
+from .fragments import opaque
 from .launch import Arguments, Launch, head_stride
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
 """Of a program: the least that the tensor core takes. A row is a query head of a token."""
+QUERY_CHANNELS = 32
+"""Of a program: 78 registers a thread on sm_90, where 64 take 108, and the programs of `store.py` that store have as
+many."""
 
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
@@ -48,9 +53,14 @@ class QueryRotation:
         rows = self.matrix if self.means is None else self.means.rows
         assert rows.is_contiguous(), rows.stride()
         return (
-            self.matrix, query.stride(0), query.stride(1), head_stride(self.matrix), self.scale * LOG2_E, rows,
+            self.columns, query.stride(0), query.stride(1), head_stride(self.columns), self.scale * LOG2_E, rows,
             head_stride(rows),
         )  # fmt: skip
+
+    @functools.cached_property
+    def columns(self) -> torch.Tensor:
+        """The matrix by columns."""
+        return self.matrix.transpose(1, 2).contiguous()
 
     @property
     def bias_programs(self) -> int:
@@ -60,12 +70,16 @@ class QueryRotation:
 
 @triton.jit
 def rotate_rows(
-    query, rotated, rows, block, head, first_channel, matrix, token_stride, head_stride, matrix_head_stride, scale,
+    query, rotated, rows, block, head, first_channel, columns, token_stride, head_stride, matrix_head_stride, scale,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of ROWS rows (query heads of one KV head, by token), multiply them by `scale`, and store CHANNELS
-    of their channels, from `first_channel` on.
+    """Rotate a block of 16 rows (query heads of one KV head, by token), multiply them by `scale`, and store CHANNELS of
+    their channels, from `first_channel` on.
+
+    Both operands are loaded as the lanes of `mma.m16n8k16` want them, lane 4 * g + t: of every 32 channels of queries,
+    t has 8 neighbours, of rows g and g + 8, and of the matrix as many rows of CHANNELS / 8 columns.
+    Which channel counts as which k or n of a product is free, as long as both operands and the result agree.
 
     Args:
         query: pointer to fp16, bf16 or fp32 [tokens, KV_HEADS * QUERY_GROUP, QUERY_DIM], with `token_stride` and
@@ -73,37 +87,78 @@ def rotate_rows(
         rotated: pointer to fp16 [tokens, KV_HEADS * QUERY_GROUP, HEAD_DIM], contiguous.
         rows: int32, rows of a KV head: tokens times QUERY_GROUP.
         block, head, first_channel: int32.
-        matrix: pointer to fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride`.
+        columns: pointer to fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], the matrix by columns, with `matrix_head_stride`.
         scale: fp32.
     """
-    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    token, member = row // QUERY_GROUP, head * QUERY_GROUP + row % QUERY_GROUP
-    source = query + token * token_stride + member * head_stride
-    part, channel = tl.arange(0, 32), first_channel + tl.arange(0, CHANNELS)
-    matrix += head.to(tl.int64) * matrix_head_stride
-    result = tl.zeros([ROWS, CHANNELS], tl.float32)
+    EACH: tl.constexpr = CHANNELS // 8
+    lane = tl.arange(0, 32)
+    g, t = lane // 4, lane % 4
+    low_valid, low_source, low_target = _row(
+        query, rotated, rows, block * 16 + g, head, token_stride, head_stride, KV_HEADS, QUERY_GROUP, HEAD_DIM
+    )
+    high_valid, high_source, high_target = _row(
+        query, rotated, rows, block * 16 + 8 + g, head, token_stride, head_stride, KV_HEADS, QUERY_GROUP, HEAD_DIM
+    )
+    columns += head.to(tl.int64) * matrix_head_stride
+    result = tl.zeros([16, CHANNELS], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
-        known = (row < rows)[:, None] & (start + part < QUERY_DIM)[None, :]
-        x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0)
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
-                    mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
-        result = tl.dot(x.to(tl.float16), m, result)
-    target = rotated + (token * KV_HEADS * QUERY_GROUP + member) * HEAD_DIM
-    tl.store(target[:, None] + channel[None, :], (result * scale).to(rotated.dtype.element_ty),
-             mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
+        part = start + 8 * t
+        channel = part[:, None] + tl.arange(0, 8)[None, :]
+        low = tl.load(low_source[:, None] + channel, mask=low_valid[:, None] & (channel < QUERY_DIM), other=0.0)
+        high = tl.load(high_source[:, None] + channel, mask=high_valid[:, None] & (channel < QUERY_DIM), other=0.0)
+        x = tl.reshape(tl.join(low.to(tl.float16), high.to(tl.float16)), [8, 4, 2, 2, 2, 2])  # g, t, 3 bits of 8, row
+        x = tl.reshape(tl.permute(x, (5, 0, 2, 3, 1, 4)), [16, 32])
+        m = _columns(columns, channel, first_channel + EACH * g, HEAD_DIM, EACH, 1)
+        m = tl.reshape(m, [8, 4, 2, 2, 2, EACH])  # g, t, 3 bits of 8, column of EACH
+        m = tl.reshape(tl.permute(m, (2, 3, 1, 4, 5, 0)), [32, CHANNELS])
+        result = tl.dot(opaque(x), opaque(m), result)
+    result = tl.reshape(result * scale, [2, 8, EACH, 4, 2])  # row / 8, g, column of EACH, t, and which of its two
+    even, odd = tl.split(tl.reshape(tl.permute(result, (1, 3, 2, 0, 4)), [32, EACH, 2, 2]))
+    for which in tl.static_range(2):
+        low, high = tl.split(odd if which else even)
+        column = (first_channel + EACH * (2 * t + which))[:, None] + tl.arange(0, EACH)[None, :]
+        there = column < HEAD_DIM
+        tl.store(low_target[:, None] + column, low.to(rotated.dtype.element_ty), mask=low_valid[:, None] & there)
+        tl.store(high_target[:, None] + column, high.to(rotated.dtype.element_ty), mask=high_valid[:, None] & there)
+
+
+@triton.jit
+def _row(
+    query, rotated, rows, row, head, token_stride, head_stride,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Which of these rows there are, bool [lanes], and pointers to what they are read from and written to."""
+    token, member = (row // QUERY_GROUP).to(tl.int64), head * QUERY_GROUP + row % QUERY_GROUP
+    source = query + token * token_stride + member * head_stride
+    return row < rows, source, rotated + (token * (KV_HEADS * QUERY_GROUP) + member) * HEAD_DIM
+
+
+@triton.jit
+def _columns(columns, channel, column, HEAD_DIM: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """Rows `channel`, int32 [lanes, 8], of COUNT columns, every STEP-th from `column` on, int32 [lanes], of a matrix
+    that lies by columns: fp16 [lanes, 8, bits of a column's number], the highest first."""
+    if COUNT == 1:
+        own = column[:, None]
+        return tl.load(columns + own * HEAD_DIM + channel, mask=own < HEAD_DIM, other=0.0)
+    else:
+        return tl.join(
+            _columns(columns, channel, column, HEAD_DIM, COUNT // 2, 2 * STEP),
+            _columns(columns, channel, column + STEP, HEAD_DIM, COUNT // 2, 2 * STEP),
+        )
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def _rotate_query_kernel(
-    query, positions, rotated, bias, rows, matrix, token_stride, head_stride, matrix_head_stride, scale,
+    query, positions, rotated, bias, rows, columns, token_stride, head_stride, matrix_head_stride, scale,
     means, means_head_stride, spectrum,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, QUERY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, BIAS_PROGRAMS: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
+    PADDED_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BIAS_PROGRAMS: tl.constexpr,
+    MEAN_BLOCKS: tl.constexpr,
     MEAN_BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and, with BIAS_PROGRAMS, compute their biases.
 
-    Grid: (blocks of ROWS rows, KV heads, 1 + BIAS_PROGRAMS).
+    Grid: (blocks of ROWS rows, KV heads, PADDED_DIM / CHANNELS + BIAS_PROGRAMS).
 
     Args:
         query: fp16, bf16 or fp32 [tokens, query heads, QUERY_DIM], with `token_stride` and `head_stride` (int32).
@@ -111,20 +166,21 @@ def _rotate_query_kernel(
         rotated: fp16 [tokens, query heads, HEAD_DIM], contiguous; filled.
         bias: fp32 [tokens, query heads, 1 + MEAN_BLOCKS], contiguous; filled as by `bias_of_rows`.
         rows: int32, tokens times QUERY_GROUP.
-        matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
+        columns: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], the matrix by columns, with `matrix_head_stride` (int32).
         scale: fp32.
         means: fp32 [1 or KV_HEADS, 3, HEAD_DIM], with `means_head_stride` (int32).
         spectrum: fp32 [MEAN_BLOCKS, 2, HEAD_DIM].
     """
     block, head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if program == 0:
+    ROTATED: tl.constexpr = PADDED_DIM // CHANNELS
+    if program < ROTATED:
         rotate_rows(
-            query, rotated, rows, block, head, 0, matrix, token_stride, head_stride, matrix_head_stride, scale,
-            KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, PADDED_DIM, ROWS,
+            query, rotated, rows, block, head, program * CHANNELS, columns, token_stride, head_stride,
+            matrix_head_stride, scale, KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, CHANNELS,
         )  # fmt: skip
     elif BIAS_PROGRAMS > 0:
         bias_of_rows(
-            query, bias, positions, rows, block, head, program - 1, token_stride, head_stride, scale,
+            query, bias, positions, rows, block, head, program - ROTATED, token_stride, head_stride, scale,
             means, means_head_stride, spectrum,
             KV_HEADS, QUERY_GROUP, QUERY_DIM, HEAD_DIM, ROWS, MEAN_BLOCKS, MEAN_BLOCK_TOKENS, COLUMNS, BIAS_PROGRAMS,
         )  # fmt: skip
@@ -140,11 +196,11 @@ def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotatio
         Arguments(*rotation.fixed(query), spectrum),
         dict(
             KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-            PADDED_DIM=power_of_2(head_dim), ROWS=QUERY_ROWS, BIAS_PROGRAMS=rotation.bias_programs,
+            PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS, BIAS_PROGRAMS=rotation.bias_programs,
             MEAN_BLOCKS=0 if means is None else means.blocks,
             MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
         ),
-        num_warps=4,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -165,8 +221,9 @@ def rotate_query_arguments(
 
 
 def rotate_query_grid(rotated: torch.Tensor, rotation: QueryRotation) -> tuple[int, int, int]:
-    tokens, kv_heads, group, _ = rotated.shape
-    return -(-tokens * group // QUERY_ROWS), kv_heads, 1 + rotation.bias_programs
+    tokens, kv_heads, group, stored_dim = rotated.shape
+    parts = power_of_2(stored_dim) // QUERY_CHANNELS
+    return -(-tokens * group // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
 
 
 def rotate_query(

@@ -32,14 +32,11 @@ from .means import COLUMNS, bias_of_rows
 from .pages import KEY, VALUE
 from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
 from .ring import store_ring
-from .rotate import QUERY_ROWS, QueryRotation, rotate_rows
+from .rotate import QUERY_CHANNELS, QUERY_ROWS, QueryRotation, rotate_rows
 from .words import store_codes
 
 ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
-QUERY_CHANNELS = 32
-"""Of a program that rotates queries: 76 registers a thread on sm_90, where 64 take 146, and the programs that store
-have as many."""
 
 
 def bind_store(
@@ -224,7 +221,7 @@ def store_kernel(
     ring_ptr,
     ring_block_stride,
     ring_head_stride,
-    matrix_ptr,
+    columns_ptr,
     query_token_stride,
     query_head_stride,
     matrix_head_stride,
@@ -277,7 +274,7 @@ def store_kernel(
         spectrum_ptr: fp32 [MEAN_BLOCKS, 2, stored_dim]; read where MEAN_BLOCK_TOKENS is not 0.
         ring_ptr: uint8 [blocks, HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
             written where RING_BLOCK is not 0.
-        matrix_ptr: fp16 [1 or HEADS, stored_dim, stored_dim], with `matrix_head_stride`; query_scale: fp32.
+        columns_ptr: fp16 [1 or HEADS, stored_dim, stored_dim], the rotation's matrix by columns, with `matrix_head_stride`; query_scale: fp32.
         means_ptr: fp32 [1 or HEADS, 3, stored_dim] of `Means.rows`, with `means_head_stride`.
         LAYOUT: `KernelLayout`, which has stored_dim.
     """
@@ -319,9 +316,9 @@ def store_kernel(
                 )  # fmt: skip
             else:
                 rotate_rows(
-                    query_ptr, rotated_ptr, query_rows, block, head, part * QUERY_CHANNELS, matrix_ptr,
+                    query_ptr, rotated_ptr, query_rows, block, head, part * QUERY_CHANNELS, columns_ptr,
                     query_token_stride, query_head_stride, matrix_head_stride, query_scale,
-                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_CHANNELS, QUERY_ROWS,
+                    HEADS, QUERY_GROUP, QUERY_DIM, STORED_DIM, QUERY_CHANNELS,
                 )  # fmt: skip
 
 
