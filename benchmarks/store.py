@@ -1,60 +1,97 @@
-"""Time of the store kernel: K and V of new tokens of one layer, 8 KV heads of 128 channels, bf16.
+"""Time of the store kernel in one layer of 8 KV heads of 128 channels, in bf16.
 
-    python benchmarks/store.py [--dtypes NAME ...] [--csv FILE]
+    python benchmarks/store.py [--dtypes NAME ...] [--parts PART ...] [--tokens N ...] [--csv FILE]
 
-128 tokens lie in a block each, as in decode; 8,192 tokens fill whole blocks, as in prefill. Every replay stores the
-same tokens in the same slots, so the L2 may serve them.
+Parts: `pages` is K and V of new tokens, as in prefills; `step` is these, the same tokens in the ring buffers and the
+queries of 4 heads a KV head, as in a step of decodes; `queries` is those alone, and `stored` a step without them, each
+by the kernel of the step. Up to 32 tokens lie in a block each, as in decodes; up to 512 are 8 neighbours, as in verify
+steps; more fill whole blocks. Every replay stores the same tokens in the same slots, so the L2 may serve them.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import triton
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.store import store_tokens
+from packed_kv.kernels.triton.rotate import QueryRotation, rotate_query_arguments, rotation_matrix
+from packed_kv.kernels.triton.store import bind_store, store_arguments, store_grid
+from packed_kv.layout import ring_slot_bytes
 from rows import append, commit_here, machine
 
-KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 8, 128, 16, 16384
-DECODE_TOKENS, PREFILL_TOKENS = 128, 8192
+KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCKS, RING_BLOCK = 8, 4, 128, 16, 16384, 8
+PARTS = ("pages", "step", "stored", "queries")
+TOKENS = (8, 32, 64, 128, 256, 512, 8192)
+MOST_OF_A_STEP = 512
 
 
-def time_store(name: str, tokens: int) -> list[float]:
-    """p20, p50 and p80 in microseconds."""
+def some_slots(tokens: int) -> torch.Tensor:
+    neighbours = 1 if tokens <= 32 else 8 if tokens <= MOST_OF_A_STEP else BLOCK_SIZE
+    first = torch.randperm(BLOCKS, device="cuda")[: tokens // neighbours, None] * BLOCK_SIZE
+    return (first + torch.arange(neighbours, device="cuda")).flatten()
+
+
+def launches(name: str, tokens: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What to launch, by part."""
     codec = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda")
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device="cuda")
-    blocks = torch.randperm(BLOCKS, device="cuda")
-    if tokens == DECODE_TOKENS:
-        slots = blocks[:tokens] * BLOCK_SIZE + torch.randint(0, BLOCK_SIZE, (tokens,), device="cuda")
-    else:
-        whole = blocks[: tokens // BLOCK_SIZE, None] * BLOCK_SIZE
-        slots = (whole + torch.arange(BLOCK_SIZE, device="cuda")).flatten()
     key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    store_tokens(codec, cache, slots, key, value)
+    slots = some_slots(tokens)
+    alone = bind_store(codec, cache, key, value)
+    arguments, grid = store_arguments(codec, slots, None, None), store_grid(codec, tokens, KV_HEADS)
+    yield "pages", lambda: alone(grid, (key, value, key), arguments)
+    if tokens > MOST_OF_A_STEP:
+        return
+    ring = torch.zeros(
+        tokens, KV_HEADS, RING_BLOCK, ring_slot_bytes(HEAD_DIM), dtype=torch.uint8, device="cuda"
+    )  # fmt: skip
+    ring_slots = (torch.randperm(tokens, device="cuda") * RING_BLOCK).to(torch.int32)
+    query = torch.randn(tokens, GROUP * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    rotated = torch.empty(tokens, KV_HEADS, GROUP, HEAD_DIM, dtype=torch.float16, device="cuda")
+    rotation = QueryRotation(rotation_matrix(codec.key, KV_HEADS), HEAD_DIM**-0.5)
+    step = bind_store(codec, cache, key, value, ring, (query, rotation))
+    rotate, rows = rotate_query_arguments(rotated), tokens * GROUP
+    for part, stored, rotated_rows in (("step", tokens, rows), ("stored", tokens, 0), ("queries", 0, rows)):
+        own = rotate if rotated_rows else rotate_query_arguments(rotated[:0])
+        own_arguments = store_arguments(codec, slots[:stored], None, ring_slots[:stored], own)
+        own_grid = store_grid(codec, stored, KV_HEADS, rotated_rows)
+        yield part, lambda given=own_arguments, programs=own_grid: step(programs, (key, value, query), given)
+
+
+def microseconds(launch: Callable[[], None]) -> list[float]:
+    """p20, p50 and p80."""
+    launch()
     torch.cuda.synchronize()  # the benchmark runs on a stream of its own
-    times = triton.testing.do_bench_cudagraph(
-        lambda: store_tokens(codec, cache, slots, key, value), rep=100, quantiles=[0.2, 0.5, 0.8]
-    )
+    times = triton.testing.do_bench_cudagraph(launch, rep=10, quantiles=[0.2, 0.5, 0.8])
     return [milliseconds * 1e3 for milliseconds in times]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="DTYPE")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit", help="of this code, where there is no git")
     options = parser.parse_args()
     made_with = {**machine(with_vllm=False), "commit": options.commit or commit_here()}
     for name in options.dtypes:
-        for tokens in (DECODE_TOKENS, PREFILL_TOKENS):
-            times = [f"{time:.2f}" for time in time_store(name, tokens)]
-            print(f"{name:13} {tokens:5} tokens  {times[1]} us", flush=True)
-            row = {"dtype": name, "tokens": tokens, **dict(zip(("p20_us", "p50_us", "p80_us"), times, strict=True))}
-            if options.csv:
-                append(options.csv, {**row, **made_with})
+        for tokens in options.tokens:
+            for part, launch in launches(name, tokens):
+                if part not in options.parts:
+                    continue
+                times = [f"{time:.2f}" for time in microseconds(launch)]
+                print(f"{name:13} {part:8} {tokens:5} tokens  {times[1]} us", flush=True)
+                row = {
+                    "dtype": name, "part": part, "tokens": tokens,
+                    **dict(zip(("p20_us", "p50_us", "p80_us"), times, strict=True)),
+                }  # fmt: skip
+                if options.csv:
+                    append(options.csv, {**row, **made_with})
 
 
 if __name__ == "__main__":

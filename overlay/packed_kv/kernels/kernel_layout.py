@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..formats import GROUP_SIZE, Code, code_of
 from ..layout import ROPE, ROPE_SCALES, PageLayout, RingLayout, ring_layout
+from .bins import Bins, make_bins
 from .units import score_unit
 
 
@@ -37,7 +38,7 @@ class Section(NamedTuple):
     """A run of groups that are rotated together.
 
     `first_group`: its index; `groups`: how many; `code`: of all of them; `word`: index of the first group's first code
-    word; `signed_groups`: groups with sign words in the sections before.
+    word; `signed_groups`: groups with sign words in the sections before; `bins`: of the code's levels.
     """
 
     first_group: int
@@ -45,6 +46,7 @@ class Section(NamedTuple):
     code: Code
     word: int
     signed_groups: int
+    bins: Bins
 
 
 class KernelLayout(NamedTuple):
@@ -99,7 +101,7 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
     for number, bits in enumerate(vector.group_bits):
         code = code_of(bits)
         if not sections or sections[-1].code != code:
-            sections.append(Section(number, vector.group_bits.count(bits), code, word, signed))
+            sections.append(Section(number, vector.group_bits.count(bits), code, word, signed, make_bins(code.magnitudes)))
         sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0
         parity = signed % 2 if code.has_sign_words else 0
         groups.append(Group(code, word, sign_word, parity, 1 / code.unit, code.value_gain / code.unit))

@@ -31,7 +31,7 @@ RING_UNIT = tl.constexpr(UNIT)
 _EIGHTHS = tl.constexpr(tuple(8 / (8 + i) for i in range(8)))
 _MAX_SCALE_BYTE = tl.constexpr(MAX_SCALE_BYTE)
 _ROUND = tl.constexpr(1.5 * 2**23)
-"""Added to an fp32 below 2^22 and taken off again, it leaves the nearest integer, a tie the even one."""
+"""Added to an fp32 below 2^22, it leaves the nearest integer, a tie the even one, in the last bits of the sum."""
 _LARGEST_HALF = tl.constexpr(65504.0)
 _LOG2_E = tl.constexpr(LOG2_E)
 TOKENS_A_PROGRAM = 1024
@@ -65,9 +65,8 @@ def ring_scale(top):
 @triton.jit
 def ring_code(x, inverse):
     """x times `inverse_step` of its scale, rounded, as a byte in an int32."""
-    code = product(x, inverse)
-    code = tl.minimum(tl.maximum((code + _ROUND) - _ROUND, -_LARGEST_CODE), _LARGEST_CODE)
-    return code.to(tl.int32) + 128
+    code = tl.minimum(tl.maximum(product(x, inverse), -_LARGEST_CODE), _LARGEST_CODE)
+    return ((code + (_ROUND + 128)).to(tl.int32, bitcast=True) & 0xFF)
 
 
 @triton.jit

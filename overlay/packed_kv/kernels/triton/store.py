@@ -415,6 +415,7 @@ def _store_groups(
     arguments are `store_section`'s.
     """
     CODE: tl.constexpr = SECTION.code
+    BINS: tl.constexpr = SECTION.bins
     FIRST_GROUP: tl.constexpr = SECTION.first_group
     HEAD_GROUPS: tl.constexpr = len(LAYOUT.groups)
     index = tl.arange(0, group.shape[0])
@@ -439,8 +440,8 @@ def _store_groups(
         if len(CODE.magnitudes) == 0:
             magnitudes, signs, scale = round_to_half(x)
         else:
-            scale = search_scale(x, index, CODE)
-            magnitudes, signs = quantize(x, scale, CODE)
+            scale = search_scale(x, index, CODE, BINS)
+            magnitudes, signs = quantize(x, scale, CODE, BINS)
         if is_key:
             words_at = micro_block + LAYOUT.words_at[KEY]
             store_codes(words_at, n, group, lane, stored, magnitudes, signs, True, SECTION, LAYOUT)

@@ -1,0 +1,60 @@
+"""Bins of numbers, in which a GPU looks up the levels next to a number instead of trying all of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import struct
+from typing import NamedTuple
+
+BINS = 16
+"""Of numbers in steps of their scale. What lies beyond the last one belongs to one more."""
+FEWEST_LEVELS = 8
+"""For which bins cost less than trying all."""
+
+
+class Bins(NamedTuple):
+    """How to find the two levels next to |x|, and which of them is nearer.
+
+    `magic`: less the bits of a step, they are those of an fp32 that is about its inverse over some unit. |x| times
+    that, at most 1, times 16 and rounded, is the number of a bin. `levels`: by bin, two neighbouring levels as bf16,
+    the upper one in the upper half of a word; one of them is the nearest of all. `thresholds`: by bin, what lies in the
+    middle of them as bf16, and in the lower half the number of the lower one. All are empty where there are no bins.
+    """
+
+    magic: int
+    levels: tuple[int, ...]
+    thresholds: tuple[int, ...]
+
+
+@functools.cache
+def make_bins(levels: tuple[float, ...]) -> Bins:
+    """Bins with at most one threshold in each, for steps of 3 bits of mantissa."""
+    if len(levels) < FEWEST_LEVELS:
+        return Bins(0, (), ())
+    thresholds = [(low + high) / 2 for low, high in itertools.pairwise(levels)]
+    last = len(thresholds) - 1
+    for unit in (thresholds[-1] * (1 + i / 64) for i in range(32)):
+        magic = _bits(1 / unit) + _bits(1.0)
+        factors = [_number(magic - _bits(step / 8)) * step / 8 for step in range(8, 16)]
+        bins = []
+        for number in range(BINS + 1):
+            low = (number - 0.5) / BINS / max(factors) * (1 - 2**-12)
+            high = (number + 0.5) / BINS / min(factors) * (1 + 2**-12) if number < BINS else math.inf
+            below = sum(threshold < low for threshold in thresholds)
+            inside = sum(low <= threshold <= high for threshold in thresholds)
+            bins.append((inside, min(below, last)))
+        if all(inside <= 1 for inside, _ in bins):
+            pairs = [(levels[j], levels[j + 1], j) for _, j in bins]
+            words = tuple(_bits(high) | _bits(low) >> 16 for low, high, _ in pairs)
+            return Bins(magic, words, tuple(_bits((low + high) / 2) | j for low, high, j in pairs))
+    return Bins(0, (), ())
+
+
+def _bits(x: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
