@@ -236,7 +236,7 @@ def _group_error(x, step, index, table, CODE: tl.constexpr, BINS: tl.constexpr):
     for k in tl.static_range(8):
         if has_bins(BINS):
             term = tl.inline_asm_elementwise(
-                _NEAREST, "=f,f,f,f,r", [x[k], step, inverse, table], dtype=tl.float32, is_pure=True, pack=1
+                _NEAREST, "=f,f,f,f,r", [x[k], step, inverse, table], dtype=tl.float32, is_pure=False, pack=1
             )
             terms += (term,)
         else:
@@ -278,7 +278,7 @@ def quantize(x, scale, CODE: tl.constexpr, BINS: tl.constexpr):
     for k in tl.static_range(8):
         if has_bins(BINS):
             index = tl.inline_asm_elementwise(
-                _CODE, "=r,f,f,f,r", [x[k], step, inverse, table], dtype=tl.int32, is_pure=True, pack=1
+                _CODE, "=r,f,f,f,r", [x[k], step, inverse, table], dtype=tl.int32, is_pure=False, pack=1
             ).to(tl.uint32, bitcast=True)
         else:
             index = tl.zeros(scale.shape, tl.uint32)
