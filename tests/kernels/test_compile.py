@@ -109,6 +109,8 @@ def test_store_that_rotates_queries_stays_in_registers(arch):
         # 20 warps of an SM. On sm_80, ptxas takes more with means by blocks of positions, as yet not timed: 17 warps.
         assert resources.registers <= (114 if arch == 80 else 96), name
         assert resources.count("FFMA") == 0, name
+        # Queries and their matrix are loaded as the tensor core wants them: only the biases of means are converted.
+        assert resources.shared_bytes <= (1024 if STORED[name] else 0), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
@@ -118,6 +120,16 @@ def test_store_rounds_each_operation(arch):
         assert "fma" not in resources.ptx
         assert ".ftz" not in resources.ptx
         assert resources.count("FFMA") == 0
+
+
+def test_look_ups_stay_in_their_lanes():
+    """A lane has the word of its bin, and `shfl` asks for lanes: right only while no tensor of these moves between
+    them."""
+    looked_up = ("tq4", "isoquant4", "turboquant35")
+    for name in looked_up:
+        ttgir = store_resources(90)[name].ttgir
+        assert ttgir.count("%laneid") > 0 and ttgir.count("shfl.sync.idx") > 0, name
+        assert not re.search(r"convert_layout .*: tensor<\d+x[if]32,", ttgir), name
 
 
 RINGS = (("isoquant4", 8), ("turboquant25", 4))

@@ -353,6 +353,22 @@ def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("head_dim", "rows"), [(32, 1), (80, 7), (128, 11), (192, 5)])
+def test_rotated_queries_are_products(head_dim, rows, dtype):
+    """With the matrix of each head, in fp32; rows and channels of which there are none stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    stored_dim, group = -(-head_dim // 32) * 32, 3
+    matrix = torch.randn(HEADS, stored_dim, stored_dim, generator=generator).half()
+    query = torch.randn(rows, HEADS * group + 1, head_dim, generator=generator).to(dtype)[:, 1:]
+    room = torch.full((rows + 1, HEADS, group, stored_dim), 7.0, dtype=torch.float16, device=DEVICE)
+    rotate_query(to_device(query), matrix.to(DEVICE), room[:rows], 0.01)
+    padded = torch.nn.functional.pad(query.half().float(), (0, stored_dim - head_dim)).unflatten(1, (HEADS, group))
+    expected = torch.einsum("thgd,hde->thge", padded, matrix.float()) * 0.01 * LOG2_E
+    assert torch.allclose(room[:rows].cpu().float(), expected, rtol=1e-3, atol=1e-3)
+    assert (room[rows] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("head_dim", "positions"), [(80, None), (64, 3 * MEAN_BLOCK), (128, 5000)])
 def test_biases(head_dim, positions, dtype):
     """In float64 from what the reference takes off keys, at scales where less than fp32 would show."""
