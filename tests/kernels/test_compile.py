@@ -295,7 +295,8 @@ def rotate_query_case() -> Case:
             means_head_stride="i32", spectrum="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, CHANNELS=rotate.QUERY_CHANNELS, ROWS=rotate.QUERY_ROWS,
+            KV_HEADS=8, QUERY_GROUP=4, QUERY_DIM=80, HEAD_DIM=96, PADDED_DIM=128, CHANNELS=rotate.QUERY_CHANNELS,
+            ROWS=rotate.QUERY_ROWS,
             BIAS_PROGRAMS=means.bias_programs(MEAN_BLOCKS), MEAN_BLOCKS=MEAN_BLOCKS, MEAN_BLOCK_TOKENS=MEAN_BLOCK,
             COLUMNS=means.COLUMNS,
         ),

@@ -101,7 +101,8 @@ def kernel_layout(page: PageLayout) -> KernelLayout:
     for number, bits in enumerate(vector.group_bits):
         code = code_of(bits)
         if not sections or sections[-1].code != code:
-            sections.append(Section(number, vector.group_bits.count(bits), code, word, signed, make_bins(code.magnitudes)))
+            count, bins = vector.group_bits.count(bits), make_bins(code.magnitudes)
+            sections.append(Section(number, count, code, word, signed, bins))
         sign_word = vector.code_words + signed // 2 if code.has_sign_words else 0
         parity = signed % 2 if code.has_sign_words else 0
         groups.append(Group(code, word, sign_word, parity, 1 / code.unit, code.value_gain / code.unit))

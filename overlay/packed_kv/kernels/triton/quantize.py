@@ -39,42 +39,6 @@ def _stages(groups):
 
 
 @triton.jit
-def _by_lane(words: tl.constexpr, like):
-    """Word i in lane i of the warp, in the last ones the last word; int32 of the shape and layout of `like`."""
-    lane = tl.inline_asm_elementwise(
-        "{ .reg .b32 t; mov.b32 t, $1; mov.u32 $0, %laneid; }", "=r,r", [like], dtype=tl.int32, is_pure=True, pack=1
-    )
-    word = tl.full(like.shape, words[0], tl.int32)
-    for number in tl.static_range(1, len(words)):
-        if words[number] != words[number - 1]:
-            word = tl.where(lane >= number, tl.full(like.shape, words[number], tl.int32), word)
-    return word
-
-
-_BIN = tl.constexpr("""{ .reg .f32 a, t, u; .reg .b32 w, n;
-    abs.f32 a, $1; mul.rn.sat.f32 t, a, $3; add.rn.f32 t, t, 0f49000000; mov.b32 n, t;
-    shfl.sync.idx.b32 w, $4, n, 31, -1; """)
-"""2^19 + BINS / 16 of a product below 1: the bin's number is in the last bits, of which `shfl` takes 5."""
-_NEAREST = tl.constexpr(_BIN.value + """shl.b32 n, w, 16; mov.b32 t, n; and.b32 w, w, 0xffff0000; mov.b32 u, w;
-    mul.rn.f32 t, t, $2; mul.rn.f32 u, u, $2; sub.rn.f32 t, a, t; sub.rn.f32 u, a, u;
-    abs.f32 t, t; abs.f32 u, u; min.f32 t, t, u; mul.rn.f32 $0, t, t; }""")
-_CODE = tl.constexpr(_BIN.value + """.reg .pred p; and.b32 n, w, 0xffff0000; mov.b32 t, n; mul.rn.f32 t, t, $2;
-    and.b32 w, w, 0xffff; setp.gt.f32 p, a, t; @p add.u32 w, w, 1; mov.b32 $0, w; }""")
-
-
-@triton.constexpr_function
-def has_bins(bins):
-    return len(bins.levels) > 0 and not IS_INTERPRETED
-
-
-@triton.jit
-def _inverse(step, BINS: tl.constexpr):
-    """What numbers are multiplied by to find their bins; of a step of 0, all but 0 are in the last one."""
-    inverse = (BINS.magic - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    return tl.where(step > 0, inverse, float("inf"))
-
-
-@triton.jit
 def load_rotated(
     x_row, channels_row, constants_ptr, group, exists, index, ORDERED: tl.constexpr, ROTATION: tl.constexpr,
     mean_row, scale_row, TRANSFORMED: tl.constexpr, turn_row, turned, STORED_DIM: tl.constexpr, TURNS: tl.constexpr,
@@ -193,6 +157,68 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
     return y
 
 
+# Of |x| = $1 with a step $2, its inverse $3 and the words $4: a, and w, the word of its bin. The last bits of 2^19 plus
+# the product are the bin's number; `shfl` takes five of them for the lane.
+_BIN = """{ .reg .f32 a, t, u; .reg .b32 n, w; .reg .pred p;
+    abs.f32 a, $1; mul.rn.sat.f32 t, a, $3; add.rn.f32 t, t, 0f49000000; mov.b32 n, t;
+    shfl.sync.idx.b32 w, $4, n, 31, -1; """
+# The square of the distance to the nearer of two levels t and u.
+_SQUARE = tl.constexpr(
+    _BIN
+    + """shl.b32 n, w, 16; mov.b32 t, n; and.b32 w, w, 0xffff0000; mov.b32 u, w;
+    mul.rn.f32 t, t, $2; mul.rn.f32 u, u, $2; sub.rn.f32 t, a, t; sub.rn.f32 u, a, u;
+    abs.f32 t, t; abs.f32 u, u; min.f32 t, t, u; mul.rn.f32 $0, t, t; }"""
+)
+# The number of the lower level, and 1 if a is above the threshold t.
+_INDEX = tl.constexpr(
+    _BIN
+    + """and.b32 n, w, 0xffff0000; mov.b32 t, n; mul.rn.f32 t, t, $2; setp.gt.f32 p, a, t;
+    and.b32 $0, w, 0xffff; @p add.u32 $0, $0, 1; }"""
+)
+
+
+@triton.constexpr_function
+def _has_bins(bins):
+    """The interpreter has no lanes to look up in, and tries all levels."""
+    return len(bins.levels) > 0 and not IS_INTERPRETED
+
+
+@triton.jit
+def _by_lane(words: tl.constexpr, like):
+    """Word i in lane i of the warp, in the lanes behind the last word that one; int32 of the shape of `like`."""
+    lane = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.b32 t, $1; mov.u32 $0, %laneid; }", "=r,r", [like], dtype=tl.int32, is_pure=True, pack=1
+    )
+    word = tl.full(like.shape, words[0], tl.int32)
+    for number in tl.static_range(1, len(words)):
+        if words[number] != words[number - 1]:
+            word = tl.where(lane >= number, tl.full(like.shape, words[number], tl.int32), word)
+    return word
+
+
+@triton.jit
+def _inverse(step, BINS: tl.constexpr):
+    """What absolute values are multiplied by to find their bins. With a step of 0 all but 0 are in the last one."""
+    inverse = (BINS.magic - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return tl.where(step > 0, inverse, float("inf"))
+
+
+# Not pure: no compiler may move a look-up to where some lanes are idle.
+@triton.jit
+def _square(x, step, inverse, words):
+    return tl.inline_asm_elementwise(
+        _SQUARE, "=f,f,f,f,r", [x, step, inverse, words], dtype=tl.float32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _index(x, step, inverse, words):
+    index = tl.inline_asm_elementwise(
+        _INDEX, "=r,f,f,f,r", [x, step, inverse, words], dtype=tl.int32, is_pure=False, pack=1
+    )
+    return index.to(tl.uint32, bitcast=True)
+
+
 @triton.jit
 def search_scale(x, index, CODE: tl.constexpr, BINS: tl.constexpr):
     """The scale byte of each row, int32 [lanes], the same in all of a row; see `scalar.search_scale`."""
@@ -207,14 +233,14 @@ def search_scale(x, index, CODE: tl.constexpr, BINS: tl.constexpr):
     top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
     ratio = (top * (1 / LARGEST)).to(tl.float16)
     start = tl.minimum(ratio.to(tl.int16, bitcast=True).to(tl.int32) >> 7, _MAX_SCALE_BYTE)
-    table = start
-    if has_bins(BINS):
-        table = _by_lane(WORDS, start)
+    words = start
+    if _has_bins(BINS):
+        words = _by_lane(WORDS, start)
     best = start
     least = tl.full(top.shape, float("inf"), tl.float32)
     for i in range(ABOVE + BELOW + 1):
         candidate = tl.minimum(tl.maximum(start + (ABOVE - i), 0), _MAX_SCALE_BYTE)
-        error = _group_error(x, _decode_scale(candidate), index, table, CODE, BINS)
+        error = _group_error(x, _decode_scale(candidate), index, words, CODE, BINS)
         better = error < least
         best = tl.where(better, candidate, best)
         least = tl.where(better, error, least)
@@ -227,19 +253,17 @@ def _decode_scale(scale):
 
 
 @triton.jit
-def _group_error(x, step, index, table, CODE: tl.constexpr, BINS: tl.constexpr):
-    """Squared error of coding each row with a step; the tree of `scalar.group_error`. Of all levels or, where there are
-    bins, of the two that one of them is the nearest of: what is least is the same number."""
+def _group_error(x, step, index, words, CODE: tl.constexpr, BINS: tl.constexpr):
+    """Squared error of coding each row with a step; the tree of `scalar.group_error`. With bins, of two levels
+    instead of all: the least distance is the same number."""
     LEVELS: tl.constexpr = CODE.magnitudes
-    inverse = _inverse(step, BINS)
     terms = ()
-    for k in tl.static_range(8):
-        if has_bins(BINS):
-            term = tl.inline_asm_elementwise(
-                _NEAREST, "=f,f,f,f,r", [x[k], step, inverse, table], dtype=tl.float32, is_pure=False, pack=1
-            )
-            terms += (term,)
-        else:
+    if _has_bins(BINS):
+        inverse = _inverse(step, BINS)
+        for k in tl.static_range(8):
+            terms += (_square(x[k], step, inverse, words),)
+    else:
+        for k in tl.static_range(8):
             nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
             for level in tl.static_range(1, len(LEVELS)):
                 nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step * LEVELS[level]))
@@ -270,20 +294,17 @@ def quantize(x, scale, CODE: tl.constexpr, BINS: tl.constexpr):
     LEVELS: tl.constexpr = CODE.magnitudes
     WORDS: tl.constexpr = BINS.thresholds
     step = _decode_scale(scale)
-    table = scale
-    if has_bins(BINS):
-        table = _by_lane(WORDS, scale)
-    inverse = _inverse(step, BINS)
     magnitudes, signs = (), ()
-    for k in tl.static_range(8):
-        if has_bins(BINS):
-            index = tl.inline_asm_elementwise(
-                _CODE, "=r,f,f,f,r", [x[k], step, inverse, table], dtype=tl.int32, is_pure=False, pack=1
-            ).to(tl.uint32, bitcast=True)
-        else:
+    if _has_bins(BINS):
+        inverse, words = _inverse(step, BINS), _by_lane(WORDS, scale)
+        for k in tl.static_range(8):
+            magnitudes += (_index(x[k], step, inverse, words),)
+    else:
+        for k in tl.static_range(8):
             index = tl.zeros(scale.shape, tl.uint32)
             for i in tl.static_range(len(LEVELS) - 1):
                 index += (tl.abs(x[k]) > step * _threshold(LEVELS, i)).to(tl.uint32)
-        magnitudes += (index,)
+            magnitudes += (index,)
+    for k in tl.static_range(8):
         signs += ((x[k] < 0).to(tl.uint32),)
     return magnitudes, signs

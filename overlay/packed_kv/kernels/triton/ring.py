@@ -66,7 +66,7 @@ def ring_scale(top):
 def ring_code(x, inverse):
     """x times `inverse_step` of its scale, rounded, as a byte in an int32."""
     code = tl.minimum(tl.maximum(product(x, inverse), -_LARGEST_CODE), _LARGEST_CODE)
-    return ((code + (_ROUND + 128)).to(tl.int32, bitcast=True) & 0xFF)
+    return (code + (_ROUND + 128)).to(tl.int32, bitcast=True) & 0xFF
 
 
 @triton.jit

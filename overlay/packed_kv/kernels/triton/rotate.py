@@ -196,8 +196,8 @@ def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotatio
         Arguments(*rotation.fixed(query), spectrum),
         dict(
             KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-            PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS, BIAS_PROGRAMS=rotation.bias_programs,
-            MEAN_BLOCKS=0 if means is None else means.blocks,
+            PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS,
+            BIAS_PROGRAMS=rotation.bias_programs, MEAN_BLOCKS=0 if means is None else means.blocks,
             MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
         ),
         num_warps=1,

@@ -274,7 +274,8 @@ def store_kernel(
         spectrum_ptr: fp32 [MEAN_BLOCKS, 2, stored_dim]; read where MEAN_BLOCK_TOKENS is not 0.
         ring_ptr: uint8 [blocks, HEADS, RING_BLOCK, ring_slot_bytes], with `ring_block_stride` and `ring_head_stride`;
             written where RING_BLOCK is not 0.
-        columns_ptr: fp16 [1 or HEADS, stored_dim, stored_dim], the rotation's matrix by columns, with `matrix_head_stride`; query_scale: fp32.
+        columns_ptr: fp16 [1 or HEADS, stored_dim, stored_dim], the rotation's matrix by columns, with
+            `matrix_head_stride`; query_scale: fp32.
         means_ptr: fp32 [1 or HEADS, 3, stored_dim] of `Means.rows`, with `means_head_stride`.
         LAYOUT: `KernelLayout`, which has stored_dim.
     """
