@@ -20,8 +20,9 @@ ARCHITECTURES = (80, 90, 100, 120)
 STORED = {"tq4": False, "isoquant4": False, "planarquant3": False, "turboquant35": True, "turboquant25": False}
 """Name -> whether calibrated: outliers, scales and means by blocks of positions. Every rotation and width, with and
 without half words."""
+LOOKED_UP = {name: 4 in (FORMATS[name].bits, FORMATS[name].outlier_bits) for name in STORED}
+"""Name -> whether it has codes of 4 bits, whose levels are looked up."""
 MEAN_BLOCKS = 512
-
 
 TWO_SIZES = ("tq4",)
 """Names that are also stored with V of fewer channels than K."""
@@ -108,25 +109,25 @@ def test_store_that_rotates_queries_stays_in_registers(arch):
         assert not resources.spills, name
         # 20 warps of an SM. On sm_80, ptxas takes more with means by blocks of positions, as yet not timed: 17 warps.
         assert resources.registers <= (114 if arch == 80 else 96), name
-        assert resources.count("FFMA") == 0, name
+        assert resources.count("FFMA") == 16, name
         # Queries and their matrix are loaded as the tensor core wants them: only the biases of means are converted.
         assert resources.shared_bytes <= (1024 if STORED[name] else 0), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids="sm_{}".format)
 def test_store_rounds_each_operation(arch):
-    """No fused multiply-add and no flushing of denormals, which would change bytes."""
-    for resources in store_resources(arch).values():
-        assert "fma" not in resources.ptx
+    """No flushing of denormals and no fused multiply-add, which would change bytes: but for those of a step and two
+    levels, whose products are exact, for each of a lane's 8 values."""
+    for name, resources in store_resources(arch).items():
+        exact = 16 if LOOKED_UP[name.split(",")[0]] else 0
+        assert resources.ptx.count("fma") == resources.count("FFMA") == exact, name
         assert ".ftz" not in resources.ptx
-        assert resources.count("FFMA") == 0
 
 
 def test_look_ups_stay_in_their_lanes():
     """A lane has the word of its bin, and `shfl` asks for lanes: right only while no tensor of these moves between
     them."""
-    looked_up = ("tq4", "isoquant4", "turboquant35")
-    for name in looked_up:
+    for name in (name for name in STORED if LOOKED_UP[name]):
         ttgir = store_resources(90)[name].ttgir
         assert ttgir.count("%laneid") > 0 and ttgir.count("shfl.sync.idx") > 0, name
         assert not re.search(r"convert_layout .*: tensor<\d+x[if]32,", ttgir), name

@@ -162,11 +162,12 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
 _BIN = """{ .reg .f32 a, t, u; .reg .b32 n, w; .reg .pred p;
     abs.f32 a, $1; mul.rn.sat.f32 t, a, $3; add.rn.f32 t, t, 0f49000000; mov.b32 n, t;
     shfl.sync.idx.b32 w, $4, n, 31, -1; """
-# The square of the distance to the nearer of two levels t and u.
+# The square of the distance to the nearer of two levels t and u. Steps and levels have 4 significant bits, so their
+# products are exact, and a fused multiply-add rounds as a subtraction of such a product does.
 _SQUARE = tl.constexpr(
     _BIN
     + """shl.b32 n, w, 16; mov.b32 t, n; and.b32 w, w, 0xffff0000; mov.b32 u, w;
-    mul.rn.f32 t, t, $2; mul.rn.f32 u, u, $2; sub.rn.f32 t, a, t; sub.rn.f32 u, a, u;
+    neg.f32 a, a; fma.rn.f32 t, t, $2, a; fma.rn.f32 u, u, $2, a;
     abs.f32 t, t; abs.f32 u, u; min.f32 t, t, u; mul.rn.f32 $0, t, t; }"""
 )
 # The number of the lower level, and 1 if a is above the threshold t.
