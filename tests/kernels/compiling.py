@@ -65,6 +65,18 @@ def compile_kernels(cases: list[Case]) -> list[Resources]:
     return [Resources(**result) for result in pickle.loads(child.stdout)]
 
 
+EXACT_FMAS = 16
+"""Of a store kernel that looks up levels: of a step and two of them, whose products are exact, for each of a lane's 8
+values."""
+
+
+def check_look_ups(stored: Resources) -> None:
+    """A lane has the word of its bin, and `shfl` asks for lanes: right only while none of these tensors moves between
+    them."""
+    assert "%laneid" in stored.ttgir and "shfl.sync.idx" in stored.ttgir
+    assert not re.search(r"convert_layout .*: tensor<\d+x[if]32,", stored.ttgir)
+
+
 def _compile(case: Case) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from compiling import Case, compile_kernels
+from compiling import EXACT_FMAS, Case, check_look_ups, compile_kernels
 from packed_kv.formats import FORMATS, Format
 from packed_kv.kernels.kernel_layout import kernel_layout, rope_layout
 from packed_kv.kernels.triton import latent_decode, latent_gather, latent_ring
@@ -52,10 +52,8 @@ def test_decode_compiles(name: str, arch: int, rope_bits: int) -> None:
     assert resources.count("LDG.E.128") >= 8
 
 
-@pytest.mark.parametrize(("arch", "rope_bits"), [(80, 16), (90, 8), (100, 16)])
-def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
-    fmt = FORMATS["turboquant25"]
-    store = Case(
+def store_case(fmt: Format, arch: int, rope_bits: int) -> Case:
+    return Case(
         kernel="packed_kv.kernels.triton.latent_store:store_latents_kernel",
         arch=arch,
         types=dict(
@@ -72,6 +70,19 @@ def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
         options=dict(num_warps=1, enable_fp_fusion=False),
         unaligned=("tokens", "split", "slots_ptr", "ring_tokens", "ring_slots_ptr"),
     )  # fmt: skip
+
+
+def test_look_ups_stay_in_their_lanes() -> None:
+    (stored,) = compile_kernels([store_case(FORMATS["tq4"], 90, 16)])
+    assert stored.registers <= 64 and not stored.spills
+    check_look_ups(stored)
+    assert stored.ptx.count("fma") == stored.count("FFMA") == EXACT_FMAS
+
+
+@pytest.mark.parametrize(("arch", "rope_bits"), [(80, 16), (90, 8), (100, 16)])
+def test_store_and_gather_stay_in_registers(arch: int, rope_bits: int) -> None:
+    fmt = FORMATS["turboquant25"]
+    store = store_case(fmt, arch, rope_bits)
     gather = Case(
         kernel="packed_kv.kernels.triton.latent_gather:_gather_latents_kernel",
         arch=arch,
