@@ -236,8 +236,10 @@ INLINE void wait_for_copies() {
     for (auto& copy : fibers[running].copies) copy();
     fibers[running].copies.clear();
 }
-struct Floats { float x, y; };
-INLINE Floats load_2_from_l2(const float* pointer) { return {pointer[0], pointer[1]}; }
+struct alignas(8) Floats { float x, y; };
+struct alignas(16) Numbers { float x, y, z, w; };
+INLINE Floats load_2_from_l2(const float* pointer) { return *(const Floats*)pointer; }
+INLINE Numbers load_4_from_l2(const float* pointer) { return *(const Numbers*)pointer; }
 INLINE int atomic_add(int* pointer, int x) { int before = *pointer; *pointer += x; return before; }
 INLINE void memory_fence() {}
 INLINE u32 hide_from_optimizer(u32 x) { return x; }

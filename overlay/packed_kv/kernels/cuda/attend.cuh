@@ -1,4 +1,4 @@
-// Attention of one warp over tiles of tokens, for up to 16 columns. A tile is unpacked once for all of them.
+// Attention of one warp over tiles of tokens, for up to 32 columns. A tile is unpacked once for all of them.
 #pragma once
 #include "columns.cuh"
 
@@ -23,16 +23,35 @@ struct State {
     }
 };
 
+// Queries as right operands of products, [octet][group][channels 8 k + 2 column ..]. Those of up to 16 columns are in
+// registers. Those of 32 lie in shared memory behind the stages, once for each warp: a lane reads what it wrote.
+constexpr bool SHARES_QUERIES = OCTETS == 4;
+constexpr int WARP_QUERY_BYTES = SHARES_QUERIES ? 2 * COLUMNS * HEAD_DIM : 0;
+static_assert(SHARED_BYTES >= TILES_END + WARPS * WARP_QUERY_BYTES, "queries fit");
 struct Queries {
-    u32 pairs[OCTETS][GROUPS][4];  // [..][group][channels 8 k + 2 column ..]
+    u32 pairs[SHARES_QUERIES ? 1 : OCTETS][GROUPS][4], address;
 
+    INLINE Queries(int warp, const Lane& lane)
+        : address(shared_address(shared_memory()) + TILES_END + warp * WARP_QUERY_BYTES + 16 * lane.index) {}
+    INLINE void load(int octet, int group, u32 (&q)[4]) const {
+        if (SHARES_QUERIES) load_shared_4(address + (octet * GROUPS + group) * 512, q);
+        else for_each<4>([&](auto k) { q[k.value] = pairs[octet][group][k.value]; });
+    }
+    INLINE void store(int octet, int group, const u32 (&q)[4]) {
+        if (SHARES_QUERIES) store_shared_4(address + (octet * GROUPS + group) * 512, {q[0], q[1], q[2], q[3]});
+        else for_each<4>([&](auto k) { pairs[octet][group][k.value] = q[k.value]; });
+    }
     // Converts queries for scores of pages. Scores of the ring need no conversion: all its codes have one unit.
     INLINE void to_page_unit() {
-        for_each<OCTETS * GROUPS * 4>([&](auto i) {
-            constexpr int group = i.value / 4 % GROUPS;
+        for_each<OCTETS * GROUPS>([&](auto i) {
+            constexpr int octet = i.value / GROUPS, group = i.value % GROUPS;
             constexpr float factor = SCORE_UNIT * group_layout(group).key_factor;
-            u32& pair = pairs[i.value / 4 / GROUPS][group][i.value % 4];
-            if constexpr (factor != 1) pair = multiply_halves(pair, to_halves(factor, factor));
+            if constexpr (factor != 1) {
+                u32 q[4];
+                load(octet, group, q);
+                for_each<4>([&](auto k) { q[k.value] = multiply_halves(q[k.value], to_halves(factor, factor)); });
+                store(octet, group, q);
+            }
         });
     }
 };
@@ -62,7 +81,7 @@ INLINE void online_softmax_update(State& state, const float (&scores)[TILES][SCO
     u32 bytes = 0;
     for_each<TILES * SETS>([&](auto i) { bytes |= scales[i.value / SETS][i.value % SETS]; });
     float sum = sums[0] + sums[1];
-    if constexpr (OCTETS == 2) sum += sums[2] + sums[3];
+    for_each<OCTETS - 1>([&](auto o) { sum += sums[2 * o.value + 2] + sums[2 * o.value + 3]; });
     if (any_lane((bytes & state.watched) != 0 || !(sum < state.ceiling))) {
         if (any_lane(bytes & LARGE_SCALES)) state.watched = 0;
         const float headroom = state.watched ? HEADROOM : -2;
@@ -101,7 +120,8 @@ INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float 
             decode(Index<group>{}, pairs);
             for_each<OCTETS>([&](auto o) {
                 float(&sum)[4] = sums[o.value];
-                const u32* q = queries.pairs[o.value][group];
+                u32 q[4];
+                queries.load(o.value, group, q);
                 if constexpr (is_first) mma(sum, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1], 0, 0, 0, 0);
                 else mma(sum, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1]);
                 mma(sum, pairs[2], pairs[6], pairs[3], pairs[7], q[2], q[3]);
@@ -142,17 +162,18 @@ INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS],
     });
 }
 
-INLINE Queries load_queries(const Arguments& a, const Request& request, int head, const Lane& lane) {
-    Queries queries;
+INLINE Queries load_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
+    Queries queries(warp, lane);
     for_each<OCTETS>([&](auto o) {
-        u32(&pairs)[GROUPS][4] = queries.pairs[o.value];
         const int column = 8 * o.value + lane.row % COLUMNS;
         const u32* q = (const u32*)a.query + request.row(head, column) * (HEAD_DIM / 2) + lane.column;
         const bool there = request.has(column);
         for_each<GROUPS>([&](auto g) {
             constexpr int group = g.value;
             const bool takes_part = there && (!TWICE || lane.row / 4 == group % 2);
-            for_each<4>([&](auto k) { pairs[group][k.value] = takes_part ? q[group * 16 + 4 * k.value] : 0; });
+            u32 pairs[4];
+            for_each<4>([&](auto k) { pairs[k.value] = takes_part ? q[group * 16 + 4 * k.value] : 0; });
+            queries.store(o.value, group, pairs);
         });
     });
     return queries;

@@ -10,10 +10,16 @@ INLINE void sync_columns() { sync_block(); }
 #endif
 
 constexpr int ROW = HEAD_DIM + 4;  // floats of a column in shared memory; 4 of padding avoid bank conflicts
-// A sum of values weighted by 2^(score - maximum); `total` is the sum of the weights.
+constexpr int PIECES = HEAD_DIM / 4;  // of a column
+INLINE void add_to(Numbers& sum, float weight, const Numbers& x) {
+    sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+}
+INLINE Numbers scaled(const Numbers& x, float factor) {
+    return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+}
+// Of weights 2^(score - maximum), whose sum is `total`.
 struct WeightedSum {
-    float maximum, total, output;
-    INLINE float mean() const { return total > 0 ? output / total : 0; }
+    float maximum, total;
     // The natural log-sum-exp of the scores; -inf if there are none.
     INLINE float lse() const { return (maximum + log2_fast(total)) * 0.6931471805599453f; }
 };
@@ -45,7 +51,7 @@ INLINE void rotate_back(const Arguments& a, const Request& request, int head, in
                         const Matrix& matrix, const float* combined) {
     static_assert(TILES_PER_WARP == 1 || TILES_PER_WARP * WARPS == HEAD_DIM / 16, "all warps have as many tiles, or one");
     if (warp >= HEAD_DIM / 16) return;
-#pragma unroll(UNPACKERS ? 1 : OCTETS)
+#pragma unroll(UNPACKERS ? 2 : OCTETS)
     for (int octet = 0; octet < OCTETS; octet++) {
         const float* x = combined + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
         float sums[TILES_PER_WARP][4] = {};
@@ -91,59 +97,60 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     sync_columns();
     if (!*last) return false;
     memory_fence();
-    // A load takes about 700 cycles, so each thread issues many at once: a lane those of the statistics of one part, then
-    // a thread those of two channels of AT_ONCE parts. Both do so of TOGETHER columns, where there are registers for it.
-    constexpr int AT_ONCE = 8, TOGETHER = UNPACKERS ? 4 : 1, PAIRS = HEAD_DIM / 2;
-    static_assert(TOGETHER == 1 || COLUMNS % (TOGETHER * WARPS) == 0, "no column past the last");
-    const int lane = threadIdx.x % 32;
-    for (int first = threadIdx.x / 32; first < COLUMNS; first += TOGETHER * WARPS) {
-        Floats found[TOGETHER];
-        for_each<TOGETHER>([&](auto k) {
-            const int column = first + k.value * WARPS;
-            const bool exists = request.has(column) && lane < item.parts;
-            found[k.value] = exists ? load_2_from_l2(a.partial_stats + 2 * part_row(item, lane, head, column))
-                                    : Floats{-1e30f, 0};
-        });
-        for_each<TOGETHER>([&](auto k) {
-            const int column = first + k.value * WARPS;
-            const Floats own = found[k.value];
-            WeightedSum sum{own.x, 0, 0};
-            for_each<5>([&](auto i) { sum.maximum = maximum_of(sum.maximum, shuffle_xor(sum.maximum, 1 << i.value)); });
-            const float weight = exp2_fast(own.x - sum.maximum);
-            sum.total = weight * own.y;
-            for_each<5>([&](auto i) { sum.total += shuffle_xor(sum.total, 1 << i.value); });
-            weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
-            if (HAS_LSE && lane == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
-        });
-    }
+    // A load takes about 700 cycles, so each thread issues many at once: a lane those of the statistics of one part and
+    // all columns of its warp, then a thread those of four channels of TOGETHER columns and AT_ONCE parts.
+    constexpr int ALL = COLUMNS * PIECES, THREADS = WARPS * 32;
+    constexpr int EACH = (COLUMNS + WARPS - 1) / WARPS, ROUNDS = (ALL + THREADS - 1) / THREADS;
+    constexpr int MOST = COLUMNS > 8 ? 4 : 2;  // as registers allow
+    constexpr int TOGETHER = ROUNDS < MOST ? ROUNDS : MOST, AT_ONCE = TOGETHER == 1 ? 8 : 4;
+    static_assert(ROUNDS == 1 || ALL % (TOGETHER * THREADS) == 0, "no column past the last");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % WARPS;
+    Floats statistics[EACH];
+    for_each<EACH>([&](auto k) {
+        const int column = warp + k.value * WARPS;
+        const bool exists = request.has(column) && lane < item.parts;
+        statistics[k.value] = exists ? load_2_from_l2(a.partial_stats + 2 * part_row(item, lane, head, column))
+                                     : Floats{-1e30f, 0};
+    });
+    for_each<EACH>([&](auto k) {
+        const int column = warp + k.value * WARPS;
+        const Floats own = statistics[k.value];
+        WeightedSum sum{own.x, 0};
+        for_each<5>([&](auto i) { sum.maximum = maximum_of(sum.maximum, shuffle_xor(sum.maximum, 1 << i.value)); });
+        const float weight = exp2_fast(own.x - sum.maximum);
+        sum.total = weight * own.y;
+        for_each<5>([&](auto i) { sum.total += shuffle_xor(sum.total, 1 << i.value); });
+        if (column >= COLUMNS) return;
+        weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
+        if (HAS_LSE && lane == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
+    });
     sync_columns();
-    for (int start = threadIdx.x; start < COLUMNS * PAIRS; start += TOGETHER * WARPS * 32) {
-        Floats means[TOGETHER] = {};
+#pragma unroll 1
+    for (int start = threadIdx.x; start < ALL; start += TOGETHER * THREADS) {
+        Numbers means[TOGETHER] = {};
+#pragma unroll 1
         for (int first = 0; first < item.parts; first += AT_ONCE) {
-            Floats found[TOGETHER][AT_ONCE];
+            Numbers found[TOGETHER][AT_ONCE];
             for_each<TOGETHER>([&](auto k) {
-                const int own = start + k.value * WARPS * 32, column = own / PAIRS;
-                const float* output = a.partial_output + part_row(item, 0, head, column) * HEAD_DIM + own % PAIRS * 2;
+                const int own = start + k.value * THREADS, column = own / PIECES;
+                const float* output = a.partial_output + part_row(item, first, head, column) * HEAD_DIM + own % PIECES * 4;
                 for_each<AT_ONCE>([&](auto i) {
-                    const int part = first + i.value;
-                    const bool exists = request.has(column) && part < item.parts;
+                    const bool exists = request.has(column) && first + i.value < item.parts;
                     found[k.value][i.value] =
-                        exists ? load_2_from_l2(output + part * (KV_HEADS * COLUMNS * HEAD_DIM)) : Floats{0, 0};
+                        exists ? load_4_from_l2(output + i.value * (KV_HEADS * COLUMNS * HEAD_DIM)) : Numbers{0, 0, 0, 0};
                 });
             });
             for_each<TOGETHER>([&](auto k) {
-                const int column = (start + k.value * WARPS * 32) / PAIRS;
-                Floats& mean = means[k.value];
+                const int column = (start + k.value * THREADS) / PIECES;
                 for_each<AT_ONCE>([&](auto i) {
                     const float weight = weights[column * 32 + first + i.value];
-                    mean.x += weight * found[k.value][i.value].x, mean.y += weight * found[k.value][i.value].y;
+                    add_to(means[k.value], weight, found[k.value][i.value]);
                 });
             });
         }
         for_each<TOGETHER>([&](auto k) {
-            const int own = start + k.value * WARPS * 32;
-            float* target = combined + own / PAIRS * ROW + own % PAIRS * 2;
-            target[0] = means[k.value].x, target[1] = means[k.value].y;
+            const int own = start + k.value * THREADS;
+            *(Numbers*)(combined + own / PIECES * ROW + own % PIECES * 4) = means[k.value];
         });
     }
     return true;

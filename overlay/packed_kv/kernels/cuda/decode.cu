@@ -56,7 +56,7 @@ struct Arguments {
 // Shared memory: the barriers of all warps (wide: of the block), the work item once per warp, and their stages. What the
 // end of the kernel needs replaces the stages, but not the barriers: PTX forbids other use of a barrier's memory, and
 // under compute-sanitizer results that lay there became NaN.
-constexpr bool IS_WIDE = COLUMNS > 16;
+constexpr bool IS_WIDE = COLUMNS > 32;
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int BARRIERS = 0, WORK_ITEMS = BARRIERS + (STAGE_OWNERS * STAGES + 1) / 2 * 16;  // a barrier has 8 bytes
 constexpr int STAGES_AT = WORK_ITEMS + WARPS * 16, TILES_END = STAGES_AT + STAGE_OWNERS * STAGES * STAGE_BYTES;
@@ -88,11 +88,11 @@ INLINE WorkItem shared_work_item() {
 }
 
 // What serves a variant (`constants` of launch.py). The codes and head sizes of roles.cuh are those of `has_unpackers`.
-#if UNPACKERS  // 32 and 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
+#if UNPACKERS  // 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
-#elif COLUMNS > 16  // other codes and head sizes, and mixed codes: a team of warps, mma
+#elif COLUMNS > 32  // other codes and head sizes, and mixed codes: a team of warps, mma
 #include "wide.cuh"
-#else  // up to 16 columns of all codes: each warp by itself, mma
+#else  // up to 32 columns of all codes: each warp by itself, mma
 #include "narrow.cuh"
 #endif
 

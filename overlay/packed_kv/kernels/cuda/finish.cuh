@@ -1,4 +1,4 @@
-// The end of a block of up to 16 columns: store partial results of each warp, or combine the warps.
+// The end of a block of up to 32 columns: store partial results of each warp, or combine the warps.
 #pragma once
 #include "attend.cuh"
 #include "combine.cuh"
@@ -50,21 +50,6 @@ INLINE void store_partial(const Arguments& a, const Request& request, int head, 
         });
 }
 
-// Combines `count` partial results as `merge.py` does.
-template <class Statistics, class Output>
-INLINE WeightedSum combine(int count, Statistics&& statistics, Output&& output) {
-    WeightedSum sum{-1e30f, 0, 0};
-#pragma unroll 8
-    for (int i = 0; i < count; i++) sum.maximum = maximum_of(sum.maximum, statistics(i, 0));
-#pragma unroll 8
-    for (int i = 0; i < count; i++) {
-        const float weight = exp2_fast(statistics(i, 0) - sum.maximum);
-        sum.total += weight * statistics(i, 1);
-        sum.output += weight * output(i);
-    }
-    return sum;
-}
-
 // Combines the warps of a block, and the blocks of a pair, and writes the output.
 INLINE void combine_warps(const Arguments& a, const Request& request, int head, const WorkItem& item, int warp,
                           const Lane& lane, const State& state) {
@@ -82,17 +67,23 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
     Matrix matrix;
     matrix.load(a, head, warp, lane);  // in flight while the warps are combined
     sync_block();
-    for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
-        const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-        const WeightedSum sum = combine(
-            WARPS, [&](int w, int what) { return statistics[(w * COLUMNS + column) * 2 + what]; },
-            [&](int w) { return outputs[(w * COLUMNS + column) * ROW + channel]; });
+    for (int i = threadIdx.x; i < COLUMNS * PIECES; i += WARPS * 32) {
+        const int column = i / PIECES, channel = i % PIECES * 4;
+        WeightedSum sum{-1e30f, 0};
+        Numbers mean{0, 0, 0, 0};
+        const float* own = statistics + 2 * column;
+        for_each<WARPS>([&](auto w) { sum.maximum = maximum_of(sum.maximum, own[w.value * 2 * COLUMNS]); });
+        for_each<WARPS>([&](auto w) {
+            const float weight = exp2_fast(own[w.value * 2 * COLUMNS] - sum.maximum);
+            sum.total += weight * own[w.value * 2 * COLUMNS + 1];
+            add_to(mean, weight, *(const Numbers*)(outputs + (w.value * COLUMNS + column) * ROW + channel));
+        });
         if (is_alone) {
-            combined[column * ROW + channel] = sum.mean();
+            *(Numbers*)(combined + column * ROW + channel) = scaled(mean, sum.total > 0 ? 1 / sum.total : 0);
             if (HAS_LSE && channel == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
         } else if (request.has(column)) {
             const long long row = part_row(item, item.part, head, column);
-            a.partial_output[row * HEAD_DIM + channel] = sum.output;
+            *(Numbers*)(a.partial_output + row * HEAD_DIM + channel) = mean;
             if (channel == 0) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = sum.total;
         }
     }

@@ -26,9 +26,9 @@ from .source import DECODE, UNPACKED, Program
 OUTPUTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 COLUMN_COUNTS = (4, 8, 16, 32, COLUMNS)
 """The columns that kernels are compiled for. Beyond the last, query tokens take several passes over the keys."""
-NARROW = 16
+NARROW = 32
 """The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
-WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 12, 64: 8}
+WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 8, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
 UNPACKERS, ATTENDERS_PER_SM, UNPACKED_BYTES = 4, 8, 106 << 10
 """Warps of a block that only unpack, where it has any (`roles.cuh`), the others that an SM holds then, and the shared
@@ -40,9 +40,9 @@ combining several warps costs more than a second launch: blocks of one warp writ
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
 STAGES, UNPACKER_STAGES = 2, 3
-"""Tiles that a warp has in flight; one that only unpacks has smaller tiles."""
-TILE_BLOCKS, UNPACKER_TILE_BLOCKS = 2, 1
-"""Micro-blocks of a warp's tile."""
+"""Tiles that a warp has in flight."""
+TILE_BLOCKS = 2
+"""Micro-blocks of a warp's tile, but of one that only unpacks, and of 32 columns: one."""
 
 
 class Grid(NamedTuple):
@@ -95,7 +95,7 @@ def kinds(card: Card, columns: int) -> tuple[Kind, Kind]:
     There, smaller blocks leave less of the card idle (an H200 at 128 x 2048 and 4 columns: 81 us instead of 88).
     """
     most = card.warps_per_sm(columns)
-    few, many = (most // 2, most // 4) if columns <= NARROW else (card.head_dim // GROUP_SIZE,) * 2
+    few, many = (most // 2, 2 if columns == 16 else 4) if columns <= NARROW else (card.head_dim // GROUP_SIZE,) * 2
     return Kind(few, most, stream_k=True), Kind(many, most, stream_k=False)
 
 
@@ -152,7 +152,7 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     """
     layout, warps, columns = kernel_layout(page), variant.warps, variant.columns
     unpackers = UNPACKERS if has_unpackers(page) and columns > NARROW else 0
-    tile_blocks = UNPACKER_TILE_BLOCKS if unpackers else TILE_BLOCKS
+    tile_blocks = 1 if unpackers or columns == 32 else TILE_BLOCKS
     stages = UNPACKER_STAGES if unpackers else STAGES
     stage = tile_blocks * layout.micro_block_bytes
     if variant.ring_block and not unpackers:
@@ -199,7 +199,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
 def _narrow_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
     """Return the shared memory of a block whose warps serve columns alone."""
     combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
-    return before + max(tiles, combine)
+    queries = 2 * head_dim * columns * warps if columns == 32 else 0
+    return before + max(tiles + queries, combine)
 
 
 def _wide_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:

@@ -1,4 +1,4 @@
-// Attention of a block for up to 16 columns: each warp attends to tiles of its own.
+// Attention of a block for up to 32 columns: each warp attends to tiles of its own.
 #pragma once
 #include "finish.cuh"
 #include "pages.cuh"
@@ -123,7 +123,7 @@ INLINE void attend(const Arguments& a) {
     });
 
     State state;
-    Queries queries = load_queries(a, request, head, lane);
+    Queries queries = load_queries(a, request, head, warp, lane);
     if (RING_BLOCK && range.ring) {
 #pragma unroll 1
         for (int number = 0; number < range.ring; number++) {

@@ -193,11 +193,18 @@ INLINE void copy_16(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(target), "l"(source) : "memory");
 }
 INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Loads past the L1 cache, which does not see what other SMs wrote. The address is a multiple of 8 bytes.
-struct Floats { float x, y; };
+// Loads past the L1 cache, which does not see what other SMs wrote. The address is a multiple of the bytes loaded.
+struct __align__(8) Floats { float x, y; };
+struct __align__(16) Numbers { float x, y, z, w; };
 INLINE Floats load_2_from_l2(const float* pointer) {
     Floats result;
     asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(result.x), "=f"(result.y) : "l"(pointer) : "memory");
+    return result;
+}
+INLINE Numbers load_4_from_l2(const float* pointer) {
+    Numbers result;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(result.x), "=f"(result.y), "=f"(result.z), "=f"(result.w) : "l"(pointer) : "memory");
     return result;
 }
 INLINE int atomic_add(int* pointer, int x) { return atomicAdd(pointer, x); }

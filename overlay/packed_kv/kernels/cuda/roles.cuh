@@ -1,4 +1,4 @@
-// Attention of a block for 32 or 64 columns by two warpgroups, for head_dim 128 and codes of 4 bits. One unpacks: its
+// Attention of a block for 64 columns by two warpgroups, for head_dim 128 and codes of 4 bits. One unpacks: its
 // warps copy and unpack a micro-block of each tile, and leave K and V as fp16 in shared memory. The other attends, as
 // kernels over fp16 caches do: columns are the 64 rows of its products, so its softmax is that of rows in registers.
 //
@@ -27,11 +27,6 @@ static_assert(!IS_FINAL || SHARED_BYTES >= RAW_AT + 4 * COLUMNS * (ROW + 32) + 1
 
 // Registers of a thread of each warpgroup; both begin with 128.
 constexpr int ATTEND_REGISTERS = 184, UNPACK_REGISTERS = 72;
-
-// A row of products is a column; of 32 columns, the rows r + 8 of each warp have none.
-constexpr int OWN_ROWS = COLUMNS / 32;
-INLINE int column_of_row(int row) { return OWN_ROWS == 2 ? row : row / 16 * 8 + row % 8; }
-INLINE bool has_column(int row) { return OWN_ROWS == 2 || row % 16 < 8; }
 
 constexpr u32 halves_of(float power) {  // a power of 2 as both halves of a pair
     int exponent = 15;
@@ -66,9 +61,9 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head) 
     const u32 target = shared_address(shared_memory()) + QUERIES_AT;
 #pragma unroll 1
     for (int i = threadIdx.x; i < 64 * 16; i += (WARPS + UNPACKERS) * 32) {
-        const int row = i / 16, piece = i % 16, column = column_of_row(row);
+        const int row = i / 16, piece = i % 16;
         Quad q{0, 0, 0, 0};
-        if (has_column(row) && request.has(column)) q = ((const Quad*)a.query)[request.row(head, column) * 16 + piece];
+        if (request.has(row)) q = ((const Quad*)a.query)[request.row(head, row) * 16 + piece];
         store_shared_4(target + piece / 8 * HALF_BYTES + 128 * row + ((piece % 8 ^ row % 8) << 4), q);
     }
     fence_async();
@@ -233,8 +228,7 @@ struct RowState {
 };
 // The element of the rows' biases, of a column or of one that the request has.
 INLINE float load_bias(const Arguments& a, const Request& request, int row, u32 element) {
-    const int column = column_of_row(row);
-    return a.query_bias[request.row(blockIdx.y, request.has(column) ? column : 0) * a.bias_stride + element];
+    return a.query_bias[request.row(blockIdx.y, request.has(row) ? row : 0) * a.bias_stride + element];
 }
 
 // Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the bias
@@ -244,8 +238,8 @@ INLINE void prepare_scores(const Arguments& a, const Request& request, const Tea
                            int row, const Lane& lane, RowState& state, float (&scores)[32]) {
     const bool is_ring = RING_BLOCK && number < tiles.ring;
     const u32 element = HAS_BIAS ? Biases::element(a, tiles.tile(number, 0)) : 0;
-    for_each<OWN_ROWS>([&](auto r) {
-        const int own_row = row + 8 * r.value, limit = request.limit(column_of_row(own_row));
+    for_each<2>([&](auto r) {
+        const int own_row = row + 8 * r.value, limit = request.limit(own_row);
         const int last = is_ring ? limit : min(request.page_limit(limit), end);
         const int first = is_ring ? max(limit - RECENT, request.recent) : 0;
         float bias = 0;
@@ -282,7 +276,6 @@ INLINE bool weigh(const float (&scores)[32], const float (&maximum)[2], float ce
     sums[0] = sums[1] = 0;
     for_each<16>([&](auto k) {
         constexpr int r = k.value % 2;
-        if constexpr (r >= OWN_ROWS) { p[k.value] = 0; return; }
         const float x = exp2_fast(__fmaf_rn(scores[2 * k.value], PAGE_FACTOR, -maximum[r]));
         const float y = exp2_fast(__fmaf_rn(scores[2 * k.value + 1], PAGE_FACTOR, -maximum[r]));
         sums[r] += x + y;
@@ -342,7 +335,7 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
         const bool moves = weigh(scores, state.maximum, ceiling, p, sums);
         if (__builtin_expect(moves, 0)) {
             ceiling = CEILING;
-            for_each<OWN_ROWS>([&](auto r) {
+            for_each<2>([&](auto r) {
                 float top = -1e30f / PAGE_FACTOR;
                 for_each<16>([&](auto i) {
                     top = maximum_of(top, scores[i.value / 2 * 4 + 2 * r.value + i.value % 2]);
@@ -388,12 +381,12 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
     float *weights = (float*)(shared_memory() + RAW_AT), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     const bool is_alone = IS_FINAL && item.parts == 1;
     sync_columns();  // all warps have done with the tiles that were here
-    for_each<OWN_ROWS>([&](auto r) {
+    for_each<2>([&](auto r) {
         float total = state.total[r.value];
         total += shuffle_xor(total, 1), total += shuffle_xor(total, 2);
-        const int row_of_lane = 16 * warp + lane.row + 8 * r.value, column = column_of_row(row_of_lane);
-        WeightedSum sum{state.maximum[r.value], total, 0};
-        if constexpr (HAS_BIAS) sum.maximum += load_bias(a, request, row_of_lane, state.element);
+        const int column = 16 * warp + lane.row + 8 * r.value;
+        WeightedSum sum{state.maximum[r.value], total};
+        if constexpr (HAS_BIAS) sum.maximum += load_bias(a, request, column, state.element);
         const bool writes_statistics = lane.column == 0 && request.has(column);
         float factor = gain;
         float* target = combined + column * ROW;
@@ -407,9 +400,8 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
             if (writes_statistics) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = total;
         }
         if (is_alone || request.has(column)) for_each<16>([&](auto i) {
-            float* own = target + 8 * i.value + 2 * lane.column;
-            own[0] = state.output[4 * i.value + 2 * r.value] * factor;
-            own[1] = state.output[4 * i.value + 2 * r.value + 1] * factor;
+            const float* own = state.output + 4 * i.value + 2 * r.value;
+            *(Floats*)(target + 8 * i.value + 2 * lane.column) = {own[0] * factor, own[1] * factor};
         });
     });
     if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);

@@ -1,4 +1,4 @@
-// A team of warps, which shares the unpacking of 32 or 64 columns: what it carries, and its softmax. `wide.cuh` says how.
+// A team of warps, which shares the unpacking of 64 columns: what it carries, and its softmax. `wide.cuh` says how.
 #pragma once
 #include "pages.cuh"
 
@@ -16,7 +16,7 @@ static_assert(SHARED_BYTES >= TOPS_AT + 4 * WARPS * COLUMNS, "shared memory");
 static_assert(!IS_FINAL || SHARED_BYTES >= STAGES_AT + 4 * COLUMNS * (ROW + 32) + 16, "the combined outputs, and weights of parts");
 
 // The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
-constexpr float WIDE_HEADROOM = HEADROOM - (OCTETS == 4 ? 2 : 3);
+constexpr float WIDE_HEADROOM = HEADROOM - 3;
 
 // What a warp carries from tile to tile; outputs are those of its group of channels.
 struct TeamState {

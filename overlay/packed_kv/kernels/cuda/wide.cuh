@@ -1,4 +1,4 @@
-// Attention of a block for 32 or 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
+// Attention of a block for 64 columns, which share one unpacking. Its warps are a team, one for each group of 32
 // channels. Each warp computes the weights of its own tokens for all columns, and leaves them in shared memory; then it
 // adds V of all the team's tokens for its own group of channels. So each code is unpacked by one warp, once, and a warp
 // holds the outputs of 32 channels only.
@@ -31,7 +31,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
             total += __int_as_float(
                 load_shared(totals + 4 * COLUMNS * w.value + c.value / 2 * 32 + c.value % 2 * 4));
         });
-        const WeightedSum sum{maxima[c.value], total, 0};
+        const WeightedSum sum{maxima[c.value], total};
         const bool writes_statistics = warp == 0 && lane.row == 0 && request.has(column);
         const float factor = is_alone ? (total > 0 ? 1 / total : 0) : 1;
         float* target = combined + column * ROW;

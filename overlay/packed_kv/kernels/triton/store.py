@@ -334,9 +334,9 @@ def store_section(
     RING_BLOCK: tl.constexpr, ROTATION: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     NUMBER: tl.constexpr, LAYOUT: tl.constexpr, PARTS: tl.constexpr, split,
 ):  # fmt: skip
-    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`; or,
-    where `split` is PARTS and not 1, a part of them: as many programs rotate the same vectors, and each quantises its
-    rows.
+    """Store the groups of section NUMBER of ROWS / A_VECTOR vectors (token, head), those of program `program`; or, with
+    `split` programs for these, a share of them: all rotate whole vectors, and each quantises its PARTS / split parts of
+    the rows one after the other.
 
     `x_ptr`, `channels_ptr` and `table_ptr` with their strides are those of K, with `is_key`, or of V; the other
     arguments are `store_kernel`'s.
@@ -374,22 +374,24 @@ def store_section(
     )  # fmt: skip
     if ROTATION == "hadamard":
         x = hadamard(x, group, index, GROUPS)
-    if PARTS == 1 or split == 1:
+    if PARTS == 1:
         _store_groups(
             x, group, head, slot, ring_slot, cache_ptr, cache_block_stride, cache_head_stride,
             ring_ptr, ring_block_stride, ring_head_stride, is_key, BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
         )  # fmt: skip
     else:
-        own = program % split * (4 * ROWS // PARTS) + tl.arange(0, 4 * ROWS // PARTS)
-        y = ()
-        for k in tl.static_range(8):
-            y += (tl.gather(x[k], own, 0),)
-        own_group, own_vector, _ = _own_groups(own, block, tokens, HEADS, ROWS, GROUPS)
-        _store_groups(
-            y, own_group, (own_vector % HEADS).to(tl.int64), tl.gather(slot, own, 0), tl.gather(ring_slot, own, 0),
-            cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride, ring_head_stride, is_key,
-            BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
-        )  # fmt: skip
+        first = program % split * (PARTS // split)
+        for part in range(first, first + PARTS // split):
+            own = part * (4 * ROWS // PARTS) + tl.arange(0, 4 * ROWS // PARTS)
+            y = ()
+            for k in tl.static_range(8):
+                y += (tl.gather(x[k], own, 0),)
+            own_group, own_vector, _ = _own_groups(own, block, tokens, HEADS, ROWS, GROUPS)
+            _store_groups(
+                y, own_group, (own_vector % HEADS).to(tl.int64), tl.gather(slot, own, 0), tl.gather(ring_slot, own, 0),
+                cache_ptr, cache_block_stride, cache_head_stride, ring_ptr, ring_block_stride, ring_head_stride, is_key,
+                BLOCK_SIZE, HAS_PAGES, RING_BLOCK, SECTION, LAYOUT,
+            )  # fmt: skip
 
 
 @triton.jit
