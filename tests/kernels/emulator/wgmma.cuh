@@ -17,7 +17,7 @@ INLINE void arrive(u32 address) {
 }
 static Meeting& group(int id) { return groups[id * 16 + running / 128]; }
 INLINE void sync_group(int id) { meet(group(id), 128, GROUP, [] {}); }
-INLINE void sync_two_groups(int id) { meet(groups[id * 16 + 15], 256, GROUP, [] {}); }
+template <int GROUPS> void sync_groups(int id) { meet(groups[id * 16 + 15], 128 * GROUPS, GROUP, [] {}); }
 INLINE bool any_of_group(int id, bool x) {
     Meeting& own = group(id);
     if (own.arrived == 0) own.in[0][0] = 0;
@@ -112,13 +112,14 @@ template <int N> struct SharedProduct {
 };
 template <int N> struct TransposedProduct {
     static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
+        const int width = N == 16 ? 16 : 32;  // of B's rows
         const int row = running / 32 % 4 * 16 + lane() / 4;
         for (int i = 0; i < N / 2; i++) {
             const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
             float sum = accumulate ? d[i] : 0;
             for (int k = 0; k < 16; k++) {
-                const u32 at = ((b & 0x3FFF) << 4) + k * 2 * N + column * 2;
-                const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (N / 8 - 1)) << 4, 2);
+                const u32 at = ((b & 0x3FFF) << 4) + k * 2 * width + column * 2;
+                const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (width / 8 - 1)) << 4, 2);
                 sum += to_float(element_of(a, 1, k, row + i / 2 % 2 * 8)) * to_float(right);
             }
             d[i] = sum;

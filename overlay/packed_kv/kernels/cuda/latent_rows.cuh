@@ -14,7 +14,8 @@ INLINE u32 query_pair(u32 pair) {
 // Blocks of 64 channels follow each other by STRIDE bytes. A warp has every fourth row: a lane 16 bytes of each half of
 // a latent, and 8 lanes RoPE's of a row.
 template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& run, u32 target, int t) {
-    constexpr int BATCH = ROWS % 32 ? 4 : 8;  // rows of a warp at a time
+    constexpr int BATCH = ROWS == 24 ? 6 : ROWS % 32 ? 4 : 8;  // rows of a warp at a time
+    constexpr int ROPES = (BATCH + 3) / 4;
     const int lane = t % 32, warp = t / 32;
     auto store = [&](Quad q, int row, int piece, bool is_rope) {
         q = {query_pair(q.x), query_pair(q.y), query_pair(q.z), query_pair(q.w)};
@@ -27,7 +28,7 @@ template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& ru
     };
 #pragma unroll 1
     for (int base = 0; base < ROWS; base += 4 * BATCH) {
-        Quad latent[BATCH][2], rope[BATCH / 4];
+        Quad latent[BATCH][2], rope[ROPES];
         for_each<BATCH>([&](auto k) {
             const int row = base + 4 * k.value + warp;
             const u64 at = (u64)run.token(row) * a.query_token_stride + run.head(row) * a.query_head_stride + lane * 8;
@@ -36,7 +37,7 @@ template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& ru
             if (row < run.rows)
                 latent[k.value][0] = load_constant_16(from), latent[k.value][1] = load_constant_16(from + 256);
         });
-        for_each<BATCH / 4>([&](auto k) {
+        for_each<ROPES>([&](auto k) {
             const int row = base + 4 * (4 * k.value + lane / 8) + warp;
             const u64 at = (u64)run.token(row) * a.rope_token_stride + run.head(row) * a.rope_head_stride + lane % 8 * 8;
             rope[k.value] = {0, 0, 0, 0};
@@ -46,8 +47,9 @@ template <int STRIDE> INLINE void load_queries(const Arguments& a, const Run& ru
             const int row = base + 4 * k.value + warp;
             store(latent[k.value][0], row, lane, false), store(latent[k.value][1], row, lane + 32, false);
         });
-        for_each<BATCH / 4>([&](auto k) {
-            store(rope[k.value], base + 4 * (4 * k.value + lane / 8) + warp, 64 + lane % 8, true);
+        for_each<ROPES>([&](auto k) {
+            const int row = base + 4 * (4 * k.value + lane / 8) + warp;
+            if (ROWS % 16 == 0 || row < ROWS) store(rope[k.value], row, 64 + lane % 8, true);
         });
     }
 }

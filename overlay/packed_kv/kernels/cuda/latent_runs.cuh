@@ -4,7 +4,7 @@
 #include "wgmma.cuh"
 
 constexpr int RANK = HEAD_DIM, TILE = TILE_TOKENS, BLOCKS = RANK / 64;  // a block is 64 channels of a tile
-static_assert(RANK == 512 && GROUPS == 16 && TILE == 64 && ROWS % 16 == 0 && ROWS <= 64, "shape");
+static_assert(RANK == 512 && GROUPS == 16 && TILE == 64 && ROWS % 8 == 0 && ROWS <= 64, "shape");
 
 // A run of tiles of one request, as the value groups see it.
 struct Run {
@@ -92,9 +92,11 @@ struct Reader {
     }
     // Words of the page at `offset`.
     template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(page + offset, x); }
+    // The warp's first.
+    INLINE int token() const { return (run.first + tile) * TILE + warp * 16; }
     // Ones for the scales of tokens that are stored; bytes of others may be anything.
     INLINE u32 stored_bytes(int row) const {
-        const int token = (run.first + tile) * TILE + warp * 16 + row;
+        const int token = this->token() + row;
         return (token < run.tokens ? 0x00FF00FF : 0) | (token + 8 < run.tokens ? 0xFF00FF00 : 0);
     }
 };

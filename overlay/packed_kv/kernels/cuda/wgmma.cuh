@@ -7,8 +7,9 @@
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
 // Of the 128 threads of a warpgroup.
 INLINE void sync_group(int id) { asm volatile("barrier.cta.sync %0, 128;" :: "r"(id) : "memory"); }
-// Of two warpgroups' 256 threads.
-INLINE void sync_two_groups(int id) { asm volatile("barrier.cta.sync %0, 256;" :: "r"(id) : "memory"); }
+template <int GROUPS> INLINE void sync_groups(int id) {
+    asm volatile("barrier.cta.sync %0, %1;" :: "r"(id), "n"(128 * GROUPS) : "memory");
+}
 INLINE bool any_of_group(int id, bool x) {
     u32 r;
     asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p;"
@@ -74,6 +75,7 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
 
 // Names of registers and operands of D, by columns.
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_24 NAMES_16 ", %8, %9, %10, %11"
 #define NAMES_32 NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_128 NAMES_64 ", " \
@@ -86,6 +88,7 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_24(i) SUMS_16(i), SUMS_4(i + 8)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 8)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 16)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 32)
@@ -110,6 +113,7 @@ template <int COLUMNS_OF_B> struct Product;
         }                                                                                                             \
     };
 PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
+PRODUCT(24, "%12", "%13", "%14", "%15", "%16", "%17")
 PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
 PRODUCT(128, "%64", "%65", "%66", "%67", "%68", "%69")
 
@@ -129,6 +133,7 @@ template <int COLUMNS_OF_B> struct TransposedProduct;
     };
 SHARED_PRODUCT(SharedProduct, 64, "%32", "%33", "%34", "0x40000040", 0)
 SHARED_PRODUCT(TransposedProduct, 16, "%8", "%9", "%10", "0xC0000010", 1)
+SHARED_PRODUCT(TransposedProduct, 24, "%12", "%13", "%14", "0x80000020", 1)
 SHARED_PRODUCT(TransposedProduct, 32, "%16", "%17", "%18", "0x80000020", 1)
 
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
