@@ -74,6 +74,12 @@ BATCHES = {
 """Name -> tokens of each request, of them from the prefix cache; and query tokens."""
 
 
+SHARES_OF = {
+    "decodes": (132, 8), "behind hits": (5, 2), "drafts": (50, 4), "drafts behind hits": (25, 2), "two tiles": (1, 1),
+}  # fmt: skip
+"""Name -> SMs of a card, and blocks that then share a tile of 16 heads."""
+
+
 class Batch:
     """Requests whose tokens are in pages and, but those of hits, in their rings."""
 
@@ -155,9 +161,9 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, bat
         if (rank, rope_dim) != latent_ring_launch.LATENT:
             pytest.skip("the kernel serves one size")
         of_step = made.starts, made.seq_lens, lens, cut_into_parts(part, lse, made.starts, lens)
-        sm_count = {"decodes": 1, "two tiles": 1, "behind hits": 5, "drafts": 50}.get(batch, 132)
+        sm_count, shares = SHARES_OF[batch]
         cuda_step = latent_ring_launch.make_step(heads, longest, SCALE, sm_count, made.ring, *of_step)
-        assert cuda_step.grid[2] == {"decodes": 1, "two tiles": 1, "behind hits": 2, "drafts": 4}.get(batch, 8)
+        assert cuda_step.grid[2] == shares
         attend_ring = cuda_ring()(made.ring.cache, heads, torch.bfloat16, torch.float32, *bound)
         attend_ring(cuda_step, *queries, output)
     else:
