@@ -176,7 +176,6 @@ CASES = [
     {"name": "tq4", "heads": 20, "seq_lens": (37, 200), "rope_bits": 8, "sharpness": 3.0, "block_size": 32},
     {"name": "tq4", "heads": 36, "seq_lens": (600,), "partitions": 8},  # two shares of parts are merged
     {"name": "tq4", "heads": 32, "seq_lens": (130, 1, 65, 190), "partitions": 1},  # runs of odd numbers of tiles
-    {"name": "turboquant25", "heads": 8, "seq_lens": (130, 1, 65, 190, 500), "partitions": 1, "rope_bits": 8},
     gpu_only(name="turboquant35", heads=64, seq_lens=(4096, 64, 65, 1000, 1)),
     gpu_only(name="tq4", heads=128, seq_lens=(3000, 4097, 17), partitions=132),
     gpu_only(name="turboquant35", heads=128, seq_lens=(3000, 4097, 17), partitions=132, rope_bits=8),
@@ -256,8 +255,7 @@ def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None
     )
     registers, stack, _ = resources(file)["latent_decode"]
     assert registers <= 168 and stack <= 64
-    # Up to 32 rows: for each of nine blocks, as the next takes its registers; two halves of sums, in each of two loops.
-    waits = 14 if rows <= 32 else 10
+    waits = 12 if rows <= 32 else 10  # with up to 32 rows, for each of nine blocks: the next takes its registers
     assert dump("--dump-sass", file).count("WARPGROUP.DEPBAR") <= waits
 
 

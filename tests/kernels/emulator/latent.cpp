@@ -20,6 +20,6 @@ static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()
 
 extern "C" void launch(const Arguments* arguments, u32 row_blocks, u32 partitions, u32 rows, u32 requests) {
     given = arguments;
-    run_grid(row_blocks, partitions, THREADS, SHARED_BYTES, decode_body);
+    run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body);
     if (!LEAVES_PARTS) run_grid(rows, requests, 64 * arguments->merge_shares, 2048 * arguments->merge_shares, merge_body);
 }

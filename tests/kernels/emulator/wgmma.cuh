@@ -17,7 +17,7 @@ INLINE void arrive(u32 address) {
 }
 static Meeting& group(int id) { return groups[id * 16 + running / 128]; }
 INLINE void sync_group(int id) { meet(group(id), 128, GROUP, [] {}); }
-template <int GROUPS> void sync_groups(int id) { meet(groups[id * 16 + 15], 128 * GROUPS, GROUP, [] {}); }
+INLINE void sync_two_groups(int id) { meet(groups[id * 16 + 15], 256, GROUP, [] {}); }
 INLINE bool any_of_group(int id, bool x) {
     Meeting& own = group(id);
     if (own.arrived == 0) own.in[0][0] = 0;

@@ -10,7 +10,6 @@
 // `latent_launch.py` defines, beside the names of `KernelLayout` (decode.cu):
 //
 //   ROWS, HEADS                         rows of a block: 16, 24, 32, 48 or 64; query heads
-//   THREADS                             of a block: 384, or 512 with 16 rows
 //   SCALES_AT, ROPE_AT, ROPE_SCALES_AT  of a micro-block: where scales and RoPE begin, and RoPE's scales
 //   ROPE_BITS                           16, or 8 with scales
 //   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
@@ -50,7 +49,7 @@ struct Arguments {
 #include "latent_attend.cuh"
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     init_shared(base);
     sync_block();

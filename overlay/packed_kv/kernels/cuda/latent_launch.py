@@ -22,8 +22,8 @@ BLOCK_ROWS = (16, 24, 32, 48, 64)
 """Rows of a thread block."""
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
 """What the kernel multiplies queries by and divides latents by, to have both as fp16."""
-MERGE_THREADS, MERGE_BYTES, MOST_SHARES = 64, 2048, 8
-"""Of a merge: threads and bytes of shared memory for each share of the parts, and most shares."""
+THREADS, MERGE_THREADS, MERGE_BYTES, MOST_SHARES = 384, 64, 2048, 8
+"""Threads of a block; of a merge, threads and bytes of shared memory for each share of the parts, and most shares."""
 
 
 class Shape(NamedTuple):
@@ -65,18 +65,13 @@ class Variant(NamedTuple):
     has_lse: bool
 
 
-def shared_bytes(rows: int) -> int:
+def shared_bytes(page: PageLayout, rows: int) -> int:
     """Return the bytes of shared memory of a block of so many rows."""
     if rows > 32:  # two tiles and the queries; weights, factors, two runs, what happened, barriers
         return 3 * TILE_TOKENS * (RANK + ROPE_DIM) * 2 + TILE_TOKENS * 128 + 2048 + 64 + 16 + 80
     weights = TILE_TOKENS * (32 if rows == 16 else 64)
     stage = TILE_TOKENS * RANK * 2 + -(-(weights + 36 * rows) // 1024) * 1024  # a tile; weights, maxima and sums
-    return (threads(rows) // 128 - 1) * (stage + 24) + rows * (RANK + ROPE_DIM) * 2  # barriers, queries
-
-
-def threads(rows: int) -> int:
-    """Return the threads of a block of so many rows."""
-    return 512 if rows == 16 else 384
+    return 2 * stage + rows * (RANK + ROPE_DIM) * 2 + 8 * page.micro_block_bytes + 96  # queries, pages, barriers
 
 
 def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
@@ -86,7 +81,6 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         **group_constants(layout),
         **decoder_constants(),
         "ROWS": variant.rows,
-        "THREADS": threads(variant.rows),
         "TILE_TOKENS": TILE_TOKENS,
         "QUERY_FACTOR": f"{float(QUERY_FACTOR)}f",
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
@@ -101,7 +95,7 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "LEAVES_PARTS": int(variant.output is None),
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
-        "SHARED_BYTES": shared_bytes(variant.rows),
+        "SHARED_BYTES": shared_bytes(page, variant.rows),
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -229,7 +223,7 @@ class CudaLatentDecode:
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
         functions.launch(
-            functions.decode, (row_blocks, partitions, 1), threads(rows), functions.shared_bytes, stream, self.address,
+            functions.decode, (row_blocks, partitions, 1), THREADS, functions.shared_bytes, stream, self.address,
             is_early=True,
         )  # fmt: skip
         if self.output is not None:

@@ -1,25 +1,24 @@
 // Attention for up to 32 rows, which are the narrow side of both products: S' = C Q' and O' = V' P'. A lane has columns
 // 8 n + 2 c + {0, 1} of both; of S' tokens r and r + 8 of a warp's 16, of O' these channels of each 64.
 //
-// Two warpgroups have every second tile of a run each, or three every third: unpacked codes are the left operand of S' as
-// they lie in registers, and go to shared memory for O', which the last one makes.
+// Two warpgroups have every second tile of a run each: unpacked codes are the left operand of S' as they lie in registers,
+// and go to shared memory for O', which the third makes.
 #pragma once
 #include "latent_rows.cuh"
 
-constexpr int STAGES = THREADS / 128 - 1;  // and groups that unpack
-// Of a thread of each kind of warpgroup.
-constexpr int START_REGISTERS = ROWS == 16 ? 128 : 168, SCORE_REGISTERS = ROWS == 16 ? 136 : ROWS == 24 ? 184 : 168;
-constexpr int SUM_REGISTERS = (STAGES + 1) * START_REGISTERS - STAGES * SCORE_REGISTERS;
+// Of a thread of each kind of warpgroup; 504 in all.
+constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 176 : 160, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
 // A stage is 8 blocks of values; weights, fp16; fp32 [ROWS] maxima of the scores so far, [4 warps, ROWS] sums of a group's
-// weights, [4 warps, ROWS] maxima of the scores of this tile. Of 24 rows, weights lie as those of 32.
+// weights, [4 warps, ROWS] maxima of the scores of this tile. Weights of 24 rows lie as those of 32.
 constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token
 constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + TILE * WEIGHT_BYTES;
 constexpr int TOTALS = MAXIMA + 4 * ROWS, TOPS = TOTALS + 16 * ROWS, STAGE_BYTES = (TOPS + 16 * ROWS + 1023) / 1024 * 1024;
-// fp16 [9, ROWS, 64 channels]
-constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = STAGES * STAGE_BYTES;
-constexpr int TILE_FULL = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES, TILE_EMPTY = TILE_FULL + 8 * STAGES;
-static_assert(TILE_EMPTY + 16 * STAGES <= SHARED_BYTES, "shared memory");  // TILE_EMPTY: for each half of the blocks
-enum { QUERIES_BARRIER = 1 + STAGES };  // behind those of the groups
+// fp16 [9, ROWS, 64 channels]; then [8 warps], raw pages.
+constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = 2 * STAGE_BYTES;
+constexpr int RAW_PAGES = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES;
+constexpr int TILE_FULL = RAW_PAGES + 8 * MICRO_BLOCK_BYTES, TILE_EMPTY = TILE_FULL + 16, PAGE_FULL = TILE_EMPTY + 16;
+static_assert(PAGE_FULL + 64 <= SHARED_BYTES, "shared memory");
+enum { QUERIES_BARRIER = 3 };  // behind those of the groups
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
 
@@ -32,40 +31,63 @@ INLINE void load_columns(u32 address, int c, Columns& x) {
         x[2 * n.value] = __int_as_float(two[0]), x[2 * n.value + 1] = __int_as_float(two[1]);
     });
 }
-// A token's weights of 8 rows, or of 8 n more: where this XOR 16 n is. 32 or 64 bytes a token, swizzled as far as they
-// reach.
-INLINE u32 weights_at(int token) {
-    return token * WEIGHT_BYTES + ((token >> (ROWS == 16 ? 2 : 1) & (WEIGHT_BYTES / 16 - 1)) << 4);
+// A token's weights of 8 rows: 32 or 64 bytes a token, swizzled as far as they reach.
+INLINE u32 weight_at(int token, int eight) {
+    return token * WEIGHT_BYTES + ((eight ^ (token >> (ROWS == 16 ? 2 : 1) & (WEIGHT_BYTES / 16 - 1))) << 4);
 }
 
 INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 3 * STAGES; i++) barrier_init<4>(base + TILE_FULL + 8 * i);
+        for (int s = 0; s < 2; s++)
+            barrier_init<4>(base + TILE_FULL + 8 * s), barrier_init<4>(base + TILE_EMPTY + 8 * s);
+        for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
         barrier_init_fence();
     }
 }
 
+// A warp's micro-block in shared memory, brought there a tile ahead, and which of its tokens are stored.
+struct RawPage {
+    u32 address, barrier, parity;
+    int tokens;  // of the run, from the first one of the micro-block on
+
+    INLINE RawPage(u32 base, int warp)
+        : address(base + RAW_PAGES + warp * MICRO_BLOCK_BYTES), barrier(base + PAGE_FULL + 8 * warp), parity(1) {}
+    INLINE void copy(const Reader& reader) {
+        if (elect_lane()) {
+            expect_bytes(barrier, MICRO_BLOCK_BYTES);
+            copy_bulk<MICRO_BLOCK_BYTES>(address, barrier, reader.page);
+        }
+        sync_warp();
+    }
+    INLINE void wait() { barrier_wait(barrier, parity ^= 1); }
+    template <int WIDTH> INLINE void load(u32 offset, u32* x) const {
+        if constexpr (WIDTH == 4) load_shared_4(address + offset, x);
+        else if constexpr (WIDTH == 2) load_shared_2(address + offset, x);
+        else *x = load_shared(address + offset);
+    }
+    INLINE u32 stored_bytes(int row) const {
+        return (row < tokens ? 0x00FF00FF : 0) | (row + 8 < tokens ? 0xFF00FF00 : 0);
+    }
+};
+
 // Of a warp's 16 tokens: the weights of its tile, behind those of the tile before.
 struct Weights {
-    Columns maximum;  // of the run's tiles so far
-    Columns total;    // of this group's
+    Columns maximum, total;  // of this group's tiles of the run
 
     // The first query sees `unmasked` tokens from the lane's first one on; `tokens` are stored.
     INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
-        const int first = hide_from_optimizer((u32)2 * c);  // few tiles need queries of rows
         for_each<ROWS / 2>([&](auto j) {
-            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + first + j.value % 2;
+            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
             if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
         });
     }
-    // Takes the maxima from the stage of the tile before. Those of this group's last tile are still in its own stage.
-    INLINE void start(u32 stage, u32 before, int tile, int c) {
-        if (tile == 0) for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM; });
-        else load_columns(before + MAXIMA, c, maximum);
-        Columns own;
-        load_columns(stage + MAXIMA, c, own);
+    INLINE void start(u32 before, int c, int tile) {
+        Columns now;
+        if (tile == 0) for_each<ROWS / 4>([&](auto k) { now[k.value] = EMPTY_MAXIMUM; });
+        else load_columns(before + MAXIMA, c, now);
         for_each<ROWS / 4>([&](auto k) {
-            total[k.value] = tile < STAGES ? 0 : total[k.value] * exp2_fast(own[k.value] - maximum[k.value]);
+            total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(maximum[k.value] - now[k.value]);
+            maximum[k.value] = now[k.value];
         });
     }
     // Moves the maxima where exponents of weights would exceed MOST_WEIGHT.
@@ -96,7 +118,6 @@ struct Weights {
         });
     }
     INLINE void store(const float (&s)[ROWS / 2], float factor, u32 tile, bool is_last, int warp, int r, int c) {
-        const u32 at = tile + TILE_WEIGHTS + c * 4 + weights_at(warp * 16 + r);
         for_each<ROWS / 8>([&](auto n) {
             float e[4];
             for_each<4>([&](auto j) {
@@ -104,8 +125,9 @@ struct Weights {
                 e[j.value] = exp2_fast(s[4 * n.value + j.value] * factor - maximum[k]);
                 total[k] += e[j.value];
             });
-            store_shared(at ^ n.value << 4, to_halves(e[0], e[1]));
-            store_shared((at ^ n.value << 4) + 8 * WEIGHT_BYTES, to_halves(e[2], e[3]));
+            const u32 at = tile + TILE_WEIGHTS + c * 4;
+            store_shared(at + weight_at(warp * 16 + r, n.value), to_halves(e[0], e[1]));
+            store_shared(at + weight_at(warp * 16 + r + 8, n.value), to_halves(e[2], e[3]));
         });
         if (is_last) for_each<ROWS / 4>([&](auto k) {
             float sum = total[k.value];
@@ -118,47 +140,44 @@ struct Weights {
     }
 };
 
-// Tiles group, group + STAGES, .. of each run.
+// Tiles group, group + 2, .. of each run.
 INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4;
     const u32 queries = matrix_descriptor(base + NARROW_QUERIES, 16);
     const Tables tables(hide_from_optimizer((u32)0));
     u32 offsets[4], runs = 0;
     own_offsets(lane, warp, offsets);
-    Reader reader(a, warp, group, STAGES);
-    Raw<0, BLOCKS> raw;
-    RawRope<ROPE_BITS> rope;
-    // Brings the warp's raw page to registers, from the L2.
-    auto take = [&]() { rope.load(reader, lane), raw.load(reader, lane); };
-    auto prefetch = [&]() {
-        if (elect_lane()) prefetch_bulk<MICRO_BLOCK_BYTES>(reader.page);
-    };
+    Reader reader(a, warp, group, 2);
+    RawPage page(base, 4 * group + warp);
     Weights weights;
-    // Brings the queries of runs to shared memory, which no product reads any more when all groups have come.
-    auto start_runs = [&](auto loads) {
+    // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.
+    auto start_runs = [&]() {
 #pragma unroll 1
         for (; runs < reader.runs; runs++) {
-            sync_groups<STAGES>(QUERIES_BARRIER);
-            if (loads.value && group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
+            sync_two_groups(QUERIES_BARRIER);
+            if (group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
             fence_async();
-            sync_groups<STAGES>(QUERIES_BARRIER);
+            sync_two_groups(QUERIES_BARRIER);
         }
     };
     bool more = reader.next();
-    if (more) prefetch();
+    if (more) page.copy(reader);
 #pragma unroll 1
     while (more) {
-        if (runs < reader.runs) start_runs(Index<1>{}), take();
-        const u32 number = reader.base + reader.tile, stage = number % STAGES, tile = base + stage * STAGE_BYTES;
-        const int own = reader.tile, token = reader.token();
-        const int tokens = reader.run.tokens - token, unmasked = reader.run.unmasked - token;
-        const bool is_last = own + STAGES >= reader.run.count;
+        start_runs();
+        const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * STAGE_BYTES;
+        const int own = reader.tile, token = (reader.run.first + own) * TILE + warp * 16;
+        const bool is_last = own + 2 >= reader.run.count;
+        const int unmasked = reader.run.unmasked - token;
+        page.tokens = reader.run.tokens - token;
+        Raw<0, BLOCKS> raw;
+        RawRope<ROPE_BITS> rope;
+        page.wait();
+        rope.load(page, lane), raw.load(page, lane);
+        sync_warp();
         more = reader.next();
-        if (more) prefetch();
-        // Waits for the sums of what is in the stage: of the first four blocks, or of the others.
-        auto wait_for_half = [&](int half) {
-            barrier_wait(base + TILE_EMPTY + 16 * stage + 8 * half, (number / STAGES + 1) % 2);
-        };
+        if (more) page.copy(reader);
+        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
         float s[ROWS / 2];
         auto add = [&](auto block, const u32 (&f)[16]) {
             constexpr int number = decltype(block)::value;
@@ -168,40 +187,33 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
                 Product<ROWS>::add(s, f + 4 * k.value, queries + step, number < BLOCKS || k.value);
             });
             wgmma_commit();
-            if (number == BLOCKS / 2 - 1) wait_for_half(1);
             wgmma_wait<1>();
         };
         u32 word[16];
         add(Index<BLOCKS>{}, rope.pairs(word));
-        wait_for_half(0);
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
-        if (more && runs == reader.runs) take();  // with a new run, queries come first: registers
-        if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, tokens - r, c, s);
-        const u32 before = (number - 1) % STAGES;
-        if (number) barrier_wait(base + TILE_FULL + 8 * before, (number - 1) / STAGES % 2);
-        weights.start(tile, base + before * STAGE_BYTES, own, c);
+        if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, page.tokens - r, c, s);
+        const u32 before = 1 - stage;
+        if (number) barrier_wait(base + TILE_FULL + 8 * before, (number - 1) / 2 % 2);
+        weights.start(base + before * STAGE_BYTES, c, own);
         weights.move(s, a.factor, tile, group, warp, r, c);
         weights.store(s, a.factor, tile, is_last, warp, r, c);
         finish_stores(base + TILE_FULL + 8 * stage, lane);
     }
-    start_runs(Index<0>{});  // of which this group has no tile
+    start_runs();
 }
 
-// The first blocks are done first: groups that unpack wait for them.
 INLINE void add_values(NarrowOutputs& o, u32 tile, int adds) {
     const u32 values = matrix_descriptor(tile, BLOCK_BYTES), weights = matrix_descriptor(tile + TILE_WEIGHTS, 16);
     wgmma_fence();
-    for_each<2>([&](auto half) {
-        for_each<4>([&](auto k) {
-            for_each<BLOCKS / 2>([&](auto i) {
-                constexpr int b = decltype(half)::value * BLOCKS / 2 + decltype(i)::value;
-                TransposedProduct<ROWS>::add(o[b], values + ((b * BLOCK_BYTES + k.value * 2048) >> 4),
-                                             weights + k.value * WEIGHT_BYTES, k.value ? 1 : adds);
-            });
+    for_each<4>([&](auto k) {
+        for_each<BLOCKS>([&](auto b) {
+            TransposedProduct<ROWS>::add(o[b.value], values + ((b.value * BLOCK_BYTES + k.value * 2048) >> 4),
+                                         weights + k.value * WEIGHT_BYTES, k.value ? 1 : adds);
         });
-        wgmma_commit();
     });
+    wgmma_commit();
 }
 INLINE void store_outputs(const Arguments& a, const Run& run, const NarrowOutputs& o, const Columns& total, int t) {
     const int first = t / 32 * 16 + t % 32 / 4;
@@ -255,8 +267,8 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
         Columns maximum, total;
         for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM, total[k.value] = 0; });
         auto turn = [&](int i, auto is_end) {
-            const u32 stage = number % STAGES, tile = base + stage * STAGE_BYTES;
-            barrier_wait(base + TILE_FULL + 8 * stage, number / STAGES % 2);
+            const u32 stage = number % 2, tile = base + stage * STAGE_BYTES;
+            barrier_wait(base + TILE_FULL + 8 * stage, number / 2 % 2);
             Columns now;
             load_columns(tile + MAXIMA, c, now);
             bool moves = false;
@@ -277,15 +289,13 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
                 for_each<ROWS / 4>([&](auto k) { total[k.value] += sum[k.value]; });
             });
             add_values(o, tile, i != 0);
-            wgmma_wait<1>();
-            if (lane == 0) arrive(base + TILE_EMPTY + 16 * stage);
             wgmma_wait<0>();
-            if (lane == 0) arrive(base + TILE_EMPTY + 16 * stage + 8);
+            if (lane == 0) arrive(base + TILE_EMPTY + 8 * stage);
             number++;
         };
         int i = 0;
 #pragma unroll 1
-        for (; i < run.count - STAGES; i++) turn(i, Index<0>{});
+        for (; i < run.count - 2; i++) turn(i, Index<0>{});
 #pragma unroll 1
         for (; i < run.count; i++) turn(i, Index<1>{});
         store_outputs(a, run, o, total, t);
@@ -294,11 +304,11 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
 }
 
 INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
-    if (group < STAGES) {
-        set_registers<SCORE_REGISTERS, START_REGISTERS>();
+    if (group < 2) {
+        set_registers<SCORE_REGISTERS>();
         unpack_and_score(a, base, group, t);
     } else {
-        set_registers<SUM_REGISTERS, START_REGISTERS>();
+        set_registers<SUM_REGISTERS>();
         add_tiles(a, base, t);
     }
 }

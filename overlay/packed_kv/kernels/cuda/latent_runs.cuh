@@ -92,11 +92,9 @@ struct Reader {
     }
     // Words of the page at `offset`.
     template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(page + offset, x); }
-    // The warp's first.
-    INLINE int token() const { return (run.first + tile) * TILE + warp * 16; }
     // Ones for the scales of tokens that are stored; bytes of others may be anything.
     INLINE u32 stored_bytes(int row) const {
-        const int token = this->token() + row;
+        const int token = (run.first + tile) * TILE + warp * 16 + row;
         return (token < run.tokens ? 0x00FF00FF : 0) | (token + 8 < run.tokens ? 0xFF00FF00 : 0);
     }
 };

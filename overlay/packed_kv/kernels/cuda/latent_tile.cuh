@@ -36,27 +36,28 @@ constexpr bool has_words(int start, int end, int first, int last) {
     }
     return false;
 }
-template <int FIRST, int LAST, int CHUNK = 0, int START = 0>
-INLINE void load_reader_words(Words& words, const Reader& reader, int lane) {
+template <int FIRST, int LAST, int CHUNK = 0, int START = 0, class Source>
+INLINE void load_source_words(Words& words, const Source& source, int lane) {
     if constexpr (START < WORDS) {
         constexpr int width = chunk_width(CHUNK);
         if constexpr (has_words(START, START + width, FIRST, LAST))
-            reader.load<width>(128 * START + 4 * width * lane, words.word + START);
-        load_reader_words<FIRST, LAST, CHUNK + 1, START + width>(words, reader, lane);
+            source.template load<width>(128 * START + 4 * width * lane, words.word + START);
+        load_source_words<FIRST, LAST, CHUNK + 1, START + width>(words, source, lane);
     }
 }
 
-// A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, its row of which are r and r + 8.
+// A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, its row of which are r and r + 8. A source is a `Reader`, or
+// has the like of its `load` and `stored_bytes`.
 template <int FIRST, int LAST> struct Raw {
     Words words;
     u32 scales[8], kept;
 
-    INLINE void load(const Reader& reader, int lane) {
-        load_reader_words<FIRST, LAST>(words, reader, lane);
+    template <class Source> INLINE void load(const Source& source, int lane) {
+        load_source_words<FIRST, LAST>(words, source, lane);
         const u32 own = SCALES_AT + lane / 4 * 32;
-        if constexpr (FIRST < 4) reader.load<4>(own, scales);
-        if constexpr (LAST > 4) reader.load<4>(own + 16, scales + 4);
-        kept = reader.stored_bytes(lane / 4);
+        if constexpr (FIRST < 4) source.template load<4>(own, scales);
+        if constexpr (LAST > 4) source.template load<4>(own + 16, scales + 4);
+        kept = source.stored_bytes(lane / 4);
     }
     // `offsets`: of this lane's row of a step's four matrices in a block. `use` gets each block, as an operand.
     template <class Use> INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4], Use&& use) {
@@ -77,10 +78,10 @@ template <int FIRST, int LAST> struct Raw {
 template <int BITS> struct RawRope;
 template <> struct RawRope<16> {
     u32 word[16];
-    INLINE void load(const Reader& reader, int lane) {
+    template <class Source> INLINE void load(const Source& source, int lane) {
         for_each<4>([&](auto i) {
             u32 q[4];
-            reader.load<4>(ROPE_AT + i.value * 512 + lane * 16, q);
+            source.template load<4>(ROPE_AT + i.value * 512 + lane * 16, q);
             u32* target = word + i.value / 2 * 8 + i.value % 2;  // [group][half][k][n3]
             target[0] = q[0], target[2] = q[1], target[4] = q[2], target[6] = q[3];
         });
@@ -89,9 +90,9 @@ template <> struct RawRope<16> {
 };
 template <> struct RawRope<8> {
     u32 code[8], scales[1];  // four codes of a group, d4 = i % 2 of token n3 = i / 2 % 2
-    INLINE void load(const Reader& reader, int lane) {
-        for_each<2>([&](auto g) { reader.load<4>(ROPE_AT + g.value * 512 + lane * 16, code + 4 * g.value); });
-        reader.load<1>(ROPE_SCALES_AT + lane / 4 * 4, scales);
+    template <class Source> INLINE void load(const Source& source, int lane) {
+        for_each<2>([&](auto g) { source.template load<4>(ROPE_AT + g.value * 512 + lane * 16, code + 4 * g.value); });
+        source.template load<1>(ROPE_SCALES_AT + lane / 4 * 4, scales);
     }
     INLINE const u32 (&pairs(u32 (&word)[16]) const)[16] {
         const u32 unit = to_halves(RING_UNIT, RING_UNIT);

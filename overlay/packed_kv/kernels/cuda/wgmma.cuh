@@ -7,9 +7,8 @@
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
 // Of the 128 threads of a warpgroup.
 INLINE void sync_group(int id) { asm volatile("barrier.cta.sync %0, 128;" :: "r"(id) : "memory"); }
-template <int GROUPS> INLINE void sync_groups(int id) {
-    asm volatile("barrier.cta.sync %0, %1;" :: "r"(id), "n"(128 * GROUPS) : "memory");
-}
+// Of two warpgroups' 256 threads.
+INLINE void sync_two_groups(int id) { asm volatile("barrier.cta.sync %0, 256;" :: "r"(id) : "memory"); }
 INLINE bool any_of_group(int id, bool x) {
     u32 r;
     asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p;"
