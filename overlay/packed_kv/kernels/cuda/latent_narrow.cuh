@@ -6,8 +6,12 @@
 #pragma once
 #include "latent_rows.cuh"
 
+// Raw pages come a tile ahead by bulk copies, or else from the L2 to registers before a tile's weights. Then the sums free a
+// stage in halves, too, and maxima stay in shared memory between a group's tiles: registers.
+constexpr bool COPIES = ROWS == 16;
+constexpr int HALVES = COPIES ? 1 : 2;
 // Of a thread of each kind of warpgroup; 504 in all.
-constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 176 : 160, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
+constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
 // A stage is 8 blocks of values; weights, fp16; fp32 [ROWS] maxima of the scores so far, [4 warps, ROWS] sums of a group's
 // weights, [4 warps, ROWS] maxima of the scores of this tile. Weights of 24 rows lie as those of 32.
 constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token
@@ -16,8 +20,9 @@ constexpr int TOTALS = MAXIMA + 4 * ROWS, TOPS = TOTALS + 16 * ROWS, STAGE_BYTES
 // fp16 [9, ROWS, 64 channels]; then [8 warps], raw pages.
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = 2 * STAGE_BYTES;
 constexpr int RAW_PAGES = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES;
-constexpr int TILE_FULL = RAW_PAGES + 8 * MICRO_BLOCK_BYTES, TILE_EMPTY = TILE_FULL + 16, PAGE_FULL = TILE_EMPTY + 16;
-static_assert(PAGE_FULL + 64 <= SHARED_BYTES, "shared memory");
+constexpr int TILE_FULL = RAW_PAGES + (COPIES ? 8 * MICRO_BLOCK_BYTES : 0), TILE_EMPTY = TILE_FULL + 16;
+constexpr int PAGE_FULL = TILE_EMPTY + 16 * HALVES;
+static_assert(PAGE_FULL + (COPIES ? 64 : 0) <= SHARED_BYTES, "shared memory");
 enum { QUERIES_BARRIER = 3 };  // behind those of the groups
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
@@ -38,9 +43,13 @@ INLINE u32 weight_at(int token, int eight) {
 
 INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
-        for (int s = 0; s < 2; s++)
-            barrier_init<4>(base + TILE_FULL + 8 * s), barrier_init<4>(base + TILE_EMPTY + 8 * s);
-        for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
+        if constexpr (COPIES) {
+            for (int s = 0; s < 2; s++)
+                barrier_init<4>(base + TILE_FULL + 8 * s), barrier_init<4>(base + TILE_EMPTY + 8 * s);
+            for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
+        } else {
+            for (int i = 0; i < 2 + 2 * HALVES; i++) barrier_init<4>(base + TILE_FULL + 8 * i);
+        }
         barrier_init_fence();
     }
 }
@@ -72,21 +81,26 @@ struct RawPage {
 
 // Of a warp's 16 tokens: the weights of its tile, behind those of the tile before.
 struct Weights {
-    Columns maximum, total;  // of this group's tiles of the run
+    Columns maximum;  // of the run's tiles so far
+    Columns total;    // of this group's
 
     // The first query sees `unmasked` tokens from the lane's first one on; `tokens` are stored.
     INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
+        const int first = COPIES ? 2 * c : hide_from_optimizer((u32)2 * c);  // few tiles need queries of rows
         for_each<ROWS / 2>([&](auto j) {
-            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
+            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + first + j.value % 2;
             if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
         });
     }
-    INLINE void start(u32 before, int c, int tile) {
-        Columns now;
+    // Takes the maxima from the stage of the tile before. Those of this group's last tile are still in its own stage.
+    INLINE void start(u32 stage, u32 before, int tile, int c) {
+        Columns now, own;
         if (tile == 0) for_each<ROWS / 4>([&](auto k) { now[k.value] = EMPTY_MAXIMUM; });
         else load_columns(before + MAXIMA, c, now);
+        if constexpr (COPIES) for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum[k.value]; });
+        else load_columns(stage + MAXIMA, c, own);
         for_each<ROWS / 4>([&](auto k) {
-            total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(maximum[k.value] - now[k.value]);
+            total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(own[k.value] - now[k.value]);
             maximum[k.value] = now[k.value];
         });
     }
@@ -125,9 +139,9 @@ struct Weights {
                 e[j.value] = exp2_fast(s[4 * n.value + j.value] * factor - maximum[k]);
                 total[k] += e[j.value];
             });
-            const u32 at = tile + TILE_WEIGHTS + c * 4;
-            store_shared(at + weight_at(warp * 16 + r, n.value), to_halves(e[0], e[1]));
-            store_shared(at + weight_at(warp * 16 + r + 8, n.value), to_halves(e[2], e[3]));
+            const u32 all = tile + TILE_WEIGHTS + c * 4, at = (all + weight_at(warp * 16 + r, 0)) ^ n.value << 4;
+            store_shared(COPIES ? all + weight_at(warp * 16 + r, n.value) : at, to_halves(e[0], e[1]));
+            store_shared(COPIES ? all + weight_at(warp * 16 + r + 8, n.value) : at + 8 * WEIGHT_BYTES, to_halves(e[2], e[3]));
         });
         if (is_last) for_each<ROWS / 4>([&](auto k) {
             float sum = total[k.value];
@@ -149,35 +163,42 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     own_offsets(lane, warp, offsets);
     Reader reader(a, warp, group, 2);
     RawPage page(base, 4 * group + warp);
+    Raw<0, BLOCKS> raw;
+    RawRope<ROPE_BITS> rope;
+    auto take = [&](const auto& source) { rope.load(source, lane), raw.load(source, lane); };
+    auto ask = [&]() {
+        if constexpr (COPIES) page.copy(reader);
+        else if (elect_lane()) prefetch_bulk<MICRO_BLOCK_BYTES>(reader.page);
+    };
     Weights weights;
     // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.
-    auto start_runs = [&]() {
+    auto start_runs = [&](auto loads) {
 #pragma unroll 1
         for (; runs < reader.runs; runs++) {
             sync_two_groups(QUERIES_BARRIER);
-            if (group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
+            if (loads.value && group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
             fence_async();
             sync_two_groups(QUERIES_BARRIER);
         }
     };
     bool more = reader.next();
-    if (more) page.copy(reader);
+    if (more) ask();
 #pragma unroll 1
     while (more) {
-        start_runs();
+        if constexpr (COPIES) start_runs(Index<1>{});
+        else if (runs < reader.runs) start_runs(Index<1>{}), take(reader);
         const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * STAGE_BYTES;
         const int own = reader.tile, token = (reader.run.first + own) * TILE + warp * 16;
         const bool is_last = own + 2 >= reader.run.count;
-        const int unmasked = reader.run.unmasked - token;
-        page.tokens = reader.run.tokens - token;
-        Raw<0, BLOCKS> raw;
-        RawRope<ROPE_BITS> rope;
-        page.wait();
-        rope.load(page, lane), raw.load(page, lane);
-        sync_warp();
+        const int unmasked = reader.run.unmasked - token, tokens = reader.run.tokens - token;
+        if constexpr (COPIES) page.tokens = tokens, page.wait(), take(page), sync_warp();
         more = reader.next();
-        if (more) page.copy(reader);
-        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
+        if (more) ask();
+        // Waits for the sums of what is in the stage: with halves, of the first four blocks, or of the others.
+        auto wait_for_half = [&](int half) {
+            barrier_wait(base + TILE_EMPTY + 8 * HALVES * stage + 8 * half, (number / 2 + 1) % 2);
+        };
+        if (COPIES) wait_for_half(0);
         float s[ROWS / 2];
         auto add = [&](auto block, const u32 (&f)[16]) {
             constexpr int number = decltype(block)::value;
@@ -187,33 +208,39 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
                 Product<ROWS>::add(s, f + 4 * k.value, queries + step, number < BLOCKS || k.value);
             });
             wgmma_commit();
+            if (!COPIES && number == BLOCKS / 2 - 1) wait_for_half(1);
             wgmma_wait<1>();
         };
         u32 word[16];
         add(Index<BLOCKS>{}, rope.pairs(word));
+        if (!COPIES) wait_for_half(0);
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
-        if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, page.tokens - r, c, s);
+        if (!COPIES && more && runs == reader.runs) take(reader);  // with a new run, queries come first: registers
+        if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, tokens - r, c, s);
         const u32 before = 1 - stage;
         if (number) barrier_wait(base + TILE_FULL + 8 * before, (number - 1) / 2 % 2);
-        weights.start(base + before * STAGE_BYTES, c, own);
+        weights.start(tile, base + before * STAGE_BYTES, own, c);
         weights.move(s, a.factor, tile, group, warp, r, c);
         weights.store(s, a.factor, tile, is_last, warp, r, c);
         finish_stores(base + TILE_FULL + 8 * stage, lane);
     }
-    start_runs();
+    start_runs(Index<COPIES>{});
 }
 
 INLINE void add_values(NarrowOutputs& o, u32 tile, int adds) {
     const u32 values = matrix_descriptor(tile, BLOCK_BYTES), weights = matrix_descriptor(tile + TILE_WEIGHTS, 16);
     wgmma_fence();
-    for_each<4>([&](auto k) {
-        for_each<BLOCKS>([&](auto b) {
-            TransposedProduct<ROWS>::add(o[b.value], values + ((b.value * BLOCK_BYTES + k.value * 2048) >> 4),
-                                         weights + k.value * WEIGHT_BYTES, k.value ? 1 : adds);
+    for_each<HALVES>([&](auto half) {
+        for_each<4>([&](auto k) {
+            for_each<BLOCKS / HALVES>([&](auto i) {
+                constexpr int b = decltype(half)::value * BLOCKS / 2 + decltype(i)::value;
+                TransposedProduct<ROWS>::add(o[b], values + ((b * BLOCK_BYTES + k.value * 2048) >> 4),
+                                             weights + k.value * WEIGHT_BYTES, k.value ? 1 : adds);
+            });
         });
+        wgmma_commit();
     });
-    wgmma_commit();
 }
 INLINE void store_outputs(const Arguments& a, const Run& run, const NarrowOutputs& o, const Columns& total, int t) {
     const int first = t / 32 * 16 + t % 32 / 4;
@@ -289,8 +316,10 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
                 for_each<ROWS / 4>([&](auto k) { total[k.value] += sum[k.value]; });
             });
             add_values(o, tile, i != 0);
-            wgmma_wait<0>();
-            if (lane == 0) arrive(base + TILE_EMPTY + 8 * stage);
+            for_each<HALVES>([&](auto half) {
+                wgmma_wait<HALVES - 1 - decltype(half)::value>();
+                if (lane == 0) arrive(base + TILE_EMPTY + 8 * HALVES * stage + 8 * half.value);
+            });
             number++;
         };
         int i = 0;
