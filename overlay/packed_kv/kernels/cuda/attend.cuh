@@ -23,21 +23,6 @@ struct State {
     }
 };
 
-#if BY_PAIRS
-struct Queries {
-    u32 pairs[OCTETS][GROUPS][4];  // [..][group][channels 8 k + 2 column ..]
-
-    // Converts queries for scores of pages. Scores of the ring need no conversion: all its codes have one unit.
-    INLINE void to_page_unit() {
-        for_each<OCTETS * GROUPS * 4>([&](auto i) {
-            constexpr int group = i.value / 4 % GROUPS;
-            constexpr float factor = SCORE_UNIT * group_layout(group).key_factor;
-            u32& pair = pairs[i.value / 4 / GROUPS][group][i.value % 4];
-            if constexpr (factor != 1) pair = multiply_halves(pair, to_halves(factor, factor));
-        });
-    }
-};
-#else
 // Queries as right operands of products, [octet][group][channels 8 k + 2 column ..]. Those of up to 16 columns are in
 // registers. Those of 32 lie in shared memory behind the stages, once for each warp: a lane reads what it wrote.
 constexpr bool SHARES_QUERIES = OCTETS == 4;
@@ -70,7 +55,6 @@ struct Queries {
         });
     }
 };
-#endif
 
 // Computes the weights of TILES micro-blocks, 2^(score * score_factor - maximum), and their sums per column.
 template <int TILES>
@@ -136,12 +120,8 @@ INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float 
             decode(Index<group>{}, pairs);
             for_each<OCTETS>([&](auto o) {
                 float(&sum)[4] = sums[o.value];
-#if BY_PAIRS
-                const u32* q = queries.pairs[o.value][group];
-#else
                 u32 q[4];
                 queries.load(o.value, group, q);
-#endif
                 if constexpr (is_first) mma(sum, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1], 0, 0, 0, 0);
                 else mma(sum, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1]);
                 mma(sum, pairs[2], pairs[6], pairs[3], pairs[7], q[2], q[3]);
@@ -182,23 +162,6 @@ INLINE void add_values(State& state, Decode&& decode, const u32 (&scales)[SETS],
     });
 }
 
-#if BY_PAIRS
-INLINE Queries load_queries(const Arguments& a, const Request& request, int head, int, const Lane& lane) {
-    Queries queries;
-    for_each<OCTETS>([&](auto o) {
-        u32(&pairs)[GROUPS][4] = queries.pairs[o.value];
-        const int column = 8 * o.value + lane.row % COLUMNS;
-        const u32* q = (const u32*)a.query + request.row(head, column) * (HEAD_DIM / 2) + lane.column;
-        const bool there = request.has(column);
-        for_each<GROUPS>([&](auto g) {
-            constexpr int group = g.value;
-            const bool takes_part = there && (!TWICE || lane.row / 4 == group % 2);
-            for_each<4>([&](auto k) { pairs[group][k.value] = takes_part ? q[group * 16 + 4 * k.value] : 0; });
-        });
-    });
-    return queries;
-}
-#else
 INLINE Queries load_queries(const Arguments& a, const Request& request, int head, int warp, const Lane& lane) {
     Queries queries(warp, lane);
     for_each<OCTETS>([&](auto o) {
@@ -215,4 +178,3 @@ INLINE Queries load_queries(const Arguments& a, const Request& request, int head
     });
     return queries;
 }
-#endif

@@ -7,10 +7,6 @@
 #pragma once
 #include "codes.cuh"
 
-// With 16 columns and a ring, the code of the loop over tiles is 4 to 7 % slower with the sources of other kernels, though it
-// has the same instructions. So these kernels keep earlier sources of queries, and combine by loads of two channels.
-#define BY_PAIRS (COLUMNS == 16 && RING_BLOCK)
-
 constexpr bool TWICE = COLUMNS == 4;
 constexpr int SETS = TWICE ? GROUPS / 2 : GROUPS;
 constexpr int GROUPS_PER_SET = GROUPS / SETS;

@@ -97,60 +97,6 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
     sync_columns();
     if (!*last) return false;
     memory_fence();
-#if BY_PAIRS
-    constexpr int AT_ONCE = 8, TOGETHER = 1, PAIRS = HEAD_DIM / 2;
-    const int lane = threadIdx.x % 32;
-    for (int first = threadIdx.x / 32; first < COLUMNS; first += TOGETHER * WARPS) {
-        Floats found[TOGETHER];
-        for_each<TOGETHER>([&](auto k) {
-            const int column = first + k.value * WARPS;
-            const bool exists = request.has(column) && lane < item.parts;
-            found[k.value] = exists ? load_2_from_l2(a.partial_stats + 2 * part_row(item, lane, head, column))
-                                    : Floats{-1e30f, 0};
-        });
-        for_each<TOGETHER>([&](auto k) {
-            const int column = first + k.value * WARPS;
-            const Floats own = found[k.value];
-            WeightedSum sum{own.x, 0};
-            for_each<5>([&](auto i) { sum.maximum = maximum_of(sum.maximum, shuffle_xor(sum.maximum, 1 << i.value)); });
-            const float weight = exp2_fast(own.x - sum.maximum);
-            sum.total = weight * own.y;
-            for_each<5>([&](auto i) { sum.total += shuffle_xor(sum.total, 1 << i.value); });
-            weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
-            if (HAS_LSE && lane == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
-        });
-    }
-    sync_columns();
-    for (int start = threadIdx.x; start < COLUMNS * PAIRS; start += TOGETHER * WARPS * 32) {
-        Floats means[TOGETHER] = {};
-        for (int first = 0; first < item.parts; first += AT_ONCE) {
-            Floats found[TOGETHER][AT_ONCE];
-            for_each<TOGETHER>([&](auto k) {
-                const int own = start + k.value * WARPS * 32, column = own / PAIRS;
-                const float* output = a.partial_output + part_row(item, 0, head, column) * HEAD_DIM + own % PAIRS * 2;
-                for_each<AT_ONCE>([&](auto i) {
-                    const int part = first + i.value;
-                    const bool exists = request.has(column) && part < item.parts;
-                    found[k.value][i.value] =
-                        exists ? load_2_from_l2(output + part * (KV_HEADS * COLUMNS * HEAD_DIM)) : Floats{0, 0};
-                });
-            });
-            for_each<TOGETHER>([&](auto k) {
-                const int column = (start + k.value * WARPS * 32) / PAIRS;
-                Floats& mean = means[k.value];
-                for_each<AT_ONCE>([&](auto i) {
-                    const float weight = weights[column * 32 + first + i.value];
-                    mean.x += weight * found[k.value][i.value].x, mean.y += weight * found[k.value][i.value].y;
-                });
-            });
-        }
-        for_each<TOGETHER>([&](auto k) {
-            const int own = start + k.value * WARPS * 32;
-            float* target = combined + own / PAIRS * ROW + own % PAIRS * 2;
-            target[0] = means[k.value].x, target[1] = means[k.value].y;
-        });
-    }
-#else
     // A load takes about 700 cycles, so each thread issues many at once: a lane those of the statistics of one part and
     // all columns of its warp, then a thread those of four channels of TOGETHER columns and AT_ONCE parts.
     constexpr int ALL = COLUMNS * PIECES, THREADS = WARPS * 32;
@@ -207,7 +153,6 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
             *(Numbers*)(combined + own / PIECES * ROW + own % PIECES * 4) = means[k.value];
         });
     }
-#endif
     return true;
 }
 

@@ -50,28 +50,6 @@ INLINE void store_partial(const Arguments& a, const Request& request, int head, 
         });
 }
 
-#if BY_PAIRS
-struct Combined {
-    float maximum, total, output;
-    INLINE float mean() const { return total > 0 ? output / total : 0; }
-    INLINE float lse() const { return WeightedSum{maximum, total}.lse(); }
-};
-// Combines `count` partial results as `merge.py` does.
-template <class Statistics, class Output>
-INLINE Combined combine(int count, Statistics&& statistics, Output&& output) {
-    Combined sum{-1e30f, 0, 0};
-#pragma unroll 8
-    for (int i = 0; i < count; i++) sum.maximum = maximum_of(sum.maximum, statistics(i, 0));
-#pragma unroll 8
-    for (int i = 0; i < count; i++) {
-        const float weight = exp2_fast(statistics(i, 0) - sum.maximum);
-        sum.total += weight * statistics(i, 1);
-        sum.output += weight * output(i);
-    }
-    return sum;
-}
-#endif
-
 // Combines the warps of a block, and the blocks of a pair, and writes the output.
 INLINE void combine_warps(const Arguments& a, const Request& request, int head, const WorkItem& item, int warp,
                           const Lane& lane, const State& state) {
@@ -89,22 +67,6 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
     Matrix matrix;
     matrix.load(a, head, warp, lane);  // in flight while the warps are combined
     sync_block();
-#if BY_PAIRS
-    for (int i = threadIdx.x; i < COLUMNS * HEAD_DIM; i += WARPS * 32) {
-        const int column = i / HEAD_DIM, channel = i % HEAD_DIM;
-        const Combined sum = combine(
-            WARPS, [&](int w, int what) { return statistics[(w * COLUMNS + column) * 2 + what]; },
-            [&](int w) { return outputs[(w * COLUMNS + column) * ROW + channel]; });
-        if (is_alone) {
-            combined[column * ROW + channel] = sum.mean();
-            if (HAS_LSE && channel == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
-        } else if (request.has(column)) {
-            const long long row = part_row(item, item.part, head, column);
-            a.partial_output[row * HEAD_DIM + channel] = sum.output;
-            if (channel == 0) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = sum.total;
-        }
-    }
-#else
     for (int i = threadIdx.x; i < COLUMNS * PIECES; i += WARPS * 32) {
         const int column = i / PIECES, channel = i % PIECES * 4;
         WeightedSum sum{-1e30f, 0};
@@ -125,7 +87,6 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
             if (channel == 0) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = sum.total;
         }
     }
-#endif
     if (!is_alone && !combine_blocks(a, request, head, item, outputs, combined)) return;
     sync_block();
     rotate_back(a, request, head, warp, lane, matrix, combined);
