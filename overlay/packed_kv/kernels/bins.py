@@ -34,6 +34,8 @@ def make_bins(levels: tuple[float, ...]) -> Bins:
     if len(levels) < FEWEST_LEVELS:
         return Bins(0, (), ())
     thresholds = [(low + high) / 2 for low, high in itertools.pairwise(levels)]
+    if any(_bits(x) & 0xFFFF for x in (*levels, *thresholds)):
+        return Bins(0, (), ())  # they are no bf16
     last = len(thresholds) - 1
     for unit in (thresholds[-1] * (1 + i / 64) for i in range(32)):
         magic = _bits(1 / unit) + _bits(1.0)

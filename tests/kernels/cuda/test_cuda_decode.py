@@ -26,8 +26,11 @@ from packed_kv.kernels.cuda.launch import (
     constants,
     grid,
     has_unpackers,
+    kind_of,
     kinds,
+    make_schedulers,
     pass_count,
+    pass_tokens,
 )
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
@@ -59,7 +62,7 @@ def gpu_only(**options: Any) -> Any:
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (1100, 1700, 40), "splits": Grid(2, 3, True)},
         # More parts than a thread loads at once (AT_ONCE).
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "seq_lens": (9300, 5000), "splits": Grid(2, 18, True)},
-        # More than 8 columns: 16, and teams.
+        # More than 8 columns: 16, 32 and teams.
         {"name": "turboquant35", "head_dim": 64, "kv_heads": 1, "group": 16, "seq_lens": (1, 100)},
         {"name": "isoquant4", "head_dim": 64, "kv_heads": 1, "group": 3, "query_lens": (4, 1, 0),
          "seq_lens": (1100, 40, 9), "splits": Grid(2, 3, True)},
@@ -232,11 +235,25 @@ def test_grid(requests: int, kv_heads: int) -> None:
         assert shape.blocks == min(128, 132 * 16 // (requests * kv_heads))
 
 
-@pytest.mark.parametrize(("requests", "warps"), [(3, 1), (4, 4), (66, 4), (67, 2)])
-def test_grid_of_16_columns(requests: int, warps: int) -> None:
+@pytest.mark.parametrize(("requests", "warps_of_16", "warps_of_32"), [(3, 1, 1), (4, 4, 4), (66, 4, 4), (67, 2, 4)])
+def test_grid_of_16_and_32_columns(requests: int, warps_of_16: int, warps_of_32: int) -> None:
     """An SM holds half the warps that it holds of 8 columns, in as many blocks."""
-    shape = grid(requests, Card(8, 128, 132), 16)
-    assert (shape.warps, shape.is_final) == (warps, warps > 1)
+    for columns, warps in ((16, warps_of_16), (32, warps_of_32)):
+        shape = grid(requests, Card(8, 128, 132), columns)
+        assert (shape.warps, shape.is_final) == (warps, warps > 1), columns
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_schedulers_have_room(group: int, head_dim: int) -> None:
+    """For every length of a step, also where columns share blocks but not passes."""
+    card, most = Card(8, head_dim, 132), 48
+    lengths = range(1, 4 * pass_tokens(group) + 1)
+    made = make_schedulers(most, card, columns_of_steps(group, lengths[-1]), torch.device(DEVICE))
+    for length in lengths:
+        columns, passes = column_count(group, length), pass_count(group, length)
+        for requests in range(1, most + 1):
+            assert made[kind_of(requests * passes, card, columns)].requests >= requests * passes, (length, requests)
 
 
 @pytest.mark.parametrize("requests", [1, 4, 32, 128])

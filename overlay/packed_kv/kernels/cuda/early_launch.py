@@ -10,7 +10,10 @@ one has ended and all that it wrote is seen. What makes this right:
 - `latent_decode` reads nothing that another kernel writes before it waits, and lets the next kernel begin behind its
   wait. So whatever came before `latent_decode` has ended when `attend_latent_ring` begins, which reads it before it
   waits: queries, the ring, lengths and the schedule, but none of the parts.
-- No other kernel here lets the next begin before its end.
+- No other kernel here lets the next begin before its end. One of vLLM's that does so before `latent_decode` must itself
+  wait in all its blocks; none is known that does not.
+
+The launch is described in one object of the process, so one thread launches at a time, as vLLM's workers do.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_R
 constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token
 constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + TILE * WEIGHT_BYTES;
 constexpr int TOTALS = MAXIMA + 4 * ROWS, TOPS = TOTALS + 16 * ROWS, STAGE_BYTES = (TOPS + 16 * ROWS + 1023) / 1024 * 1024;
-// fp16 [9, ROWS, 64 channels]; then [8 warps], raw pages.
+// fp16 [9, ROWS, 64 channels]; then, with copies, [8 warps], raw pages.
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = 2 * STAGE_BYTES;
 constexpr int RAW_PAGES = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES;
 constexpr int TILE_FULL = RAW_PAGES + (COPIES ? 8 * MICRO_BLOCK_BYTES : 0), TILE_EMPTY = TILE_FULL + 16;

@@ -273,12 +273,16 @@ def make_schedulers(
     requests: int, card: Card, columns: Mapping[int, int], device: torch.device
 ) -> dict[Kind, Scheduler]:
     """Return the schedulers for batches of up to `requests`, of these columns and their passes."""
-    made: dict[Kind, Scheduler] = {}
-    for few, many, passes in {(*kinds(card, count), passes) for count, passes in columns.items()}:
-        most = min(requests * passes, 2 * few.resident(card))
-        for kind, batch in ((few, most), (many, requests * passes)):
-            made[kind] = Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k)
-    return made
+    batches: dict[Kind, int] = {}
+    for count, passes in columns.items():
+        few, many = kinds(card, count)
+        most = requests * passes
+        for kind, batch in ((few, min(most, 2 * few.resident(card))), (many, most)):
+            batches[kind] = max(batch, batches.get(kind, 0))  # columns may share a kind
+    return {
+        kind: Scheduler(batch, kind.resident(card), kind.warps, device, stream_k=kind.stream_k)
+        for kind, batch in batches.items()
+    }
 
 
 CALL_ARGUMENTS, STEP_ARGUMENTS = struct.Struct("=Q"), struct.Struct("=11Q3I4x")

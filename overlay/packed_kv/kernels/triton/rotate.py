@@ -7,8 +7,7 @@ step, so exactness to the bit, which the codec needs, would buy nothing here. Wh
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -46,6 +45,11 @@ class QueryRotation:
     matrix: torch.Tensor
     scale: float
     means: Means | None = None
+    columns: torch.Tensor = field(init=False)
+    """The matrix by columns."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", self.matrix.transpose(1, 2).contiguous())
 
     def fixed(self, query: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
         """A kernel's arguments from the matrix to the means' stride, for queries of these strides."""
@@ -56,11 +60,6 @@ class QueryRotation:
             self.columns, query.stride(0), query.stride(1), head_stride(self.columns), self.scale * LOG2_E, rows,
             head_stride(rows),
         )  # fmt: skip
-
-    @functools.cached_property
-    def columns(self) -> torch.Tensor:
-        """The matrix by columns."""
-        return self.matrix.transpose(1, 2).contiguous()
 
     @property
     def bias_programs(self) -> int:
