@@ -116,7 +116,7 @@ def packed_round(batch: Batch, codec: LatentCodec, source: torch.Tensor, window:
     layers = [cuda.CudaLatentDecode(codec.layout, cache, batch.heads, batch.query.dtype, dtype) for cache in caches]
     query, rope_query = batch.query[..., :RANK], batch.query[..., RANK:]
 
-    def round_of_layers(kept: object = (parts, caches, lens)) -> None:
+    def round_of_layers(kept: object = (batch, parts, caches, lens)) -> None:
         for number, layer in enumerate(layers):
             layer(step, query, rope_query, of_pages)
             if recent:
