@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 parts=("${@:-kernels engine memcheck}")
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer may be missing; tokens are greedy
 memcheck_cases=(
     "tests/kernels/triton/test_store.py::test_bytes[d128-isoquant3]"
     "tests/kernels/triton/test_store.py::test_bytes[d128-turboquant35]"
