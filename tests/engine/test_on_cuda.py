@@ -235,6 +235,11 @@ def test_drafts_change_no_token(drafts: int, demo_model: str) -> None:
     assert steps < len(plain), "no draft token was accepted"
 
 
+# And how many tokens to generate. Steps with drafts round otherwise, so no token may be a near tie: by fp32 on a CPU
+# the two best are 0.05 or more apart, and 0.5 with the second prompt. The first one's next token has them at 0.006.
+PROMPTS = (("one two three four five six seven eight nine ten\n" * 12, 32), ("import os\nimport sys\n" * 20, 100))
+
+
 def generate_with_ngram(model: str, drafts: int) -> tuple[list[int], list[int], int]:
     ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     found: list = []
@@ -245,10 +250,13 @@ def generate_with_ngram(model: str, drafts: int) -> tuple[list[int], list[int], 
         ) as llm:
             passes: list[object] = []
             model_of(llm).compute_logits = count_calls(model_of(llm).compute_logits, passes)
-            prompt = llm.get_tokenizer().encode("one two three four five six seven eight nine ten\n" * 12)
-            sampling = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
-            (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        found += [list(result.outputs[0].token_ids), len(passes)]
+            tokens: list[int] = []
+            for text, count in PROMPTS:
+                prompt = llm.get_tokenizer().encode(text)
+                sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+                (result,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+                tokens += result.outputs[0].token_ids
+        found += [tokens, len(passes)]
     plain, _, drafted, steps = found
     return plain, drafted, steps
 
