@@ -243,6 +243,33 @@ def latent_kernels() -> list[Table]:
     return [pivot(rows, down, ("requests", "context"), show, head)]
 
 
+def profile() -> list[Table]:
+    """What a scheduler does, and what of an SM is busy; then where the cycles between a warp's instructions go."""
+    rows = [{**row, "case": _profiled(row)} for row in load("profile.csv")]
+    busy: dict[str, Show] = {
+        "us": text("us"),
+        "warps of a scheduler": text("warps"),
+        "its instructions": text("instructions", ",.0f"),
+        **{title: text(name, ".0%") for name, title in BUSY.items()},
+    }
+    stalls: dict[str, Show] = {name: text(f"stall_{name}") for name in STALLS}
+    return [figures(rows, {"case": "case"}, columns) for columns in (busy, stalls)]
+
+
+BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
+        "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
+STALLS = ("selected", "not_selected", "wait", "math_pipe_throttle", "dispatch_stall", "long_scoreboard",
+          "short_scoreboard", "barrier", "gmma", "branch_resolving", "no_instruction")  # fmt: skip
+
+
+def _profiled(row: Row) -> str:
+    if row["kernel"] == "latent_decode":
+        return f"latents, {row['case']} heads"
+    columns, _, recent = row["case"].partition("+")
+    group, tokens = map(int, columns.split("x"))
+    return f"{group * tokens} columns: {group} heads, {tokens} tokens" + (f", window {recent}" if recent else "")
+
+
 def store() -> list[Table]:
     return [pivot(in_order(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
 
@@ -462,6 +489,7 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "triton-columns": triton_columns,
     "verify": verify,
     "kernel-batches": kernel_batches,
+    "profile": profile,
     "latent-kernels": latent_kernels,
     "latent-steps": partial(steps, "glm_flash.csv"),
     "latent-prefill": partial(prefill, "glm_flash_prefill.csv"),
