@@ -5,9 +5,9 @@ quality.md) from the rows in results/.
     python benchmarks/measured.py --check    # changes nothing; exit code 1 if a file differs from its rows
     python benchmarks/measured.py --plot     # draws results/quality.png, the README's plot, too; needs matplotlib
 
-A table stands between `<!-- measured: NAME -->` and `<!-- end -->`; `measured_tables.py` and `measured_experiments.py`
-have a function a NAME. Behind the tables of a marker comes one of their runs: card, versions, commit and command, taken
-from the rows and from results/runs.toml.
+A table stands between `<!-- measured: NAME -->` and `<!-- end -->`; `measured_tables.py`, `measured_kernels.py` and
+`measured_experiments.py` have a function a NAME. Behind the tables of a marker comes one of their runs: card, versions,
+commit and command, taken from the rows and from results/runs.toml.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from functools import partial
 
 import generation_tables
 import tables
+from measured_kernels import KERNELS
 from measured_rows import RESULTS, file_named, in_order, is_baseline, load, load_quality
-from tables import Row, Show, Table, figures, pivot, ratio
+from tables import Row, Table, figures, pivot, ratio, text
 
 MEANS_CASE = ("dtype", "means", "requests", "context")
-LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
 LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
 """The shapes of the README's table."""
 REFERENCES = (tables.BASELINE, "fp8")
@@ -24,16 +24,6 @@ def bf16(table: Table) -> Table:
     """Names the baseline, whose model was in bf16."""
     lines = [["bf16" if cell == tables.BASELINE else cell for cell in cells] for cells in table.lines]
     return Table(table.head, table.names, lines, table.rows)
-
-
-def text(column: str, form: str = "", scale: float = 1) -> Show:
-    """Shows a column as a number in a format, or as it is; nothing if the row has none."""
-
-    def show(row: Row, _: Row | None) -> str:
-        cell = row.get(column) or ""
-        return format(float(cell) * scale, form) if form and cell else cell
-
-    return show
 
 
 def steps(*names: str) -> list[Table]:
@@ -151,46 +141,6 @@ def tensor_parallel() -> list[Table]:
     return [bf16(pivot(rows, ("ranks", "dtype"), ("requests", "context"), show, ["GPUs", "ms"]))]
 
 
-def kernels(name: str) -> list[Table]:
-    """Attention of a layer at the four shapes that all dtypes ran."""
-    shapes = {tuple(shape.split(" x ")) for shape in (*LONG_CONTEXT, "1 x 32768")}
-    rows = [row for row in load(name) if (row["requests"], row["context"]) in shapes and row["spread"] == "0"]
-    return [pivot(in_order(rows), ("dtype", "kernel"), ("requests", "context"), _kernel, ["dtype", "kernel"])]
-
-
-def _kernel(row: Row, _: Row | None) -> str:
-    return f"{float(row['p50_us']):.0f}; {row['attention_p50_us']} us, {float(row['bandwidth']):.0%}"
-
-
-def columns() -> list[Table]:
-    """Attention of a layer by query heads per KV head and new tokens of a request, and that of FlashAttention 3 over
-    bf16 and fp8 pages."""
-    case = ("dtype", "group", "query_tokens", "recent", "requests", "context")
-    rows = load("columns.csv")
-    found = {(row["kernel"], *(row[key] for key in case)): row["attention_p50_us"] for row in rows}
-
-    def show(row: Row, _: Row | None) -> str:
-        times = [found.get((kernel, *(row[key] for key in case)), "not run") for kernel in ("cuda", "bf16", "fp8")]
-        return " / ".join(times) if set(times[1:]) != {"not run"} else times[0]
-
-    ours = [
-        {**row, "columns": str(int(row["group"]) * int(row["query_tokens"]))} for row in rows if row["kernel"] == "cuda"
-    ]
-    ours.sort(key=lambda row: int(row["columns"]))
-    head = ["us: packed / bf16 / fp8", "query heads", "new tokens", "columns", "window"]
-    down = ("dtype", "group", "query_tokens", "columns", "recent")
-    return [pivot(in_order(ours), down, ("requests", "context"), show, head)]
-
-
-def triton_columns() -> list[Table]:
-    """Of the Triton kernel, with its tiles of up to 32 columns and with those of 8."""
-    tiles = {"triton_columns.csv": "up to 32", "tiles_of_8.csv": "8"}
-    rows = [{**row, "tiles": tiles[name]} for name in tiles for row in load(name) if row["recent"] == "0"]
-    head = ["us", "columns of a tile", "query heads", "new tokens"]
-    down = ("dtype", "tiles", "group", "query_tokens")
-    return [pivot(in_order(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
-
-
 def verify() -> list[Table]:
     """Steps of shapes with many query heads a KV head, and with drafts: ms, and the ratios to bf16's and to fp8's."""
     case = ("model", "tokens", "requests", "context")
@@ -209,84 +159,11 @@ def verify() -> list[Table]:
     return [bf16(pivot(rows, ("model", "tokens", "dtype"), ("requests", "context"), show, head))]
 
 
-def kernel_batches() -> list[Table]:
-    """isoquant4 at other batches, and with requests of different lengths."""
-    regular = {tuple(shape.split(" x ")) for shape in (*LONG_CONTEXT, "1 x 32768")}
-    rows = [
-        {**row, "lengths": "equal" if row["spread"] == "0" else f"1 ± {row['spread']} of it"}
-        for row in load("kernels.csv")
-        if (row["requests"], row["context"]) not in regular or row["spread"] != "0"
-    ]
-    down = {"dtype": "dtype", "requests": "requests", "context": "context", "lengths": "lengths"}
-    columns = {"all, us": text("p50_us"), "attention and merge, us": text("attention_p50_us"),
-               "of a copy": text("bandwidth", ".0%")}  # fmt: skip
-    return [figures([row for row in rows if row["kernel"] == "cuda"], down, columns)]
-
-
-def latent_kernels() -> list[Table]:
-    """Decode attention over latents; of a packed cache with the share of the better bf16 kernel's time in its run."""
-    rows = load("latent_kernels.csv")
-    rows.sort(key=lambda row: (int(row["heads"]), int(row["queries"]), float(row["spread"])))
-    best: dict[tuple[str, ...], float] = {}
-    for row in rows:
-        if row["cache"] in ("fa3", "flashmla"):
-            case = tuple(row[key] for key in LATENT_CASE)
-            best[case] = min(best.get(case, float("inf")), float(row["p50_us"]))
-
-    def show(row: Row, _: Row | None) -> str:
-        time, base = float(row["p50_us"]), best.get(tuple(row[key] for key in LATENT_CASE))
-        is_packed = row["cache"] not in ("fa3", "flashmla")
-        return f"{time:.1f}" + (f" ({time / base:.2f})" if base and is_packed else "")
-
-    down = ("heads", "queries", "spread", "rope_bits", "recent", "cache")
-    head = ["heads", "query tokens", "spread of lengths", "bits of RoPE", "recent window", "µs"]
-    return [pivot(rows, down, ("requests", "context"), show, head)]
-
-
-def profile() -> list[Table]:
-    """What a scheduler does, and what of an SM is busy; then where the cycles between a warp's instructions go."""
-    rows = [{**row, "case": _profiled(row)} for row in load("profile.csv")]
-    busy: dict[str, Show] = {
-        "us": text("us"),
-        "warps of a scheduler": text("warps"),
-        "its instructions": text("instructions", ",.0f"),
-        **{title: text(name, ".0%") for name, title in BUSY.items()},
-    }
-    stalls: dict[str, Show] = {name: text(f"stall_{name}") for name in STALLS}
-    return [figures(rows, {"case": "case"}, columns) for columns in (busy, stalls)]
-
-
-BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
-        "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
-STALLS = ("selected", "not_selected", "wait", "math_pipe_throttle", "dispatch_stall", "long_scoreboard",
-          "short_scoreboard", "barrier", "gmma", "branch_resolving", "no_instruction")  # fmt: skip
-
-
-def _profiled(row: Row) -> str:
-    if row["kernel"] == "latent_decode":
-        return f"latents, {row['case']} heads"
-    columns, _, recent = row["case"].partition("+")
-    group, tokens = map(int, columns.split("x"))
-    return f"{group * tokens} columns: {group} heads, {tokens} tokens" + (f", window {recent}" if recent else "")
-
-
-def store() -> list[Table]:
-    return [pivot(in_order(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
-
-
 def startup() -> list[Table]:
     seconds = {"first_token_s": "s to the first token", "profile_s": "profiling run", "warm_up_s": "warm-up",
                "kernels_compiled": "kernels compiled", "compile_s": "their s, summed"}  # fmt: skip
     down = {"dtype": "dtype", "caches": "caches", "torch_compile": "torch.compile", "commit": "tree"}
     return [figures(load("startup.csv"), down, {title: text(name) for name, title in seconds.items()})]
-
-
-def routes() -> list[Table]:
-    def show(row: Row, _: Row | None) -> str:
-        return f"{float(row['decode_us']):.0f} / {float(row['prefill_us']):.0f}"
-
-    head = ["new tokens a request"]
-    return [pivot(load("routes.csv"), ("query_tokens",), ("requests", "context"), show, head)]
 
 
 def copies() -> list[Table]:
@@ -483,19 +360,11 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "reasoning": reasoning,
     "gpt-oss": partial(steps, "gpt_oss.csv"),
     "tensor-parallel": tensor_parallel,
-    "kernels": partial(kernels, "kernels.csv"),
-    "kernels-h100": partial(kernels, "h100/kernels.csv"),
-    "columns": columns,
-    "triton-columns": triton_columns,
+    **KERNELS,
     "verify": verify,
-    "kernel-batches": kernel_batches,
-    "profile": profile,
-    "latent-kernels": latent_kernels,
     "latent-steps": partial(steps, "glm_flash.csv"),
     "latent-prefill": partial(prefill, "glm_flash_prefill.csv"),
-    "store": store,
     "startup": startup,
-    "routes": routes,
     "copies": copies,
     "contexts": contexts,
     "eviction": eviction,

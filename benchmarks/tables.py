@@ -53,12 +53,22 @@ def number(cell: str) -> str:
     return f"{float(cell):.2f}" if "." in cell else f"{int(cell):,}"
 
 
-def ratio(column: str, text: Callable[[str], str] = number) -> Show:
+def ratio(column: str, form: Callable[[str], str] = number) -> Show:
     """Shows a column, and behind it its ratio to bf16."""
 
     def show(row: Row, base: Row | None) -> str:
         compared = base is not None and row["dtype"] != BASELINE
-        return text(row[column]) + (f" ({float(row[column]) / float(base[column]):.2f})" if base and compared else "")
+        return form(row[column]) + (f" ({float(row[column]) / float(base[column]):.2f})" if base and compared else "")
+
+    return show
+
+
+def text(column: str, form: str = "", scale: float = 1) -> Show:
+    """Shows a column as a number in a format, or as it is; nothing if the row has none."""
+
+    def show(row: Row, _: Row | None) -> str:
+        cell = row.get(column) or ""
+        return format(float(cell) * scale, form) if form and cell else cell
 
     return show
 

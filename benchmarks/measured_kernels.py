@@ -1,0 +1,135 @@
+"""The tables of docs/measured.md about kernels alone, from the rows of results/. `KERNELS` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from measured_rows import in_order, load
+from tables import Row, Show, Table, figures, pivot, text
+
+SHAPES = {("32", "8192"), ("128", "2048"), ("8", "32768"), ("1", "32768")}
+"""The requests and contexts that all dtypes ran."""
+LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
+BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
+        "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
+STALLS = ("selected", "not_selected", "wait", "math_pipe_throttle", "dispatch_stall", "long_scoreboard",
+          "short_scoreboard", "barrier", "gmma", "branch_resolving", "no_instruction")  # fmt: skip
+
+
+def kernels(name: str) -> list[Table]:
+    """Attention of a layer at the four shapes that all dtypes ran."""
+    rows = [row for row in load(name) if (row["requests"], row["context"]) in SHAPES and row["spread"] == "0"]
+    return [pivot(in_order(rows), ("dtype", "kernel"), ("requests", "context"), _kernel, ["dtype", "kernel"])]
+
+
+def _kernel(row: Row, _: Row | None) -> str:
+    return f"{float(row['p50_us']):.0f}; {row['attention_p50_us']} us, {float(row['bandwidth']):.0%}"
+
+
+def columns() -> list[Table]:
+    """Attention of a layer by query heads per KV head and new tokens of a request, and that of FlashAttention 3 over
+    bf16 and fp8 pages."""
+    case = ("dtype", "group", "query_tokens", "recent", "requests", "context")
+    rows = load("columns.csv")
+    found = {(row["kernel"], *(row[key] for key in case)): row["attention_p50_us"] for row in rows}
+
+    def show(row: Row, _: Row | None) -> str:
+        times = [found.get((kernel, *(row[key] for key in case)), "not run") for kernel in ("cuda", "bf16", "fp8")]
+        return " / ".join(times) if set(times[1:]) != {"not run"} else times[0]
+
+    ours = [
+        {**row, "columns": str(int(row["group"]) * int(row["query_tokens"]))} for row in rows if row["kernel"] == "cuda"
+    ]
+    ours.sort(key=lambda row: int(row["columns"]))
+    head = ["us: packed / bf16 / fp8", "query heads", "new tokens", "columns", "window"]
+    down = ("dtype", "group", "query_tokens", "columns", "recent")
+    return [pivot(in_order(ours), down, ("requests", "context"), show, head)]
+
+
+def triton_columns() -> list[Table]:
+    """Of the Triton kernel, with its tiles of up to 32 columns and with those of 8."""
+    tiles = {"triton_columns.csv": "up to 32", "tiles_of_8.csv": "8"}
+    rows = [{**row, "tiles": tiles[name]} for name in tiles for row in load(name) if row["recent"] == "0"]
+    head = ["us", "columns of a tile", "query heads", "new tokens"]
+    down = ("dtype", "tiles", "group", "query_tokens")
+    return [pivot(in_order(rows), down, ("requests", "context"), text("attention_p50_us"), head)]
+
+
+def kernel_batches() -> list[Table]:
+    """isoquant4 at other batches, and with requests of different lengths."""
+    rows = [
+        {**row, "lengths": "equal" if row["spread"] == "0" else f"1 ± {row['spread']} of it"}
+        for row in load("kernels.csv")
+        if (row["requests"], row["context"]) not in SHAPES or row["spread"] != "0"
+    ]
+    down = {"dtype": "dtype", "requests": "requests", "context": "context", "lengths": "lengths"}
+    columns = {"all, us": text("p50_us"), "attention and merge, us": text("attention_p50_us"),
+               "of a copy": text("bandwidth", ".0%")}  # fmt: skip
+    return [figures([row for row in rows if row["kernel"] == "cuda"], down, columns)]
+
+
+def latent_kernels() -> list[Table]:
+    """Decode attention over latents; of a packed cache with the share of the better bf16 kernel's time in its run."""
+    rows = load("latent_kernels.csv")
+    rows.sort(key=lambda row: (int(row["heads"]), int(row["queries"]), float(row["spread"])))
+    best: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        if row["cache"] in ("fa3", "flashmla"):
+            case = tuple(row[key] for key in LATENT_CASE)
+            best[case] = min(best.get(case, float("inf")), float(row["p50_us"]))
+
+    def show(row: Row, _: Row | None) -> str:
+        time, base = float(row["p50_us"]), best.get(tuple(row[key] for key in LATENT_CASE))
+        is_packed = row["cache"] not in ("fa3", "flashmla")
+        return f"{time:.1f}" + (f" ({time / base:.2f})" if base and is_packed else "")
+
+    down = ("heads", "queries", "spread", "rope_bits", "recent", "cache")
+    head = ["heads", "query tokens", "spread of lengths", "bits of RoPE", "recent window", "µs"]
+    return [pivot(rows, down, ("requests", "context"), show, head)]
+
+
+def profile() -> list[Table]:
+    """What a scheduler does, and what of an SM is busy; then where the cycles between a warp's instructions go."""
+    rows = [{**row, "case": _profiled(row)} for row in load("profile.csv")]
+    busy: dict[str, Show] = {
+        "us": text("us"),
+        "warps of a scheduler": text("warps"),
+        "its instructions": text("instructions", ",.0f"),
+        **{title: text(name, ".0%") for name, title in BUSY.items()},
+    }
+    stalls: dict[str, Show] = {name: text(f"stall_{name}") for name in STALLS}
+    return [figures(rows, {"case": "case"}, columns) for columns in (busy, stalls)]
+
+
+def _profiled(row: Row) -> str:
+    if row["kernel"] == "latent_decode":
+        return f"latents, {row['case']} heads"
+    columns, _, recent = row["case"].partition("+")
+    group, tokens = map(int, columns.split("x"))
+    return f"{group * tokens} columns: {group} heads, {tokens} tokens" + (f", window {recent}" if recent else "")
+
+
+def store() -> list[Table]:
+    return [pivot(in_order(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
+
+
+def routes() -> list[Table]:
+    def show(row: Row, _: Row | None) -> str:
+        return f"{float(row['decode_us']):.0f} / {float(row['prefill_us']):.0f}"
+
+    head = ["new tokens a request"]
+    return [pivot(load("routes.csv"), ("query_tokens",), ("requests", "context"), show, head)]
+
+
+KERNELS: Mapping[str, Callable[[], list[Table]]] = {
+    "kernels": partial(kernels, "kernels.csv"),
+    "kernels-h100": partial(kernels, "h100/kernels.csv"),
+    "columns": columns,
+    "triton-columns": triton_columns,
+    "kernel-batches": kernel_batches,
+    "profile": profile,
+    "latent-kernels": latent_kernels,
+    "store": store,
+    "routes": routes,
+}
