@@ -4,11 +4,18 @@
 # kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
+#   gpu_tests.sh --together LOGS [PART...]   the parts side by side; what each prints is in a file of the folder LOGS, too
 #   gpu_tests.sh collect     only check that memcheck's cases exist; needs no GPU
 #
-# The kernel suite runs in 8 processes where pytest-xdist is there: most of its time is compilation.
+# Where pytest-xdist is there, kernels run in 8 processes and engines in 6: most of their time is compilation. Memcheck
+# takes 4.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+logs=
+if [[ ${1:-} == --together ]]; then
+    logs=${2:?gpu_tests.sh: --together needs a folder for logs}
+    shift 2
+fi
 parts=("${@:-kernels engine memcheck}")
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer may be missing; tokens are greedy
 memcheck_cases=(
@@ -45,26 +52,43 @@ memcheck_cases=(
 
 run_pytest() { python3 -m pytest -q -p no:cacheprovider "$@"; }
 
+# pytest's options for so many processes.
+in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $1"; fi; }
+
 kernels() {
-    local jobs=()
-    if python3 -c 'import xdist' 2>/dev/null; then jobs=(-n 8); fi
     # test_compile.py needs no GPU, and CI runs it.
-    run_pytest "${jobs[@]}" tests/codecs/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
+    # shellcheck disable=SC2046
+    run_pytest $(in_processes 8) tests/codecs/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py
 }
 
-engine() { run_pytest tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py; }
+engine() {
+    # shellcheck disable=SC2046
+    run_pytest $(in_processes 6) tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py
+}
 
 memcheck() {
-    local sanitizer
+    local sanitizer processes=4 i k cases pids=() code=0 outputs
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
     if [[ -z $sanitizer ]]; then
         echo "gpu_tests.sh: no memcheck: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin" >&2
         return 1
     fi
-    # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are
-    # no errors: cuda-bindings, which the CUDA kernel is loaded with, asks the driver for functions that it may not have.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 9 \
-        python3 -m pytest -q -p no:cacheprovider "${memcheck_cases[@]}"
+    outputs=${logs:-$(mktemp -d)}
+    for ((i = 0; i < processes; i++)); do
+        cases=()
+        for ((k = i; k < ${#memcheck_cases[@]}; k += processes)); do cases+=("${memcheck_cases[k]}"); done
+        # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail
+        # are no errors: cuda-bindings, which the CUDA kernel is loaded with, asks the driver for functions that it may not
+        # have.
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 9 \
+            python3 -m pytest -q -p no:cacheprovider "${cases[@]}" >"$outputs/memcheck.$i" 2>&1 &
+        pids+=($!)
+    done
+    for i in "${!pids[@]}"; do
+        wait "${pids[i]}" || code=$?
+        cat "$outputs/memcheck.$i"
+    done
+    return "$code"
 }
 
 collect() { run_pytest --collect-only "${memcheck_cases[@]}"; }
@@ -73,19 +97,31 @@ if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not
     echo "gpu_tests.sh: PyTorch sees no CUDA device" >&2
     exit 1
 fi
-failed=()
 for part in ${parts[*]}; do
-    case $part in
-    kernels | engine | memcheck | collect)
-        echo "== $part"
-        "$part" || failed+=("$part")
-        ;;
-    *)
+    if [[ ! $part =~ ^(kernels|engine|memcheck|collect)$ ]]; then
         echo "gpu_tests.sh: no part '$part': kernels, engine, memcheck or collect" >&2
         exit 2
-        ;;
-    esac
+    fi
 done
+failed=()
+if [[ -n $logs ]]; then
+    mkdir -p "$logs"
+    declare -A running=()
+    for part in ${parts[*]}; do
+        "$part" >"$logs/$part" 2>&1 &
+        running[$part]=$!
+    done
+    for part in ${parts[*]}; do
+        wait "${running[$part]}" || failed+=("$part")
+        echo "== $part"
+        cat "$logs/$part"
+    done
+else
+    for part in ${parts[*]}; do
+        echo "== $part"
+        "$part" || failed+=("$part")
+    done
+fi
 if ((${#failed[@]})); then
     echo "gpu_tests.sh: failed: ${failed[*]}" >&2
     exit 1

@@ -1,0 +1,70 @@
+"""scripts/gpu_tests.sh: which tests each part runs, and that a failure of one is told. No GPU: python3 is a fake."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from checkout import REPO
+
+SCRIPT = REPO / "scripts" / "gpu_tests.sh"
+PYTHON = """#!/bin/bash
+if [[ $1 == -m ]]; then
+    echo "ran ${*:6}"
+    [[ "$*" != *"$FAILING"* ]]
+fi
+"""
+SANITIZER = """#!/bin/bash
+while [[ $1 != python3 ]]; do shift; done
+"$@"
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    for name, text in (("python3", PYTHON), ("compute-sanitizer", SANITIZER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+def run(path: str, *arguments: str, failing: str = "nothing") -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPT), *arguments]
+    environment = {**os.environ, "PATH": path, "FAILING": failing}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_parts_one_after_the_other(path: str) -> None:
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    kernels, engine, memcheck = done.stdout.split("== ")[1:]
+    assert "ran -n 8 tests/codecs/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py" in kernels
+    assert "ran -n 6 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
+    cases = re.findall(r'^    "(tests/.*?)"', SCRIPT.read_text(), re.MULTILINE)
+    assert memcheck.count("ran tests/") == 4 and len(cases) > 20
+    assert all(memcheck.count(case) == 1 for case in cases)
+
+
+@pytest.mark.parametrize("failing", ["test_drafts.py", "test_combine[inf]"])
+def test_a_failure_is_told(path: str, failing: str, tmp_path: Path) -> None:
+    part = "engine" if "drafts" in failing else "memcheck"
+    for arguments in ((), ("--together", str(tmp_path / "logs"))):
+        done = run(path, *arguments, failing=failing)
+        assert done.returncode == 1 and done.stderr == f"gpu_tests.sh: failed: {part}\n"
+
+
+def test_parts_side_by_side(path: str, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    done = run(path, "--together", str(logs), "memcheck", "engine")
+    assert done.returncode == 0, done.stderr
+    names = ["engine", "memcheck", *(f"memcheck.{i}" for i in range(4))]
+    assert sorted(file.name for file in logs.iterdir()) == names
+    assert done.stdout == "".join(f"== {part}\n{(logs / part).read_text()}" for part in ("memcheck", "engine"))
+
+
+def test_unknown_parts_are_refused(path: str) -> None:
+    done = run(path, "kernels", "kernel")
+    assert done.returncode == 2 and "no part 'kernel'" in done.stderr and not done.stdout
