@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv plan") -
 
 def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     """The options of the command."""
-    made = Parser(prog, description=__doc__, usage=f"{prog} MODEL (--gpu NAME | --gpu-memory SIZE) [options]")
+    memory = "(--gpu NAME | --gpu-memory SIZE | --kv-cache-memory SIZE)"
+    made = Parser(prog, description=__doc__, usage=f"{prog} MODEL {memory} [options]")
     add = made.add_argument
     add("model", metavar="MODEL", help="folder, config.json, or id of the Hugging Face Hub")
     add("--gpu", metavar="NAME", help=f"one of {', '.join(cards.CARDS)}")
@@ -137,7 +138,8 @@ def _card(options: argparse.Namespace) -> cards.Card:
     if options.gpu_memory or options.kv_cache_memory:
         memory = options.gpu_memory or 0
         return cards.Card(f"a card of {memory / GIB:g} GiB" if memory else "a card", int(memory), bandwidth)
-    raise BadInput(f"no card is named; give --gpu NAME (one of {', '.join(cards.CARDS)}) or --gpu-memory SIZE")
+    sizes = "--gpu-memory SIZE or --kv-cache-memory SIZE"
+    raise BadInput(f"no card is named; give --gpu NAME (one of {', '.join(cards.CARDS)}), {sizes}")
 
 
 def form(text: str) -> str | float:
