@@ -8,13 +8,13 @@ from functools import partial
 from measured_rows import in_order, load
 from tables import Row, Show, Table, figures, pivot, text
 
-SHAPES = {("32", "8192"), ("128", "2048"), ("8", "32768"), ("1", "32768")}
-"""The requests and contexts that all dtypes ran."""
+LONG_CONTEXT = (("32", "8192"), ("128", "2048"), ("8", "32768"))
+"""The requests and contexts of the README's table."""
+SHAPES = {*LONG_CONTEXT, ("1", "32768")}
+"""Those that all dtypes ran."""
 LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
 BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
         "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
-STALLS = ("selected", "not_selected", "wait", "math_pipe_throttle", "dispatch_stall", "long_scoreboard",
-          "short_scoreboard", "barrier", "gmma", "branch_resolving", "no_instruction")  # fmt: skip
 
 
 def kernels(name: str) -> list[Table]:
@@ -98,7 +98,7 @@ def profile() -> list[Table]:
         "its instructions": text("instructions", ",.0f"),
         **{title: text(name, ".0%") for name, title in BUSY.items()},
     }
-    stalls: dict[str, Show] = {name: text(f"stall_{name}") for name in STALLS}
+    stalls = {name.removeprefix("stall_"): text(name) for name in rows[0] if name.startswith("stall_")}
     return [figures(rows, {"case": "case"}, columns) for columns in (busy, stalls)]
 
 
@@ -107,7 +107,7 @@ def _profiled(row: Row) -> str:
         return f"latents, {row['case']} heads"
     columns, _, recent = row["case"].partition("+")
     group, tokens = map(int, columns.split("x"))
-    return f"{group * tokens} columns: {group} heads, {tokens} tokens" + (f", window {recent}" if recent else "")
+    return f"{group * tokens} columns: {group} x {tokens}" + (f", window {recent}" if recent else "")
 
 
 def store() -> list[Table]:

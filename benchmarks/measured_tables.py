@@ -9,13 +9,11 @@ from functools import partial
 
 import generation_tables
 import tables
-from measured_kernels import KERNELS
+from measured_kernels import KERNELS, LONG_CONTEXT
 from measured_rows import RESULTS, file_named, in_order, is_baseline, load, load_quality
 from tables import Row, Table, figures, pivot, ratio, text
 
 MEANS_CASE = ("dtype", "means", "requests", "context")
-LONG_CONTEXT = ("32 x 8192", "128 x 2048", "8 x 32768")
-"""The shapes of the README's table."""
 REFERENCES = (tables.BASELINE, "fp8")
 """What verify steps are compared with."""
 
@@ -318,9 +316,9 @@ def gpu_tests() -> list[Table]:
 
 def readme_speed() -> str:
     """Three shapes of decode.csv for bf16, fp8 and two of ours."""
-    dtypes, shapes = ("auto", "fp8", "tq4", "turboquant25"), [tuple(shape.split(" x ")) for shape in LONG_CONTEXT]
+    dtypes = ("auto", "fp8", "tq4", "turboquant25")
     rows = [row for row in in_order(load("decode.csv")) if row["dtype"] in dtypes]
-    rows = [row for shape in shapes for row in rows if (row["requests"], row["context"]) == shape]
+    rows = [row for shape in LONG_CONTEXT for row in rows if (row["requests"], row["context"]) == shape]
     return bf16(tables.by_case(rows, "p50_ms", "ms", ("requests", "context"))).markdown() + _measured_on(
         rows, "decode-steps"
     )

@@ -10,12 +10,16 @@
 # Where pytest-xdist is there, kernels run in 8 processes and engines in 6: most of their time is compilation. Memcheck
 # takes 4.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-logs=
+together=false
 if [[ ${1:-} == --together ]]; then
-    logs=${2:?gpu_tests.sh: --together needs a folder for logs}
+    together=true
+    logs=$(realpath -m "${2:?gpu_tests.sh: --together needs a folder for logs}")
     shift 2
+else
+    logs=$(mktemp -d)
+    trap 'rm -rf "$logs"' EXIT
 fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 parts=("${@:-kernels engine memcheck}")
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer may be missing; tokens are greedy
 memcheck_cases=(
@@ -52,6 +56,24 @@ memcheck_cases=(
 
 run_pytest() { python3 -m pytest -q -p no:cacheprovider "$@"; }
 
+# A job runs in the background and writes to the file of its name in $logs.
+declare -A jobs=()
+start() {
+    local name=$1
+    shift
+    "$@" >"$logs/$name" 2>&1 &
+    jobs[$name]=$!
+}
+# Prints what jobs have written, in turn, each when it has ended. Fails if one has.
+finish() {
+    local name code=0
+    for name in "$@"; do
+        wait "${jobs[$name]}" || code=1
+        cat "$logs/$name"
+    done
+    return "$code"
+}
+
 # pytest's options for so many processes.
 in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $1"; fi; }
 
@@ -66,29 +88,27 @@ engine() {
     run_pytest $(in_processes 6) tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py
 }
 
+# Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are no
+# errors: cuda-bindings, which the CUDA kernel is loaded with, asks the driver for functions that it may not have.
+checked() {
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 9 \
+        python3 -m pytest -q -p no:cacheprovider "$@"
+}
+
 memcheck() {
-    local sanitizer processes=4 i k cases pids=() code=0 outputs
+    local sanitizer processes=4 i k cases names=()
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
     if [[ -z $sanitizer ]]; then
         echo "gpu_tests.sh: no memcheck: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin" >&2
         return 1
     fi
-    outputs=${logs:-$(mktemp -d)}
     for ((i = 0; i < processes; i++)); do
         cases=()
         for ((k = i; k < ${#memcheck_cases[@]}; k += processes)); do cases+=("${memcheck_cases[k]}"); done
-        # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail
-        # are no errors: cuda-bindings, which the CUDA kernel is loaded with, asks the driver for functions that it may not
-        # have.
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 9 \
-            python3 -m pytest -q -p no:cacheprovider "${cases[@]}" >"$outputs/memcheck.$i" 2>&1 &
-        pids+=($!)
+        names+=("memcheck.$i")
+        start "memcheck.$i" checked "${cases[@]}"
     done
-    for i in "${!pids[@]}"; do
-        wait "${pids[i]}" || code=$?
-        cat "$outputs/memcheck.$i"
-    done
-    return "$code"
+    finish "${names[@]}"
 }
 
 collect() { run_pytest --collect-only "${memcheck_cases[@]}"; }
@@ -103,25 +123,15 @@ for part in ${parts[*]}; do
         exit 2
     fi
 done
-failed=()
-if [[ -n $logs ]]; then
+if $together; then
     mkdir -p "$logs"
-    declare -A running=()
-    for part in ${parts[*]}; do
-        "$part" >"$logs/$part" 2>&1 &
-        running[$part]=$!
-    done
-    for part in ${parts[*]}; do
-        wait "${running[$part]}" || failed+=("$part")
-        echo "== $part"
-        cat "$logs/$part"
-    done
-else
-    for part in ${parts[*]}; do
-        echo "== $part"
-        "$part" || failed+=("$part")
-    done
+    for part in ${parts[*]}; do start "$part" "$part"; done
 fi
+failed=()
+for part in ${parts[*]}; do
+    echo "== $part"
+    if $together; then finish "$part" || failed+=("$part"); else "$part" || failed+=("$part"); fi
+done
 if ((${#failed[@]})); then
     echo "gpu_tests.sh: failed: ${failed[*]}" >&2
     exit 1

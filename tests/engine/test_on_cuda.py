@@ -235,8 +235,8 @@ def test_drafts_change_no_token(drafts: int, demo_model: str) -> None:
     assert steps < len(plain), "no draft token was accepted"
 
 
-# And how many tokens to generate. Steps with drafts round otherwise, so no token may be a near tie: by fp32 on a CPU
-# the two best are 0.05 or more apart, and 0.5 with the second prompt. The first one's next token has them at 0.006.
+# Prompts, and how many tokens to generate. Steps with drafts round otherwise, so no token may be a near tie: by fp32
+# on a CPU the two best are 0.05 or more apart, and 0.5 with the second prompt. The first one's next token has 0.006.
 PROMPTS = (("one two three four five six seven eight nine ten\n" * 12, 32), ("import os\nimport sys\n" * 20, 100))
 
 
