@@ -253,6 +253,14 @@ def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, optio
     return True
 
 
+def tree_of(text: str) -> tuple[str, str]:
+    """The commit and the absolute folder of an option COMMIT=FOLDER."""
+    commit, _, folder = text.partition("=")
+    if not Path(folder, "packed_kv").is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected COMMIT=FOLDER, with the package packed_kv in FOLDER")
+    return commit, str(Path(folder).resolve())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -268,9 +276,9 @@ def main() -> int:
     add("--profile", help="prefix of files for cProfile, which slows the start down")
     add("--commit", help="for the rows (default: what git says)")
     add("--fork", action="store_true", help="import PyTorch and vLLM once")
-    add("--trees", nargs="+", default=[], metavar="COMMIT=FOLDER", help="of the package, in turn")
+    add("--trees", nargs="+", type=tree_of, default=[], metavar="COMMIT=FOLDER", help="of the package, in turn")
     options = parser.parse_args()
-    trees = dict(tree.split("=", 1) for tree in options.trees) or {options.commit or rows.commit_here(): ""}
+    trees = dict(options.trees) or {options.commit or rows.commit_here(): ""}
     ended_well = True
     with tempfile.TemporaryDirectory() as folder:
         caches = options.caches or Path(folder)
