@@ -111,7 +111,7 @@ def _profiled(row: Row) -> str:
 
 
 def store() -> list[Table]:
-    return [pivot(in_order(load("store.csv")), ("dtype",), ("tokens",), text("p50_us"), ["us, tokens:"])]
+    return [pivot(in_order(load("store.csv")), ("dtype", "part"), ("tokens",), text("p50_us"), ["us, tokens:", "part"])]
 
 
 def routes() -> list[Table]:
