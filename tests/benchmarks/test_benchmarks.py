@@ -240,6 +240,16 @@ def test_prefixes_divide_the_requests_of_one_concurrency(wrong: list[str], capsy
     assert "--prefixes 8 takes one --concurrency" in capsys.readouterr().err
 
 
+def test_start_up_finds_a_package_in_a_relative_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    import startup
+
+    monkeypatch.chdir(REPO)
+    assert startup.tree_of("abc1234=overlay") == ("abc1234", str(REPO / "overlay"))
+    for wrong in ("abc1234=docs", "abc1234"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}': expected COMMIT=FOLDER"):
+            startup.tree_of(wrong)
+
+
 def test_the_cases_of_the_memory_check_exist() -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(REPO / "scripts" / "gpu_tests.sh"), "collect"]
