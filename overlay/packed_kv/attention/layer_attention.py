@@ -68,10 +68,11 @@ class LayerAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
         window_layer: WindowLayer | None,
     ) -> None:  # fmt: skip
-        """Take the workspace, and compile the kernels side by side, on pages and a ring of our own. Nothing to do where
+        """Take the workspace, and begin to compile the kernels, for pages and a ring of our own. Nothing to do where
         there are no kernels.
 
-        What is compiled by a later step: the rotation of queries by itself, in a layer that shares another's cache.
+        Compilation goes on afterwards; `wait_for_all` of `kernels/ahead.py` returns once it is done. What is compiled
+        by a later step: the rotation of queries by itself, in a layer that shares another's cache.
 
         Args:
             query, key, value: of vLLM's profiling run.
@@ -81,15 +82,10 @@ class LayerAttention:
         if self.fused is None or key is None:
             return
         batch = (query, key, value, block_size, window_layer)
-        with Ahead() as ahead:
+        with Ahead():
             self._launch_decodes(*batch)  # first, as their kernels take longest
             self._launch_prefills(*batch)
             self._forget_launches()
-        if ahead.compiled:  # the first layer of its kind takes what memory PyTorch and the kernels' code need
-            self._launch_prefills(*batch)
-        else:
-            self.reserve(query)
-        self._forget_launches()
 
     def _launch_prefills(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,

@@ -1,8 +1,10 @@
-"""Compile kernels ahead of the steps that launch them, side by side.
+"""Compile kernels ahead of the steps that launch them, side by side, while vLLM goes on.
 
 A layer has about fifteen kernels and variants. Compiled one after the other, each where it is first launched, they take
-longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Ahead`), and what
-they need is compiled by several threads: most of a compilation is C++, which holds no lock of Python's.
+longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Ahead`), and
+several threads compile what they need: most of a compilation is C++, which holds no lock of Python's. Meanwhile vLLM
+compiles kernels of its own. Who needs one variant waits for it (`wait_for`), and the engine waits for all
+(`wait_for_all`) before it captures graphs and serves.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 Compile = Callable[[], object]
@@ -18,19 +20,15 @@ MAX_THREADS = 12
 """More wait for one another: Python code, the first part of a Triton compilation, runs in one thread at a time."""
 
 _noting = threading.local()
-_compiled: set[Hashable] = set()
-"""Variants that this process has compiled ahead."""
+_compilations: dict[Hashable, Future[object]] = {}
+"""Variants that this process compiles ahead, or has compiled."""
 
 
 class Ahead:
-    """A block in whose thread launches are noted and not run. At its end, what they need is compiled.
-
-    compiled: how many variants were, afterwards; 0 where all had been compiled before.
-    """
+    """A block in whose thread launches are noted and not run. At its end, threads begin to compile what they need."""
 
     def __init__(self) -> None:
         self.jobs: dict[Hashable, Compile] = {}
-        self.compiled = 0
 
     def __enter__(self) -> Ahead:
         assert current() is None, "one block at a time"
@@ -46,20 +44,30 @@ class Ahead:
 
     def note(self, variant: Hashable, compile_variant: Compile) -> None:
         """Have a variant compiled, once per process. `compile_variant` runs in another thread."""
-        if variant not in _compiled:
+        if variant not in _compilations:
             self.jobs.setdefault(variant, compile_variant)
 
     def _compile(self) -> None:
         if not self.jobs:
             return
-        threads = min(len(self.jobs), MAX_THREADS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads, "packed_kv_compile") as pool:
-            for done in [pool.submit(job) for job in self.jobs.values()]:
-                done.result()
-        _compiled.update(self.jobs)
-        self.compiled = len(self.jobs)
+        pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "packed_kv_compile")
+        _compilations.update((variant, pool.submit(job)) for variant, job in self.jobs.items())
+        pool.shutdown(wait=False)  # its threads end with the last job
 
 
 def current() -> Ahead | None:
     """Return the block that this thread is in."""
     return getattr(_noting, "ahead", None)
+
+
+def wait_for(variant: Hashable) -> None:
+    """Return once the variant is compiled, or at once if it was never noted. Raises the error of its compilation."""
+    compilation = _compilations.get(variant)
+    if compilation is not None:
+        compilation.result()
+
+
+def wait_for_all() -> None:
+    """Return once all that was noted is compiled. Raises the error of the first compilation that has one."""
+    for variant in tuple(_compilations):
+        wait_for(variant)

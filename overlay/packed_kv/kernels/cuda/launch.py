@@ -14,7 +14,7 @@ import torch
 from ...codecs.ring import Ring
 from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout
-from ..ahead import current
+from ..ahead import current, wait_for
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import head_stride
 from ..triton.ring import check_ring
@@ -483,6 +483,7 @@ def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
 
     from .nvrtc import load
 
+    wait_for(constants)
     values = dict(constants)
     shared_bytes, threads = int(values["SHARED_BYTES"]), 32 * (int(values["WARPS"]) + int(values["UNPACKERS"]))
     with torch.cuda.device(device):

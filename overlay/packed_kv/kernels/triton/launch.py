@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 
-from ..ahead import current
+from ..ahead import current, wait_for
 
 Bound = TypeVar("Bound")
 
@@ -60,6 +60,7 @@ class Launch:
         if compiled is None:
             ahead = current()
             if ahead is None:
+                wait_for(self.variant(tensors, step))
                 self._first(grid, tensors, step)
             else:
                 ahead.note(self.variant(tensors, step), self._compilation(grid, tensors, step))
@@ -100,17 +101,20 @@ class Launch:
     def _compilation(
         self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments
     ) -> Callable[[], None]:
-        """What compiles for these arguments, in any thread. The interpreter compiles nothing."""
+        """What compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter compiles
+        nothing."""
         warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *step.values, *self.fixed.values)
         device = next((x.device.index for x in values if isinstance(x, torch.Tensor) and x.is_cuda), -1)
+        values = tuple(_stand_in(x) if isinstance(x, torch.Tensor) else x for x in values)
         caches = getattr(self.kernel, "device_caches", None)
         if caches is not None and device >= 0:
             caches[device]  # made here: threads that make it each for themselves would compile into several
 
         def compile_variant() -> None:
             with torch.cuda.device(device):  # of this thread; -1: as it is
-                if warmup is not None:
-                    warmup(*values, grid=grid, **self.constants, **self.options)
+                compiled = warmup and warmup(*values, grid=grid, **self.constants, **self.options)
+                if compiled is not None:
+                    _ = compiled.run  # has a C compiler make the launcher, and the device load the kernel
 
         return compile_variant
 
@@ -160,6 +164,12 @@ class Launches:
     def clear(self) -> None:
         """Forget all, before other tensors may come to lie at the same addresses with other strides."""
         self.held.clear()
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host for which the JIT compiles the same: of the same dtype, and as well aligned."""
+    pair = torch.empty(2, dtype=tensor.dtype, device="cpu")
+    return pair if tensor.data_ptr() % 16 == 0 else pair[1:]
 
 
 def head_stride(of_heads: torch.Tensor) -> int:
