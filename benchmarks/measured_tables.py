@@ -11,7 +11,7 @@ import generation_tables
 import tables
 from measured_kernels import KERNELS, LONG_CONTEXT
 from measured_rows import RESULTS, file_named, in_order, is_baseline, load, load_quality
-from tables import Row, Table, figures, pivot, ratio, text
+from tables import Row, Show, Table, figures, pivot, ratio, text
 
 MEANS_CASE = ("dtype", "means", "requests", "context")
 REFERENCES = (tables.BASELINE, "fp8")
@@ -160,8 +160,15 @@ def verify() -> list[Table]:
 def startup() -> list[Table]:
     seconds = {"first_token_s": "s to the first token", "profile_s": "profiling run", "warm_up_s": "warm-up",
                "kernels_compiled": "kernels compiled", "compile_s": "their s, summed"}  # fmt: skip
-    down = {"dtype": "dtype", "caches": "caches", "torch_compile": "torch.compile", "commit": "tree"}
-    return [figures(load("startup.csv"), down, {title: text(name) for name, title in seconds.items()})]
+    down = {
+        "dtype": "dtype", "caches": "caches", "torch_compile": "torch.compile", "cpus": "CPU cores", "commit": "tree",
+    }  # fmt: skip
+    columns: dict[str, Show] = {title: text(name) for name, title in seconds.items()}
+
+    def beside_auto(row: Row, auto: Row | None) -> str:
+        return f"{float(row['first_token_s']) - float(auto['first_token_s']):+.1f}" if auto else "not run"
+
+    return [figures(load("startup.csv"), down, {**columns, "s beside auto": beside_auto})]
 
 
 def copies() -> list[Table]:

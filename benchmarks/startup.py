@@ -244,7 +244,7 @@ def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, optio
         print(f"{dtype} {state} failed: {output[-3000:]}", flush=True)
         return False
     case = {"dtype": dtype, "caches": state, "torch_compile": "yes" if options.compile else "no",
-            "layers": "" if options.model else options.layers}  # fmt: skip
+            "layers": "" if options.model else options.layers, "cpus": len(os.sched_getaffinity(0))}  # fmt: skip
     row = {**case, **found[0], "commit": commit}
     if state != FIRST:
         rows.append(options.csv, row)

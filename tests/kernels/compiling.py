@@ -72,9 +72,12 @@ values."""
 
 def check_look_ups(stored: Resources) -> None:
     """A lane has the word of its bin, and `shfl` asks for lanes: right only while none of these tensors moves between
-    them."""
-    assert "%laneid" in stored.ttgir and "shfl.sync.idx" in stored.ttgir
-    assert not re.search(r"convert_layout .*: tensor<\d+x[if]32,", stored.ttgir)
+    them. Others may, of other shapes."""
+    lanes, asking = (
+        set(re.findall(rf"{name}.*-> tensor<(\d+)x[if]32,", stored.ttgir)) for name in ("%laneid", "shfl.sync.idx")
+    )
+    assert len(lanes) == 1 and lanes == asking, (lanes, asking)
+    assert not re.search(rf"convert_layout .*: tensor<{lanes.pop()}x[if]32,", stored.ttgir)
 
 
 def _compile(case: Case) -> dict[str, Any]:

@@ -212,6 +212,7 @@ def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkey
         step = None
         if window is not None:
             ring = window.ring_of_one_request(64, 1, HEAD_DIM, DEVICE)
+            window.fill_slots_of_one_request(ring)  # as the step's metadata do
             window.kv_cache = ring.cache
             table = ring.block_table.repeat(len(lengths), 1)
             first = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
