@@ -13,6 +13,8 @@ LONG_CONTEXT = (("32", "8192"), ("128", "2048"), ("8", "32768"))
 SHAPES = {*LONG_CONTEXT, ("1", "32768")}
 """Those that all dtypes ran."""
 LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
+VERIFIED = {"8b": (36, 8, 4), "llama-70b-tp4": (80, 2, 8)}
+"""Layers, KV heads and query heads of each, of the shapes whose steps with drafts have bounds."""
 BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
         "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
 
@@ -45,6 +47,38 @@ def columns() -> list[Table]:
     head = ["us: packed / bf16 / fp8", "query heads", "new tokens", "columns", "window"]
     down = ("dtype", "group", "query_tokens", "columns", "recent")
     return [pivot(in_order(ours), down, ("requests", "context"), show, head)]
+
+
+def verify_bounds() -> list[Table]:
+    """What attention leaves to gain in steps with drafts: the share of bf16's step that isoquant4's takes, and would
+    take if bf16's attention were replaced by the packed kernel's time, and by its time for one new token. Kernels were
+    timed with 8 KV heads; fewer take that part of it."""
+    times = {
+        (row["kernel"], row["group"], row["query_tokens"], row["requests"], row["context"]): row
+        for row in load("columns.csv")
+        if row["dtype"] == "isoquant4" and row["recent"] == row["spread"] == "0" and row["means"] == "none"
+    }
+    steps = {
+        (row["dtype"], row["model"], str(1 + int(row["drafts"])), row["requests"], row["context"]): row
+        for row in load("verify.csv")
+    }
+    head = ["shape", "tokens of a step", "requests x context", "bf16's step, ms", "its attention", "isoquant4's share",
+            "with the kernel's time", "with that for one token"]  # fmt: skip
+    table = Table(head, 3)
+    for (dtype, model, *case), row in sorted(steps.items(), key=lambda item: (item[0][1], int(item[0][2]))):
+        # With few KV heads and short contexts, kernels wait for latency, and a part of the heads takes no part of it.
+        if dtype != "isoquant4" or model not in VERIFIED or case[0] == "1" or case[2] == "2048":
+            continue
+        layers, kv_heads, group = VERIFIED[model]
+        bf16 = steps["auto", model, *case]
+        kernels = [times[kernel, str(group), tokens, *case[1:]]
+                   for kernel, tokens in (("bf16", case[0]), ("cuda", case[0]), ("cuda", "1"))]  # fmt: skip
+        attention, packed, least = (float(x["attention_p50_us"]) * layers * kv_heads / 8000 for x in kernels)
+        step = float(bf16["p50_ms"])
+        shares = (float(row["p50_ms"]), step - attention + packed, step - attention + least)
+        cells = [model, case[0], " x ".join(case[1:]), f"{step:.2f}", f"{attention:.2f}"]
+        table.add([*cells, *(f"{x / step:.2f}" for x in shares)], [bf16, row, *kernels])
+    return [table]
 
 
 def triton_columns() -> list[Table]:
@@ -126,6 +160,7 @@ KERNELS: Mapping[str, Callable[[], list[Table]]] = {
     "kernels": partial(kernels, "kernels.csv"),
     "kernels-h100": partial(kernels, "h100/kernels.csv"),
     "columns": columns,
+    "verify-bounds": verify_bounds,
     "triton-columns": triton_columns,
     "kernel-batches": kernel_batches,
     "profile": profile,

@@ -13,6 +13,7 @@ from packed_kv import FORMATS
 from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import FusedDecode
+from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
@@ -22,6 +23,7 @@ from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.step import WindowStep
 from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, _machine, batch, layer
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 __all__ = ["_machine"]  # a fixture
 RING_BLOCK, WINDOW = 4, 8
@@ -30,6 +32,7 @@ RING_BLOCK, WINDOW = 4, 8
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_compilations", {})
+    ahead._pool.cache_clear()
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _process: {0, 1})
 
 
@@ -75,6 +78,14 @@ def test_errors_are_raised_where_one_waits() -> None:
     for wait in (lambda: wait_for("bad"), wait_for_all):
         with pytest.raises(RuntimeError, match="ptxas"):
             wait()
+
+
+def test_an_engine_with_a_kernel_that_does_not_compile_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AttentionMetadataBuilder, "__init__", lambda *_: None)
+    with Ahead() as block:
+        block.note("bad", lambda: (_ for _ in ()).throw(RuntimeError("ptxas")))
+    with pytest.raises(RuntimeError, match="ptxas"):
+        PackedMetadataBuilder(None, [], None, torch.device("cpu"))
 
 
 def test_nothing_is_compiled_for_a_block_that_fails() -> None:

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..formats import FORMATS
+from ..kernels.ahead import wait_for_all
 from ..kernels.cuda import refusal
 from ..layout import MICRO_BLOCK
 from ..settings.options import read_options
@@ -104,12 +105,17 @@ class PackedMetadata(AttentionMetadata):
 
 
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
-    """Builds `PackedMetadata`. On CUDA, batches of decodes alone can be captured into CUDA graphs."""
+    """Builds `PackedMetadata`. On CUDA, batches of decodes alone can be captured into CUDA graphs.
+
+    vLLM makes it after its profiling run and before any step. Its constructor returns once the kernels are compiled
+    that the profiling run has asked for, and raises what their compilation raises.
+    """
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        wait_for_all()
         if device.type == "cuda":
             self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)

@@ -9,6 +9,7 @@ compiles kernels of its own. Who needs one variant waits for it (`wait_for`), an
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Hashable
@@ -48,11 +49,13 @@ class Ahead:
             self.jobs.setdefault(variant, compile_variant)
 
     def _compile(self) -> None:
-        if not self.jobs:
-            return
-        pool = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "packed_kv_compile")
-        _compilations.update((variant, pool.submit(job)) for variant, job in self.jobs.items())
-        pool.shutdown(wait=False)  # its threads end with the last job
+        _compilations.update((variant, _pool().submit(job)) for variant, job in self.jobs.items())
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """The threads of this process, which sleep once all is compiled."""
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "packed_kv_compile")
 
 
 def current() -> Ahead | None:
