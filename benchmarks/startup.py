@@ -126,8 +126,8 @@ def time_steps(seconds: dict[str, float]) -> None:
         setattr(Worker, name, timed(getattr(Worker, name), column))
 
 
-def measure(dtype: str, started: float, options: argparse.Namespace) -> dict[str, object]:
-    """In a worker: the row of an engine's start, without its first columns."""
+def measure(dtype: str, started: float, model: Path, options: argparse.Namespace) -> dict[str, object]:
+    """In a worker: the row of an engine's start, without its first columns. `model`: a folder for it."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -140,12 +140,10 @@ def measure(dtype: str, started: float, options: argparse.Namespace) -> dict[str
         kernels.watch_triton(started)
     time_steps(seconds)
     compilation = {"cudagraph_capture_sizes": bench_engine.graph_sizes(MAX_REQUESTS)} if options.compile else None
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model or _model(folder, options.layers)
-        llm: LLM = bench_engine.start(
-            model, dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory), chunk=STEP_TOKENS, prefix_caching=True,
-            compilation=compilation,
-        )  # fmt: skip
+    llm: LLM = bench_engine.start(
+        options.model or _model(model, options.layers), dtype, MAX_LEN, MAX_REQUESTS, int(options.kv_cache_memory),
+        chunk=STEP_TOKENS, prefix_caching=True, compilation=compilation,
+    )  # fmt: skip
     ready = time.monotonic() - started
 
     def ask(prompts: list[list[int]], output: int) -> float:
@@ -175,12 +173,14 @@ def measure(dtype: str, started: float, options: argparse.Namespace) -> dict[str
     }  # fmt: skip
 
 
-def _model(folder: str, layers: int) -> str:
-    """A folder with the config of an 8B-shaped model of `layers` layers."""
+def _model(folder: Path, layers: int) -> str:
+    """Put the config of an 8B-shaped model of `layers` layers into a folder. Its name is in vLLM's keys of what
+    torch.compile made, so a warm start has that of the cold one."""
     import bench_engine
 
-    Path(folder, "config.json").write_text(json.dumps({**bench_engine.MODEL_8B, "num_hidden_layers": layers}))
-    return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**bench_engine.MODEL_8B, "num_hidden_layers": layers}))
+    return str(folder)
 
 
 def import_vllm() -> None:
@@ -197,7 +197,14 @@ def import_vllm() -> None:
 
 
 def work(
-    dtype: str, started: float, environment: dict[str, str], tree: str, log: str, profile: str, options: Any
+    dtype: str,
+    started: float,
+    environment: dict[str, str],
+    model: Path,
+    tree: str,
+    log: str,
+    profile: str,
+    options: Any,
 ) -> None:
     """A worker: measure, and print a row into the file `log`."""
     os.environ.update({**ENVIRONMENT, **os.environ, **environment})
@@ -210,7 +217,7 @@ def work(
     profiler = cProfile.Profile() if profile else None
     if profiler:
         profiler.enable()
-    row = measure(dtype, started, options)
+    row = measure(dtype, started, model, options)
     if profiler:
         profiler.disable()
         profiler.dump_stats(profile)
@@ -228,7 +235,7 @@ def run_case(dtype: str, caches: Path, state: str, commit: str, tree: str, optio
     profile = f"{options.profile}-{dtype}-{state}.prof" if options.profile else ""
     context: Any = multiprocessing.get_context("fork" if options.fork else "spawn")
     with tempfile.NamedTemporaryFile("r") as log:
-        arguments = (dtype, time.monotonic(), folders, tree, log.name, profile, options)
+        arguments = (dtype, time.monotonic(), folders, caches / "model", tree, log.name, profile, options)
         worker = context.Process(target=work, args=arguments)
         worker.start()
         worker.join(options.timeout)

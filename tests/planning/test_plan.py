@@ -207,6 +207,27 @@ def test_kl_is_that_of_the_published_table() -> None:
                 assert measured.KL[window][state][dtype] == elsewhere[window, state, dtype]
 
 
+def test_recall_is_that_of_the_published_table() -> None:
+    """The last column of docs/measured.md's table of planted numbers: far back in 7,500 tokens."""
+    page = (REPO / "docs" / "measured.md").read_text()
+    lines = page[page.index("<!-- measured: generate-planted -->") :].split("\n\n")[1].splitlines()
+    column = [cell.strip() for cell in lines[0].strip("|").split("|")].index("a number far back, 7,500 (15 of 16)")
+    found = {}
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for state in (
+            ("calibrated", "uncalibrated") if cells[0] == "fp8" else (cells[1].replace("no file", "uncalibrated"),)
+        ):
+            found[state, cells[0]] = int(cells[column].split("%")[0])
+    for state in ("calibrated", "uncalibrated"):
+        assert measured.RECALL[state] == {"bf16": 100} | {dtype: found[state, dtype] for dtype in ("fp8", *FORMATS)}, (
+            state
+        )
+    assert measured.recall("tq4", True, True) == found["calibrated", "tq4"]
+    assert measured.recall("tq4", False, True) is measured.recall("tq4", True, True, 16) is None
+    assert measured.recall("fp8", False, True) == found["calibrated", "fp8"]
+
+
 def kl_on_a_cpu() -> dict[tuple[str, str, str], float]:
     """By window, state and dtype: the ratios to fp8's of docs/quality.md's table of prompts."""
     page = (REPO / "docs" / "quality.md").read_text()

@@ -21,7 +21,7 @@ from .cards import CARDS, Card
 from .weights import Weights
 
 MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
-STEP, KL = MEASURED["step"], MEASURED["kl"]
+STEP, KL, RECALL = MEASURED["step"], MEASURED["kl"], MEASURED["recall"]
 
 
 def kl(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> float | None:
@@ -30,6 +30,14 @@ def kl(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = N
     window = "window" if has_window else "no_window"
     table = KL[window] if rope_bits is None else KL["latents"][window][str(rope_bits)]
     return table["calibrated" if calibrated else "uncalibrated"].get(dtype)
+
+
+def recall(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> int | None:
+    """Percent that a dtype answers of planted numbers that bf16 answers; None: not measured, as without a window and
+    for latents. Arguments: as of `kl`."""
+    if rope_bits is not None or (dtype in FORMATS and not has_window):
+        return None
+    return RECALL["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 
 def rate(dtype: str, card: Card) -> float:

@@ -14,7 +14,7 @@ from ..model_shape import DENSE, FP8, BadInput, Model, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
-from .measured import KL, STEP, is_measured_h100, kl, step_seconds
+from .measured import KL, RECALL, STEP, is_measured_h100, kl, recall, step_seconds
 from .weights import Weights
 
 GIB = 1 << 30
@@ -26,7 +26,8 @@ WORTH_SAYING = 0.95
 class Row:
     """One dtype. Bytes are those of one rank; `step_ms` is of `requests_in_step` requests of the context.
 
-    `kl`, `kl_uncalibrated`: in units of fp8's rounding, None: not measured. `refused`: why the engine would not start.
+    `kl`, `kl_uncalibrated`: in units of fp8's rounding; `recall`, `recall_uncalibrated`: percent; None: not measured.
+    `refused`: why the engine would not start.
     """
 
     dtype: str
@@ -39,6 +40,8 @@ class Row:
     step_ms: float | None = None
     kl: float | None = None
     kl_uncalibrated: float | None = None
+    recall: int | None = None
+    recall_uncalibrated: int | None = None
     refused: str = ""
 
 
@@ -84,9 +87,10 @@ def _row(target: Target, dtype: str, users: int) -> Row:
     if number and target.card.bandwidth and dtype in STEP["share"] and not model.has_latents:
         seconds = step_seconds(model, dtype, serving, target.weights, number, target.card)
         step = round(seconds * 1e3, 3)
+    calibrated, without = ((dtype, window > 0, state, model.rope_bits) for state in (True, False))
     return Row(
         *known, holds.tokens, holds.requests, holds.request_bytes, number, step,
-        kl(dtype, window > 0, True, model.rope_bits), kl(dtype, window > 0, False, model.rope_bits),
+        kl(*calibrated), kl(*without), recall(*calibrated), recall(*without),
     )  # fmt: skip
 
 
@@ -166,6 +170,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
         lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights a card beside this (kv_b_proj)")
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
     lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (and in brackets without)")
+    if window and not model.has_latents:
+        lines.append(f"recall: {RECALL['source']}; likewise")
     if model.has_latents:
         lines.append("no step: not measured for latent attention (MLA)")
     elif target.card.bandwidth:

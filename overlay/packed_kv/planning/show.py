@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ..refusals import Refused
 from .cache import DTYPES, capacity
 from .plan import Row, Target
 
-HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's")
+HEADER = ("dtype", "bytes/token", "KV tokens", "requests", "MiB/request", "step ms", "tokens/s", "KL / fp8's", "recall")
 
 
 def table(target: Target, rows: list[Row]) -> str:
@@ -32,17 +33,20 @@ def _cells(row: Row) -> tuple[str, ...]:
         return (row.dtype, f"{row.bytes_per_token:,}", "refused", *[""] * (len(HEADER) - 3))
     step = f"{row.step_ms:.2f}" if row.step_ms else "-"
     rate = f"{1e3 * row.requests_in_step / row.step_ms:,.0f}" if row.step_ms else "-"
-    cost = _number(row.kl)
-    if row.kl_uncalibrated != row.kl:
-        cost += f" ({_number(row.kl_uncalibrated)})"
+    costs = (
+        _both(row.kl, row.kl_uncalibrated, lambda value: f"{value:.2f}"),
+        _both(row.recall, row.recall_uncalibrated, lambda value: f"{value}%"),
+    )
     return (
         row.dtype, f"{row.bytes_per_token:,}", f"{row.kv_tokens:,}", f"{row.requests:,}",
-        f"{row.request_bytes / 2**20:,.1f}", step, rate, cost,
+        f"{row.request_bytes / 2**20:,.1f}", step, rate, *costs,
     )  # fmt: skip
 
 
-def _number(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}"
+def _both(calibrated: float | None, without: float | None, show: Callable[[float], str]) -> str:
+    """A figure with a calibration file and, in brackets, without one where that differs."""
+    shown = ["-" if value is None else show(value) for value in (calibrated, without)]
+    return shown[0] if calibrated == without else f"{shown[0]} ({shown[1]})"
 
 
 def plot(target: Target, file: Path) -> None:
