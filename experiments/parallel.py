@@ -27,22 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed_kv_quality.engines import (
-    CHECKOUT,
-    DEMO_MODEL,
-    KV_CACHE_BYTES,
-    apart,
-    attention_layers,
-    engine,
-    prepare_environment,
-    scheduler,
-)
+from packed_kv_quality.engines import KV_CACHE_BYTES, apart, attention_layers, engine, prepare_environment, scheduler
 
 prepare_environment(small_model=True)
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # asking PyTorch for a GPU is too much before a fork
 VOCAB = 4096
-MLA_DEMO = CHECKOUT / "models" / "mla-demo"
-TEXT = CHECKOUT / "LICENSE"
+REPO = Path(__file__).resolve().parents[1]
+"""Not `CHECKOUT` of packed_kv_quality, which may be an installed copy."""
+DEMO_MODEL, MLA_DEMO, TEXT = REPO / "models" / "demo-7m", REPO / "models" / "mla-demo", REPO / "LICENSE"
 LENGTHS = (90, 37, 16, 3)
 """Tokens of the prompts, where they are continued; where they are scored, all have as many as the first."""
 CHUNKS = (1, 48)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkout import DEMO_MODEL, REPO
@@ -248,6 +249,31 @@ def test_start_up_finds_a_package_in_a_relative_folder(monkeypatch: pytest.Monke
     for wrong in ("abc1234=docs", "abc1234"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}': expected COMMIT=FOLDER"):
             startup.tree_of(wrong)
+
+
+def test_a_warm_start_has_the_model_of_the_cold_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its folder's name is in vLLM's keys of what torch.compile made; no other case finds that."""
+    import startup
+
+    models: list[Path] = []
+
+    class Worker:
+        def __init__(self, target: object, args: tuple) -> None:
+            models.append(args[3])
+
+        def start(self) -> None: ...
+        def join(self, *_: float) -> None: ...
+        def is_alive(self) -> bool:
+            return False
+
+    monkeypatch.setattr(startup.multiprocessing, "get_context", lambda _method: SimpleNamespace(Process=Worker))
+    options = ["--dtypes", "auto", "tq4", "--commit", "abc1234", "--caches", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["startup.py", *options])
+    assert startup.main() == 1, "no worker printed a row"
+    cold, warm, *other = models
+    assert cold == warm and len(other) == 2 and {*other}.isdisjoint({cold})
+    config = json.loads(Path(startup._model(cold, 3), "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
 
 
 def test_the_cases_of_the_memory_check_exist() -> None:

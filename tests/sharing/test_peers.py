@@ -132,6 +132,23 @@ def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -
     assert pages[0] == pages[1]
 
 
+def test_one_rank_reads_the_heads_of_two(demo_model: str, tmp_path: Path) -> None:
+    """Its pages are those of the ranks, a head of each, and what it generates is as behind its own prefix cache."""
+    with two_engines(demo_model, tmp_path, ranks=(2, 1)) as (prefill, decode):
+        sent = prefill.prefill(PROMPT)
+        got = decode.ask(PROMPT, sent.params, TOKENS)
+        (windows,) = decode.windows()
+        assert min(first for _, first in windows) == FIRST_RECENT, "nothing of the prompt"
+        again = decode.prefill(PROMPT)
+        pages = [
+            peer.pages(answer.params["remote_block_ids"][0][:FULL_BLOCKS])
+            for peer, answer in ((prefill, sent), (decode, again))
+        ]
+    assert len(got.tokens) == TOKENS and not again.transfers
+    assert len(pages[0]) == LAYERS * KV_HEADS * FULL_BLOCKS == len({*pages[0]})
+    assert pages[0] == pages[1]
+
+
 def test_each_rank_reads_all_latents(tmp_path: Path) -> None:
     options = {"kv_cache_dtype": "tq4", "compilation_config": {"custom_ops": ["none"]}}
     with two_engines(str(LATENT_MODEL), tmp_path, **options) as (prefill, decode):
