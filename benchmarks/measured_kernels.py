@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
+from bench_engine import MODEL_8B
 from measured_rows import in_order, load
 from tables import Row, Show, Table, figures, pivot, text
 
@@ -13,8 +16,9 @@ LONG_CONTEXT = (("32", "8192"), ("128", "2048"), ("8", "32768"))
 SHAPES = {*LONG_CONTEXT, ("1", "32768")}
 """Those that all dtypes ran."""
 LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
-VERIFIED = {"8b": (36, 8, 4), "llama-70b-tp4": (80, 2, 8)}
-"""Layers, KV heads and query heads of each, of the shapes whose steps with drafts have bounds."""
+LLAMA = Path(__file__).with_name("shapes") / "llama-70b-tp4" / "config.json"
+VERIFIED = {"8b": MODEL_8B, "llama-70b-tp4": json.loads(LLAMA.read_text())}
+"""Configs of the shapes whose steps with drafts have bounds."""
 BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
         "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
 
@@ -69,9 +73,11 @@ def verify_bounds() -> list[Table]:
         # With few KV heads and short contexts, kernels wait for latency, and a part of the heads takes no part of it.
         if dtype != "isoquant4" or model not in VERIFIED or case[0] == "1" or case[2] == "2048":
             continue
-        layers, kv_heads, group = VERIFIED[model]
+        layers, heads, kv_heads = (
+            VERIFIED[model][f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
+        )
         bf16 = steps["auto", model, *case]
-        kernels = [times[kernel, str(group), tokens, *case[1:]]
+        kernels = [times[kernel, str(heads // kv_heads), tokens, *case[1:]]
                    for kernel, tokens in (("bf16", case[0]), ("cuda", case[0]), ("cuda", "1"))]  # fmt: skip
         attention, packed, least = (float(x["attention_p50_us"]) * layers * kv_heads / 8000 for x in kernels)
         step = float(bf16["p50_ms"])

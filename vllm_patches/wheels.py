@@ -21,11 +21,11 @@ def check(pin: Pin, wheel: Wheel, wheels: Path | None) -> list[str]:
         found = sorted(wheels.rglob(wheel.file))
         return _check_file(pin, wheel, found[0]) if found else [f"{wheel.file}: not found below {wheels}"]
     with tempfile.TemporaryDirectory(prefix="packed-kv-patch-") as folder:
-        return _check_file(pin, wheel, _download(pin, wheel, Path(folder)))
+        return _check_file(pin, wheel, download(f"{wheel.distribution}=={pin.version}", Path(folder)))
 
 
-def _download(pin: Pin, wheel: Wheel, folder: Path) -> Path:
-    requirement = f"{wheel.distribution}=={pin.version}"
+def download(requirement: str, folder: Path) -> Path:
+    """The wheel of ``DISTRIBUTION==VERSION``, put into ``folder``. Raises PatchError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
                "--python-version", PYTHON, "--dest", str(folder)]  # fmt: skip
     command += [argument for platform in PLATFORMS for argument in ("--platform", platform)]

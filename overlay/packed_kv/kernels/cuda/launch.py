@@ -487,9 +487,8 @@ def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
     values = dict(constants)
     shared_bytes, threads = int(values["SHARED_BYTES"]), 32 * (int(values["WARPS"]) + int(values["UNPACKERS"]))
     with torch.cuda.device(device):
-        return _Function(
-            driver.cuLaunchKernel, load(_machine_code(constants), "decode", shared_bytes), shared_bytes, threads
-        )
+        kernel = load(_machine_code(constants), "decode", shared_bytes)
+    return _Function(driver.cuLaunchKernel, kernel, shared_bytes, threads)
 
 
 @functools.cache
