@@ -270,7 +270,6 @@ INLINE bool elect_lane() {
     meet(warp(), 32, ELECT, [] {});
     return lane() == 0;
 }
-template <int BYTES> void prefetch_bulk(const u8*) {}
 template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
     if ((u64)source % 16 || target % 16 || BYTES % 16) fail("a copy is misaligned");
     memset((void*)shared_at(target, 1), POISON, BYTES);

@@ -71,8 +71,7 @@ def shared_bytes(page: PageLayout, rows: int) -> int:
         return 3 * TILE_TOKENS * (RANK + ROPE_DIM) * 2 + TILE_TOKENS * 128 + 2048 + 64 + 16 + 80
     weights = TILE_TOKENS * (32 if rows == 16 else 64)
     stage = TILE_TOKENS * RANK * 2 + -(-(weights + 36 * rows) // 1024) * 1024  # a tile; weights, maxima and sums
-    pages = 8 * page.micro_block_bytes if rows == 16 else 0
-    return 2 * stage + rows * (RANK + ROPE_DIM) * 2 + pages + 96  # queries, pages, barriers
+    return 2 * stage + rows * (RANK + ROPE_DIM) * 2 + 8 * page.micro_block_bytes + 96  # queries, pages, barriers
 
 
 def constants(page: PageLayout, variant: Variant) -> dict[str, str]:

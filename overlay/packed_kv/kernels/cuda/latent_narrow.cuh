@@ -6,10 +6,6 @@
 #pragma once
 #include "latent_rows.cuh"
 
-// Raw pages come a tile ahead by bulk copies, or else from the L2 to registers before a tile's weights. Then the sums free a
-// stage in halves, too, and maxima stay in shared memory between a group's tiles: registers.
-constexpr bool COPIES = ROWS == 16;
-constexpr int HALVES = COPIES ? 1 : 2;
 // Of a thread of each kind of warpgroup; 504 in all.
 constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
 // A stage is 8 blocks of values; weights, fp16; fp32 [ROWS] maxima of the scores so far, [4 warps, ROWS] sums of a group's
@@ -17,12 +13,11 @@ constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_R
 constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token
 constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + TILE * WEIGHT_BYTES;
 constexpr int TOTALS = MAXIMA + 4 * ROWS, TOPS = TOTALS + 16 * ROWS, STAGE_BYTES = (TOPS + 16 * ROWS + 1023) / 1024 * 1024;
-// fp16 [9, ROWS, 64 channels]; then, with copies, [8 warps], raw pages.
+// fp16 [9, ROWS, 64 channels]; then [8 warps], raw pages, which come a tile ahead.
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = 2 * STAGE_BYTES;
 constexpr int RAW_PAGES = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES;
-constexpr int TILE_FULL = RAW_PAGES + (COPIES ? 8 * MICRO_BLOCK_BYTES : 0), TILE_EMPTY = TILE_FULL + 16;
-constexpr int PAGE_FULL = TILE_EMPTY + 16 * HALVES;
-static_assert(PAGE_FULL + (COPIES ? 64 : 0) <= SHARED_BYTES, "shared memory");
+constexpr int TILE_FULL = RAW_PAGES + 8 * MICRO_BLOCK_BYTES, TILE_EMPTY = TILE_FULL + 16, PAGE_FULL = TILE_EMPTY + 16;
+static_assert(PAGE_FULL + 64 <= SHARED_BYTES, "shared memory");
 enum { QUERIES_BARRIER = 3 };  // behind those of the groups
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
@@ -43,13 +38,8 @@ INLINE u32 weight_at(int token, int eight) {
 
 INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
-        if constexpr (COPIES) {
-            for (int s = 0; s < 2; s++)
-                barrier_init<4>(base + TILE_FULL + 8 * s), barrier_init<4>(base + TILE_EMPTY + 8 * s);
-            for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
-        } else {
-            for (int i = 0; i < 2 + 2 * HALVES; i++) barrier_init<4>(base + TILE_FULL + 8 * i);
-        }
+        for (int i = 0; i < 4; i++) barrier_init<4>(base + TILE_FULL + 8 * i);
+        for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
         barrier_init_fence();
     }
 }
@@ -86,21 +76,18 @@ struct Weights {
 
     // The first query sees `unmasked` tokens from the lane's first one on; `tokens` are stored.
     INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
-        const int first = COPIES ? 2 * c : hide_from_optimizer((u32)2 * c);  // few tiles need queries of rows
         for_each<ROWS / 2>([&](auto j) {
-            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + first + j.value % 2;
+            const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
             if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
         });
     }
-    // Takes the maxima from the stage of the tile before. Those of this group's last tile are still in its own stage.
-    INLINE void start(u32 stage, u32 before, int tile, int c) {
-        Columns now, own;
+    // Takes the maxima from the stage of the tile before.
+    INLINE void start(u32 before, int tile, int c) {
+        Columns now;
         if (tile == 0) for_each<ROWS / 4>([&](auto k) { now[k.value] = EMPTY_MAXIMUM; });
         else load_columns(before + MAXIMA, c, now);
-        if constexpr (COPIES) for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum[k.value]; });
-        else load_columns(stage + MAXIMA, c, own);
         for_each<ROWS / 4>([&](auto k) {
-            total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(own[k.value] - now[k.value]);
+            total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(maximum[k.value] - now[k.value]);
             maximum[k.value] = now[k.value];
         });
     }
@@ -139,9 +126,9 @@ struct Weights {
                 e[j.value] = exp2_fast(s[4 * n.value + j.value] * factor - maximum[k]);
                 total[k] += e[j.value];
             });
-            const u32 all = tile + TILE_WEIGHTS + c * 4, at = (all + weight_at(warp * 16 + r, 0)) ^ n.value << 4;
-            store_shared(COPIES ? all + weight_at(warp * 16 + r, n.value) : at, to_halves(e[0], e[1]));
-            store_shared(COPIES ? all + weight_at(warp * 16 + r + 8, n.value) : at + 8 * WEIGHT_BYTES, to_halves(e[2], e[3]));
+            const u32 all = tile + TILE_WEIGHTS + c * 4;
+            store_shared(all + weight_at(warp * 16 + r, n.value), to_halves(e[0], e[1]));
+            store_shared(all + weight_at(warp * 16 + r + 8, n.value), to_halves(e[2], e[3]));
         });
         if (is_last) for_each<ROWS / 4>([&](auto k) {
             float sum = total[k.value];
@@ -165,40 +152,33 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     RawPage page(base, 4 * group + warp);
     Raw<0, BLOCKS> raw;
     RawRope<ROPE_BITS> rope;
-    auto take = [&](const auto& source) { rope.load(source, lane), raw.load(source, lane); };
-    auto ask = [&]() {
-        if constexpr (COPIES) page.copy(reader);
-        else if (elect_lane()) prefetch_bulk<MICRO_BLOCK_BYTES>(reader.page);
-    };
     Weights weights;
     // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.
-    auto start_runs = [&](auto loads) {
+    auto start_runs = [&]() {
 #pragma unroll 1
         for (; runs < reader.runs; runs++) {
             sync_two_groups(QUERIES_BARRIER);
-            if (loads.value && group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
+            if (group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
             fence_async();
             sync_two_groups(QUERIES_BARRIER);
         }
     };
     bool more = reader.next();
-    if (more) ask();
+    if (more) page.copy(reader);
 #pragma unroll 1
     while (more) {
-        if constexpr (COPIES) start_runs(Index<1>{});
-        else if (runs < reader.runs) start_runs(Index<1>{}), take(reader);
+        start_runs();
         const u32 number = reader.base + reader.tile, stage = number % 2, tile = base + stage * STAGE_BYTES;
         const int own = reader.tile, token = (reader.run.first + own) * TILE + warp * 16;
         const bool is_last = own + 2 >= reader.run.count;
         const int unmasked = reader.run.unmasked - token, tokens = reader.run.tokens - token;
-        if constexpr (COPIES) page.tokens = tokens, page.wait(), take(page), sync_warp();
+        page.tokens = tokens;
+        page.wait();
+        rope.load(page, lane), raw.load(page, lane);
+        sync_warp();
         more = reader.next();
-        if (more) ask();
-        // Waits for the sums of what is in the stage: with halves, of the first four blocks, or of the others.
-        auto wait_for_half = [&](int half) {
-            barrier_wait(base + TILE_EMPTY + 8 * HALVES * stage + 8 * half, (number / 2 + 1) % 2);
-        };
-        if (COPIES) wait_for_half(0);
+        if (more) page.copy(reader);
+        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
         float s[ROWS / 2];
         auto add = [&](auto block, const u32 (&f)[16]) {
             constexpr int number = decltype(block)::value;
@@ -208,39 +188,33 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
                 Product<ROWS>::add(s, f + 4 * k.value, queries + step, number < BLOCKS || k.value);
             });
             wgmma_commit();
-            if (!COPIES && number == BLOCKS / 2 - 1) wait_for_half(1);
             wgmma_wait<1>();
         };
         u32 word[16];
         add(Index<BLOCKS>{}, rope.pairs(word));
-        if (!COPIES) wait_for_half(0);
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
-        if (!COPIES && more && runs == reader.runs) take(reader);  // with a new run, queries come first: registers
         if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, tokens - r, c, s);
         const u32 before = 1 - stage;
         if (number) barrier_wait(base + TILE_FULL + 8 * before, (number - 1) / 2 % 2);
-        weights.start(tile, base + before * STAGE_BYTES, own, c);
+        weights.start(base + before * STAGE_BYTES, own, c);
         weights.move(s, a.factor, tile, group, warp, r, c);
         weights.store(s, a.factor, tile, is_last, warp, r, c);
         finish_stores(base + TILE_FULL + 8 * stage, lane);
     }
-    start_runs(Index<COPIES>{});
+    start_runs();
 }
 
 INLINE void add_values(NarrowOutputs& o, u32 tile, int adds) {
     const u32 values = matrix_descriptor(tile, BLOCK_BYTES), weights = matrix_descriptor(tile + TILE_WEIGHTS, 16);
     wgmma_fence();
-    for_each<HALVES>([&](auto half) {
-        for_each<4>([&](auto k) {
-            for_each<BLOCKS / HALVES>([&](auto i) {
-                constexpr int b = decltype(half)::value * BLOCKS / 2 + decltype(i)::value;
-                TransposedProduct<ROWS>::add(o[b], values + ((b * BLOCK_BYTES + k.value * 2048) >> 4),
-                                             weights + k.value * WEIGHT_BYTES, k.value ? 1 : adds);
-            });
+    for_each<4>([&](auto k) {
+        for_each<BLOCKS>([&](auto b) {
+            TransposedProduct<ROWS>::add(o[b.value], values + ((b.value * BLOCK_BYTES + k.value * 2048) >> 4),
+                                         weights + k.value * WEIGHT_BYTES, k.value ? 1 : adds);
         });
-        wgmma_commit();
     });
+    wgmma_commit();
 }
 INLINE void store_outputs(const Arguments& a, const Run& run, const NarrowOutputs& o, const Columns& total, int t) {
     const int first = t / 32 * 16 + t % 32 / 4;
@@ -294,7 +268,8 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
         Columns maximum, total;
         for_each<ROWS / 4>([&](auto k) { maximum[k.value] = EMPTY_MAXIMUM, total[k.value] = 0; });
         auto turn = [&](int i, auto is_end) {
-            const u32 stage = number % 2, tile = base + stage * STAGE_BYTES;
+            // Known to be the same in all lanes, so descriptors stay in uniform registers: 4 fewer moves a product.
+            const u32 stage = number % 2, tile = shuffle_word(base + stage * STAGE_BYTES, 0);
             barrier_wait(base + TILE_FULL + 8 * stage, number / 2 % 2);
             Columns now;
             load_columns(tile + MAXIMA, c, now);
@@ -316,10 +291,8 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
                 for_each<ROWS / 4>([&](auto k) { total[k.value] += sum[k.value]; });
             });
             add_values(o, tile, i != 0);
-            for_each<HALVES>([&](auto half) {
-                wgmma_wait<HALVES - 1 - decltype(half)::value>();
-                if (lane == 0) arrive(base + TILE_EMPTY + 8 * HALVES * stage + 8 * half.value);
-            });
+            wgmma_wait<0>();
+            if (lane == 0) arrive(base + TILE_EMPTY + 8 * stage);
             number++;
         };
         int i = 0;

@@ -242,9 +242,6 @@ INLINE bool elect_lane() {
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-template <int BYTES> INLINE void prefetch_bulk(const u8* source) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(source), "n"(BYTES) : "memory");
-}
 template <int BYTES>
 INLINE void copy_bulk(u32 target, u32 barrier, const u8* source) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
