@@ -17,26 +17,16 @@ bin=$VENV/bin
 
 run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
-# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Each of two
-# processes uses one core; folders stand with the kernels where that makes both take as long.
-beside_kernels=(tests/window tests/quality tests/planning tests/benchmarks tests/codecs)
-kernels_and_more() {
-    local failed=0
-    trap 'kill $(jobs -p); exit 143' TERM
-    run_pytest tests/kernels &
-    wait $! || failed=1
-    run_pytest "${beside_kernels[@]}" &
-    wait $! || failed=1
-    return "$failed"
-}
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Each of the two
+# processes uses one core, and they take about as long.
 all_tests() {
     local log failed=0
     log=$(mktemp)
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
-    kernels_and_more >"$log" 2>&1 &
-    run_pytest tests --ignore=tests/kernels "${beside_kernels[@]/#/--ignore=}" || failed=1
+    run_pytest tests/kernels >"$log" 2>&1 &
+    run_pytest tests --ignore=tests/kernels || failed=1
     wait $! || failed=1
     cat "$log"
     : >"$log"

