@@ -17,16 +17,25 @@ bin=$VENV/bin
 
 run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
-# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Each of the two
-# processes uses one core, and they take about as long.
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. So are benchmarks:
+# they import llvmlite, and vLLM starts no engine in a process that has. What runs at a time uses one core each.
+kernels_and_benchmarks() {
+    local failed=0
+    trap 'kill $(jobs -p); exit 143' TERM
+    run_pytest tests/kernels &
+    wait $! || failed=1
+    run_pytest tests/benchmarks &
+    wait $! || failed=1
+    return "$failed"
+}
 all_tests() {
     local log failed=0
     log=$(mktemp)
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
-    run_pytest tests/kernels >"$log" 2>&1 &
-    run_pytest tests --ignore=tests/kernels || failed=1
+    kernels_and_benchmarks >"$log" 2>&1 &
+    run_pytest tests --ignore=tests/kernels --ignore=tests/benchmarks || failed=1
     wait $! || failed=1
     cat "$log"
     : >"$log"
