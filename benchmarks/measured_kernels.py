@@ -109,9 +109,9 @@ def kernel_batches() -> list[Table]:
     return [figures([row for row in rows if row["kernel"] == "cuda"], down, columns)]
 
 
-def latent_kernels() -> list[Table]:
+def latent_kernels(name: str) -> list[Table]:
     """Decode attention over latents; of a packed cache with the share of the better bf16 kernel's time in its run."""
-    rows = load("latent_kernels.csv")
+    rows = load(name)
     rows.sort(key=lambda row: (int(row["heads"]), int(row["queries"]), float(row["spread"])))
     best: dict[tuple[str, ...], float] = {}
     for row in rows:
@@ -170,7 +170,8 @@ KERNELS: Mapping[str, Callable[[], list[Table]]] = {
     "triton-columns": triton_columns,
     "kernel-batches": kernel_batches,
     "profile": profile,
-    "latent-kernels": latent_kernels,
+    "latent-kernels": partial(latent_kernels, "latent_kernels.csv"),
+    "latent-kernels-h100": partial(latent_kernels, "h100/latent_kernels.csv"),
     "store": store,
     "routes": routes,
 }
