@@ -175,7 +175,9 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         page.tokens = tokens;
         page.wait();
         rope.load(page, lane), raw.load(page, lane);
-        sync_warp();
+        // A copy overtakes loads of its target that are under way (roles.cuh). A warp's loads from shared memory end in
+        // their order, so a vote on what the last one brings is late enough; whatever it says, the fence does no harm.
+        if (__builtin_expect(any_lane(raw.scales[BLOCKS - 1] == ~0u), 0)) fence_async();
         more = reader.next();
         if (more) page.copy(reader);
         barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
