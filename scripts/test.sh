@@ -17,14 +17,15 @@ bin=$VENV/bin
 
 run_pytest() { "$bin/python" -m pytest ${which:+"$which"} --durations=15 "$@"; }
 
-# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. So are benchmarks:
-# they import llvmlite, and vLLM starts no engine in a process that has. What runs at a time uses one core each.
-kernels_and_benchmarks() {
+# Kernels in a process of their own: Triton's interpreter is for the kernels under test, not for vLLM's. Benchmarks come last
+# in theirs: they import llvmlite, and vLLM starts no engine in a process that has. Tests of the window go with them, so that
+# both halves, of one core each, take as long.
+kernels_window_benchmarks() {
     local failed=0
     trap 'kill $(jobs -p); exit 143' TERM
     run_pytest tests/kernels &
     wait $! || failed=1
-    run_pytest tests/benchmarks &
+    run_pytest tests/window tests/benchmarks &
     wait $! || failed=1
     return "$failed"
 }
@@ -34,8 +35,8 @@ all_tests() {
     # shellcheck disable=SC2064
     trap "kill \$(jobs -p) 2>/dev/null || true; wait; cat '$log'; rm -f '$log'" EXIT
     trap 'exit 130' INT
-    kernels_and_benchmarks >"$log" 2>&1 &
-    run_pytest tests --ignore=tests/kernels --ignore=tests/benchmarks || failed=1
+    kernels_window_benchmarks >"$log" 2>&1 &
+    run_pytest tests --ignore=tests/{kernels,window,benchmarks} || failed=1
     wait $! || failed=1
     cat "$log"
     : >"$log"
