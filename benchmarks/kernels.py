@@ -88,7 +88,7 @@ class Layers:
         self.query = torch.randn(
             requests * query_tokens, group * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16
         )
-        self.output = torch.empty_like(self.query)
+        self.outputs = [torch.empty_like(self.query) for _ in self.caches]
         self.start = query_tokens * torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.longest = max(lengths)
@@ -129,7 +129,7 @@ class Layers:
             schedule = schedulers[cuda.kind_of(requests * passes, card, columns)](self.seq_lens, passes)
             parts = (grid.blocks, KV_HEADS, columns)
         partial, stats = (torch.empty(*parts, size, device="cuda") for size in (HEAD_DIM, 2))
-        output = self.output.view(rotated.shape)
+        outputs = [output.view(rotated.shape) for output in self.outputs]
         matrix = cuda.pack_matrix(backward)
         counters = torch.zeros(grid.blocks * KV_HEADS, dtype=torch.int32, device="cuda")
         bias, tiles_a_block = None, 0
@@ -138,7 +138,7 @@ class Layers:
             tiles_a_block = self.means.block_tokens // TILE_TOKENS
         rotation = rotated, HEAD_DIM**-0.5, self.means, self.positions, bias
         bound, steps = [], []
-        for cache, table, ring in zip(self.caches, self.tables, self.rings, strict=True):
+        for cache, table, ring, output in zip(self.caches, self.tables, self.rings, outputs, strict=True):
             flags = dict(has_bias=bias is not None, tiles_a_block=tiles_a_block)
             bound.append(cuda.CudaDecode(self.page, matrix, counters, cache, ring, output, **flags))
             batch = (rotated, table, self.start, self.seq_lens, partial, stats, bias, ring, None, schedule)
@@ -149,14 +149,14 @@ class Layers:
                 if rotates:
                     rotate_query(self.query, forward, *rotation)
                 if kernel == "cuda":
-                    bound[i](grid, self.query_tokens, requests, steps[i][0], output)
+                    bound[i](grid, self.query_tokens, requests, steps[i][0], outputs[i])
                 else:
                     batch = (rotated, cache, table, self.start, self.seq_lens, partial, stats)
                     centred = dict(query_bias=bias, tiles_a_block=tiles_a_block)
                     options = dict(max_query_len=self.query_tokens, max_registers=registers, ring=ring)
                     decode(self.page, *batch, **options, **centred)
                 if not grid.is_final:
-                    merge(partial, stats, backward, output)
+                    merge(partial, stats, backward, outputs[i])
 
         rotate_query(self.query, forward, *rotation)
         return {f"{kernel} all": lambda: round_of_layers(True), kernel: lambda: round_of_layers(False)}
@@ -176,7 +176,7 @@ class Layers:
         def round_of_layers() -> None:
             for cache, table in zip(caches, self.tables, strict=True):
                 flash_attn_varlen_func(
-                    query, *cache, out=self.output, cu_seqlens_q=self.start, max_seqlen_q=self.query_tokens,
+                    query, *cache, out=self.outputs[0], cu_seqlens_q=self.start, max_seqlen_q=self.query_tokens,
                     seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=HEAD_DIM**-0.5, causal=True,
                     block_table=table, fa_version=3, **scales,
                 )  # fmt: skip

@@ -27,3 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and item.path.name != "test_compile.py":
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _launches_are_repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once."""
+    if torch.cuda.is_available() and request.path.is_relative_to(HERE):
+        from packed_kv.kernels.triton.launch import Launch
+        from repeated import repeat_launches
+
+        monkeypatch.setattr(Launch, "__call__", repeat_launches(Launch.__call__))

@@ -191,7 +191,6 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     """NVRTC, which needs no GPU, compiles the kernel: an SM holds the warps of the grid. Up to 16 columns, few words
     are spilled, outside of the loop; 32 columns and teams spill some in it, and blocks with warps that only unpack
     none."""
-    pytest.importorskip("cuda.bindings.nvrtc")
     page = page_layout(FORMATS[name], 128)
     few, _ = kinds(Card(8, 128, 132, has_unpackers(page)), columns)
     variant = Variant(

@@ -244,7 +244,6 @@ def test_rows_that_see_no_token() -> None:
 def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None:
     """NVRTC, which needs no GPU, compiles the kernel with few words spilled, and products run several at a time: where
     registers do not suffice, the compiler waits for each of the 40 and more by itself."""
-    pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
     from packed_kv.kernels.cuda.source import LATENT
 
@@ -263,7 +262,6 @@ def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None
 @pytest.mark.parametrize("shares", latent_ring_launch.SHARES)
 def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
     """Where there are many blocks, two fit on an SM; and the code stays short: most loops are not unrolled."""
-    pytest.importorskip("cuda.bindings.nvrtc")
     from packed_kv.kernels.cuda.nvrtc import compiled_kernel
     from packed_kv.kernels.cuda.source import LATENT_RING
 

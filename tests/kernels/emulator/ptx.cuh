@@ -209,6 +209,7 @@ static const u8* shared_at(u32 address, u32 size) {
     return &block_memory[address];
 }
 INLINE u32 load_shared(u32 address) { u32 word; memcpy(&word, shared_at(address, 4), 4); return word; }
+INLINE u32 load_shared_again(u32 address) { return load_shared(address); }
 INLINE u32 load_shared_half(u32 address) { u16 half; memcpy(&half, shared_at(address, 2), 2); return half; }
 INLINE u32 load_shared_byte(u32 address) { return *shared_at(address, 1); }
 INLINE void load_shared_2(u32 address, u32* words) { memcpy(words, shared_at(address, 8), 8); }
@@ -270,7 +271,8 @@ INLINE bool elect_lane() {
     meet(warp(), 32, ELECT, [] {});
     return lane() == 0;
 }
-template <int BYTES> void copy_bulk(u32 target, u32 barrier, const u8* source) {
+INLINE void fence_async() {}
+template <int BYTES> void issue_bulk_copy(u32 target, u32 barrier, const u8* source) {
     if ((u64)source % 16 || target % 16 || BYTES % 16) fail("a copy is misaligned");
     memset((void*)shared_at(target, 1), POISON, BYTES);
     barriers.at(barrier).started += BYTES;

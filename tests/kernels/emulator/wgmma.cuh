@@ -25,7 +25,6 @@ INLINE bool any_of_group(int id, bool x) {
     meet(own, 128, GROUP_ANY, [&] { own.out[0][0] = own.in[0][0]; });
     return own.out[0][0];
 }
-INLINE void fence_async() {}
 
 // ---- registers
 

@@ -33,7 +33,7 @@ struct Queries {
 
     INLINE Queries(int warp, const Lane& lane)
         : address(shared_address(shared_memory()) + TILES_END + warp * WARP_QUERY_BYTES + 16 * lane.index) {}
-    INLINE void load(int octet, int group, u32 (&q)[4]) const {
+    INLINE void load_pairs(int octet, int group, u32 (&q)[4]) const {
         if (SHARES_QUERIES) load_shared_4(address + (octet * GROUPS + group) * 512, q);
         else for_each<4>([&](auto k) { q[k.value] = pairs[octet][group][k.value]; });
     }
@@ -48,7 +48,7 @@ struct Queries {
             constexpr float factor = SCORE_UNIT * group_layout(group).key_factor;
             if constexpr (factor != 1) {
                 u32 q[4];
-                load(octet, group, q);
+                load_pairs(octet, group, q);
                 for_each<4>([&](auto k) { q[k.value] = multiply_halves(q[k.value], to_halves(factor, factor)); });
                 store(octet, group, q);
             }
@@ -121,7 +121,7 @@ INLINE void score(const Queries& queries, Decode&& decode, Scale&& scale, float 
             for_each<OCTETS>([&](auto o) {
                 float(&sum)[4] = sums[o.value];
                 u32 q[4];
-                queries.load(o.value, group, q);
+                queries.load_pairs(o.value, group, q);
                 if constexpr (is_first) mma(sum, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1], 0, 0, 0, 0);
                 else mma(sum, pairs[0], pairs[4], pairs[1], pairs[5], q[0], q[1]);
                 mma(sum, pairs[2], pairs[6], pairs[3], pairs[7], q[2], q[3]);

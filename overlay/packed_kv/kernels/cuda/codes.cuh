@@ -3,7 +3,7 @@
 //
 // The pipe of shifts, LOP3 and PRMT is the busiest one, so instructions per code decide the speed (docs/kernels.md).
 #pragma once
-#include "ptx.cuh"
+#include "copies.cuh"
 
 template <int I> struct Index { static constexpr int value = I; };
 template <int COUNT, int I = 0, class Function> INLINE void for_each(Function&& function) {

@@ -51,14 +51,14 @@ struct RawPage {
 
     INLINE RawPage(u32 base, int warp)
         : address(base + RAW_PAGES + warp * MICRO_BLOCK_BYTES), barrier(base + PAGE_FULL + 8 * warp), parity(1) {}
-    INLINE void copy(const Reader& reader) {
+    INLINE void copy(LoadsDone done, const Reader& reader) {
         if (elect_lane()) {
             expect_bytes(barrier, MICRO_BLOCK_BYTES);
-            copy_bulk<MICRO_BLOCK_BYTES>(address, barrier, reader.page);
+            copy_bulk<MICRO_BLOCK_BYTES>(done, address, barrier, reader.page);
         }
         sync_warp();
     }
-    INLINE void wait() { barrier_wait(barrier, parity ^= 1); }
+    INLINE void wait() { wait_for_copies_of(barrier, parity ^= 1); }
     template <int WIDTH> INLINE void load(u32 offset, u32* x) const {
         if constexpr (WIDTH == 4) load_shared_4(address + offset, x);
         else if constexpr (WIDTH == 2) load_shared_2(address + offset, x);
@@ -164,7 +164,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         }
     };
     bool more = reader.next();
-    if (more) page.copy(reader);
+    if (more) page.copy(nothing_loaded(), reader);
 #pragma unroll 1
     while (more) {
         start_runs();
@@ -175,12 +175,6 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         page.tokens = tokens;
         page.wait();
         rope.load(page, lane), raw.load(page, lane);
-        // A copy overtakes loads of its target that are under way (roles.cuh). A warp's loads from shared memory end in
-        // their order, so a vote on what the last one brings is late enough; whatever it says, the fence does no harm.
-        if (__builtin_expect(any_lane(raw.scales[BLOCKS - 1] == ~0u), 0)) fence_async();
-        more = reader.next();
-        if (more) page.copy(reader);
-        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
         float s[ROWS / 2];
         auto add = [&](auto block, const u32 (&f)[16]) {
             constexpr int number = decltype(block)::value;
@@ -193,7 +187,11 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
             wgmma_wait<1>();
         };
         u32 word[16];
-        add(Index<BLOCKS>{}, rope.pairs(word));
+        add(Index<BLOCKS>{}, rope.pairs(word));  // while the loads go on
+        const LoadsDone done = LastLoad(page.address).wait();
+        more = reader.next();
+        if (more) page.copy(done, reader);
+        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
         if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, tokens - r, c, s);

@@ -74,16 +74,23 @@ INLINE void update_softmax(const Arguments& a, State& state, const Lane& lane, i
 }
 
 // Adds a tile's V, multiplied by its weights, to the output.
-INLINE void add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
-                     const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][OWN]) {
-    for_each<TILE_BLOCKS>([&](auto b) {
-        const u32 micro_block = tile + b.value * MICRO_BLOCK_BYTES;
-        Words words;
+INLINE LastLoad add_tile(State& state, const Tables& tables, const Lane& lane, u32 tile,
+                         const u32 (&scales)[TILE_BLOCKS][SETS], const u32 (&operands)[TILE_BLOCKS][OWN]) {
+    Words words;
+    auto load = [&](int block) {
+        const u32 micro_block = tile + block * MICRO_BLOCK_BYTES;
         load_words(words, micro_block + VALUE_WORDS_AT, micro_block + VALUE_HALF_WORDS_AT, lane.index);
+    };
+    auto add = [&](int block) {
         add_values(
-            state, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); },
-            scales[b.value], operands[b.value]);
-    });
+            state, [&](auto group, u32* pairs) { decode_group<group.value>(words, pairs, tables); }, scales[block],
+            operands[block]);
+    };
+    for_each<TILE_BLOCKS - 1>([&](auto b) { load(b.value), add(b.value); });
+    load(TILE_BLOCKS - 1);
+    const LastLoad last_load(tile);
+    add(TILE_BLOCKS - 1);
+    return last_load;
 }
 
 INLINE void attend(const Arguments& a) {
@@ -109,17 +116,18 @@ INLINE void attend(const Arguments& a) {
     auto load_blocks = [&](int number, u32 (&blocks)[TILE_BLOCKS]) {
         pages.load_blocks(range.low + max(number - range.ring, 0), blocks);
     };
-    auto copy = [&](int number, const u32 (&blocks)[TILE_BLOCKS], u32 stage, u32 barrier) {
+    auto copy = [&](LoadsDone done, int number, const u32 (&blocks)[TILE_BLOCKS], u32 stage, u32 barrier) {
         if (RING_BLOCK && number < range.ring) {
-            ring.copy(request, split + number * splits, stage, barrier, lane);
+            ring.copy(done, request, split + number * splits, stage, barrier, lane);
         } else if (number < range.ring + range.count) {
-            pages.copy(range.low + number - range.ring, blocks, stage, barrier);
+            pages.copy(done, range.low + number - range.ring, blocks, stage, barrier);
         }
     };
     u32 first_blocks[STAGES][TILE_BLOCKS];
     for_each<STAGES>([&](auto s) { load_blocks(s.value, first_blocks[s.value]); });
     for_each<STAGES>([&](auto s) {
-        copy(s.value, first_blocks[s.value], stages.stage + s.value * STAGE_BYTES, stages.barrier + s.value * 8);
+        copy(nothing_loaded(), s.value, first_blocks[s.value], stages.stage + s.value * STAGE_BYTES,
+             stages.barrier + s.value * 8);
     });
 
     State state;
@@ -133,10 +141,9 @@ INLINE void attend(const Arguments& a) {
             if (number)
                 Biases(a, request, head, lane).go_on(a, state.maximum, page_tile(request, tile - splits),
                                                      page_tile(request, tile));
-            barrier_wait(stages.barrier, stages.parity);
+            wait_for_copies_of(stages.barrier, stages.parity);
             attend_ring_tile(a, request, head, tile, stages.stage, queries, lane, state);
-            sync_warp();
-            copy(number + STAGES, next, stages.stage, stages.barrier);
+            copy(LastLoad(stages.stage).wait(), number + STAGES, next, stages.stage, stages.barrier);
             stages.next();
         }
         to_page_unit(state);
@@ -154,12 +161,12 @@ INLINE void attend(const Arguments& a) {
         pages.load_blocks(tile + STAGES, next);
         float scores[TILE_BLOCKS][SCORES];
         u32 scales[TILE_BLOCKS][SETS], operands[TILE_BLOCKS][OWN];
-        barrier_wait(stages.barrier, stages.parity);
+        wait_for_copies_of(stages.barrier, stages.parity);
         score_tile(queries, tables, lane, stages.stage, scores, scales);
         update_softmax(a, state, lane, TILE_TOKENS * tile, masked_from, scores, scales, operands);
-        add_tile(state, tables, lane, stages.stage, scales, operands);
-        sync_warp();
-        if (tile + STAGES < last) pages.copy(tile + STAGES, next, stages.stage, stages.barrier);
+        const LastLoad last_load = add_tile(state, tables, lane, stages.stage, scales, operands);
+        const LoadsDone done = last_load.wait();
+        if (tile + STAGES < last) pages.copy(done, tile + STAGES, next, stages.stage, stages.barrier);
         stages.next();
         if (Biases::ends_block(tile) && tile + 1 < last) {
             const Request again(a, shared_work_item());

@@ -17,12 +17,12 @@ struct Pages {
     INLINE void load_blocks(int tile, u32 (&blocks)[TILE_BLOCKS]) const {
         for_each<TILE_BLOCKS>([&](auto i) { blocks[i.value] = table[micro_block(tile, i.value) / MICRO_BLOCKS]; });
     }
-    INLINE void copy(int tile, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier) const {
+    INLINE void copy(LoadsDone done, int tile, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier) const {
         if (!elect_lane()) return;
         expect_bytes(barrier, TILE_BYTES);
         for_each<TILE_BLOCKS>([&](auto i) {
             const u32 offset = micro_block(tile, i.value) % MICRO_BLOCKS * MICRO_BLOCK_BYTES;
-            copy_bulk<MICRO_BLOCK_BYTES>(target + i.value * MICRO_BLOCK_BYTES, barrier,
+            copy_bulk<MICRO_BLOCK_BYTES>(done, target + i.value * MICRO_BLOCK_BYTES, barrier,
                                          cache + (u64)blocks[i.value] * block_stride + offset);
         });
     }

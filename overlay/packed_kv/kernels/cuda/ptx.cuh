@@ -144,6 +144,12 @@ INLINE u32 load_shared(u32 address) {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
     return word;
 }
+// Loads though a word from there may be in a register.
+INLINE u32 load_shared_again(u32 address) {
+    u32 word;
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
 INLINE u32 load_shared_half(u32 address) {
     u16 half;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address));
@@ -242,8 +248,10 @@ INLINE bool elect_lane() {
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-template <int BYTES>
-INLINE void copy_bulk(u32 target, u32 barrier, const u8* source) {
+// Makes this thread's stores to shared memory visible to products and bulk copies.
+INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Called by `copy_bulk` of copies.cuh alone.
+template <int BYTES> INLINE void issue_bulk_copy(u32 target, u32 barrier, const u8* source) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(target), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
 }

@@ -26,7 +26,8 @@ struct Ring {
 
     // Each of the first lanes copies a piece. A piece without tokens of the ring is replaced by one with, because its
     // block does not exist.
-    INLINE void copy(const Request& request, int tile, u32 target, u32 barrier, const Lane& lane) const {
+    INLINE void copy(LoadsDone done, const Request& request, int tile, u32 target, u32 barrier,
+                     const Lane& lane) const {
         constexpr int piece_bytes = RING_PIECE * RING_SLOT_BYTES;
         if (lane.index == 0) expect_bytes(barrier, RING_TILE_BYTES);
         sync_warp();
@@ -34,7 +35,7 @@ struct Ring {
         int token = 16 * (request.first_ring_tile() + tile) + lane.index * RING_PIECE;
         token = max(min(token, request.seq_len - 1), request.recent) / RING_PIECE * RING_PIECE;
         const u32 block = table[token / RING_DIVISOR];
-        copy_bulk<piece_bytes>(target + lane.index * piece_bytes, barrier,
+        copy_bulk<piece_bytes>(done, target + lane.index * piece_bytes, barrier,
                                cache + (u64)block * block_stride + token % RING_DIVISOR * RING_SLOT_BYTES);
     }
 };

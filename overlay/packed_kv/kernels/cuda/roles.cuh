@@ -121,19 +121,19 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
     const Tables tables((u32)(request.seq_len >> 31));
     const int count = tiles.all - tiles.ring, first_stage = tiles.ring ? 2 : 0;
     u32 next[1];
-    auto copy = [&](int number, int stage) {  // of pages
+    auto copy = [&](LoadsDone done, int number, int stage) {  // of pages
         const int tile = tiles.low + 4 * number + warp;
         pages.load_blocks(tile, next);
-        if (number < count) pages.copy(tile, next, first_raw + stage * MICRO_BLOCK_BYTES, first_barrier + 8 * stage);
+        if (number < count)
+            pages.copy(done, tile, next, first_raw + stage * MICRO_BLOCK_BYTES, first_barrier + 8 * stage);
     };
-    copy(0, first_stage);
-    if (!tiles.ring) copy(1, 1), copy(2, 2);
+    copy(nothing_loaded(), 0, first_stage);
+    if (!tiles.ring) copy(nothing_loaded(), 1, 1), copy(nothing_loaded(), 2, 2);
     // Row j of matrix i, whose address this lane gives, is a token of K, or a channel of V.
     const int i = lane.index / 8, j = lane.index % 8;
     const u32 keys = shared + KEYS_AT + 2048 * warp + 128 * j + ((i ^ j) << 4);
     const u32 values = shared + VALUES_AT + 128 * (i / 2 * 8 + j) + (((2 * warp + i % 2) ^ j) << 4);
-    // `refill` copies to the raw bytes, which all lanes have read: behind the fence, as a copy overtakes loads of its
-    // target that are under way.
+    // `refill` copies to the raw bytes, which are in registers.
     auto fill = [&](int number, bool is_small, auto&& unpack_k, auto&& refill, auto&& unpack_v) {
         const u32 stage = number % 2, parity = (number / 2 + 1) % 2;
         const u32 even = keys + stage * TEAM_TILE_BYTES;
@@ -151,8 +151,8 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
         const u32 barrier = shared + RING_FULL + 8 * warp;
 #pragma unroll 1
         for (int number = 0; number < tiles.ring; number++) {
-            ring.copy(request, tiles.ring_tile(number, warp), first_raw, barrier, lane);
-            barrier_wait(barrier, number % 2);
+            ring.copy(LastLoad(first_raw).wait(), request, tiles.ring_tile(number, warp), first_raw, barrier, lane);
+            wait_for_copies_of(barrier, number % 2);
             const u32 own = first_raw + lane.row * RING_SLOT_BYTES + RING_KEY_SCALES_AT;
             u32 key_scales[2] = {load_shared(own), load_shared(own + 8 * RING_SLOT_BYTES)}, value_scales[4];
             ring_value_scales(request, first_raw, 16 * tiles.tile(number, warp), lane, value_scales);
@@ -174,20 +174,22 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                         value_scales, is_small);
                 });
         }
-        copy(1, 0), copy(2, 1);
+        const LoadsDone done = LastLoad(first_raw).wait();
+        copy(done, 1, 0), copy(done, 2, 1);
     }
     pages.load_blocks(tiles.low + 4 * STAGES + warp, next);
     u32 raw = first_raw + first_stage * MICRO_BLOCK_BYTES, barrier = first_barrier + 8 * first_stage, raw_parity = 0;
 #pragma unroll 1
     for (int number = 0; number < count; number++) {
         const int tile = tiles.low + 4 * number + warp;
-        barrier_wait(barrier, raw_parity);
+        wait_for_copies_of(barrier, raw_parity);
         Words k, v;
         u32 key_scales[2], value_scales[4];
         load_words(k, raw + KEY_WORDS_AT, raw + KEY_HALF_WORDS_AT, lane.index);
         load_key_scales(raw, lane, key_scales);
         load_words(v, raw + VALUE_WORDS_AT, raw + VALUE_HALF_WORDS_AT, lane.index);
         load_shared_4(raw + VALUE_SCALES_AT + lane.column * (4 * GROUPS), value_scales);
+        const LastLoad last_load(raw);
         if (__builtin_expect(16 * tile + 16 > request.seq_len, 0)) {
             const u32 stored = stored_bytes(lane.in_rare_branch(), request.seq_len - 16 * tile);
             for_each<4>([&](auto g) { value_scales[g.value] &= stored; });
@@ -205,7 +207,8 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
                 else unpack_keys<LIFT, false>(even, odd, decode_key, key_scale);
             },
             [&] {
-                if (number + STAGES < count) pages.copy(tile + 4 * STAGES, next, raw, barrier);
+                const LoadsDone done = last_load.wait();
+                if (number + STAGES < count) pages.copy(done, tile + 4 * STAGES, next, raw, barrier);
                 pages.load_blocks(tile + 4 * (STAGES + 1), next);
                 raw += MICRO_BLOCK_BYTES, barrier += 8;
                 if (barrier == first_barrier + 8 * STAGES) raw = first_raw, barrier = first_barrier;

@@ -16,8 +16,8 @@ class Program(NamedTuple):
 
 DECODE = Program(
     "decode.cu",
-    ("ptx.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh", "pages.cuh",
-     "narrow.cuh", "team.cuh", "team_mma.cuh", "wide.cuh"),
+    ("ptx.cuh", "copies.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh",
+     "pages.cuh", "narrow.cuh", "team.cuh", "team_mma.cuh", "wide.cuh"),
     "sm_90",
 )  # fmt: skip
 UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a")
@@ -26,6 +26,7 @@ LATENT = Program(
     "latent.cu",
     (
         "ptx.cuh",
+        "copies.cuh",
         "codes.cuh",
         "wgmma.cuh",
         "latent_runs.cuh",

@@ -15,8 +15,6 @@ INLINE bool any_of_group(int id, bool x) {
                  " selp.u32 %0, 1, 0, q; }" : "=r"(r) : "r"((u32)x), "r"(id) : "memory");
     return r;
 }
-// Makes this thread's stores to shared memory visible to products and bulk copies.
-INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- registers
 

@@ -69,12 +69,12 @@ struct TeamTiles {
     INLINE void load_blocks(int number, int warp, u32 (&blocks)[TILE_BLOCKS]) const {
         pages.load_blocks(page_tile(max(number, of_ring()), warp), blocks);
     }
-    INLINE void copy(int number, int warp, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier,
+    INLINE void copy(LoadsDone done, int number, int warp, const u32 (&blocks)[TILE_BLOCKS], u32 target, u32 barrier,
                      const Lane& lane) const {
         if (number >= count()) return;
         if (number < of_ring())
-            ring.copy(request, ring_tile(number, warp), target + warp * RING_TILE_BYTES, barrier, lane);
-        else pages.copy(page_tile(number, warp), blocks, target + warp * TILE_BYTES, barrier);
+            ring.copy(done, request, ring_tile(number, warp), target + warp * RING_TILE_BYTES, barrier, lane);
+        else pages.copy(done, page_tile(number, warp), blocks, target + warp * TILE_BYTES, barrier);
     }
 };
 
@@ -117,7 +117,7 @@ INLINE void attend(const Arguments& a) {
     if (warp == 0) stages.init_barriers(lane);
     sync_block();
     for_each<STAGES>([&](auto s) {
-        tiles.copy(s.value, warp, first_blocks[s.value], stages.stage + s.value * STAGE_BYTES,
+        tiles.copy(nothing_loaded(), s.value, warp, first_blocks[s.value], stages.stage + s.value * STAGE_BYTES,
                    stages.barrier + s.value * 8, lane);
     });
     TeamState state;
@@ -129,8 +129,9 @@ INLINE void attend(const Arguments& a) {
     u32 target = shared + WEIGHTS_AT, other_target = target + WEIGHT_BYTES;
     bool moves = true;  // the maxima, before the next weights
     u32 last_stage = stages.stage, last_barrier = stages.barrier;  // of the tile before
-    auto refill = [&](int number, const u32 (&blocks)[TILE_BLOCKS]) {
-        if (number > 0) tiles.copy(number - 1 + STAGES, warp, blocks, last_stage, last_barrier, lane);
+    // Copies to the stage of the tile before. `done`: of this warp's loads from it; the block has met since.
+    auto refill = [&](LoadsDone done, int number, const u32 (&blocks)[TILE_BLOCKS]) {
+        if (number > 0) tiles.copy(done, number - 1 + STAGES, warp, blocks, last_stage, last_barrier, lane);
         last_stage = stages.stage, last_barrier = stages.barrier;
         stages.next();
         const u32 swapped = target;
@@ -139,13 +140,14 @@ INLINE void attend(const Arguments& a) {
     if (RING_BLOCK && range.ring) {
 #pragma unroll 1
         for (int number = 0; number < tiles.of_ring(); number++) {
+            const LoadsDone done = LastLoad(last_stage).wait();
             const u32 stage = stages.stage, weights = target, own = stage + warp * RING_TILE_BYTES;
             u32 blocks[TILE_BLOCKS];
             tiles.load_blocks(number - 1 + STAGES, warp, blocks);
             const int tile = tiles.ring_tile(number, warp), first = 16 * (request.first_ring_tile() + tile);
             const bool exists = number * WARPS + warp < range.ring;
             if (exists) go_on(a, state, warp, lane, page_tile(request, tile));
-            barrier_wait(stages.barrier, stages.parity);
+            wait_for_copies_of(stages.barrier, stages.parity);
             bool again;
             do {
                 float scores[1][SCORES];
@@ -159,7 +161,7 @@ INLINE void attend(const Arguments& a) {
                                       weights_of_ring(weights, warp, lane));
                 moves = again;
             } while (again);
-            refill(number, blocks);
+            refill(done, number, blocks);
             add_ring(state, request, warp, lane, stage, 16 * (request.first_ring_tile() + tiles.ring_tile(number, 0)),
                      16 * splits, weights);
         }
@@ -171,12 +173,13 @@ INLINE void attend(const Arguments& a) {
     const Tables tables((u32)(request.seq_len >> 31));
     // Computes the weights of a tile. Of the tile before, products with V end in the meantime.
     auto weigh = [&](int number) {
+        const LoadsDone done = LastLoad(last_stage).wait();
         const u32 own = stages.stage + warp * TILE_BYTES;
         u32 blocks[TILE_BLOCKS];
         tiles.load_blocks(number - 1 + STAGES, warp, blocks);
         const int tile = tiles.page_tile(number, warp), first = TILE_TOKENS * tile;
         if (tile < last) go_on(a, state, warp, lane, tile);
-        barrier_wait(stages.barrier, stages.parity);
+        wait_for_copies_of(stages.barrier, stages.parity);
         bool again;
         do {
             float scores[TILE_BLOCKS][SCORES];
@@ -192,7 +195,7 @@ INLINE void attend(const Arguments& a) {
                                   weights_of_pages(target, warp, lane));
             moves = again;
         } while (__builtin_expect(again, 0));
-        refill(number, blocks);
+        refill(done, number, blocks);
     };
     int number = tiles.of_ring();
 #pragma unroll 1

@@ -1,0 +1,89 @@
+"""On a GPU, launches of every variant of the CUDA kernels 200 times from a graph: each leaves the same bits.
+
+The Triton kernels' launches are repeated in all of their tests (conftest.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkout import REPO
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import CAPABILITY, HEAD_DIMS, latent_launch, launch
+from repeated import rounds_that_differ
+from test_copies import LAYOUTS
+
+sys.path.append(str(REPO / "benchmarks"))
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY,
+    reason="needs a GPU of compute capability 9.0",
+)
+SHAPES = ((40, 1536), (3, 8960))
+"""Requests and tokens of a batch: more blocks than the card holds, and few requests in many parts."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rope_bits", [16, 8])
+@pytest.mark.parametrize("rows", latent_launch.BLOCK_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_latents(name: str, rows: int, rope_bits: int, shape: tuple[int, int]) -> None:
+    """Attention over pages alone, merged by itself, and with the ring, which merges."""
+    from latent_kernels import RANK, ROPE
+    from latent_layer import Case
+    from packed_kv.codecs.latent import LatentCodec
+
+    torch.manual_seed(rows)
+    codec = LatentCodec(FORMATS[name], RANK, ROPE, device="cuda", rope_bits=rope_bits)
+    heads = 2 * rows if rows > 32 and rope_bits == 8 else rows  # 128 and 96: two blocks of rows
+    case = Case(codec, heads, *shape, window=64)
+    for launches, has_window in ((("pages",), False), (("pages", "ring"), True)):
+        run = case.round_of(launches, has_window=has_window)
+        assert not rounds_that_differ(run, [case.output]), launches
+
+
+def batches() -> Iterator[Any]:
+    """Every layout, head size and number of columns, with the ring and without; kinds of means in turn."""
+    groups = {4: (4, 1), 8: (4, 2), 16: (16, 1), 32: (8, 4), 64: (16, 4)}
+    assert set(groups) == set(launch.COLUMN_COUNTS)
+    number = 0
+    for name in LAYOUTS:
+        for head_dim in HEAD_DIMS:
+            for columns, (group, query_tokens) in groups.items():
+                for recent in (0, 64):
+                    number += 1
+                    means = (None, "one", "blocks")[number % 3]
+                    label = f"{name}-{head_dim}-{columns}-{recent}-{means}"
+                    yield pytest.param(name, head_dim, group, query_tokens, recent, means, id=label)
+
+
+@pytest.mark.parametrize(("name", "head_dim", "group", "query_tokens", "recent", "means"), list(batches()))
+def test_pairs(
+    name: str, head_dim: int, group: int, query_tokens: int, recent: int, means: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Batches of each kind of grid: blocks that write the output, of few and many requests, and splits for `merge`."""
+    import kernels
+    from packed_kv.rope import Rope
+
+    torch.manual_seed(head_dim)
+    monkeypatch.setattr(kernels, "HEAD_DIM", head_dim)
+    monkeypatch.setattr(kernels, "ROPE", Rope(tuple(1e4 ** (-2 * i / head_dim) for i in range(head_dim // 2))))
+    spread = 0 if recent else 0.5  # rings are of equal lengths
+    for requests, context in ((40, 1280), (150, 640), (1, 5120)):
+        layers = kernels.Layers(name, requests, context, recent, spread, means, group, query_tokens)
+        run = layers.rounds("cuda", None, 128)["cuda"]
+        assert not rounds_that_differ(run, layers.outputs), (requests, context)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_several_passes(name: str) -> None:
+    """Query tokens of more columns than a pass serves."""
+    import kernels
+
+    layers = kernels.Layers(name, 20, 1280, 64, 0, None, 8, 20)
+    run = layers.rounds("cuda", None, 128)["cuda"]
+    assert not rounds_that_differ(run, layers.outputs)
