@@ -6,7 +6,7 @@ as without it, so nothing ages, and the prefix cache, offloading and preemption 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
 from ..vllm_compat import cache_layouts
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
-from .metadata import ChunkedWindowMetadataBuilder, RecentTokens, WindowMetadataBuilder, slot_filler
+from .metadata import ChunkedWindowMetadataBuilder, WindowMetadataBuilder, slot_filler
 from .size import recent_tokens
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ class WindowLayer(AttentionLayerBase):
         self.spec: RingSpec | None = None
         """Of the cache that vLLM lays out, once it has asked."""
         self.kv_cache = torch.tensor([])
-        self.recent_tokens: dict[int, RecentTokens] = {}
-        """Of the step's prefills, in PyTorch: for layers that share this one's cache, as the ring has moved on."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         side_by_side = _lie_side_by_side(self.config, _specs(self.config))
@@ -60,6 +58,14 @@ class WindowLayer(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         self.spec = self.find_spec(vllm_config)
         return self.spec
+
+    @cached_property
+    def sharers(self) -> int:
+        """Layers of the model that share the packed layer's cache, and so this ring. To be asked in steps: the model
+        has all its layers then."""
+        packed = self.layer_name.removesuffix(SUFFIX)
+        layers = self.config.compilation_config.static_forward_context.values()
+        return sum(getattr(layer, "kv_sharing_target_layer_name", None) == packed for layer in layers)
 
     @property
     def ring_block_size(self) -> int:

@@ -23,26 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-@dataclass
-class WindowMetadata(AttentionMetadata):
-    """A batch's rings, on the device.
-
-    `block_table`: int32 [requests, blocks]. `slots`: int32 [tokens], where each token goes, -1: nowhere. `first`: int32
-    [requests], the first token that is in the ring. `rows`: cuts of the table and of `first`, by range of requests.
-    """
-
-    block_table: torch.Tensor
-    slots: torch.Tensor
-    first: torch.Tensor
-    rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def of_requests(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`block_table` and `first` of the requests `first` .. `end` - 1; the same tensors for all layers of a step."""
-        if (first, end) not in self.rows:
-            self.rows[first, end] = self.block_table[first:end], self.first[first:end]
-        return self.rows[first, end]
-
-
 @dataclass(frozen=True)
 class RecentTokens:
     """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
@@ -55,6 +35,40 @@ class RecentTokens:
     window: int
     key: torch.Tensor
     value: torch.Tensor
+
+
+@dataclass(eq=False)  # an object is a key of what a step makes for its rings: it names itself alone
+class WindowMetadata(AttentionMetadata):
+    """A batch's rings, on the device.
+
+    `block_table`: int32 [requests, blocks]. `slots`: int32 [tokens], where each token goes, -1: nowhere. `first`: int32
+    [requests], the first token that is in the ring. `rows`: cuts of the table and of `first`, by range of requests.
+    `lent`: by window layer, what prefills in PyTorch read of it, and how many layers that share it have yet to ask.
+    """
+
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    first: torch.Tensor
+    rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    lent: dict[str, tuple[dict[int, RecentTokens], int]] = field(default_factory=dict)
+
+    def of_requests(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`block_table` and `first` of the requests `first` .. `end` - 1; the same tensors for all layers of a step."""
+        if (first, end) not in self.rows:
+            self.rows[first, end] = self.block_table[first:end], self.first[first:end]
+        return self.rows[first, end]
+
+    def lend(self, layer_name: str, tokens: dict[int, RecentTokens], readers: int) -> None:
+        """Keep `tokens`, by request, until `readers` other layers have asked; nothing for 0."""
+        if readers:
+            self.lent[layer_name] = tokens, readers
+
+    def borrow(self, layer_name: str) -> dict[int, RecentTokens]:
+        """Return what was lent, and keep it no longer than for the last who asks. Nothing was lent where the packed layer
+        read its prefills elsewhere than in PyTorch: then those that share its cache read pages alone."""
+        tokens, readers = self.lent.pop(layer_name, ({}, 1))
+        self.lend(layer_name, tokens, readers - 1)
+        return tokens
 
 
 class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):

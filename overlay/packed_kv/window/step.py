@@ -43,7 +43,9 @@ class WindowStep:
     ) -> dict[int, RecentTokens]:  # fmt: skip
         """Of each request from `first` on, what its ring holds and, behind it, the batch's own tokens.
 
-        To be asked before these are written. A layer that shares the ring gets what the layer that has it got.
+        To be asked before these are written, once by each layer. A layer that shares the ring gets what the layer that
+        has it got: `metadata`, which ends with the step, keeps that until the last of them has asked, and nothing where
+        no layer shares the ring.
 
         Args:
             codec: of the layer.
@@ -53,16 +55,17 @@ class WindowStep:
             context: tokens of each request, the batch's included.
             first: index of a request.
         """
-        if not self.is_shared:
-            rows = slice(query_starts[first], query_starts[-1])
-            own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
-            own[0] = codec.whole_keys(own[0], positions[rows])
-            self.layer.recent_tokens = {}
-            for request in range(first, len(context)):
-                start, end = (query_starts[i] - rows.start for i in (request, request + 1))
-                tokens = self._of_request(codec, request, context[request], [x[:, start:end] for x in own])
-                self.layer.recent_tokens[request] = tokens
-        return self.layer.recent_tokens
+        if self.is_shared:
+            return self.metadata.borrow(self.layer.layer_name)
+        rows = slice(query_starts[first], query_starts[-1])
+        own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
+        own[0] = codec.whole_keys(own[0], positions[rows])
+        found = {}
+        for request in range(first, len(context)):
+            start, end = (query_starts[i] - rows.start for i in (request, request + 1))
+            found[request] = self._of_request(codec, request, context[request], [x[:, start:end] for x in own])
+        self.metadata.lend(self.layer.layer_name, found, self.layer.sharers)
+        return found
 
     def _of_request(self, codec: PagedCodec, request: int, seq_len: int, own: list[torch.Tensor]) -> RecentTokens:
         cache, table = self.layer.kv_cache, self.metadata.block_table[request]
