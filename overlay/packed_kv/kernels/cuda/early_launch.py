@@ -13,10 +13,14 @@ one has ended and all that it wrote is seen. What makes this right:
 - No other kernel here lets the next begin before its end. One of vLLM's that does so before `latent_decode` must itself
   wait in all its blocks; none is known that does not.
 
-The launch is described in one object of the process, so one thread launches at a time, as vLLM's workers do.
+The launch is described in an object of its thread: an engine may be profiled in one thread and serve in another, and
+two engines of a process may have a thread each. What a layer keeps for its launches (`CudaLatentDecode.arguments`)
+belongs to the thread that runs the engine's step, of which vLLM runs one at a time.
 """
 
 from __future__ import annotations
+
+import threading
 
 from cuda.bindings import driver
 
@@ -26,10 +30,11 @@ def launch_kernel(
     *, is_early: bool,
 ) -> None:  # fmt: skip
     """Launch a kernel. `address`: of its parameters' addresses. Raises RuntimeError."""
-    _launch.numAttrs = int(is_early)
-    _launch.gridDimX, _launch.gridDimY, _launch.gridDimZ = grid
-    _launch.blockDimX, _launch.sharedMemBytes, _launch.hStream = threads, shared_bytes, stream
-    (status,) = driver.cuLaunchKernelEx(_launch, kernel, address, 0)
+    launch = _of_thread.launch
+    launch.numAttrs = int(is_early)
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+    launch.blockDimX, launch.sharedMemBytes, launch.hStream = threads, shared_bytes, stream
+    (status,) = driver.cuLaunchKernelEx(launch, kernel, address, 0)
     if status:
         raise RuntimeError(f"a kernel was not launched: {status.name}")
 
@@ -43,4 +48,9 @@ def _make_launch() -> driver.CUlaunchConfig:
     return launch
 
 
-_launch = _make_launch()
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.launch = _make_launch()
+
+
+_of_thread = _OfThread()

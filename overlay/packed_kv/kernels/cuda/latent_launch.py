@@ -165,10 +165,17 @@ def make_step(
 
 
 def call_arguments(output: torch.Tensor | None, query: torch.Tensor, rope_query: torch.Tensor) -> bytes:
-    """Return the arguments that differ from call to call; see `CudaLatentDecode`."""
-    address, of_output = (0, (0, 0)) if output is None else (output.data_ptr(), output.stride()[:2])
-    strides = (*of_output, *query.stride()[:2], *rope_query.stride()[:2])
-    return CALL_ARGUMENTS.pack(address, query.data_ptr(), rope_query.data_ptr(), *strides)
+    """Return the arguments that differ from call to call; see `CudaLatentDecode`. The kernels load and store up to 16
+    bytes at a time: all rows begin at a multiple of these."""
+    of_query, of_rope, at_query, at_rope = query.stride(), rope_query.stride(), query.data_ptr(), rope_query.data_ptr()
+    elements = of_query[0] | of_query[1] | of_rope[0] | of_rope[1]  # below 8 no bit is set
+    assert query.dtype is rope_query.dtype and of_query[2] == of_rope[2] == 1, (query.dtype, rope_query.dtype, of_query)
+    assert not (elements % 8 or (at_query | at_rope) % 16), (of_query, of_rope, at_query, at_rope)
+    if output is None:
+        return CALL_ARGUMENTS.pack(0, at_query, at_rope, 0, 0, *of_query[:2], *of_rope[:2])
+    of_output, at_output = output.stride(), output.data_ptr()
+    assert not ((of_output[0] | of_output[1]) % 8 or at_output % 16) and of_output[2] == 1, (of_output, at_output)
+    return CALL_ARGUMENTS.pack(at_output, at_query, at_rope, *of_output[:2], *of_query[:2], *of_rope[:2])
 
 
 def layer_arguments(cache: torch.Tensor, constant: torch.Tensor | None) -> bytes:
@@ -211,11 +218,14 @@ class CudaLatentDecode:
 
         Args:
             step: of `make_step`.
-            query: bf16 or fp16 [tokens, heads, 512] for latents as stored (`LatentCodec.fold`); rows of whole 16 bytes.
+            query: bf16 or fp16 [tokens, heads, 512] for latents as stored (`LatentCodec.fold`), of the constructor's
+                dtype, unit stride over channels; address and other strides are multiples of 16 bytes.
             rope_query: likewise [tokens, heads, 64].
-            output: [tokens, heads, 512], unit stride over channels; filled with the sums of latents as stored, whose
-                weights sum to 1, and the constant; None where parts are left.
+            output: [tokens, heads, 512], likewise (strides are multiples of 8 channels); filled with the sums of
+                latents as stored, whose weights sum to 1, and the constant; None where parts are left.
         """
+        assert query.dtype is self.query and (output is None or output.dtype is self.output), (query.dtype, self.query)
+        assert (output is None) is (self.output is None), self.output
         rows, row_blocks, partitions = step.shape
         functions = self.functions.get(rows)
         if functions is None:

@@ -135,9 +135,10 @@ class CudaLatentRing:
 
         Args:
             step: of `make_step`.
-            query, rope_query: bf16 or fp16 [tokens, heads, 512] and [tokens, heads, 64]; rows of whole 16 bytes.
-            output: [tokens, heads, 512], unit stride over channels, rows of whole 16 bytes; filled.
+            query, rope_query, output: see `CudaLatentDecode`; of the constructor's dtypes.
         """
+        kind = self.widest
+        assert query.dtype is kind.query and output.dtype is kind.output, (query.dtype, output.dtype, kind)
         shares = step.grid[2]
         function = self.functions.get(shares)
         if function is None:
