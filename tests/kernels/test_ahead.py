@@ -21,6 +21,7 @@ from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.window.layer import WindowLayer
+from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, _machine, batch, layer
 from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -228,8 +229,7 @@ def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkey
             table = ring.block_table.repeat(len(lengths), 1)
             first = torch.zeros(len(lengths), dtype=torch.int32, device=DEVICE)
             slots = metadata.slot_mapping.to(torch.int32)
-            of_requests = lambda a, b, table=table, first=first: (table[a:b], first[a:b])  # noqa: E731
-            step = WindowStep(window, SimpleNamespace(slots=slots, of_requests=of_requests), is_shared=False)
+            step = WindowStep(window, WindowMetadata(table, slots, first), is_shared=False)
         cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
         query, key, value = inputs(metadata.num_actual_tokens)
         served.forward(query, key, value, cache, metadata, torch.zeros_like(query), step)

@@ -58,7 +58,7 @@ class CudaDecodeStep:
     tensors: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # an object is a key of the step's store: it names itself alone
 class DecodeStep:
     """Grids and arguments of a step's launches, query rows a KV head, the splits' tile of the merge, if one follows,
     and the columns of the Triton kernel's tiles."""
@@ -182,8 +182,11 @@ class FusedDecode:
             return
         queries = None if query is None or not step.rotates else (query, self.rotation)
         read = key if queries is None else queries[0]
-        ring_address = None if ring is None else ring.data_ptr()
-        held_for = (cache.data_ptr(), key.stride(), value.stride(), read.stride(), key.dtype, ring_address)
+        of_ring = None if ring is None else (ring.data_ptr(), ring.stride())
+        held_for = (
+            cache.data_ptr(), cache.stride(), of_ring, key.dtype, value.dtype, read.dtype,
+            key.stride(), value.stride(), read.stride(),
+        )  # fmt: skip
         launch = self.bound.get(
             ("store", ring is None, step.rotates, only_ring),
             held_for,
@@ -256,9 +259,9 @@ class FusedDecode:
             ring: of the layer, the new tokens included; None: there is none.
         """
         sinks = self.options.sinks
-        tensors = (cache, sinks, None if ring is None else ring.cache)
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        held_for = (addresses, output.stride(), output.dtype)
+        of_sinks = None if sinks is None else (sinks.data_ptr(), sinks.dtype)
+        of_ring = None if ring is None else (ring.cache.data_ptr(), ring.cache.stride(), ring.window)
+        held_for = (cache.data_ptr(), cache.stride(), of_ring, of_sinks, output.stride(), output.dtype)
         decode, merges = self.bound.get("decode", held_for, lambda: self._bind(cache, ring, output))
         if isinstance(step.decode, CudaDecodeStep):
             launch = step.decode

@@ -186,7 +186,7 @@ class LayerAttention:
             where = (metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
             return fused.store_step(*where, decode_step)
 
-        step = self.once_a_step(metadata, window, ("store", decodes, id(decode_step)), make)
+        step = self.once_a_step(metadata, window, ("store", decodes, decode_step), make)
         ring = window.layer.kv_cache if window and in_ring else None
         fused.store(kv_cache, key, value, step, ring, query)
 
@@ -213,7 +213,7 @@ class LayerAttention:
     ) -> Any:
         """What `make` returns, for the first layer of a step with these heads and this ring; kept for the others."""
         heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
-        return metadata.once((*name, *heads, window and id(window.metadata)), make)
+        return metadata.once((*name, *heads, window and window.metadata), make)
 
     def attend_in_pytorch(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

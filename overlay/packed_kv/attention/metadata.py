@@ -67,7 +67,11 @@ class PackedMetadata(AttentionMetadata):
     made: dict[tuple, Any] = field(default_factory=dict)
 
     def once(self, name: tuple, make: Callable[[], Made]) -> Made:
-        """What `make` returned when this was first asked for under `name`."""
+        """What `make` returned when this was first asked for under `name`.
+
+        A name has values, objects that are equal to themselves alone, which it keeps alive, and addresses of tensors
+        that what was made keeps alive: never the `id` of an object, which another may have later.
+        """
         if name not in self.made:
             self.made[name] = make()
         return self.made[name]

@@ -98,13 +98,15 @@ class PartRead:
 @dataclass(frozen=True)
 class PrefillStep:
     """A step's prefill: the requests' own part, how it is read if it is shared, their prefixes' parts, memory for
-    attention over these and, where V is padded, for the own part's V and output."""
+    attention over these and, where V is padded, for the own part's V and output; and the rings' block table, or None.
+    """
 
     own: KeyPart
     own_read: PartRead | None
     parts: list[PartRead]
     over_parts: torch.Tensor
     padded: list[torch.Tensor]
+    ring_table: torch.Tensor | None
 
 
 class FlashPrefill:
@@ -174,7 +176,8 @@ class FlashPrefill:
         lse = self._attend_chunks(query, key, value, step, output)
         self._attend_prefixes(query, cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
-            launch = self.bound.get("sinks", (output.stride(), sinks.data_ptr()), lambda: bind_sinks(output, sinks))
+            held_for = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
+            launch = self.bound.get("sinks", held_for, lambda: bind_sinks(output, sinks))
             apply_sinks(output, lse, launch)
 
     def attend_shard(
@@ -282,8 +285,9 @@ class FlashPrefill:
         """Made for the first layer of a kind, kept for the rest."""
         recent = ring.window if ring else 1
         heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
-        table = None if ring is None else ring.block_table.data_ptr()
-        name = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, table)
+        table = None if ring is None else ring.block_table
+        address = None if table is None else table.data_ptr()  # the step keeps the table
+        name = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, address, dtype)
 
         def make() -> PrefillStep:
             starts = metadata.query_starts[first:]
@@ -305,6 +309,7 @@ class FlashPrefill:
                 [PartRead.of(part, key, value, dtype, ring) for part in parts],
                 over_parts,
                 padded,
+                table,
             )
 
         return metadata.once(name, make)
@@ -312,16 +317,16 @@ class FlashPrefill:
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
         stored_dim = self.codec.key.stored_dim
-        self.bound.get("gather", cache.data_ptr(), lambda: bind_gather(self.codec.layout, cache, self.kv_heads))(
-            *read.gather
-        )
+        held_for = (cache.data_ptr(), cache.stride())
+        self.bound.get("gather", held_for, lambda: bind_gather(self.codec.layout, cache, self.kv_heads))(*read.gather)
         if ring is not None and read.ring is not None:
-            self.bound.get("ring", ring.cache.data_ptr(), lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
+            held_for = (ring.cache.data_ptr(), ring.cache.stride())
+            self.bound.get("ring", held_for, lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
         for name, arguments, matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):
             bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means)
-            self.bound.get(name, None, bind)(*arguments)
+            self.bound.get(name, read.key.dtype, bind)(*arguments)
         return read.key[..., : self.codec.key.head_dim], read.value[..., : self.flash_attention.value_dim]
 
     def _flash(

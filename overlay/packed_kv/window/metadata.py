@@ -64,8 +64,8 @@ class WindowMetadata(AttentionMetadata):
             self.lent[layer_name] = tokens, readers
 
     def borrow(self, layer_name: str) -> dict[int, RecentTokens]:
-        """Return what was lent, and keep it no longer than for the last who asks. Nothing was lent where the packed layer
-        read its prefills elsewhere than in PyTorch: then those that share its cache read pages alone."""
+        """Return what was lent, and keep it no longer than for the last who asks. Nothing was lent where the packed
+        layer read its prefills elsewhere than in PyTorch: then those that share its cache read pages alone."""
         tokens, readers = self.lent.pop(layer_name, ({}, 1))
         self.lend(layer_name, tokens, readers - 1)
         return tokens

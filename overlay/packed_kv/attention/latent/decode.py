@@ -44,13 +44,14 @@ class LatentLayer:
 
 @dataclass(frozen=True)
 class LatentStep:
-    """What the layers of a step share: attention over pages, what the kernel made for it and for the recent window, and
-    what layers return, which the next one overwrites."""
+    """What the layers of a step share: attention over pages, what the kernel made for it and for the recent window,
+    what layers return, which the next one overwrites, and the block table of the rings, or None."""
 
     pages: PageStep
     launches: Any
     recent: Any
     output: torch.Tensor
+    ring_table: torch.Tensor | None
 
 
 class LatentDecode(ABC):
@@ -75,6 +76,7 @@ class LatentDecode(ABC):
 
     def step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentStep:
         """That of a batch's decodes, which have `tokens` query tokens; made for the first layer of such heads."""
+        # The step keeps the table, so its address names no other one as long as the step is found by it.
         kind = (self.heads, self.layer.scale, ring and ring.block_table.data_ptr())
         found = metadata.made.get(kind)
         if found is None:
@@ -90,7 +92,8 @@ class LatentDecode(ABC):
         launches = self.prepare(pages)
         if self.recent and ring:
             recent = self.recent.prepare(ring, pages, launches)
-        return LatentStep(pages, launches, recent, outputs[0] if self.layer.is_shard else outputs[-1])
+        ring_table = None if ring is None else ring.block_table
+        return LatentStep(pages, launches, recent, outputs[0] if self.layer.is_shard else outputs[-1], ring_table)
 
     def __call__(
         self,

@@ -69,10 +69,10 @@ class FusedLatents:
     ) -> None:  # fmt: skip
         if not len(slots):
             return
-        of_ring = None if ring is None else ring.data_ptr()
+        of_ring = None if ring is None else (ring.data_ptr(), ring.stride())
         launch = self.bound.get(
             ("store", ring is None, only_ring),
-            (cache.data_ptr(), of_ring, latent.stride(), rope.stride(), latent.dtype, rope.dtype),
+            (cache.data_ptr(), cache.stride(), of_ring, latent.stride(), rope.stride(), latent.dtype, rope.dtype),
             lambda: bind_store_latents(self.codec, cache, latent, rope, ring, only_ring=only_ring),
         )
         step = store_latents_arguments(self.codec, slots, ring_slots)
@@ -82,7 +82,8 @@ class FusedLatents:
         self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
         recent: RecentContext | None = None,
     ) -> None:  # fmt: skip
-        launch = self.bound.get("gather", cache.data_ptr(), lambda: bind_gather_latents(self.codec.layout, cache))
+        held_for = (cache.data_ptr(), cache.stride(), rows.dtype)
+        launch = self.bound.get("gather", held_for, lambda: bind_gather_latents(self.codec.layout, cache))
         layout, spans = self.codec.layout, (chunk.starts, chunk.cu_seq_lens, chunk.max_seq_len)
         gather_latents(layout, cache, block_table, *spans, rows, launch)
         if recent is not None:
@@ -95,7 +96,7 @@ class FusedLatents:
         codec, ring = self.codec, recent.ring
         launch = self.bound.get(
             ("ring", as_values),
-            ring.cache.data_ptr(),
+            (ring.cache.data_ptr(), ring.cache.stride(), ring.window, rows.dtype),
             lambda: bind_gather_latent_ring(codec, ring, self.inverse_gain, as_values=as_values),
         )
         spans = (chunk.starts, chunk.cu_seq_lens, recent.context_lens)

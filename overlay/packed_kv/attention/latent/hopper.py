@@ -34,7 +34,7 @@ class HopperRecentLatents(RecentLatents):
         self, step: cuda_ring.Step, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor,
         output: torch.Tensor,
     ) -> None:  # fmt: skip
-        held_for = (ring.data_ptr(), q_latent.dtype, output.dtype)
+        held_for = (ring.data_ptr(), ring.stride(), q_latent.dtype, output.dtype)
         attend = self.bound.get("ring", held_for, lambda: self._bind(ring, q_latent.dtype, output.dtype))
         attend(step, q_latent, q_rope, output)
 
@@ -79,7 +79,8 @@ class HopperLatentDecode(LatentDecode):
         return step, parts
 
     def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
-        decode = self.bound.get("decode", (cache.data_ptr(), q_latent.dtype), lambda: self._bind(cache, q_latent.dtype))
+        held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
+        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, q_latent.dtype))
         decode(step.launches[0], q_latent, q_rope, None if self.recent else step.pages.output)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda.CudaLatentDecode:

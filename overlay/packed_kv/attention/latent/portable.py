@@ -62,7 +62,7 @@ class TritonRecentLatents(RecentLatents):
         strides = q_latent.stride(), q_rope.stride(), output.stride()
         launch = self.bound.get(
             "ring",
-            (ring.data_ptr(), strides, q_latent.dtype, q_rope.dtype, output.dtype),
+            (ring.data_ptr(), ring.stride(), strides, q_latent.dtype, q_rope.dtype, output.dtype),
             lambda: bind_attend_latent_ring(
                 self.codec, self.shape, ring, q_latent, q_rope, output, self.inverse_gain, self.constant
             ),
@@ -106,7 +106,8 @@ class TritonLatentDecode(LatentDecode):
 
     def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
         launches, output = step.launches, step.pages.output
-        held_for = (cache.data_ptr(), q_latent.stride(), q_rope.stride(), q_latent.dtype, q_rope.dtype)
+        strides = cache.stride(), q_latent.stride(), q_rope.stride()
+        held_for = (cache.data_ptr(), strides, q_latent.dtype, q_rope.dtype)
         decode = self.bound.get(
             "decode",
             held_for,
@@ -115,7 +116,7 @@ class TritonLatentDecode(LatentDecode):
         decode(launches.grid, (q_latent, q_rope), launches.decode)
         merge = self.bound.get(
             ("merge", launches.splits),
-            None,
+            (output.stride(), output.dtype),
             lambda: bind_merge_latents(output, self.constant, launches.splits, has_lse=self.is_part),
         )
         merge(merge_latents_grid(output), (output,), launches.merge)

@@ -148,7 +148,11 @@ class Launch:
 
 
 class Launches:
-    """What a layer has bound, by name, and for which tensors: addresses, strides, dtypes."""
+    """What a layer has bound, by name, and for which tensors.
+
+    A launch does not look at dtypes and strides again, so `held_for` has all that its kernel was bound to: of tensors
+    that stay, addresses and strides; of those that come with each call, dtypes and strides.
+    """
 
     def __init__(self) -> None:
         self.held: dict[Any, tuple[Any, Any]] = {}

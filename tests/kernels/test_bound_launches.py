@@ -1,0 +1,240 @@
+"""What a launch asserts of its tensors, and what it is bound to: kernels read addresses and numbers, no tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packed_kv.attention import decode, prefill
+from packed_kv.attention.latent import fused as latents
+from packed_kv.attention.layer_attention import LayerAttention
+from packed_kv.attention.metadata import PackedMetadata
+from packed_kv.codecs.ring import Ring
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
+from packed_kv.kernels.triton.launch import Launches
+from packed_kv.window.metadata import WindowMetadata
+from packed_kv.window.step import WindowStep
+
+TOKENS, HEADS, RANK, ROPE = 6, 4, 512, 64
+
+
+def vectors(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Output, queries and their RoPE channels, the latter side by side as vLLM gathers them of ranks."""
+    queries = torch.zeros(TOKENS, HEADS, RANK + ROPE, dtype=dtype)
+    return [torch.zeros(TOKENS, HEADS, RANK, dtype=dtype), *queries.split([RANK, ROPE], dim=-1)]
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same, 2 bytes off."""
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "address": unaligned,
+    "row": lambda x: torch.zeros(*x.shape[:2], x.shape[2] + 4, dtype=x.dtype)[..., : x.shape[2]],
+    "channel": lambda x: torch.zeros(*x.shape[:2], 2 * x.shape[2], dtype=x.dtype)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("which", range(3), ids=["output", "query", "rope_query"])
+def test_rows_of_latents_begin_at_multiples_of_16_bytes(which: int, wrong: str) -> None:
+    """The kernel loads and stores 16 bytes at a time, and would fault or mix channels."""
+    given = vectors()
+    latent_launch.call_arguments(*given)
+    latent_launch.call_arguments(None, *given[1:])
+    given[which] = WRONG[wrong](given[which])
+    with pytest.raises(AssertionError):
+        latent_launch.call_arguments(*given)
+
+
+@pytest.mark.parametrize("which", range(3), ids=["output", "query", "rope_query"])
+@pytest.mark.parametrize("is_ring", [False, True], ids=["pages", "ring"])
+def test_latents_are_launched_for_the_dtypes_they_were_compiled_for(
+    is_ring: bool, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes fp32 and fp16 words for bf16 ones."""
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
+    run = lambda *arguments, is_early: launched.append(arguments)  # noqa: E731
+    if is_ring:
+        attend: Any = object.__new__(latent_ring_launch.CudaLatentRing)
+        attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
+        step: Any = latent_ring_launch.Step(bytes(latent_ring_launch.STEP_ARGUMENTS.size), (1, 1, 1))
+        attend.functions = {1: latent_ring_launch._Function(run, None, 0)}
+        attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_ring_launch.STEP_ARGUMENTS.size
+    else:
+        attend = object.__new__(latent_launch.CudaLatentDecode)
+        attend.heads, attend.query, attend.output = HEADS, torch.bfloat16, torch.bfloat16
+        shape = latent_launch.Shape(16, 1, 1)
+        step = latent_launch.Step(bytes(latent_launch.STEP_ARGUMENTS.size), shape, 1, 1, 1)
+        attend.functions = {16: latent_launch._Functions(run, None, None, 0)}
+        attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_launch.STEP_ARGUMENTS.size
+    attend.arguments, attend.device, attend.address = bytearray(256), 0, 0
+    output, query, rope_query = vectors()
+    attend(step, query, rope_query, output)
+    assert len(launched) == (1 if is_ring else 2)
+    given = vectors()
+    given[which] = given[which].float() if which else given[which].half()
+    with pytest.raises(AssertionError):
+        attend(step, given[1], given[2], given[0])
+    assert len(launched) == (1 if is_ring else 2)
+
+
+def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two engines in a process, one launches while the other does."""
+    pytest.importorskip("cuda.bindings")
+    from packed_kv.kernels.cuda import early_launch
+
+    seen, both = {}, threading.Barrier(2, timeout=20)
+
+    def launch(config: Any, kernel: str, _address: int, _extra: int) -> tuple[int]:
+        both.wait()  # the other thread has described its launch, too
+        seen[kernel] = config.gridDimX, config.gridDimY, config.gridDimZ, config.hStream, config.numAttrs
+        both.wait()
+        return (0,)
+
+    monkeypatch.setattr(early_launch.driver, "cuLaunchKernelEx", launch)
+    threads = [
+        threading.Thread(
+            target=early_launch.launch_kernel, args=(name, (n, n + 1, n + 2), 32, 0, n, 0), kwargs={"is_early": n > 5}
+        )
+        for name, n in (("a", 1), ("b", 7))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {name: tuple(int(x) for x in of) for name, of in seen.items()}
+    assert found == {"a": (1, 2, 3, 1, 0), "b": (7, 8, 9, 7, 1)}
+
+
+# ---- what a launch is bound to
+
+
+class Binder:
+    """Stands for `bind_...`: counts its calls, and returns a launch that does nothing."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_arguments: object, **_options: object) -> Callable[..., None]:
+        self.calls += 1
+        return lambda *_arguments, **_options: None
+
+
+def cache_of(slot: int = 64, *, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """Pages uint8 [2, 2, 16, slot], in this memory."""
+    memory = torch.zeros(1 << 14, dtype=torch.uint8) if memory is None else memory
+    return memory[: 2 * 2 * 16 * slot].view(2, 2, 16, slot)
+
+
+def heads(count: int, dtype: torch.dtype = torch.float16, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.zeros(tokens, count, 32, dtype=dtype)
+
+
+def other_strides(x: torch.Tensor) -> torch.Tensor:
+    """A view of the same address."""
+    return x.as_strided(x.shape, (x.stride(0) // 2, *x.stride()[1:]))
+
+
+def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
+    binder = Binder()
+    monkeypatch.setattr(decode, "bind_store", binder)
+    layer: Any = object.__new__(decode.FusedDecode)
+    layer.bound, layer.codec, layer.rotation = Launches(), None, None
+    step: Any = decode.StoreStep((1, 1, 1), None, True)
+
+    def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
+        layer.store(cache, key, value, step, ring, query)
+
+    new = {"key": heads(2), "value": heads(2), "query": heads(4)}
+    return binder, store, {"cache": cache_of(), "ring": cache_of(), **new}
+
+
+def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
+    layer: Any = object.__new__(decode.FusedDecode)
+    binder = Binder()
+    layer.bound, layer.options = Launches(), SimpleNamespace(sinks=None)
+    layer._bind = lambda *_: (binder(), {})
+    step: Any = SimpleNamespace(decode=decode.CudaDecodeStep(None, 1, 1, b"", ()), merge=None)
+
+    def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
+        layer.attend(cache, step, output, Ring(ring, ring, ring, 8))
+
+    return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
+
+
+def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
+    binder = Binder()
+    for name in ("bind_gather", "bind_gather_ring", "bind_unrotate"):
+        monkeypatch.setattr(prefill, name, binder)
+    layer: Any = object.__new__(prefill.FlashPrefill)
+    codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
+    layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
+    layer.flash_attention = SimpleNamespace(value_dim=32)
+
+    def read(cache: torch.Tensor, ring: torch.Tensor, key: torch.Tensor) -> None:
+        layer._read(cache, prefill.PartRead(None, key, key, (), (), ((), ())), Ring(ring, ring, ring, 8))
+
+    return binder, read, {"cache": cache_of(), "ring": cache_of(), "key": heads(2)}
+
+
+def of_latents(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
+    binder = Binder()
+    for name in ("bind_gather_latents", "bind_gather_latent_ring"):
+        monkeypatch.setattr(latents, name, binder)
+    for name in ("gather_latents", "gather_latent_ring"):
+        monkeypatch.setattr(latents, name, lambda *_, **__: None)
+    layer: Any = object.__new__(latents.FusedLatents)
+    layer.bound, layer.codec, layer.inverse_gain = Launches(), SimpleNamespace(layout=None), None
+    chunk = SimpleNamespace(starts=None, cu_seq_lens=None, max_seq_len=0)
+
+    def gather(cache: torch.Tensor, ring: torch.Tensor, rows: torch.Tensor) -> None:
+        recent: Any = SimpleNamespace(ring=Ring(ring, ring, ring, 8), context_lens=None)
+        layer.gather(cache, None, chunk, rows, recent)
+
+    return binder, gather, {"cache": cache_of(), "ring": cache_of(), "rows": heads(1)}
+
+
+BOUND = (of_store, of_decode, of_gather, of_latents)
+
+
+@pytest.mark.parametrize("make", BOUND, ids=lambda make: make.__name__.removeprefix("of_"))
+def test_a_launch_is_bound_anew_for_tensors_of_another_kind(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another dtype, of other strides at the same address, of another address where the kernel keeps that; and for
+    no more tokens."""
+    binder, launch, tensors = make(monkeypatch)
+    launch(**tensors)
+    first, before = binder.calls, binder.calls
+    launch(**tensors)
+    new = {name: x for name, x in tensors.items() if x.dtype != torch.uint8}
+    launch(**tensors | {name: heads(x.shape[1], x.dtype, 2 * TOKENS) for name, x in new.items()})
+    assert binder.calls == first > 0
+    for name, x in tensors.items():
+        others = [other_strides(x)] if name not in ("key", "rows") or make is of_store else []
+        others.append(x.clone() if x.dtype == torch.uint8 else x.bfloat16())
+        for other in others:
+            launch(**{**tensors, name: other})
+            assert binder.calls > before, f"{name}: what was bound for {x.dtype} {x.stride()} was launched for another"
+            launch(**tensors)
+            before = binder.calls
+
+
+def test_a_step_of_other_rings_is_made_anew() -> None:
+    """An object of the same `id` as one before is another."""
+    layer: Any = object.__new__(LayerAttention)
+    layer.query_heads = layer.kv_heads = 1
+    layer.codec = SimpleNamespace(key=SimpleNamespace(head_dim=32), value=SimpleNamespace(head_dim=32))
+    metadata = PackedMetadata.of_one_request(4, 4, torch.device("cpu"))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    made: list[int] = []
+    for number in range(20):
+        window: Any = WindowStep(None, WindowMetadata(table, table, table), is_shared=False)  # the one before is gone
+        made.append(layer.once_a_step(metadata, window, ("decode",), lambda number=number: number))
+        assert layer.once_a_step(metadata, window, ("decode",), lambda: -1) == number
+    assert made == list(range(20))
