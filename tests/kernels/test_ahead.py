@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from contextlib import nullcontext
@@ -13,17 +14,29 @@ from packed_kv import FORMATS
 from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import FusedDecode
+from packed_kv.attention.latent import decode as latent_decode
+from packed_kv.attention.latent.compile_ahead import compile_ahead
+from packed_kv.attention.latent.decode import LatentDecode, LatentLayer
+from packed_kv.attention.latent.fused import FusedLatents
+from packed_kv.attention.latent.hopper import HopperLatentDecode
+from packed_kv.attention.latent.metadata import LatentDecodeMetadata, LatentMetadataBuilder
+from packed_kv.attention.latent.plain import RecentContext, Span
+from packed_kv.attention.latent.portable import TritonLatentDecode
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
-from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, _machine, batch, layer
+from test_latent import codec_of
+from test_shares import BLOCK, DEVICE, HEAD_DIM, HEADS, Workspace, _machine, batch, layer
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 __all__ = ["_machine"]  # a fixture
@@ -33,6 +46,8 @@ RING_BLOCK, WINDOW = 4, 8
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_compilations", {})
+    monkeypatch.setattr(ahead, "_unforeseen", set())
+    monkeypatch.setattr(ahead.logger, "propagate", True)
     ahead._pool.cache_clear()
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _process: {0, 1})
 
@@ -83,10 +98,16 @@ def test_errors_are_raised_where_one_waits() -> None:
 
 def test_an_engine_with_a_kernel_that_does_not_compile_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMetadataBuilder, "__init__", lambda *_: None)
+    monkeypatch.setattr(MLACommonMetadataBuilder, "__init__", lambda self, *_: setattr(self, "page_size", 16))
+    monkeypatch.setattr(LatentMetadataBuilder, "dcp_world_size", 1, raising=False)
     with Ahead() as block:
         block.note("bad", lambda: (_ for _ in ()).throw(RuntimeError("ptxas")))
     with pytest.raises(RuntimeError, match="ptxas"):
         PackedMetadataBuilder(None, [], None, torch.device("cpu"))
+    layers = {"layer": SimpleNamespace(impl=SimpleNamespace(reserve_workspace=lambda: None))}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    with pytest.raises(RuntimeError, match="ptxas"):
+        LatentMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
 
 
 def test_nothing_is_compiled_for_a_block_that_fails() -> None:
@@ -139,6 +160,7 @@ def test_a_launch_waits_for_its_compilation(noted_start: int) -> None:
     go, compiled, launched = threading.Event(), [], []
 
     class Kernel:
+        __name__ = "kernel"
         arg_names = ("x",)
         params = ()
         do_not_specialize = do_not_specialize_on_alignment = ()
@@ -185,9 +207,13 @@ def window_layer() -> WindowLayer:
     return made
 
 
-@pytest.mark.parametrize("has_ring", [True, False], ids=["ring", "no_ring"])
+@pytest.mark.parametrize(
+    ("has_ring", "shares_cache"), [(True, False), (False, False), (False, True)], ids=["ring", "no_ring", "shared"]
+)
 @pytest.mark.parametrize("major", [8, 9], ids=["ampere", "hopper"])
-def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiling_compiles_what_steps_launch(
+    major: int, has_ring: bool, shares_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of new prompts, decodes of any number, and mixed steps launch no variant that was not noted.
 
     On a GPU the card is its own: Triton keeps the architecture that a kernel is first noted for, in the whole process.
@@ -215,6 +241,8 @@ def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkey
         return rows[:, :HEADS], rows[:, HEADS : HEADS + 1], rows[:, HEADS + 1 :]
 
     served.profile(*inputs(64), BLOCK, window)
+    if shares_cache:  # another layer, to which vLLM gives queries alone
+        served.profile(inputs(64)[0], None, None, BLOCK, None, shares_cache=True)
     assert not launched and len(noted) >= 6
     for lengths in (
         [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], *([(9, 1)] * n for n in range(1, 9)),
@@ -233,8 +261,96 @@ def test_profiling_compiles_what_steps_launch(major: int, has_ring: bool, monkey
         cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
         query, key, value = inputs(metadata.num_actual_tokens)
         served.forward(query, key, value, cache, metadata, torch.zeros_like(query), step)
+        if shares_cache:
+            served.forward(query, None, None, cache, metadata, torch.zeros_like(query), None, shares_cache=True)
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]
+
+
+@pytest.mark.parametrize("has_ring", [True, False], ids=["ring", "no_ring"])
+@pytest.mark.parametrize(
+    ("kernel", "rank", "rope_dim"),
+    [
+        pytest.param(TritonLatentDecode, 96, 32, id="triton"),
+        pytest.param(HopperLatentDecode, 512, 64, id="cuda"),
+    ],
+)
+def test_profiling_compiles_what_steps_over_latents_launch(
+    kernel: type[LatentDecode], rank: int, rope_dim: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores, prefixes and decodes of any number, with drafts, launch no variant that was not noted."""
+    noted, launched = set(), set()
+    monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
+    keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
+    monkeypatch.setattr(Launch, "_first", keep)
+    for module, of_cuda, variant in (
+        (latent_launch, latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
+        (latent_ring_launch, latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
+    ):
+        monkeypatch.setattr(module, "_load", lambda definitions, _device: launched.add(definitions))
+
+        def run(self, step, *_, variant=variant) -> None:
+            if not current():
+                launched.add(self._definitions(variant(step)))
+
+        monkeypatch.setattr(of_cuda, "__call__", run)
+    workspace = Workspace()
+    monkeypatch.setattr(latent_decode, "current_workspace_manager", lambda: workspace)
+    if DEVICE == "cpu":
+        card = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    codec, heads, requests, longest = codec_of(FORMATS["tq4"], rank, rope_dim), 12, 9, 3
+    options = {"window": WINDOW if has_ring else 0}
+    layer = LatentLayer(codec, heads, 1.0, torch.float16, longest, requests, torch.ones(rank, device=DEVICE), **options)
+    pages, window = FusedLatents(kernel(layer)), window_layer() if has_ring else None
+    compile_ahead(pages, BLOCK, 128 + rope_dim, window)
+    assert not launched and len(noted) >= 5 and not pages.bound.held and not pages.decode.bound.held
+
+    cache = torch.zeros(4, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
+    counts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+    table, ring = counts[:requests, None].contiguous(), None
+    if window is not None:
+        of_ring = torch.zeros(4, 1, RING_BLOCK, codec.ring_slot_bytes, dtype=torch.uint8, device=DEVICE)
+        ring = Ring(of_ring, table, counts[:requests], WINDOW)
+        window.fill_slots_of_one_request(ring)  # as the step's metadata do
+    for count, length in itertools.product(range(1, requests + 1), range(1, longest + 1)):
+        query = torch.zeros(count * length, heads, 128 + rope_dim, dtype=torch.float16, device=DEVICE)
+        latent = query.new_zeros(count * length, heads, rank)
+        starts = counts[: count + 1] * length
+        metadata = LatentDecodeMetadata(
+            block_table=table[:count], seq_lens=counts[:count], dcp_tot_seq_lens=None, query_start=starts,
+            query_starts=starts, max_query_len=length,
+        )  # fmt: skip
+        of_batch = ring and Ring(ring.cache, table[:count], counts[:count], WINDOW)
+        pages.attend(cache, metadata, latent, query[..., 128:], of_batch)
+    rows = query.new_zeros(40, rank + rope_dim)
+    new, slots = (rows[:, :rank].contiguous(), rows[:, rank:]), torch.arange(40, device=DEVICE)
+    chunk, recent = Span(counts[:2], counts[:3], 1, counts[:2]), None
+    if ring is not None:
+        pages.store(cache, slots, *new, ring.cache, slots[:7].int())
+        pages.store_in_ring(cache, *(x[3:] for x in new), ring.cache, slots[3:].int())
+        recent = RecentContext(ring, counts[:2])
+        pages.gather_values(chunk, rows, recent)
+    else:
+        pages.store(cache, slots, *new)
+    pages.gather(cache, table, chunk, rows, recent)
+    assert launched <= noted, [variant[0] for variant in launched - noted]
+    assert noted <= launched, [variant[0] for variant in noted - launched]
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_the_log_says_once_that_a_step_waits(foreseen: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Where anything was compiled ahead: in an engine, not in a script that launches a kernel."""
+    wait_for("a", "store_kernel")
+    with Ahead() as block:
+        block.note("a" if foreseen else "b", lambda: None)
+    with caplog.at_level("WARNING", logger="vllm.packed_kv"):
+        for _ in range(2):
+            wait_for("a", "store_kernel")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ([] if foreseen else [
+        "the kernel store_kernel was not compiled ahead in this variant: a step waits for that now"
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(("group", "longest", "tiles"), [(4, 9, {8, 16, 32}), (12, 3, {16, 32}), (1, 8, {8})])

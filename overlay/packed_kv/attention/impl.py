@@ -194,7 +194,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         window_layer = self.layers.get((shared or layer.layer_name) + SUFFIX)
         if attn_metadata is None:
             if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
-                attention.profile(query, key, value, self._block_size(), None if shared else window_layer)
+                own_window = None if shared else window_layer
+                attention.profile(query, key, value, self._block_size(), own_window, shares_cache=shared is not None)
             return output.zero_()
         batch = (query, key, value, kv_cache, attn_metadata, output)
         if isinstance(attention, PlainAttention):

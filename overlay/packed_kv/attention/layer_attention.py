@@ -65,27 +65,39 @@ class LayerAttention:
             self.prefill.reserve(query.dtype)
 
     def profile(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
-        window_layer: WindowLayer | None,
+        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, block_size: int,
+        window_layer: WindowLayer | None, *, shares_cache: bool = False,
     ) -> None:  # fmt: skip
         """Take the workspace, and begin to compile the kernels, for pages and a ring of our own. Nothing to do where
         there are no kernels.
 
-        Compilation goes on afterwards; `wait_for_all` of `kernels/ahead.py` returns once it is done. What is compiled
-        by a later step: the rotation of queries by itself, in a layer that shares another's cache.
+        Compilation goes on afterwards; `wait_for_all` of `kernels/ahead.py` returns once it is done.
 
         Args:
-            query, key, value: of vLLM's profiling run.
+            query, key, value: of vLLM's profiling run; a layer that shares another's cache may have no key and value.
             block_size: tokens of a block of pages.
             window_layer: of this layer, or None.
+            shares_cache: whether the layer shares another's cache, and so rotates queries without a store.
         """
-        if self.fused is None or key is None:
+        if self.fused is None:
             return
-        batch = (query, key, value, block_size, window_layer)
         with Ahead():
-            self._launch_decodes(*batch)  # first, as their kernels take longest
-            self._launch_prefills(*batch)
+            if key is not None and value is not None:
+                batch = (query, key, value, block_size, window_layer)
+                self._launch_decodes(*batch)  # first, as their kernels take longest
+                self._launch_prefills(*batch)
+            if shares_cache:
+                self._launch_rotation(query)
             self._forget_launches()
+
+    def _launch_rotation(self, query: torch.Tensor) -> None:
+        """The launch that only rotates queries, in a block of `Ahead`."""
+        if query.dtype == torch.float32:
+            return
+        assert self.fused is not None
+        count = torch.arange(2, dtype=torch.int32, device=query.device)
+        step = self.fused.decode_step(count[:1].long(), count[:1, None], count, count[1:], 1)
+        self.fused.rotate(query[:1], step)
 
     def _launch_prefills(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,

@@ -4,17 +4,21 @@ A layer has about fifteen kernels and variants. Compiled one after the other, ea
 longer than all the rest of an engine's start. So the layer's launches are first noted and not run (`Ahead`), and
 several threads compile what they need: most of a compilation is C++, which holds no lock of Python's. Meanwhile vLLM
 compiles kernels of its own. Who needs one variant waits for it (`wait_for`), and the engine waits for all
-(`wait_for_all`) before it captures graphs and serves.
+(`wait_for_all`) before it captures graphs and serves. A variant that was not noted is compiled by the step that first
+launches it, and a line of the log says so.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+
+logger = logging.getLogger("vllm.packed_kv")
 
 Compile = Callable[[], object]
 MAX_THREADS = 12
@@ -23,6 +27,8 @@ MAX_THREADS = 12
 _noting = threading.local()
 _compilations: dict[Hashable, Future[object]] = {}
 """Variants that this process compiles ahead, or has compiled."""
+_unforeseen: set[Hashable] = set()
+"""Variants that were needed and had not been noted."""
 
 
 class Ahead:
@@ -63,11 +69,15 @@ def current() -> Ahead | None:
     return getattr(_noting, "ahead", None)
 
 
-def wait_for(variant: Hashable) -> None:
-    """Return once the variant is compiled, or at once if it was never noted. Raises the error of its compilation."""
+def wait_for(variant: Hashable, kernel: str = "") -> None:
+    """Return once the variant is compiled, or at once if it was never noted: then, in a process that compiles ahead,
+    the log says once that `kernel` makes a step wait. Raises the error of its compilation."""
     compilation = _compilations.get(variant)
     if compilation is not None:
         compilation.result()
+    elif _compilations and variant not in _unforeseen:
+        _unforeseen.add(variant)
+        logger.warning("the kernel %s was not compiled ahead in this variant: a step waits for that now", kernel)
 
 
 def wait_for_all() -> None:

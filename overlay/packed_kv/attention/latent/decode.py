@@ -131,6 +131,10 @@ class LatentDecode(ABC):
         )
 
     @abstractmethod
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        """Requests and their query tokens, of steps that launch all variants of the kernels between them."""
+
+    @abstractmethod
     def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
         """Parts of results in a step, without their channels."""
 

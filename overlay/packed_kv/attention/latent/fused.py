@@ -114,3 +114,10 @@ class FusedLatents:
 
     def reserve_any_batch(self) -> None:
         self.decode.reserve_any_batch()
+
+    def forget_launches(self) -> None:
+        """Forget what is bound to pages and rings that go, before others may come to lie at the same addresses."""
+        self.bound.clear()
+        self.decode.bound.clear()
+        if self.decode.recent is not None:
+            self.decode.recent.bound.clear()

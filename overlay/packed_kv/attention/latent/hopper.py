@@ -56,6 +56,9 @@ class HopperLatentDecode(LatentDecode):
     def _shape(self, query_len: int) -> cuda.Shape:
         return cuda.shape_of(self.heads * query_len, self.sm_count)
 
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        return [(1, 1)]  # what is bound for one has all variants
+
     def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
         return (self._shape(metadata.max_query_len).partial_rows(self._whole(len(metadata.seq_lens))),)
 

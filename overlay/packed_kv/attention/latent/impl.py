@@ -27,6 +27,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 
 from ...codecs.latent import LatentCodec
 from ...formats import FORMATS
+from ...layout import MICRO_BLOCK
 from ...refusals import Facts, refuse
 from ...settings.calibration import find_calibration
 from ...settings.options import read_options
@@ -159,15 +160,25 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         return FusedLatents(latent_decode(kernel, layer))
 
     def reserve_workspace(self) -> None:
-        """Size vLLM's workspace for any batch, in its profiling run, and take there the memory that ranks exchange."""
+        """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
+        have kernels compiled; `wait_for_all` of `kernels/ahead.py` returns once they are."""
         if self.pages is None:
             return
         self.pages.reserve_any_batch()
+        if not isinstance(self.pages, PlainLatents):
+            from .compile_ahead import compile_ahead
+
+            compile_ahead(self.pages, self._block_size(), self.qk_head_dim, self.window_layer)
         if self.ranks is not None and self.weights is not None and not self.weights.layer.kv_cache.numel():
             requests = self.config.scheduler_config.max_num_seqs
             sizes = requests, self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
             query = torch.zeros(sizes, dtype=self.config.model_config.dtype, device=self.device)
             self.ranks.reserve(query, self.kv_lora_rank)
+
+    def _block_size(self) -> int:
+        """Tokens of a block, or a number that will do where vLLM has not settled it yet."""
+        block_size = self.config.cache_config.block_size
+        return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
 
     def do_kv_cache_update(
         self,

@@ -17,6 +17,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from ...kernels.ahead import wait_for_all
+
 
 @dataclass
 class LatentDecodeMetadata(MLACommonDecodeMetadata):
@@ -42,7 +44,11 @@ class LatentMetadata(MLACommonMetadata[LatentDecodeMetadata]):
 
 class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
     """Builds `LatentMetadata`. Decodes, drafts of any length included, are served by `forward_mqa`; on CUDA, batches of
-    decodes alone can be captured into CUDA graphs."""
+    decodes alone can be captured into CUDA graphs.
+
+    vLLM makes it after its profiling run and before any step. Its constructor returns once the layers' kernels are
+    compiled, and raises what their compilation raises.
+    """
 
     query_len_support = QueryLenSupport.VARLEN
 
@@ -54,6 +60,7 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         self.page_size *= self.dcp_world_size
         layers = vllm_config.compilation_config.static_forward_context
         layers[layer_names[0]].impl.reserve_workspace()  # 0.32 does not ask for it in its profiling run
+        wait_for_all()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:

@@ -80,6 +80,14 @@ class TritonLatentDecode(LatentDecode):
         super().__init__(layer)
         self.shape = latent_shape(layer.heads, layer.longest_decode, layer.scale)
 
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        batches = {}
+        for length in range(self.layer.longest_decode, 0, -1):
+            for requests in range(self.layer.max_requests, 0, -1):
+                splits = split_count(requests, row_tiles(self.shape, length), self.sm_count)
+                batches[power_of_2(splits)] = requests, length
+        return list(batches.values())
+
     def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
         tiles = row_tiles(self.shape, metadata.max_query_len)
         return tokens, self.heads, split_count(len(metadata.seq_lens), tiles, self.sm_count)

@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ...layout import MICRO_BLOCK, PageLayout
+from ..ahead import current, wait_for
 from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .code_constants import decoder_constants, group_constants
 from .latent_schedule import TILE_TOKENS
 from .launch import OUTPUTS
+from .source import LATENT as LATENT_PROGRAM
+from .source import Program
 
+Definitions = tuple[tuple[str, str], ...]
+"""Constants that a program is compiled with, by name."""
 RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 """Rows of a thread block."""
@@ -214,7 +219,7 @@ class CudaLatentDecode:
         self.functions: dict[int, _Functions] = {}
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream; in a block of `Ahead`, do nothing.
 
         Args:
             step: of `make_step`.
@@ -229,6 +234,8 @@ class CudaLatentDecode:
         rows, row_blocks, partitions = step.shape
         functions = self.functions.get(rows)
         if functions is None:
+            if current() is not None:
+                return
             functions = self.functions[rows] = self._functions(rows)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
@@ -243,18 +250,26 @@ class CudaLatentDecode:
             )  # fmt: skip
 
     def compile_variants(self, longest_decode: int) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one.
+        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        note them.
 
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
         for rows in {shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)}:
-            self.functions[rows] = self._functions(rows)
+            if (ahead := current()) is None:
+                self.functions[rows] = self._functions(rows)
+            else:
+                wanted = self._definitions(rows)
+                ahead.note(wanted, functools.partial(machine_code, wanted, LATENT_PROGRAM))
 
     def _functions(self, rows: int) -> _Functions:
+        return _load(self._definitions(rows), self.device)
+
+    def _definitions(self, rows: int) -> Definitions:
         has_constant = self.constant is not None
         variant = Variant(self.heads, rows, self.block_size, self.query, self.output, has_constant, self.has_lse)
-        return _load(tuple(constants(self.page, variant).items()), self.device)
+        return tuple(constants(self.page, variant).items())
 
 
 class _Functions(NamedTuple):
@@ -265,14 +280,21 @@ class _Functions(NamedTuple):
 
 
 @functools.cache
-def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Functions:
+def machine_code(definitions: Definitions, program: Program) -> bytes:
+    """Return a program compiled with these constants. Any thread may ask; to load it takes one with a CUDA context."""
+    from .nvrtc import compiled_kernel
+
+    return compiled_kernel(dict(definitions), program)
+
+
+@functools.cache
+def _load(definitions: Definitions, device: int) -> _Functions:
     """Return the kernels compiled with these constants; all layers of a process share them."""
     from .early_launch import launch_kernel
-    from .nvrtc import compiled_kernel, load
-    from .source import LATENT
+    from .nvrtc import load
 
-    values = dict(definitions)
-    shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT)
+    wait_for(definitions, LATENT_PROGRAM.main)
+    shared_bytes, code = int(dict(definitions)["SHARED_BYTES"]), machine_code(definitions, LATENT_PROGRAM)
     with torch.cuda.device(device):
         decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", MERGE_BYTES * MOST_SHARES)
     return _Functions(launch_kernel, decode, merge, shared_bytes)

@@ -11,11 +11,13 @@ import torch
 
 from ...codecs.ring import Ring
 from ...layout import ring_slot_bytes
+from ..ahead import current, wait_for
 from ..triton.latent_ring import check_latent_ring
 from ..units import LOG2_E
 from . import LATENT
-from .latent_launch import CALL_ARGUMENTS, LATENT_DIVISOR, Parts, call_arguments
+from .latent_launch import CALL_ARGUMENTS, LATENT_DIVISOR, Definitions, Parts, call_arguments, machine_code
 from .launch import OUTPUTS
+from .source import LATENT_RING
 
 RANK, ROPE_DIM = LATENT
 TILE_ROWS, TILE_TOKENS, THREADS = 16, 64, 256
@@ -131,7 +133,7 @@ class CudaLatentRing:
         self.functions: dict[int, _Function] = {}
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream; in a block of `Ahead`, do nothing.
 
         Args:
             step: of `make_step`.
@@ -142,21 +144,32 @@ class CudaLatentRing:
         shares = step.grid[2]
         function = self.functions.get(shares)
         if function is None:
+            if current() is not None:
+                return
             function = self.functions[shares] = self._function(shares)
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
         function.launch(function.kernel, step.grid, THREADS, function.shared_bytes, stream, self.address, is_early=True)
 
     def compile_variants(self) -> None:
-        """Compile and load every variant that a step may need, so that no step waits for one."""
-        self.functions = {shares: self._function(shares) for shares in SHARES}
+        """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
+        note them."""
+        if (ahead := current()) is None:
+            self.functions = {shares: self._function(shares) for shares in SHARES}
+            return
+        for shares in SHARES:
+            wanted = self._definitions(shares)
+            ahead.note(wanted, functools.partial(machine_code, wanted, LATENT_RING))
 
     def variant(self, shares: int) -> Variant:
         """Return the variant that blocks of so many shares need."""
         return self.widest._replace(shares=shares)
 
     def _function(self, shares: int) -> _Function:
-        return _load(tuple(constants(self.variant(shares)).items()), self.device)
+        return _load(self._definitions(shares), self.device)
+
+    def _definitions(self, shares: int) -> Definitions:
+        return tuple(constants(self.variant(shares)).items())
 
 
 class _Function(NamedTuple):
@@ -166,13 +179,12 @@ class _Function(NamedTuple):
 
 
 @functools.cache
-def _load(definitions: tuple[tuple[str, str], ...], device: int) -> _Function:
+def _load(definitions: Definitions, device: int) -> _Function:
     """Return the kernel compiled with these constants; all layers of a process share it."""
     from .early_launch import launch_kernel
-    from .nvrtc import compiled_kernel, load
-    from .source import LATENT_RING
+    from .nvrtc import load
 
-    values = dict(definitions)
-    shared_bytes, code = int(values["SHARED_BYTES"]), compiled_kernel(values, LATENT_RING)
+    wait_for(definitions, LATENT_RING.main)
+    shared_bytes, code = int(dict(definitions)["SHARED_BYTES"]), machine_code(definitions, LATENT_RING)
     with torch.cuda.device(device):
         return _Function(launch_kernel, load(code, "attend_latent_ring", shared_bytes), shared_bytes)

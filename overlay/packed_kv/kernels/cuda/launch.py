@@ -483,7 +483,7 @@ def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
 
     from .nvrtc import load
 
-    wait_for(constants)
+    wait_for(constants, DECODE.main)
     values = dict(constants)
     shared_bytes, threads = int(values["SHARED_BYTES"]), 32 * (int(values["WARPS"]) + int(values["UNPACKERS"]))
     with torch.cuda.device(device):

@@ -8,6 +8,8 @@ tokens of the ring to it. A token has its latent and its RoPE channels in one ve
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -57,10 +59,15 @@ def split_lens(
     """Fill `page_lens`, int32 [requests or more], with `window/slots.page_lens` of the other arguments, in one
     launch."""
     requests = len(seq_lens)
-    grid = (-(-requests // REQUESTS_A_PROGRAM),)
-    _split_lens_kernel[grid](
-        page_lens, query_start, seq_lens, first, requests, WINDOW=window, REQUESTS=REQUESTS_A_PROGRAM, num_warps=4
-    )  # fmt: skip
+    launch = _bind_split_lens(window, seq_lens.device)
+    grid = (-(-requests // REQUESTS_A_PROGRAM), 1, 1)
+    launch(grid, (page_lens, query_start, seq_lens, first), Arguments(requests))
+
+
+@functools.cache
+def _bind_split_lens(window: int, device: torch.device) -> Launch:
+    """The kernel for this window; `device` keeps those of several devices apart."""
+    return Launch(_split_lens_kernel, Arguments(), dict(WINDOW=window, REQUESTS=REQUESTS_A_PROGRAM), num_warps=4)
 
 
 @triton.jit

@@ -46,6 +46,7 @@ class Launch:
         self.kernel, self.fixed, self.constants, self.options = kernel, fixed, constants, options
         self.compiled: Any = None
         self.step: Arguments | None = None
+        self.has_met_odd_address = False
         self.last: tuple[Any, ...] = ()
 
     def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
@@ -60,7 +61,7 @@ class Launch:
         if compiled is None:
             ahead = current()
             if ahead is None:
-                wait_for(self.variant(tensors, step))
+                wait_for(self.variant(tensors, step), self.kernel.__name__)
                 self._first(grid, tensors, step)
             else:
                 ahead.note(self.variant(tensors, step), self._compilation(grid, tensors, step))
@@ -73,6 +74,9 @@ class Launch:
             self.step = step
             self.step_is_aligned = not any(step.raw[i] % 16 for i in self.aligned_of_step)
         if unaligned & 15 or not self.step_is_aligned:
+            if not self.has_met_odd_address:
+                self.has_met_odd_address = True
+                wait_for(self.variant(tensors, step), self.kernel.__name__)
             self._by_jit(grid, tensors, step)
             return
         stream = self.stream_of(self.device)
