@@ -225,6 +225,29 @@ def test_a_launch_is_bound_anew_for_tensors_of_another_kind(make: Any, monkeypat
             before = binder.calls
 
 
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before on the memory of an engine that gets another cache; but by no launch that a graph holds."""
+    layer: Any = object.__new__(decode.FusedDecode)
+    counters = torch.full((6,), 3, dtype=torch.int32)
+    layer.of_cuda, layer.codec, layer.kv_heads = (None, counters), SimpleNamespace(layout=None), 2
+    layer.shape, layer.mean_blocks, layer.has_lse = SimpleNamespace(group=2, tiles_a_block=0), 0, False
+    layer.longest_decode = 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    seen: list[list[int]] = []
+
+    class Bound:
+        def __init__(self, _page: object, _matrix: object, given: torch.Tensor, *_rest: object) -> None:
+            seen.append(given.tolist())
+
+        def compile_variants(self, _longest: int) -> None:
+            pass
+
+    monkeypatch.setattr(decode.cuda, "CudaDecode", Bound)
+    layer._bind(cache_of(), None, heads(4))
+    assert seen == [[3 if is_capturing else 0] * 6]
+
+
 def test_a_step_of_other_rings_is_made_anew() -> None:
     """An object of the same `id` as one before is another."""
     layer: Any = object.__new__(LayerAttention)

@@ -288,6 +288,8 @@ class FusedDecode:
         none yet."""
         if self.of_cuda is None:
             return {}, {}
+        if not torch.cuda.is_current_stream_capturing():  # a graph would do so at each replay
+            self.of_cuda[1].zero_()
         apart = self._heads_apart(output)
         decode = cuda.CudaDecode(
             self.codec.layout, *self.of_cuda, cache, ring, apart, self.mean_blocks > 0, self.has_lse,

@@ -259,7 +259,10 @@ def make_counters(requests: int, card: Card, columns: Mapping[int, int], device:
     """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
     with any of these columns and their passes.
 
-    Launches leave them 0. Layers may share them, because the launches of one stream do not overlap.
+    Launches leave them 0: the last block of a pair to arrive sets its counter back. A launch that CUDA refuses has not
+    begun, one that is under way when a step is aborted or raises goes on to its end, and a kernel that faults takes its
+    CUDA context along, this memory included. So nothing has to reset them in a step; `FusedDecode` does when it binds a
+    layer to a cache. Layers may share them, because the launches of one stream do not overlap.
     """
     most = max(
         item_count(requests * passes, kind.resident(card))
