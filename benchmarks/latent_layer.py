@@ -1,12 +1,14 @@
 """Time of what packed latents add to a decode step, a layer: store of new tokens, attention over pages, the ring.
 
-    python benchmarks/latent_layer.py [--heads N ...] [--shapes NxCONTEXT ...] [--recent N] [--late] [--shares N]
+    python benchmarks/latent_layer.py [--heads N ...] [--shapes NxCONTEXT ...] [--recent N] [--shares N]
+        [--late | --early-pages]
 
 A CUDA graph holds eight layers, each with a cache, a ring, queries and new tokens of its own: gaps between kernels
 count. `all` is the three launches, `attention` is without the store, `pages` and `store` are these alone, and `no
 window` is attention over all tokens in pages, with the merge. --late: no kernel begins before the one before it has
-ended. --shares: blocks of the ring that share channels, instead of what the shape gets. Each case says whether the
-graph leaves what the same launches leave one by one. Last come stores of so many tokens.
+ended. --early-pages: attention over pages may, too, as it did before it was launched as usual (`early_launch.py`).
+--shares: blocks of the ring that share channels, instead of what the shape gets. Each case says whether the graph
+leaves what the same launches leave one by one. Last come stores of so many tokens.
 """
 
 from __future__ import annotations
@@ -139,11 +141,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{context}" for n, context in SHAPES], metavar="NxCONTEXT")
     parser.add_argument("--recent", type=int, default=64, help="tokens of the window (default: %(default)s)")
     parser.add_argument("--late", action="store_true")
+    parser.add_argument("--early-pages", action="store_true")
     parser.add_argument("--shares", type=int, choices=cuda_ring.SHARES)
     asked = parser.parse_args()
+    launch = early_launch.launch_kernel
     if asked.late:
-        launch = early_launch.launch_kernel
         early_launch.launch_kernel = lambda *arguments, is_early: launch(*arguments, is_early=False)
+    if asked.early_pages:
+        begins_early = lambda threads, is_early: is_early or threads == cuda.THREADS  # noqa: E731
+        early_launch.launch_kernel = lambda kernel, grid, threads, *rest, is_early: launch(
+            kernel, grid, threads, *rest, is_early=begins_early(threads, is_early)
+        )
     if asked.shares:
         cuda_ring.shares_of = lambda *_: asked.shares
     codec = LatentCodec(FORMATS["tq4"], RANK, ROPE, device="cuda")

@@ -2,16 +2,20 @@
 
 CUDA calls the latter a programmatic dependent launch; graphs hold it. Such a kernel begins when all blocks of the one
 before have called `begin_next_kernel` or ended, and itself calls `wait_for_kernel_before` (ptx.cuh), behind which that
-one has ended and all that it wrote is seen. What makes this right:
+one has ended and all that it wrote is seen. That one alone: if it, too, began early and did not wait, kernels before it
+may still run. vLLM 0.33.0 has kernels that begin early and never wait (`_lora_shrink_kernel` with two streams) and ones
+that let the next begin before they have written their output (FlashInfer's all-reduce of few tokens); cuBLAS and NCCL
+do not say. So the one kernel here that begins early stands behind one of ours that does not:
 
-- Every block waits before it ends, so a kernel ends after all that came before it. Behind its wait, a kernel may read
-  and write anything: no earlier kernel runs, of this layer or of one before.
-- Before its wait a kernel writes nothing to global memory.
-- `latent_decode` reads nothing that another kernel writes before it waits, and lets the next kernel begin behind its
-  wait. So whatever came before `latent_decode` has ended when `attend_latent_ring` begins, which reads it before it
-  waits: queries, the ring, lengths and the schedule, but none of the parts.
-- No other kernel here lets the next begin before its end. One of vLLM's that does so before `latent_decode` must itself
-  wait in all its blocks; none is known that does not.
+- `latent_decode` is launched as usual. When it begins, all that came before it in the stream has ended, whoever
+  launched it. It lets the next kernel begin at once.
+- `attend_latent_ring` is launched early, directly behind it (`LatentDecode.__call__`). What it reads before it waits
+  was written by kernels before `latent_decode`: queries (vLLM's products and RoPE), the ring (`store_latents_kernel`),
+  lengths (vLLM's metadata, `split_lens`), block tables and the schedule (`LatentScheduler`). `latent_decode` writes
+  none of these, but parts, and the ring's kernel reads those behind its wait. Before that it writes nothing to global
+  memory.
+- Every block of `attend_latent_ring` waits before it ends, so it ends after `latent_decode`. It does not let the next
+  kernel begin: to all that follows it is a kernel as usual. So is `latent_merge`, which follows where there is no ring.
 
 The launch is described in an object of its thread: an engine may be profiled in one thread and serve in another, and
 two engines of a process may have a thread each. What a layer keeps for its launches (`CudaLatentDecode.arguments`)

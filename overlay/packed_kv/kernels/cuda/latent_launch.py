@@ -241,7 +241,7 @@ class CudaLatentDecode:
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
         functions.launch(
             functions.decode, (row_blocks, partitions, 1), THREADS, functions.shared_bytes, stream, self.address,
-            is_early=True,
+            is_early=False,  # early_launch.py says why
         )  # fmt: skip
         if self.output is not None:
             functions.launch(

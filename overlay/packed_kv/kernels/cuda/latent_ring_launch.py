@@ -110,7 +110,8 @@ def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: to
 
 class CudaLatentRing:
     """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, merged with what
-    `CudaLatentDecode` has left of that over pages. The launch follows it at once: both begin early (`early_launch.py`).
+    `CudaLatentDecode` has left of that over pages. The launch begins early, so it follows that one directly, and
+    nothing is launched between them (`early_launch.py`).
 
     Args:
         ring: uint8 [blocks, 1, block_size, ring_slot_bytes], its last two dimensions contiguous.
