@@ -137,8 +137,8 @@ def test_what_is_stored_does_not_depend_on_the_steps(at_once, calibration):
     for cache, step in zip(caches, (40, at_once), strict=True):
         cache.update(key[:, :, :0], value[:, :, :0], 0)
         fill(cache.layers[0], key, value, at_once=step)
-    for ours, other in zip(*(cache.layers[0].tensors() for cache in caches), strict=True):
-        assert torch.equal(ours, other)
+    for ours, other in zip(*(cache.layers[0].all() for cache in caches), strict=True):
+        assert torch.equal(ours.held, other.held)
 
 
 def storages(thing: object, seen: set[int]) -> Iterator[torch.UntypedStorage]:
@@ -164,25 +164,47 @@ def held_bytes(thing: object) -> int:
 @every_format
 @pytest.mark.parametrize("sequences", [1, 3], ids="batch{}".format)
 def test_it_holds_packed_bytes_and_nothing_else(name, sequences):
-    """All memory that the cache leads to, views and leftovers included, grows by a token's packed bytes."""
+    """All memory that the cache leads to, views and leftovers included, grows by a token's packed bytes and at most an
+    eighth of these."""
     key, value = keys_and_values(300, sequences)
     cache = PackedCache(name, recent_tokens=WINDOW)
-    empty = None
+    cache.update(key[:, :, :0], value[:, :, :0], 0)
+    empty = held_bytes(cache)  # the codec's constants
     for start, end in ((0, 100), (100, 101), (101, 300)):
         cache.update(key[:, :, start:end], value[:, :, start:end], 0)
         tokens = sequences * HEADS * end * FORMATS[name].slot_bytes(HEAD_DIM)
         window = sequences * HEADS * WINDOW * 2 * (HEAD_DIM + HEAD_DIM // 32)
         assert cache.nbytes == tokens + window
-        empty = empty or held_bytes(cache) - cache.nbytes  # the codec's constants
-        assert held_bytes(cache) == cache.nbytes + empty
+        assert cache.nbytes <= held_bytes(cache) - empty <= cache.nbytes * 9 / 8
     plain = DynamicCache()
     plain.update(key.bfloat16(), value.bfloat16(), 0)
     assert held_bytes(plain) / tokens == FORMATS[name].compression(HEAD_DIM)
     cache.crop(-280)
     assert cache.nbytes == sequences * HEADS * 20 * FORMATS[name].slot_bytes(HEAD_DIM)
-    assert held_bytes(cache) == cache.nbytes + empty
+    assert cache.nbytes <= held_bytes(cache) - empty <= cache.nbytes * 9 / 8
     cache.reset()
     assert cache.nbytes == cache.get_seq_length() == 0
+
+
+def test_a_token_is_not_copied_with_each_that_follows():
+    """Memory moves whenever an eighth has been added: 44 times from 1 token to 600, not 600 times. With a sliding
+    window, whenever an eighth of it has passed. What is stored is the same."""
+    key, value = keys_and_values(600)
+    whole = PackedCache("tq4", recent_tokens=WINDOW)
+    whole.update(key, value, 0)
+    for window in (None, 120):
+        config = None if window is None else tiny_mistral(window + 1).config
+        cache = PackedCache("tq4", recent_tokens=WINDOW, config=config)
+        memory: list[torch.Tensor] = []
+        for at in range(600):
+            cache.update(key[:, :, at : at + 1], value[:, :, at : at + 1], 0)
+            packed = cache.layers[0].parts[0].packed
+            if not memory or packed.memory is not memory[-1]:
+                memory.append(packed.memory)
+        assert len(memory) <= (44 if window is None else 44 + 600 * 8 // window)
+        for ours, other in zip(cache.layers[0].all(), whole.layers[0].all(), strict=True):
+            kept = min(window or 600, other.held.shape[2])
+            assert torch.equal(ours.held, other.held[:, :, -kept:])
 
 
 def test_padding_on_the_left_changes_nothing_that_is_stored(calibration):
@@ -319,7 +341,8 @@ def test_a_sliding_layer_holds_its_window(prompt):
     assert sliding.get_seq_length() == full.get_seq_length() == prompt + 30
     a_token = 2 * HEADS * FORMATS["tq4"].slot_bytes(64)
     assert full.nbytes - sliding.nbytes == (prompt + 30 - (window - 1)) * a_token
-    assert sliding.layers[0].parts[0].packed.untyped_storage().nbytes() == (window - 1) * HEADS * 34
+    most = (window - 1) * 9 // 8 * HEADS * 34
+    assert sliding.layers[0].parts[0].packed.memory.untyped_storage().nbytes() <= most
     with pytest.raises(NotImplementedError, match="cannot be cropped"):
         sliding.crop(-1)
 

@@ -101,8 +101,8 @@ class PackedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed tokens and of the recent ones, of all layers."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        """Bytes of the packed tokens and of the recent ones, of all layers. Memory has room for up to an eighth more."""
+        return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
         """Drop all tokens. `attention_mask`: of the prompts that come next, as for the class."""
@@ -138,6 +138,52 @@ def _starts(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     return (attention_mask != 0).int().argmax(-1)
 
 
+class _Tokens:
+    """A tensor [sequences, KV heads, tokens, width] that gets tokens at its end and loses them at both ends.
+
+    Its memory has room for up to an eighth more, so a token is copied about 8 times in all, however many follow it.
+    """
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.memory, self.start, self.end = held, 0, held.shape[2]
+
+    @property
+    def held(self) -> torch.Tensor:
+        return self.memory[:, :, self.start : self.end]
+
+    def append(self, x: torch.Tensor) -> None:
+        if self.end + x.shape[2] > self.memory.shape[2]:
+            self._move(self.end - self.start + x.shape[2])
+        self.memory[:, :, self.end : self.end + x.shape[2]] = x
+        self.end += x.shape[2]
+
+    def keep_last(self, count: int) -> None:
+        self.start = max(self.start, self.end - count)
+        self._give_back()
+
+    def remove_last(self, count: int) -> None:
+        self.end = max(self.start, self.end - count)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Move to smaller memory if this has more room than it should."""
+        tokens = self.end - self.start
+        if self.memory.shape[2] > _with_room(tokens):
+            self._move(tokens)
+
+    def _move(self, tokens: int) -> None:
+        """To memory for so many tokens and more."""
+        held = self.held
+        sequences, heads, count, width = held.shape
+        self.memory = held.new_empty((sequences, heads, _with_room(tokens), width))
+        self.memory[:, :, :count] = held
+        self.start, self.end = 0, count
+
+
+def _with_room(tokens: int) -> int:
+    return tokens + tokens // 8
+
+
 class _Vectors:
     """The keys or the values of a layer.
 
@@ -146,8 +192,8 @@ class _Vectors:
     """
 
     def __init__(self, codec: Codec, sequences: int, heads: int) -> None:
-        def empty(dtype: torch.dtype, width: int) -> torch.Tensor:
-            return torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device)
+        def empty(dtype: torch.dtype, width: int) -> _Tokens:
+            return _Tokens(torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device))
 
         self.codec = codec
         self.packed = empty(torch.uint8, codec.vector_bytes)
@@ -157,35 +203,36 @@ class _Vectors:
     def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
         """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
         x = x.transpose(1, 2)
-        self.packed = torch.cat((self.packed, self.codec.encode(x, positions).transpose(1, 2)), dim=2)
+        self.packed.append(self.codec.encode(x, positions).transpose(1, 2))
         if recent:
             newest = ring.quantize(self.codec.prepare(x[:, -recent:], positions[:, -recent:]))
-            self.codes, self.scales = (
-                _last(torch.cat((old, new.transpose(1, 2)), dim=2), recent)
-                for old, new in zip((self.codes, self.scales), newest, strict=True)
-            )
+            for kept, new in zip((self.codes, self.scales), newest, strict=True):
+                kept.append(new.transpose(1, 2))
+                kept.keep_last(recent)
 
     def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """All tokens, [sequences, KV heads, tokens, head_dim]; `positions`: int64 [sequences, tokens, 1], of each in
         its sequence."""
-        codec, tokens = self.codec, self.packed.shape[2]
-        older = tokens - self.codes.shape[2]
-        found = torch.empty((*self.packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
+        codec, packed = self.codec, self.packed.held
+        older = self.tokens - self.codes.held.shape[2]
+        found = torch.empty((*packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
         for start in range(0, older, TILE):
             part = slice(start, min(start + TILE, older))
-            found[:, :, part] = codec.decode(self.packed[:, :, part].transpose(1, 2), positions[:, part]).transpose(
-                1, 2
-            )
-        recent = ring.dequantize(self.codes, self.scales).transpose(1, 2)
+            found[:, :, part] = codec.decode(packed[:, :, part].transpose(1, 2), positions[:, part]).transpose(1, 2)
+        recent = ring.dequantize(self.codes.held, self.scales.held).transpose(1, 2)
         found[:, :, older:] = codec.restore(recent, positions[:, older:]).transpose(1, 2)
         return found
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    @property
+    def tokens(self) -> int:
+        return self.packed.held.shape[2]
+
+    def all(self) -> tuple[_Tokens, ...]:
         return self.packed, self.codes, self.scales
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by `change` of it."""
-        self.packed, self.codes, self.scales = map(change, self.tensors())
+        """Replace each tensor by `change` of it, in memory of its own."""
+        self.packed, self.codes, self.scales = (_Tokens(change(tokens.held)) for tokens in self.all())
 
 
 class PackedLayer(DynamicLayer):
@@ -231,35 +278,37 @@ class PackedLayer(DynamicLayer):
         """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""
         length = self.cumulative_length
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
-        self._change(lambda x: x[:, :, : max(0, x.shape[2] - remove)].clone())
+        for tokens in self.all():
+            tokens.remove_last(remove)
         self.cumulative_length = max(0, length - remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(lambda x: x.repeat_interleave(repeats, dim=0), sequences=True)
+        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change(lambda x: x[indices.to(x.device)], sequences=True)
+        self._change(lambda x: x[indices.to(x.device)])
 
-    def tensors(self) -> list[torch.Tensor]:
+    def all(self) -> list[_Tokens]:
         """All that grows with the tokens."""
-        return [tensor for part in self.parts for tensor in part.tensors()]
+        return [tokens for part in self.parts for tokens in part.all()]
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor], sequences: bool = False) -> None:
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace what sequences have by `change` of it."""
         for part in self.parts:
             part.change(change)
-        if sequences and self.is_initialized:
+        if self.is_initialized:
             self.starts = change(self.starts)
 
     def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
         """What is held, and `x` behind it."""
-        held = self.parts[0].packed.shape[2]
+        held = self.parts[0].tokens
         return torch.cat((part.read(self._positions_held(), self.dtype), x), dim=2) if held else x
 
     def _positions_held(self) -> torch.Tensor:
-        held = self.parts[0].packed.shape[2]
+        held = self.parts[0].tokens
         return self._positions(self.cumulative_length - held, held)
 
     def _positions(self, column: int, count: int) -> torch.Tensor:
@@ -287,7 +336,8 @@ class PackedSlidingLayer(PackedLayer, DynamicSlidingWindowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().update(key_states, value_states)
-        self._change(lambda x: _last(x, self.sliding_window - 1))
+        for tokens in self.all():
+            tokens.keep_last(self.sliding_window - 1)
         return found
 
     def activate_past_recording(self) -> NoReturn:
@@ -297,9 +347,3 @@ class PackedSlidingLayer(PackedLayer, DynamicSlidingWindowLayer):
         if tokens_to_remove and self.cumulative_length >= self.sliding_window:
             raise NotImplementedError("PackedCache: a full sliding window cannot be cropped, older tokens are gone")
         super().crop(tokens_to_remove)
-
-
-def _last(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` tokens of [sequences, KV heads, tokens, any], in memory of their own."""
-    surplus = x.shape[2] - count
-    return x[:, :, surplus:].clone() if surplus > 0 else x
