@@ -101,7 +101,7 @@ class PackedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed tokens and of the recent ones, of all layers. Memory has room for up to an eighth more."""
+        """Bytes of all packed tokens and of the recent ones. Memory has room for up to an eighth more."""
         return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
