@@ -162,7 +162,9 @@ def check_padding(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
     """Raise Refused if skipped layers make vLLM pad the packed pages to much more than they hold.
 
     Layers of several kinds (sliding and full, or with states) take blocks from one pool, so their pages get the size of
-    the largest.
+    the largest. How large that is, nobody knows earlier: vLLM settles the tokens of a block once the model is loaded,
+    and the layout of pages, by which it groups layers, once it has asked for those. `packed-kv plan --skip-layers` says
+    it without loading a model.
     """
     cache = vllm_config.cache_config
     page = spec.page_size_bytes, spec.real_page_size_bytes
