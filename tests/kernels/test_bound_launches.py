@@ -14,7 +14,7 @@ from packed_kv.attention.latent import fused as latents
 from packed_kv.attention.layer_attention import LayerAttention
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
+from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
 from packed_kv.kernels.triton.launch import Launches
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
@@ -84,6 +84,28 @@ def test_latents_are_launched_for_the_dtypes_they_were_compiled_for_and_the_ring
     with pytest.raises(AssertionError):
         attend(step, given[1], given[2], given[0])
     assert len(launched) == (1 if is_ring else 2), "launched for other dtypes"
+
+
+@pytest.mark.parametrize("which", range(3), ids=["block_table", "query_start", "seq_lens"])
+@pytest.mark.parametrize("wrong", ["dtype", "stride"])
+@pytest.mark.parametrize("of_latents", [False, True], ids=["pairs", "latents"])
+def test_tables_and_lengths_of_a_step_are_int32_side_by_side(of_latents: bool, wrong: str, which: int) -> None:
+    given = [torch.zeros(3, 4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)]
+    floats = torch.zeros(1 << 16)
+
+    def make() -> object:
+        if not of_latents:
+            return launch.step_arguments(floats[:64].half().view(1, 1, 2, 32), *given, floats, floats, None, None)
+        shape = latent_launch.Shape(16, 1, 2)
+        begins, spans = (torch.zeros(3, 2, dtype=torch.int32) for _ in range(2))
+        parts = latent_launch.Parts(shape, (begins, spans), floats.view(-1, 512), floats)
+        return latent_launch.make_step(HEADS, 1, 1.0, *given, parts)
+
+    make()
+    x = given[which]
+    given[which] = x.long() if wrong == "dtype" else x.repeat_interleave(2, dim=-1)[..., ::2]
+    with pytest.raises(AssertionError):
+        make()
 
 
 def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,23 +252,16 @@ def test_a_launch_is_bound_anew_for_tensors_of_another_kind(make: Any, monkeypat
 def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran before on the memory of an engine that gets another cache; but by no launch that a graph holds."""
     layer: Any = object.__new__(decode.FusedDecode)
-    counters = torch.full((6,), 3, dtype=torch.int32)
+    resets: list[str] = []
+    counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
     layer.of_cuda, layer.codec, layer.kv_heads = (None, counters), SimpleNamespace(layout=None), 2
     layer.shape, layer.mean_blocks, layer.has_lse = SimpleNamespace(group=2, tiles_a_block=0), 0, False
     layer.longest_decode = 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    seen: list[list[int]] = []
-
-    class Bound:
-        def __init__(self, _page: object, _matrix: object, given: torch.Tensor, *_rest: object) -> None:
-            seen.append(given.tolist())
-
-        def compile_variants(self, _longest: int) -> None:
-            pass
-
-    monkeypatch.setattr(decode.cuda, "CudaDecode", Bound)
-    layer._bind(cache_of(), None, heads(4))
-    assert seen == [[3 if is_capturing else 0] * 6]
+    bound = SimpleNamespace(compile_variants=lambda _longest: None)
+    monkeypatch.setattr(decode.cuda, "CudaDecode", lambda *_: bound)
+    assert layer._bind(cache_of(), None, heads(4))[0] is bound
+    assert resets == ([] if is_capturing else ["reset"])
 
 
 def test_a_step_of_other_rings_is_made_anew() -> None:

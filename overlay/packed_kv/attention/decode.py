@@ -285,11 +285,17 @@ class FusedDecode:
         self, cache: torch.Tensor, ring: Ring | None, output: torch.Tensor
     ) -> tuple[Any, dict[tuple[int, int], Launch]]:
         """Launches of decode, of Triton's kernel by the columns of its tiles, none yet, and of the merge by its tile,
-        none yet."""
+        none yet. The CUDA kernel's counters become 0.
+
+        No step has to reset these. A launch's last block of a pair does, and no launch ends before: one that CUDA
+        refuses has not begun, one under way when a step raises or is aborted goes on to its end, and a kernel that
+        faults takes the CUDA context along, and this memory with it.
+        """
         if self.of_cuda is None:
             return {}, {}
-        if not torch.cuda.is_current_stream_capturing():  # a graph would do so at each replay
-            self.of_cuda[1].zero_()
+        _, counters = self.of_cuda
+        if not (counters.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph would do so at each replay
+            counters.zero_()
         apart = self._heads_apart(output)
         decode = cuda.CudaDecode(
             self.codec.layout, *self.of_cuda, cache, ring, apart, self.mean_blocks > 0, self.has_lse,

@@ -12,6 +12,7 @@ import torch
 from ...layout import MICRO_BLOCK, PageLayout
 from ..ahead import current, wait_for
 from ..kernel_layout import kernel_layout, rope_layout
+from ..triton.launch import check_int32
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .code_constants import decoder_constants, group_constants
@@ -156,6 +157,7 @@ def make_step(
         lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
     """
     shape, partial_rows = parts.shape, parts.shape.partial_rows()
+    check_int32(block_table, query_start, seq_lens, *parts.schedule)
     assert parts.output.dtype == parts.stats.dtype == torch.float32
     assert parts.output.numel() >= partial_rows * RANK and parts.stats.numel() >= partial_rows * 2
     assert parts.schedule[0].shape == (shape.partitions + 1, 2), parts.schedule[0].shape

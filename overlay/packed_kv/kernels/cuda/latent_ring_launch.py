@@ -13,6 +13,7 @@ from ...codecs.ring import Ring
 from ...layout import ring_slot_bytes
 from ..ahead import current, wait_for
 from ..triton.latent_ring import check_latent_ring
+from ..triton.launch import check_int32
 from ..units import LOG2_E
 from . import LATENT
 from .latent_launch import CALL_ARGUMENTS, LATENT_DIVISOR, Definitions, Parts, call_arguments, machine_code
@@ -90,7 +91,7 @@ def make_step(
         parts: what attention over pages leaves, with room for requests in one part.
     """
     table, requests = ring.block_table, len(seq_lens)
-    assert table.stride(1) == 1, table.stride()
+    check_int32(table, query_start, seq_lens, page_lens)
     assert parts.output.numel() >= parts.shape.partial_rows(requests) * RANK, parts.output.shape
     tiles = -(-heads * max_query_len // TILE_ROWS)
     tensors = (table, query_start, seq_lens, page_lens, parts.output, parts.stats, *parts.schedule)

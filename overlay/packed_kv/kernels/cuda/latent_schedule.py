@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..triton.launch import Arguments, Launch
+from ..triton.launch import Arguments, Launch, check_int32
 
 TILE_TOKENS = 64
 RUN_TILES = 2
@@ -143,6 +143,7 @@ class LatentScheduler:
             seq_lens: int32 [requests], tokens of each request.
             partitions: runs of tiles that the card works on at a time.
         """
+        check_int32(seq_lens)
         assert len(seq_lens) <= self.requests and partitions < len(self.begins), (len(seq_lens), partitions)
         begins, spans = self.begins[: partitions + 1], self.spans[: len(seq_lens)]
         self.launch((1, 1, 1), (begins, spans, seq_lens), Arguments(len(seq_lens), partitions))

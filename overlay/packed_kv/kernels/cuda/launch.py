@@ -16,7 +16,7 @@ from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout
 from ..ahead import current, wait_for
 from ..kernel_layout import KernelLayout, kernel_layout
-from ..triton.launch import head_stride
+from ..triton.launch import check_int32, head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS, pass_tokens
 from .code_constants import decoder_constants, group_constants
@@ -35,8 +35,7 @@ UNPACKERS, ATTENDERS_PER_SM, UNPACKED_BYTES = 4, 8, 106 << 10
 memory of a block."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
-combining several warps costs more than a second launch: blocks of one warp write partial results, and `merge` follows.
-"""
+combining several warps costs more than a second launch: blocks of one warp write partial results for `merge`."""
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
 STAGES, UNPACKER_STAGES = 2, 3
@@ -259,10 +258,8 @@ def make_counters(requests: int, card: Card, columns: Mapping[int, int], device:
     """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
     with any of these columns and their passes.
 
-    Launches leave them 0: the last block of a pair to arrive sets its counter back. A launch that CUDA refuses has not
-    begun, one that is under way when a step is aborted or raises goes on to its end, and a kernel that faults takes its
-    CUDA context along, this memory included. So nothing has to reset them in a step; `FusedDecode` does when it binds a
-    layer to a cache. Layers may share them, because the launches of one stream do not overlap.
+    Launches leave them 0; `FusedDecode._bind` sets them to 0 and says why no step has to. Layers may share them,
+    because the launches of one stream do not overlap.
     """
     most = max(
         item_count(requests * passes, kind.resident(card))
@@ -326,6 +323,7 @@ def step_arguments(
     assert lse is None or lse.is_contiguous(), lse.stride()
     assert query_bias is None or (query_bias.is_contiguous() and query_bias.dtype == torch.float32), query_bias.stride()
     ring_table, ring_first = (None, None) if ring is None else (ring.block_table, ring.first)
+    check_int32(block_table, query_start, seq_lens, ring_table, ring_first, schedule)
     tensors = (
         query, block_table, query_start, seq_lens, query_bias, ring_table, ring_first, schedule, partial_output,
         partial_stats, lse,
@@ -415,8 +413,7 @@ class CudaDecode:
         CALL_ARGUMENTS.pack_into(self.arguments, 0, output.data_ptr())
         self.arguments[CALL_ARGUMENTS.size : CALL_ARGUMENTS.size + STEP_ARGUMENTS.size] = step
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        passes = pass_count(self.group, max_query_len)
-        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * passes)
+        x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * pass_count(self.group, max_query_len))
         (status,) = function.launch(
             function.kernel, x, self.kv_heads, z, function.threads, 1, 1, function.shared_bytes, stream, self.address, 0
         )

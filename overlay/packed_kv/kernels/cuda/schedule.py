@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .. import power_of_2
-from ..triton.launch import Arguments, Launch
+from ..triton.launch import Arguments, Launch, check_int32
 
 MAX_PARTS = 32
 """Parts of a request: one warp combines them, a lane each."""
@@ -235,6 +235,7 @@ class Scheduler:
             passes: over the keys of each request; each pass is a request in the schedule.
         """
         requests = len(seq_lens) * passes
+        check_int32(seq_lens)
         assert requests <= self.requests, (requests, self.requests)
         items = self.items[: item_count(requests, self.resident_blocks)]
         self.launch((1, 1, 1), (items, seq_lens), Arguments(requests, len(items), self.resident_blocks, passes))
