@@ -89,6 +89,7 @@ class Layers:
             requests * query_tokens, group * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16
         )
         self.outputs = [torch.empty_like(self.query) for _ in self.caches]
+        self.output = self.outputs[-1]
         self.start = query_tokens * torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.longest = max(lengths)
