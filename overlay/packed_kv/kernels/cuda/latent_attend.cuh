@@ -3,6 +3,9 @@
 //   1      the other half of O; it unpacks SHARE of a tile's 8 blocks of 64 channels besides
 //   2      unpacks the rest of a tile: raw bytes come into registers while the other half is unpacked, and fp16 goes to
 //          shared memory, where the tile is keys and values at once
+//
+// No bulk copy is issued. Threads store tiles, which products read: behind EMPTY, at which the warps that add values arrive
+// once their products have ended (`wgmma_wait`).
 #pragma once
 #include "latent_rows.cuh"
 

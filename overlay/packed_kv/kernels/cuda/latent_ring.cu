@@ -8,6 +8,9 @@
 //
 // All that the ring gives is made before the kernel before has ended; parts are read behind it.
 //
+// Threads copy a tile themselves (`copy_8`), and no bulk copy is issued: between the last loads of a tile and the copies
+// of the next is a barrier of the block, and a thread's loads and copies keep their order.
+//
 // The loops over pieces, tiles, groups and steps are not unrolled, so that the code stays short: 700 instructions for
 // 2,200.
 //
