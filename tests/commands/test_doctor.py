@@ -114,6 +114,18 @@ def test_latent_attention(probed, tmp_path: Path) -> None:
     assert asked == ["192"]
 
 
+def test_a_checkpoint_that_asks_for_an_fp8_cache(probed, tmp_path: Path) -> None:
+    probed(H200)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**MODELS["LlamaForCausalLM"], "quantization_config": quantization})
+    )
+    said = f"OK    {tmp_path.name}: the checkpoint asks for an fp8 KV cache"
+    assert any(line.startswith(said) for line in lines(str(tmp_path)))
+    assert not any("asks for" in line for line in lines(str(DEMO_MODEL)))
+
+
 def test_a_vllm_that_does_not_load(probed) -> None:
     probed("Traceback\nImportError: libcudart.so.13: cannot open shared object file")
     said = "vLLM does not load (ImportError: libcudart.so.13: cannot open shared object file); try: "

@@ -24,7 +24,7 @@ from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.cuda.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, expanded_size, parse
+from ..model_shape import BadInput, Model, expanded_size, parse, part, said_of_cache
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model
@@ -85,6 +85,8 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
         else:
             if model:
                 yield Finding(True, f"{model.name}: {layers(model)}")
+                if asked := said_of_cache(part(model.config, "quantization_config")):
+                    yield Finding(True, f"{model.name}: {asked}")
             for refusal in refused:
                 name = printable(Path(options.model).name)
                 yield Finding(bool(refusal.rule.option), f"{name}: {refusal.sentence()}")

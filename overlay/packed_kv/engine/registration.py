@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..formats import FORMATS, Format
+from ..model_shape import said_of_cache
 from ..refusals import Facts, refuse
 from ..settings.facts import engine_facts
 from ..settings.options import read_options
@@ -172,6 +173,8 @@ class PackedDTypeHandler:
         from ..window.size import find_window
 
         refuse(engine_facts(vllm_config), self.name)
+        if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
+            logger.info("KV cache dtype %s: %s", self.name, asked)
         check_files(read_options(vllm_config.additional_config))
         find_window(vllm_config)
         resolve_auto(vllm_config)

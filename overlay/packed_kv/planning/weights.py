@@ -81,16 +81,48 @@ def _bits(config: Config, form: str | None) -> tuple[float, str]:
     if form is not None:
         return BITS[form], f"linear layers in {form}"
     quantization = part(config, "quantization_config")
-    if not quantization:
-        return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), "not quantized"
+    if not quantization or _keeps_weights(quantization):
+        said = "not quantized, but for the KV cache" if quantization else "not quantized"
+        return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), said
     method, bits = printable(quantization.get("quant_method", ""), 60), whole(quantization, "bits")
-    groups = part(quantization, "config_groups")
-    if groups:
-        bits = whole(part(part(groups, next(iter(groups))), "weights"), "num_bits")
-    words = f"{method} {quantization.get('quant_algo', '')} {quantization.get('load_in_4bit', '')}".lower()
+    if groups := _weight_groups(quantization):
+        bits = whole(groups[0], "num_bits")
+    words = f"{method} {_algorithm(quantization)} {quantization.get('load_in_4bit', '')}".lower()
     if not bits:
-        bits = 4 if any(word in words for word in ("fp4", "mxfp4", "true", "awq", "gptq")) else 8
+        bits = 4 if any(word in words for word in ("fp4", "int4", "mxfp4", "true", "awq", "gptq")) else 8
     return (BITS["int4"] if bits == 4 else float(bits)), f"quantized by {method or 'an unknown method'} to {bits} bits"
+
+
+def _keeps_weights(quantization: Config) -> bool:
+    """Whether a `quantization_config` is of the KV cache or activations alone, in the words of the tools that do so."""
+    method = word(quantization, "quant_method")
+    if method == "compressed-tensors":
+        return not _weight_groups(quantization)
+    return (method.startswith("modelopt") or method == "quark") and not _algorithm(quantization)
+
+
+def _weight_groups(quantization: Config) -> list[Config]:
+    """What `config_groups` of compressed-tensors say of weights; groups of attention alone are the KV cache's."""
+    groups = part(quantization, "config_groups")
+    parts = [part(groups, name) for name in groups]
+    return [
+        found
+        for group in parts
+        if (found := part(group, "weights")) and not _is_of_attention(listed(group, "targets", of=str))
+    ]
+
+
+def _is_of_attention(targets: list[str]) -> bool:
+    return len(targets) == 1 and targets[0].endswith("Attention")
+
+
+def _algorithm(quantization: Config) -> str:
+    """The algorithm for weights, in the words of ModelOpt or Quark; "": none is named."""
+    if word(quantization, "quant_method") == "quark":
+        layers = [part(quantization, "global_quant_config"), *part(quantization, "layer_quant_config").values()]
+        found = [part(layer, "weight") for layer in layers if isinstance(layer, dict)]
+        return next((word(weight, "dtype") for weight in found if weight), "")
+    return word(part(quantization, "quantization") or quantization, "quant_algo")
 
 
 def parameters(model: Model) -> tuple[float, float, float]:

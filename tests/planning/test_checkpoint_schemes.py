@@ -1,0 +1,96 @@
+"""What a checkpoint's quantization_config says of its weights and of its KV cache, and that `auto` agrees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from checkout import DEMO_MODEL
+from packed_kv.commands.plan import main
+from packed_kv.engine import registration
+from packed_kv.model_shape import asked_cache, parse
+from packed_kv.planning.weights import weights
+from test_plan import SHAPE_8B
+from vllm.engine.arg_utils import EngineArgs
+
+FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+LLM_COMPRESSOR = {
+    "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": FP8_SCHEME,
+}  # fmt: skip
+WEIGHTS = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
+ACTIVATIONS = {"targets": ["Linear"], "weights": None, "input_activations": {"num_bits": 8}}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": {"num_bits": 8}}
+BY_QUARK = {"quant_method": "quark", "kv_cache_group": ["*k_proj"], "layer_quant_config": {"*k_proj": {"weight": None}}}
+SCHEMES = {
+    "cache alone": (LLM_COMPRESSOR, 16, "fp8"),
+    "no groups": ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}, 16, "fp8"),
+    "groups of attention": ({**LLM_COMPRESSOR, "config_groups": {"group_0": ATTENTION}}, 16, "fp8"),
+    "activations alone": ({**LLM_COMPRESSOR, "config_groups": {"group_0": ACTIVATIONS}}, 16, "fp8"),
+    "cache and weights": ({**LLM_COMPRESSOR, "config_groups": {"g": ATTENTION, "h": WEIGHTS}}, 4.25, "fp8"),
+    "weights alone": ({"quant_method": "compressed-tensors", "config_groups": {"g": WEIGHTS}}, 4.25, ""),
+    "ModelOpt, cache alone": ({"quant_method": "modelopt", "kv_cache_scheme": FP8_SCHEME}, 16, "fp8"),
+    "ModelOpt, both": ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, 8, "fp8"),
+    "ModelOpt, inside": (
+        {"quant_method": "modelopt_fp4", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}},
+        4.25,
+        "nvfp4",
+    ),
+    "ModelOpt, weights": ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, 8, ""),
+    "Quark, cache alone": ({**BY_QUARK, "global_quant_config": {"weight": None}}, 16, ""),
+    "Quark, both": ({**BY_QUARK, "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8, ""),
+    "fp8": ({"quant_method": "fp8"}, 8, ""),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, 4.25, ""),
+}
+"""Scheme -> `quantization_config`, bits of a number in a linear layer, dtype of the cache that `auto` would be."""
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bits_of_weights(name: str) -> None:
+    quantization, bits, _ = SCHEMES[name]
+    shape = parse({**SHAPE_8B, "quantization_config": quantization}, "8B")
+    plain = weights(parse(SHAPE_8B, "8B"), None, None)
+    tables = 2 * SHAPE_8B["vocab_size"] * SHAPE_8B["hidden_size"] * 2
+    assert weights(shape, None, None).total == pytest.approx((plain.total - tables) * bits / 16 + tables)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_dtype_of_auto_is_vllms(name: str) -> None:
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    quantization, _, asked = SCHEMES[name]
+    assert asked_cache(quantization) == asked
+    if quantization["quant_method"] != "compressed-tensors":  # which attention layers read in vLLM 0.32.0
+        model = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=quantization))
+        resolved = resolve_kv_cache_dtype_string("auto", model)
+        assert {"auto": "", "fp8_e4m3": "fp8"}.get(resolved, resolved) == asked
+
+
+def test_the_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "asks for an fp8 KV cache, which --kv-cache-dtype auto would be"
+    for quantization, expected in (LLM_COMPRESSOR, True), ({"quant_method": "fp8"}, False):
+        config = {**SHAPE_8B, "quantization_config": quantization}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main([str(tmp_path), "--gpu", "H200"]) == 0
+        assert (said in " ".join(capsys.readouterr().out.split())) is expected
+
+
+def test_an_engine_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    log = SimpleNamespace(info=lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(registration, "logger", log)
+    for quantization in LLM_COMPRESSOR, None:
+        config = json.loads((DEMO_MODEL / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        options = EngineArgs(str(tmp_path), kv_cache_dtype="tq4", skip_tokenizer_init=True, load_format="dummy")
+        lines.clear()
+        registration.PackedDTypeHandler.before_engine(_handler(), options.create_engine_config())
+        found = [line for line in lines if line.startswith("KV cache dtype tq4: the checkpoint asks for an fp8 KV ")]
+        assert len(found) == (quantization is not None)
+
+
+def _handler() -> registration.PackedDTypeHandler:
+    handler = registration.PackedDTypeHandler()
+    handler.name = "tq4"
+    return handler
