@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from coverage_models import MODELS
+from coverage_models import LATENT, MODELS, SIZES
 from packed_kv.model_shape import DENSE, parse
 from packed_kv.planning.cache import Serving, capacity
 from packed_kv_quality.engines import apart, engine, kv_tokens, prepare_environment
@@ -34,22 +34,52 @@ RECURRENT = "float32"
 """What vLLM's CPU platform sets on some processors in any case."""
 
 
+MORE: dict[str, dict[str, Any]] = {
+    "LongcatFlashForCausalLM": {
+        **SIZES, **LATENT, "model_type": "longcat_flash", "num_layers": 2, "num_hidden_layers": None,
+        "ffn_hidden_size": 256, "expert_ffn_hidden_size": 128, "moe_topk": 2, "zero_expert_num": 2,
+        "zero_expert_type": "identity", "routed_scaling_factor": 1.0, "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "IQuestLoopCoderForCausalLM": {
+        **SIZES, "model_type": "llama", "loop_num": 2, "loop_window_size": 64, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "HrmTextForCausalLM": {
+        **SIZES, "model_type": "hrm_text", "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 2,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+"""Architectures whose layers have several caches, which no engine of `coverage_models` is made for."""
+FOR_LAYERS = {
+    "Gemma4ForCausalLM": {
+        "global_head_dim": None,
+        "per_layer_config": {str(layer): {"head_dim": 128, "num_key_value_heads": 1} for layer in (1, 3)},
+    }
+}
+"""What else the config of an architecture says where transformers 5.19 saved it."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What is served: an architecture of `coverage_models`, on how many ranks, with which layers skipped and with
-    which kinds of layers instead of its own. `on_gpu`: by vLLM's rules for CUDA, which need no GPU."""
+    which kinds of layers instead of its own. `by_layer`: with a config that lists layers which differ. `on_gpu`: by
+    vLLM's rules for CUDA, which need no GPU."""
 
     architecture: str
     ranks: int = 1
     skip: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
     on_gpu: bool = False
+    by_layer: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
         """What its config.json says."""
         kinds = {"layer_types": list(self.kinds), "num_hidden_layers": len(self.kinds)} if self.kinds else {}
-        return MODELS[self.architecture] | kinds
+        by_layer = FOR_LAYERS[self.architecture] if self.by_layer else {}
+        config = {**MODELS, **MORE}[self.architecture] | {"architectures": [self.architecture]} | kinds | by_layer
+        return {name: value for name, value in config.items() if value is not None}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -76,6 +106,9 @@ CASES = {
     "hybrid in each layer": Case("FalconH1ForCausalLM"),
     "hybrid, gated delta net": Case("Qwen3NextForCausalLM"),
     "shared, heads of two sizes": Case("Gemma4ForCausalLM"),
+    "heads of two sizes, by layer": Case("Gemma4ForCausalLM", by_layer=True),
+    "latents, two caches a layer": Case("LongcatFlashForCausalLM"),
+    "layers that run twice": Case("IQuestLoopCoderForCausalLM"),
     "padded heads": Case("PhiForCausalLM"),
     "K of 192 channels, V of 128; GPU": Case("MiMoV2FlashForCausalLM", on_gpu=True),
     "skipped layers": Case("LlamaForCausalLM", skip=(0, 3)),
@@ -89,6 +122,7 @@ CASES = {
 }
 ONE_OF_A_KIND = (
     "full", "5 sliding, 4 full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
+    "heads of two sizes, by layer", "latents, two caches a layer", "layers that run twice",
 )  # fmt: skip
 """Those that --start starts, and a test counts; and, of the latter alone, those by the rules for CUDA."""
 

@@ -44,6 +44,20 @@ EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
 LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
 """Bounds of the numbers in a config."""
+LAYER_FIELDS = frozenset((
+    "num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_attention_groups", "head_dim",
+    "attention_head_dim", "kv_channels", "v_head_dim", "sliding_window", "attention_chunk_size", "intermediate_size",
+    "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts",
+    "num_local_experts", "n_routed_experts", "n_shared_experts",
+))  # fmt: skip
+"""Fields of `per_layer_config` that are read here."""
+NEUTRAL_FIELDS = frozenset((
+    "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "attention_dropout", "attention_bias",
+    "mlp_bias", "hidden_act", "hidden_activation", "rms_norm_eps", "attn_logit_softcapping", "num_experts_per_tok",
+))  # fmt: skip
+"""Those that change no page and no number of weights."""
+WINDOW_FIELDS = frozenset(("sliding_window", "attention_chunk_size"))
+"""Those that may be another number in some layers, but not null in these or in the others alone."""
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose layers all are state layers, though their configs do not say so."""
 
@@ -59,7 +73,8 @@ class Layer:
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
     `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: of RoPE in packed pages.
     `window`: tokens of a sliding layer's window or of a chunk. `state_bytes`: of a state layer, for one rank, and
-    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none.
+    `states` of them a request. `is_shared`: it reads the pages of a layer before it and has none. `is_repeat`: a
+    layer before it runs again, with its weights and a cache of its own.
     """
 
     number: int
@@ -70,6 +85,7 @@ class Layer:
     state_bytes: int = 0
     states: int = 0
     is_shared: bool = False
+    is_repeat: bool = False
     value_size: int = 0
     rope_size: int = 0
     rope_bits: int = ROPE_BITS[0]
@@ -116,6 +132,10 @@ class Model:
     def attention(self) -> tuple[Layer, ...]:
         """The layers with keys and values, those that share others' pages among them."""
         return tuple(layer for layer in self.layers if layer.kind != "state")
+
+    def query_heads(self, layer: Layer) -> int:
+        """Query heads of a layer, on all ranks."""
+        return whole(layer_config(self.config, layer.number % self.config["num_hidden_layers"]), "num_attention_heads")
 
 
 def whole(config: Config, *names: str, default: int = 0) -> int:
@@ -169,35 +189,6 @@ def text_config(config: Config) -> Config:
     return {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
 
 
-def asked_cache(quantization: Config) -> str:
-    """The KV-cache dtype that vLLM's `auto` takes from a config's `quantization_config`; "": the model's own dtype.
-
-    Raises BadInput.
-    """
-    method = word(quantization, "quant_method")
-    if method == "compressed-tensors":
-        return FP8 if part(quantization, "kv_cache_scheme") else ""
-    if not method.startswith("modelopt"):
-        return ""
-    places = part(quantization, "quantization"), quantization
-    asked = [place.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
-    scheme = next(filter(None, asked), None)
-    if isinstance(scheme, dict):
-        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
-        return "nvfp4" if bits == 4 else FP8 if bits == 8 and scheme.get("dynamic") is False else ""
-    algorithm = str(scheme).lower()
-    return algorithm if algorithm in (FP8, "nvfp4") else ""
-
-
-def said_of_cache(quantization: Config) -> str:
-    """One line for a checkpoint that asks for a KV-cache dtype of its own; "": it does not. Raises BadInput."""
-    asked = asked_cache(quantization)
-    return asked and (
-        f"the checkpoint asks for an {asked} KV cache, which --kv-cache-dtype auto would be (bfloat16 would be dense); "
-        "packed dtypes set its scales aside"
-    )
-
-
 def reads_latents(text: Config) -> bool:
     """Whether vLLM serves the model with latent attention (MLA)."""
     return whole(text, "kv_lora_rank") > 0 and word(text, "model_type") not in EXPANDED_LATENTS
@@ -211,7 +202,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     """
     name, text = printable(name), text_config(config)
     kind = f"{name} ({printable(word(text, 'model_type'), 60) or 'of no model_type'})"
-    number = whole(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    number = _layers_with_weights(text)
     heads = whole(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
     hidden = whole(text, "hidden_size", "n_embd", "d_model")
     if not (number and heads and hidden):
@@ -222,6 +213,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
     if number > MOST_LAYERS:
         raise BadInput(f"{kind} has {number:,} layers; packed-kv reads configs of at most {MOST_LAYERS:,}")
     text = {**text, "num_hidden_layers": number, "num_attention_heads": heads, "hidden_size": hidden}
+    text["per_layer_config"] = _per_layer(text)
     if not any(set(kept) - {"state"} for kept in layer_kinds(text)):
         raise BadInput(f"{kind} has no attention layers, so no KV cache; give a model that has")
     if heads % ranks:
@@ -245,10 +237,11 @@ def _dtype_bytes(text: Config) -> int:
 
 
 def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) -> Iterable[Layer]:
-    kinds = layer_kinds(text)
+    kinds, runs, latents = layer_kinds(text), layer_runs(text), reads_latents(text)
     own = len(kinds) - whole(text, "num_kv_shared_layers")
-    for number, kept in enumerate(kinds):
-        for kind in kept:
+    for index, (kept, times) in enumerate(zip(kinds, runs, strict=True)):
+        for run, kind in ((run, kind) for run in range(1 if _shares_over_runs(text) else times) for kind in kept):
+            number = run * len(kinds) + index  # as vLLM counts the caches of layers that run again
             if kind == "state":
                 state = state_of(text, ranks, _dtype_bytes(text), recurrent_dtype)
                 if state is None:
@@ -258,16 +251,86 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
                     raise BadInput(f"{name} has states of {state.size:.3g} bytes by its config; give one that agrees")
                 yield Layer(number, kind, state_bytes=state.size, states=state.kept)
                 continue
-            if reads_latents(text):  # one vector on every rank
+            layer = Layer(number, kind, is_shared=index >= own, is_repeat=run > 0)
+            if latents:  # one vector on every rank
                 expanded_size(text)  # a bad field is named before anything reads it
-                sizes = {"head_size": whole(text, "kv_lora_rank"), "rope_size": whole(text, "qk_rope_head_dim")}
-                yield Layer(number, kind, 1, is_shared=number >= own, **sizes)
+                rank, rope_size = whole(text, "kv_lora_rank"), whole(text, "qk_rope_head_dim")
+                yield replace(layer, kv_heads=1, head_size=rank, rope_size=rope_size)
                 continue
-            heads, size, value_size = _heads(text, kind)
-            field = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind)
-            window = whole(text, field) if field else 0
-            sizes = {"head_size": size, "value_size": 0 if value_size == size else value_size}
-            yield Layer(number, kind, max(1, heads // ranks), window=window, is_shared=number >= own, **sizes)
+            config = layer_config(text, index)
+            heads, size, value_size = _heads(config, kind)
+            kind, window = _window(config, kind, run)
+            layer = replace(layer, kind=kind, kv_heads=max(1, heads // ranks), head_size=size, window=window)
+            yield replace(layer, value_size=0 if value_size == size else value_size)
+
+
+def _window(layer: Config, kind: str, run: int) -> tuple[str, int]:
+    """Kind of a layer's cache, and tokens of its window or of a chunk, by the layer's own config."""
+    if run and _loops(layer, "loop_num"):  # LoopCoder's second run and later
+        return "sliding", whole(layer, "loop_window_size", default=64)
+    field = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}.get(kind, "")
+    return kind, whole(layer, field) if field else 0
+
+
+def layer_config(text: Config, number: int) -> Config:
+    """The config of one layer: what `per_layer_config` says of it stands above what the model has."""
+    fields = text.get("per_layer_config", {}).get(number)
+    return {**text, **fields} if fields else text
+
+
+def _per_layer(text: Config) -> dict[int, Config]:
+    """Of layers that differ, by number: `per_layer_config`, as transformers 5.19 writes it. Raises BadInput."""
+    layers, number = part(text, "per_layer_config"), text["num_hidden_layers"]
+    found = {int(key): part(layers, key) for key in layers if key.isdecimal() and len(key) < 6 and int(key) < number}
+    if len(found) < len(layers):
+        raise BadInput(f"per_layer_config has {len(layers)} entries, not all for one of {number} layers, from 0 on")
+    for layer, fields in found.items():
+        unknown = {*fields} - LAYER_FIELDS - NEUTRAL_FIELDS
+        unknown |= {name for name in WINDOW_FIELDS & {*fields} if (fields[name] is None) != (text.get(name) is None)}
+        if unknown:
+            what = f"per_layer_config has {printable(', '.join(sorted(unknown)))} for layer {layer}"
+            raise BadInput(f"{what}; how its pages change is not known here; start the engine and read its line")
+    return found
+
+
+def _layers_with_weights(text: Config) -> int:
+    """Layers with weights of their own. Raises BadInput."""
+    if text.get("block_configs") is not None:
+        raise BadInput("block_configs, by which layers differ, are not read here; start the engine and read its line")
+    if word(text, "model_type") == "hrm_text":  # two stacks
+        return 2 * whole(text, "num_layers_per_stack", "num_hidden_layers")
+    if word(text, "model_type").startswith("longcat_flash"):  # num_hidden_layers counts attention
+        return whole(text, "num_layers") or whole(text, "num_hidden_layers") // 2
+    return whole(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def layer_runs(text: Config) -> list[int]:
+    """How often each layer runs for a token: in vLLM each run has a cache of its own, unless they share one. Raises
+    BadInput."""
+    number = text["num_hidden_layers"]
+    if word(text, "model_type") == "hrm_text":
+        high, low = whole(text, "H_cycles", default=2), whole(text, "L_cycles", default=3)
+        runs = [high * low] * (number // 2) + [high] * (number // 2)
+    elif again := whole(text, "n_recurrent_loops"):  # Dory
+        first, last = whole(text, "n_input_layers"), number - whole(text, "n_output_layers")
+        runs = [again if first <= index < last else 1 for index in range(number)]
+    else:
+        runs = [max(_loops(text, "loop_num"), _loops(text, "total_ut_steps"), 1)] * number
+    if sum(runs) > MOST_LAYERS:
+        raise BadInput(
+            f"layers run {sum(runs):,} times for a token; packed-kv reads configs of at most {MOST_LAYERS:,}"
+        )
+    return runs
+
+
+def _loops(text: Config, name: str) -> int:
+    """Runs of all layers by LoopCoder's or Ouro's field; 0: it has none."""
+    is_loop_coder = name == "loop_num" and any("LoopCoder" in name for name in listed(text, "architectures", of=str))
+    return whole(text, name, default=2 if is_loop_coder else 0)
+
+
+def _shares_over_runs(text: Config) -> bool:
+    return word(text, "recurrent_kv_cache_mode") == "last_loop"
 
 
 def expanded_size(text: Config) -> int:
@@ -286,7 +349,7 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
         kv_heads = 1
     size = whole(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
-    if kind == "full" and whole(text, "global_head_dim"):  # Gemma 4
+    if kind == "full" and whole(text, "global_head_dim") and not text.get("per_layer_config"):  # Gemma 4
         size = whole(text, "global_head_dim")
         kv_heads = whole(text, "num_global_key_value_heads") or kv_heads
     value_size = whole(text, "v_head_dim") or size
@@ -305,7 +368,12 @@ def layer_letters(text: Config) -> str:
 
 
 def layer_kinds(text: Config) -> list[tuple[str, ...]]:
-    """What each layer keeps, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
+    """What each layer keeps in one run, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
+    kinds = _kinds(text)
+    return [kept * 2 for kept in kinds] if word(text, "model_type").startswith("longcat_flash") else kinds
+
+
+def _kinds(text: Config) -> list[tuple[str, ...]]:
     number, kind, letters = text["num_hidden_layers"], word(text, "model_type"), layer_letters(text)
     window = whole(text, "sliding_window") if text.get("use_sliding_window") is not False else 0
     if words := listed(text, "layer_types", "layers_block_type", of=str, least=number):

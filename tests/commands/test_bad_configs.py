@@ -27,7 +27,8 @@ VALUES = [
 NAMES = sorted({name for config in MODELS.values() for name in config} | {
     "v_head_dim", "text_config", "sliding_window_pattern", "kv_lora_rank", "attn_config", "moe_layer_freq",
     "quantization_config", "multi_query", "num_kv_shared_layers", "attn_layer_offset", "max_window_layers", "alibi",
-    "mamba_expand", "swa_head_dim", "global_head_dim", "intermediate_size_mlp", "vision_config",
+    "mamba_expand", "swa_head_dim", "global_head_dim", "intermediate_size_mlp", "vision_config", "per_layer_config",
+    "loop_num", "total_ut_steps", "n_recurrent_loops", "H_cycles", "num_layers_per_stack", "block_configs",
 })  # fmt: skip
 
 

@@ -18,13 +18,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..cache_scheme import said_of_cache
 from ..calibration_file import FILE_NAME, CalibrationError
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.cuda.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, expanded_size, parse, part, said_of_cache
+from ..model_shape import BadInput, Model, expanded_size, parse, part
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model
@@ -240,7 +241,7 @@ def _heads(model: Model | None) -> tuple[int, int]:
     layer = model.attention[0]
     if layer.rope_size:  # latents are expanded
         return expanded_size(model.config), layer.kv_heads
-    return layer.head_size, model.config["num_attention_heads"] // layer.kv_heads
+    return layer.head_size, model.query_heads(layer) // layer.kv_heads
 
 
 def _calibration(name: str, model: Model, folder: Path | None) -> Finding:

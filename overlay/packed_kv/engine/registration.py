@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
+from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, Format
-from ..model_shape import said_of_cache
 from ..refusals import Facts, refuse
 from ..settings.facts import engine_facts
 from ..settings.options import read_options

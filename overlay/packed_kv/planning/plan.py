@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..attention.routes import longest_fused
+from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.cuda import COLUMNS, HEAD_DIMS
-from ..model_shape import DENSE, FP8, BadInput, Model, part, said_of_cache, whole
+from ..model_shape import DENSE, FP8, BadInput, Model, part, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
@@ -191,8 +192,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 def decodes(model: Model, card: Card) -> str:
     """Which kernel serves a packed dtype's decodes, and how many new tokens of a request it takes: in CUDA graphs, the
     layer that takes the fewest decides."""
-    heads = model.config["num_attention_heads"] // model.ranks
-    group = max(max(1, heads // layer.kv_heads) for layer in model.attention)
+    group = max(max(1, model.query_heads(layer) // model.ranks // layer.kv_heads) for layer in model.attention)
     by_cuda = card.is_hopper and group <= COLUMNS and all(
         layer.kind == "full" and layer.head_size in HEAD_DIMS and layer.value_size in (0, layer.head_size)
         for layer in model.attention

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..json_file import printable, read_json
 from ..model_shape import (
     BadInput,
     Config,
+    Layer,
     Model,
     delta_net_channels,
+    layer_config,
     layer_letters,
+    layer_runs,
     listed,
     mamba_channels,
     part,
@@ -34,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 class Weights:
     """Bytes of the whole model, of what every token reads of it and of all experts, of which a token reads a share.
 
-    `source`: where they are from, in words.
+    `source`: where they are from, in words. `again`: of `dense`, bytes that layers read which run more than once.
     """
 
     total: float
@@ -42,27 +44,31 @@ class Weights:
     experts: float
     experts_share: float
     source: str
+    again: float = 0
 
     def read(self, tokens: float) -> float:
         """Bytes that a step of `tokens` tokens reads, if experts are chosen at random."""
-        return self.dense + self.experts * (1 - (1 - self.experts_share) ** tokens)
+        return self.dense + self.again + self.experts * (1 - (1 - self.experts_share) ** tokens)
 
 
 def weights(model: Model, form: str | float | None, folder: Path | None) -> Weights:
     """Of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
-    linear, experts, vocabulary = parameters(model)
+    linear, again, experts, vocabulary = parameters(model)
     share = min(1.0, _experts_per_token(model.config) / max(1, _experts(model.config)))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
     tables = 1 if model.config.get("tie_word_embeddings", True) else 2
     dense = linear * bits / 8 + vocabulary * model.dtype_bytes  # of an input embedding a step reads a few rows
     routed = experts * bits / 8
     total = dense + routed + (tables - 1) * vocabulary * model.dtype_bytes
+    again *= bits / 8
     known = form if isinstance(form, (int, float)) else _known(folder) if form is None else None
     if known:
         source = "as given" if form else f"by {INDEX}"
-        return Weights(known, known * dense / total, known * routed / total, share, source)
+        scale = known / total
+        return Weights(known, scale * dense, scale * routed, share, source, scale * again)
     count = linear + experts + tables * vocabulary
-    return Weights(total, dense, routed, share, f"{count / 1e9:.2f}e9 parameters by the config, {source}")
+    said = f"{count / 1e9:.2f}e9 parameters by the config, {source}"
+    return Weights(total, dense, routed, share, said, again)
 
 
 def _known(folder: Path | None) -> float | None:
@@ -125,22 +131,24 @@ def _algorithm(quantization: Config) -> str:
     return word(part(quantization, "quantization") or quantization, "quant_algo")
 
 
-def parameters(model: Model) -> tuple[float, float, float]:
-    """Numbers in linear layers that every token reads, in experts, and in an embedding or output layer."""
-    config, hidden = model.config, model.config["hidden_size"]
-    linear = experts = 0.0
+def parameters(model: Model) -> tuple[float, float, float, float]:
+    """Numbers in linear layers that every token reads, of these in layers that run again, each time counted, in
+    experts, and in an embedding or output layer."""
+    config, hidden, runs = model.config, model.config["hidden_size"], layer_runs(model.config)
+    linear = again = experts = 0.0
     for layer in model.layers:
-        linear += _attention(config, layer, model.ranks) if layer.kind != "state" else _state(config, hidden)
-    for number in range(config["num_hidden_layers"]):
-        dense, routed = _mlp(config, number, hidden)
-        linear, experts = linear + dense, experts + routed
+        number = 0 if layer.is_repeat else _state(config, hidden) if layer.kind == "state" else _attention(model, layer)
+        linear, again = linear + number, again + number * (runs[layer.number % len(runs)] - 1)
+    for index, times in enumerate(runs):
+        dense, routed = _mlp(layer_config(config, index), index, hidden)
+        linear, again, experts = linear + dense, again + dense * (times - 1), experts + routed
     vocabulary = whole(config, "vocab_size", "padded_vocab_size")
-    return linear, experts, vocabulary * hidden
+    return linear, again, experts, vocabulary * hidden
 
 
-def _attention(config: Config, layer: Any, ranks: int) -> float:
-    shared = 0 if layer.is_shared else layer.kv_heads * ranks * layer.channels
-    return config["hidden_size"] * (config["num_attention_heads"] * layer.channels + shared)
+def _attention(model: Model, layer: Layer) -> float:
+    shared = 0 if layer.is_shared else layer.kv_heads * model.ranks * layer.channels
+    return model.config["hidden_size"] * (model.query_heads(layer) * layer.channels + shared)
 
 
 def _state(config: Config, hidden: int) -> float:
@@ -175,7 +183,9 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
         is_sparse = count > 1 and bool(listed(config, "moe_layer_freq", of=int, least=layers)[number])
     if not is_sparse:
         return matrices * (whole(config, "intermediate_size_mlp") or inner), 0
-    expert = whole(config, "moe_intermediate_size", "expert_hidden_dim") or inner
+    expert = whole(config, "moe_intermediate_size", "expert_hidden_dim", "expert_ffn_hidden_size") or inner
+    if word(config, "model_type").startswith("longcat_flash"):  # two dense ones beside the experts
+        return 2 * matrices * inner + hidden * count, count * matrices * expert
     shared = whole(config, "shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
     if not shared:
         shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * expert
@@ -189,4 +199,4 @@ def _experts(config: Config) -> int:
 
 
 def _experts_per_token(config: Config) -> int:
-    return whole(config, "num_experts_per_tok", "moe_top_k", "moe_k", "top_k_experts") or 1
+    return whole(config, "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts") or 1

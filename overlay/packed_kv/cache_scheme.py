@@ -1,0 +1,34 @@
+"""Which KV-cache dtype a checkpoint asks for, by the `quantization_config` of its config.json. Imports no torch."""
+
+from __future__ import annotations
+
+from .model_shape import FP8, Config, part, word
+
+
+def asked_cache(quantization: Config) -> str:
+    """The KV-cache dtype that vLLM's `auto` takes from a config's `quantization_config`; "": the model's own dtype.
+
+    Raises BadInput.
+    """
+    method = word(quantization, "quant_method")
+    if method == "compressed-tensors":
+        return FP8 if part(quantization, "kv_cache_scheme") else ""
+    if not method.startswith("modelopt"):
+        return ""
+    places = part(quantization, "quantization"), quantization
+    asked = [place.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
+    scheme = next(filter(None, asked), None)
+    if isinstance(scheme, dict):
+        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
+        return "nvfp4" if bits == 4 else FP8 if bits == 8 and scheme.get("dynamic") is False else ""
+    algorithm = str(scheme).lower()
+    return algorithm if algorithm in (FP8, "nvfp4") else ""
+
+
+def said_of_cache(quantization: Config) -> str:
+    """One line for a checkpoint that asks for a KV-cache dtype of its own; "": it does not. Raises BadInput."""
+    asked = asked_cache(quantization)
+    return asked and (
+        f"the checkpoint asks for an {asked} KV cache, which --kv-cache-dtype auto would be (bfloat16 would be dense); "
+        "packed dtypes set its scales aside"
+    )
