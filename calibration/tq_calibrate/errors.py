@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from packed_kv.calibration_file import heads_in_words
+
 
 class UserError(Exception):
     """Bad input; the message is one line that names the value and the remedy. `main` prints it and exits with 2."""
@@ -11,6 +13,17 @@ class UserError(Exception):
 
 class UnsupportedError(UserError):
     """A model that transformers does not know or cannot load, though another engine may."""
+
+
+def differ(
+    layer: int, heads: int, size: int, value: int, other: int, heads_of: int, size_of: int, value_of: int
+) -> str:
+    """What is said of two layers whose heads have other sizes: KV heads, channels of K and of V of each."""
+    first, second = heads_in_words([heads], size, value), heads_in_words([heads_of], size_of, value_of)
+    return (
+        f"layers differ in shape (layer {layer}: {first}, layer {other}: {second}); a calibration file holds one size; "
+        "use tq4, which needs no file"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedError, UserError, first_line
+from .errors import UnsupportedError, UserError, differ, first_line
 from .latents import rank_of
 
 if TYPE_CHECKING:
@@ -82,19 +82,39 @@ def model_folder(model: str) -> Path:
         ) from error
 
 
-def shape_of(config: PretrainedConfig) -> Shape:
-    """The shape of a model's KV cache, from its configuration."""
+def text_of_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the language model, where layers differ that of the first. Raises UserError where their
+    heads have several sizes, of which a file holds one."""
     text = config.get_text_config()
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    layers = list(text.per_layer_config)
+    sizes = {layer: _sizes(found) for layer, found in enumerate(layers)}
+    for layer, (heads, *size) in sizes.items():
+        if size != list(sizes[0][1:]):
+            raise UserError(differ(0, *sizes[0], layer, heads, *size))
+    return layers[0]
+
+
+def _sizes(text: PretrainedConfig) -> tuple[int, int, int]:
+    """KV heads, and channels of K and of V."""
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return getattr(text, "num_key_value_heads", None) or heads, size, getattr(text, "v_head_dim", None) or size
+
+
+def shape_of(config: PretrainedConfig) -> Shape:
+    """The shape of a model's KV cache, from its configuration. Raises UserError for heads of several sizes."""
+    text = text_of_layer(config)
     if rank := rank_of(text):  # a latent is K and V of one head
         return Shape(text.num_hidden_layers, 1, rank, rank, every_layer=True)
-    heads = text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads, head_size, value_head_size = _sizes(text)
     kinds = getattr(text, "layer_types", None) or []
     return Shape(
         layers=text.num_hidden_layers,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         head_size=head_size,
-        value_head_size=getattr(text, "v_head_dim", None) or head_size,
+        value_head_size=value_head_size,
         every_layer=all("attention" in kind and "linear" not in kind for kind in kinds)
         and not getattr(text, "num_kv_shared_layers", 0),
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from packed_kv.calibration_file import RECIPES, heads_in_words
+from packed_kv.calibration_file import RECIPES
 from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP
 
-from .errors import UserError
+from .errors import UserError, differ
 from .ropes import ModelRope
 
 
@@ -90,11 +90,7 @@ def check_head_sizes(layers: dict[int, LayerStatistics]) -> None:
         )
     for layer, (more_heads, *sizes) in shapes.items():
         if sizes != [size, value_size]:
-            raise UserError(
-                f"layers differ in shape (layer {first_layer}: {heads_in_words([heads], size, value_size)}, "
-                f"layer {layer}: {heads_in_words([more_heads], *sizes)}); a calibration file holds one size; "
-                "use tq4, which needs no file"
-            )
+            raise UserError(differ(first_layer, heads, size, value_size, layer, more_heads, *sizes))
 
 
 def check_finite(statistics: Statistics) -> None:

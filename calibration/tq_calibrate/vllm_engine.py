@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from .errors import UserError, first_line
-from .model import LOAD_ERRORS
+from .model import LOAD_ERRORS, text_of_layer
 from .ranks import join_ranks
 from .statistics import Statistics, check_head_size
 
@@ -47,6 +47,7 @@ class VllmModel:
         if self.options["dtype"] == "auto" and current_platform.is_cpu() and not self.config.quantization:
             self.options["dtype"] = "float32"  # as transformers has it there; kernels of packed weights do not
             self.config = self._config()
+        text_of_layer(self.text_config)
         is_latent = self.config.use_mla
         check_head_size(self.text_config.kv_lora_rank if is_latent else self.config.get_head_size())
         self.kv_heads = 1 if is_latent else self.config.get_total_num_kv_heads()

@@ -66,8 +66,9 @@ def estimate(config: Any, folder: Path, context: int = SEQUENCE_LENGTH) -> Stati
     own_caches = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
     prefixes = _layers(weights.files, own_caches, folder)
     positions = context_length(config, context)
+    differ = getattr(text, "is_heterogeneous", False)
     layers = {
-        layer: _Layer(weights, layer, prefix, text, positions).statistics()
+        layer: _Layer(weights, layer, prefix, text.per_layer_config[layer] if differ else text, positions).statistics()
         for layer, prefix in sorted(prefixes.items())
     }
     check_head_sizes(layers)

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS, HEAD_DIM_STEP, Format, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, Format, fits_value_dim
 from .json_file import printable, read_json, shown
+from .model_shape import EXPANDED_LATENTS, Model, word
 from .rope import Parameters, Rope, normalised, rope_in_words
 
 FILE_NAME = "turboquant_kv.json"
@@ -256,6 +257,27 @@ def _calibration(path: str, content: Any) -> Calibration:
             raise _FaultError(f"layer {layer} lists {heads} heads, {other}")
     parameters = tuple(parameters for _, parameters in ropes)
     return Calibration(path, recipe, head_size, value_size, layers, version, parameters)
+
+
+def why_no_file(model: Model) -> str:
+    """Why tq-calibrate makes no file for a model, in words; "": it makes one."""
+    layers = [layer for layer in model.attention if not layer.is_shared]
+    sizes = {(layer.head_size, layer.value_size or layer.head_size): layer for layer in reversed(layers)}
+    if len(sizes) > 1:
+        found = ", ".join(
+            f"layer {layer.number}: {heads_in_words([layer.kv_heads * model.ranks], *size)}"
+            for size, layer in reversed(sizes.items())
+        )
+        return f"layers differ in shape ({found}); a calibration file holds one size"
+    ((size, value_size),) = sizes
+    if any(channels % GROUP_SIZE or channels <= GROUP_SIZE for channels in (size, value_size)):
+        return (
+            f"heads of {min(size, value_size)} channels, and channels are chosen for two or more groups of {GROUP_SIZE}"
+        )
+    if value_size > size or value_size <= FORMATS[RECIPES[0]].outlier_channels(size):
+        return f"heads of {size} channels of K and {value_size} of V"
+    kind = word(model.config, "model_type")
+    return f"keys of {kind} in another order of channels" if kind in ("llama4_text", *EXPANDED_LATENTS) else ""
 
 
 def heads_in_words(numbers: Iterable[int], head_size: int, value_head_size: int) -> str:

@@ -335,3 +335,29 @@ def imports(source: Path, name: str, at_top: bool = False) -> bool:
     """Whether a file imports a package or module; `at_top`: outside of functions and of `if TYPE_CHECKING`."""
     indent = "" if at_top else r"\s*"
     return bool(re.search(rf"^{indent}(from|import) {name}\b", source.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("arguments", [(), ("--engine", "transformers"), ("--engine", "vllm"), ("--weights-only",)])
+def test_heads_of_several_sizes_are_refused_before_anything_runs(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every way to make a file says the same."""
+    tiny_models.save(tiny_models.gemma4(num_kv_shared_layers=0), tmp_path)
+    monkeypatch.setattr("tq_calibrate.run._observe", None)
+    monkeypatch.setattr("tq_calibrate.run.estimate", None)
+    capsys.readouterr()
+    assert main(["model", str(tmp_path), *arguments]) == 2
+    heads = "2 KV heads of 64 channels, layer 1: 2 KV heads of 128 channels"
+    said = f"layers differ in shape (layer 0: {heads}); a calibration file holds one size; use tq4, which needs no file"
+    assert errors(capsys) == f"tq-calibrate: {said}"
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_layers_that_differ_in_number_of_heads_have_a_file(engine: str, tmp_path: Path) -> None:
+    special = {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "vocab_size": 4096}
+    tiny_models.save(tiny_models.gemma4(num_kv_shared_layers=0, **special), tmp_path)
+    for file in DEMO_MODEL.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    out = tmp_path / "file.json"
+    assert main(["model", str(tmp_path), *TOKENS, "--engine", engine, "--out", str(out)]) == 0
+    assert [layer.kv_heads for layer in load(out).layers.values()] == [2, 1] * 3

@@ -152,6 +152,25 @@ def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: p
     assert any("made for another model: KV heads 4, this model has 2" in line for line in lines(str(model)))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        (
+            "Gemma4ForCausalLM",
+            "layers differ in shape (layer 0: 2 KV heads of 128 channels, layer 1: 2 KV heads of 256",
+        ),
+        ("Llama4ForCausalLM", "keys of llama4_text in another order of channels"),
+        ("PhiForCausalLM", "heads of 80 channels, and channels are chosen for two or more groups of 32"),
+    ],
+)
+def test_no_calibration_is_advised_where_none_can_be_made(architecture: str, said: str, probed, tmp_path: Path) -> None:
+    """tq-calibrate refuses such models (tests/calibration)."""
+    probed(H200)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[architecture]))
+    last = lines(str(tmp_path))[-1]
+    assert last.startswith(f"OK    no calibration, and none can be made: {said}") and "packed-kv calibrate" not in last
+
+
 def test_an_unknown_model_is_a_line(probed) -> None:
     probed(H200)
     said = "/no/model is neither a folder nor a file; give the folder of a model"

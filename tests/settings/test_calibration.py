@@ -19,6 +19,7 @@ from packed_kv.rope import Rope, rope_parameters
 from packed_kv.settings import calibration
 from packed_kv.settings.options import OptionError
 from tiny_models import true_logits
+from transformers import PretrainedConfig
 from vllm import SamplingParams
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
@@ -210,10 +211,17 @@ def test_a_file_without_orders(model: Path, log: list[str]) -> None:
     assert "info: KV cache calibration: nothing for isoquant3" in log[-1]
 
 
-def test_heads_that_cannot_be_calibrated_get_no_advice(log: list[str]) -> None:
-    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_head_size=lambda: 32, model="a model")
-    calibration._say_that_there_is_none(Path("file"), FORMATS["tq4"], model)
+@pytest.mark.parametrize("config", [tiny_models.llama(head_dim=32), tiny_models.gemma4()], ids=["32", "two sizes"])
+def test_heads_that_cannot_be_calibrated_get_no_advice(config: PretrainedConfig, log: list[str]) -> None:
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_head_size=lambda: 128, model="a model")
+    model.hf_config = config
+    for name in "tq4", "isoquant3":
+        calibration._say_that_there_is_none(Path("file"), FORMATS[name], model)
     assert not log
+    calibration._say_that_there_is_none(Path("file"), FORMATS["turboquant25"], model)
+    (line,) = log
+    assert line.startswith("warning: ") and "; none can be made (" in line and line.endswith("), and tq4 needs none")
+    assert "tq-calibrate" not in line
 
 
 def test_vllms_own_dtype_reads_no_file(model: Path, log: list[str]) -> None:

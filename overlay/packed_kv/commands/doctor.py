@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache_scheme import said_of_cache
-from ..calibration_file import FILE_NAME, CalibrationError
+from ..calibration_file import FILE_NAME, CalibrationError, why_no_file
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..json_file import printable
@@ -250,6 +250,8 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
     if not file.is_file():
         kept = sorted(_cache_root().glob(f"packed_kv/{Path(name).name}-*.json"))
         if not kept:
+            if reason := why_no_file(model):
+                return Finding(True, f"no calibration, and none can be made: {reason}; tq4 needs none")
             return Finding(True, f"no calibration (optional); to lower the error: packed-kv calibrate model {name}")
         return Finding(True, f'calibration of "auto" kept in {kept[-1]} (used with "calibration": "auto")')
     layer = model.attention[0]

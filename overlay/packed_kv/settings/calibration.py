@@ -20,8 +20,10 @@ from ..calibration_file import (
     heads_of_rank,
     layer_number,
     load,
+    why_no_file,
 )
-from ..formats import GROUP_SIZE, Format
+from ..formats import Format
+from ..model_shape import BadInput, parse
 from ..rope import VARYING, rope_parameters
 from .options import read_options
 
@@ -158,28 +160,38 @@ def heads_of(model: ModelConfig) -> tuple[int, int]:
 
 
 def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None:
-    _, head_size = heads_of(model)
-    if head_size <= GROUP_SIZE or head_size % GROUP_SIZE:  # tq-calibrate could not make one
-        return
+    reason = _why_no_file(model)
     if fmt.outlier_bits:
         logger.warning_once(
             "KV cache calibration: no %s, so %s stores keys as they are and the first %d channels of each head with "
-            "more bits, whichever are large; to choose them run: tq-calibrate model %s",
+            "more bits, whichever are large; %s",
             path,
             fmt.name,
-            fmt.outlier_channels(head_size),
-            model.model,
+            fmt.outlier_channels(heads_of(model)[1]),
+            f"none can be made ({reason}), and tq4 needs none" if reason else f"to choose them run: {_command(model)}",
             scope="local",
         )
-        return
-    logger.info_once(
-        "KV cache calibration: no %s, so %s stores keys as they are%s; tq-calibrate model %s would improve it",
-        path,
-        fmt.name,
-        ", in the model's order of channels" if fmt.rotation in MIXES_NEIGHBOURS else "",
-        model.model,
-        scope="local",
-    )
+    elif not reason:
+        logger.info_once(
+            "KV cache calibration: no %s, so %s stores keys as they are%s; %s would improve it",
+            path,
+            fmt.name,
+            ", in the model's order of channels" if fmt.rotation in MIXES_NEIGHBOURS else "",
+            _command(model),
+            scope="local",
+        )
+
+
+def _command(model: ModelConfig) -> str:
+    return f"tq-calibrate model {model.model}"
+
+
+def _why_no_file(model: ModelConfig) -> str:
+    """Why tq-calibrate makes no file for the model, in words; "": it makes one, or its config is not known here."""
+    try:
+        return why_no_file(parse(model.hf_config.to_dict(), model.model))
+    except BadInput:
+        return ""
 
 
 def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, Any]]:
