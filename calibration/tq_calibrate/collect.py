@@ -43,9 +43,12 @@ class Collector:
     def run(
         self, model: PreTrainedModel, batches: Iterable[list[list[int]]], progress: Callable[[int], object]
     ) -> None:
-        """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError."""
+        """Run batches of whole sequences of equal length; `progress` is told the tokens of each. Raises UserError.
+
+        Of one model, any number of times.
+        """
         if rank_of(model.config.get_text_config()):
-            self.latents, self.sums.has_latents = Latents(model), True
+            self.latents, self.sums.has_latents = self.latents or Latents(model), True
         else:
             self.sums.ropes = ropes_of(model.config.get_text_config())
         try:

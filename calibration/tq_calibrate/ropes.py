@@ -111,6 +111,18 @@ def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
     return (turned_squares(varying, found) + within).clamp_min(0)
 
 
+def squares_of_other_mean(difference: torch.Tensor, found: ModelRope) -> torch.Tensor:
+    """What mean squares of stored keys grow by if a mean before RoPE is taken off that differs from their own:
+    float64 [heads, head_dim] -> [heads, head_dim]. It is taken off as its block's average, so fast pairs hardly
+    count."""
+    cos, sin = block_table(found.rope, difference.shape[-1], 1)[0].to(difference)
+    averaged = difference * (cos.square() + sin.square()).sqrt()
+    first, second, _ = _pairs(averaged, found.rope)
+    unused = difference.shape[-1] // 2 - first.shape[-1]
+    products = torch.nn.functional.pad(first * second, (0, unused))
+    return turned_squares(torch.cat((averaged, averaged.square(), products), -1), found)
+
+
 def turned_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
     """Mean squares of channels behind RoPE, over all positions of the model: as for `stored_squares`, of what is
     stored whole."""

@@ -14,11 +14,13 @@ from tqdm import tqdm
 
 from .choose import choose
 from .errors import UnsupportedError, UserError
+from .judge import check, judge
 from .latents import rank_of
 from .model import SEQUENCE_LENGTH, load_config, model_folder, shape_of
 from .ropes import why_none
 from .statistics import Statistics, check_head_size
-from .text import read_text, sha256, token_sequences
+from .sums import Sums
+from .text import held_out_sequences, read_text, sha256, token_sequences
 from .transformers_engine import TransformersModel
 from .weights import estimate
 from .write import check_writable, file_content, write_file
@@ -37,11 +39,14 @@ def calibrate(options: argparse.Namespace) -> None:
         check_head_size(shape_of(config).head_size)
         out = _out(options)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-        statistics = estimate(config, model_folder(options.model), _context(options, longest))
+        statistics, held = estimate(config, model_folder(options.model), _context(options, longest)), None
     else:
-        out, statistics = _observe_by_an_engine(options)
+        out, statistics, held = _observe_by_an_engine(options)
     choosing = tqdm(statistics.layers.items(), unit=" layers", desc="choosing")
     choices = {layer: choose(found, options.recipe) for layer, found in choosing}
+    named = " ".join(("--text", *options.text)) if options.text else ""
+    if held and (warning := check(judge(held, statistics.layers, choices), named)):
+        print(f"tq-calibrate: {warning}", file=sys.stderr)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     write_file(out, file_content(statistics, choices, options.recipe, name))
     seen = f"{statistics.tokens:,} tokens" if statistics.tokens else "weights alone, so without means of keys"
@@ -49,8 +54,9 @@ def calibrate(options: argparse.Namespace) -> None:
     print(f"{out}: {len(choices)} layers, {heads}, from {seen}, {time.perf_counter() - start:.0f} s")
 
 
-def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics]:
-    """The output path, and statistics from the chosen engine, or from vLLM if transformers cannot load the model."""
+def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics, Sums]:
+    """The output path, and statistics and sums over held-out text from the chosen engine, or from vLLM if transformers
+    cannot load the model."""
     if options.engine != "vllm":
         try:
             return _observe(
@@ -65,12 +71,14 @@ def _observe_by_an_engine(options: argparse.Namespace) -> tuple[Path, Statistics
     return _observe(options, VllmModel(options.model, options.dtype, options.engine_options))
 
 
-def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) -> tuple[Path, Statistics]:
-    """The output path, and the model's statistics over the text."""
+def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) -> tuple[Path, Statistics, Sums]:
+    """The output path, the model's statistics over the text, and its sums over held-out text."""
     out = _out(options)
     context = _context(options, model.longest)
     text = read_text(options.text)
-    sequences = token_sequences(text, model.tokenizer(), options.tokens, context, options.seed)
+    tokenizer = model.tokenizer()
+    sequences = token_sequences(text, tokenizer, options.tokens, context, options.seed)
+    held = held_out_sequences(options.text, tokenizer, options.tokens, context, options.seed)
     if not rank_of(model.text_config) and (reason := why_none(model.text_config)):
         print(
             f"{options.model}: {reason}, so keys get one mean for all positions, right for contexts of {context:,} "
@@ -78,8 +86,8 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
             file=sys.stderr,
         )
     print(f"loading {options.model} ...", file=sys.stderr)
-    with tqdm(total=options.tokens, unit=" tokens", unit_scale=True, desc="calibrating") as bar:
-        statistics = model.run(sequences, bar.update)
+    with tqdm(total=options.tokens + sum(map(len, held)), unit=" tokens", unit_scale=True, desc="calibrating") as bar:
+        statistics, sums = model.run(sequences, held, bar.update)
     statistics.source |= {
         "method": "packed_kv_activations_v3",
         "objective": "score_and_output_error",
@@ -87,7 +95,7 @@ def _observe(options: argparse.Namespace, model: TransformersModel | VllmModel) 
         "max_seq_len": context,
         "prompts_sha256": sha256(sequences),
     }
-    return out, statistics
+    return out, statistics, sums
 
 
 def _out(options: argparse.Namespace) -> Path:

@@ -12,7 +12,15 @@ import torch
 
 from .attended import STRIDE, Scores, attention_from_afar
 from .latents import of_latents
-from .ropes import ModelRope, before_rope, rope_of_layer, stored_squares, sums_before_rope, turned_squares
+from .ropes import (
+    ModelRope,
+    before_rope,
+    rope_of_layer,
+    squares_of_other_mean,
+    stored_squares,
+    sums_before_rope,
+    turned_squares,
+)
 from .statistics import LayerStatistics, Statistics, check_finite, check_head_sizes
 
 EVEN = 0.5
@@ -56,6 +64,12 @@ class Sums:
             head_sizes = key.shape[2], value.shape[2]
             self.layers[layer] = LayerSums(key.shape[1], head_sizes, output_columns(), self.ropes)
         self.layers[layer].add(query, key, value, positions, scores)
+
+    def begin_anew(self) -> Sums:
+        """Return the sums so far, and begin new ones here."""
+        before = Sums(self.ropes)
+        before.layers, before.has_latents, self.layers = self.layers, self.has_latents, {}
+        return before
 
     def statistics(self, even: float = EVEN) -> Statistics:
         """The means so far, of at least one layer. Raises UserError if a file cannot hold them.
@@ -151,6 +165,19 @@ class LayerSums:
             key_first_mean=self.first_key / self.first_tokens if self.first_tokens else None,
             rope=rope,
         )
+
+    def squares_about(self, mean: torch.Tensor | None, rope: ModelRope | None, even: float = EVEN) -> torch.Tensor:
+        """Mean squares of K less a mean that another text has, float64 [KV heads, head_size], weighed as in
+        `statistics`. `rope`: what turns `mean`; `mean` None: of K as it is."""
+        later = max(1, self.tokens - self.first_tokens)
+        if mean is None or rope is None:
+            squares = self._weighed(self.key_squares / later, self.attended_squares, even)
+            own = self._weighed(self.key / later, self.attended_key, even)
+            return squares if mean is None else squares - 2 * mean * own + mean.square()
+        at = self.ropes.index(rope)
+        means = self._weighed(self.key_before_rope[:, at] / later, self.attended_before_rope[:, at], even)
+        own = means[:, : self.key.shape[1]]
+        return stored_squares(means, rope) + squares_of_other_mean(own - mean, rope)
 
     def _weighed(self, alike: torch.Tensor, attended: torch.Tensor, even: float) -> torch.Tensor:
         """Mix the plain mean `alike` with the attention-weighted one (sum `attended`) where there is attention."""

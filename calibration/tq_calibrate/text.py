@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ PIECE = 16384
 """Characters taken from one position of the text."""
 LEAST_TOKENS = 256
 """With fewer tokens, the statistics of channels are too noisy to choose by."""
+LEAST_HELD_OUT, MOST_HELD_OUT, SHARE_HELD_OUT = 128, 1024, 8
+"""Tokens on which a file is compared with none, as many as an eighth of `--tokens`."""
 LEAST_CONTEXT = 32
 """Tokens of a sequence. In shorter ones the special tokens before the text would weigh too much."""
 
@@ -41,10 +44,24 @@ def read_text(files: Sequence[str]) -> str:
     return text
 
 
+def held_out_sequences(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, length: int, seed: int
+) -> list[list[int]]:
+    """Sequences of up to `length` tokens of the help topics, which are not among the `tokens` tokens of `files`."""
+    number = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, tokens // SHARE_HELD_OUT))
+    arguments = (read_text([]), tokenizer, number, min(length, number), seed)
+    if not files:
+        with contextlib.suppress(UserError):  # nearly all topics are taken, and so a varied text
+            return token_sequences(*arguments, behind=tokens)
+    return token_sequences(*arguments)
+
+
 def token_sequences(
-    text: str, tokenizer: PreTrainedTokenizerBase, tokens: int, length: int, seed: int
+    text: str, tokenizer: PreTrainedTokenizerBase, tokens: int, length: int, seed: int, behind: int = 0
 ) -> list[list[int]]:
     """`tokens` tokens of the text, in sequences of `length` (the last may be shorter), from random positions.
+
+    behind: tokens of the text that are left out before.
 
     Each begins with the tokens that the tokenizer puts before a text. Raises UserError if there are fewer.
     """
@@ -55,14 +72,14 @@ def token_sequences(
     needed = sum(lengths) - len(lengths) * len(before)
     for start in starts:
         ids += tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)
-        if len(ids) >= needed:
+        if len(ids) >= behind + needed:
             break
     else:
         raise UserError(
             f"the text has {len(ids):,} tokens, fewer than --tokens {tokens:,}; give more --text or a lower --tokens "
             f"(at least {LEAST_TOKENS})"
         )
-    sequences, at = [], 0
+    sequences, at = [], behind
     for size in lengths:
         sequences.append(before + ids[at : at + size - len(before)])
         at += size - len(before)

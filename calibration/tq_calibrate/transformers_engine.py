@@ -13,6 +13,7 @@ from .collect import ATTENTION, Collector
 from .errors import UserError
 from .model import load_config, load_model, shape_of
 from .statistics import Statistics, check_head_size
+from .sums import Sums
 from .text import load_tokenizer
 
 if TYPE_CHECKING:
@@ -45,23 +46,30 @@ class TransformersModel:
         """The tokenizer of the model. Raises UserError."""
         return load_tokenizer(self.name)
 
-    def run(self, sequences: list[list[int]], progress: Callable[[int], object]) -> Statistics:
-        """Statistics over whole sequences; `progress` is told the tokens of each batch. Raises UserError."""
+    def run(
+        self, sequences: list[list[int]], held: list[list[int]], progress: Callable[[int], object]
+    ) -> tuple[Statistics, Sums]:
+        """Statistics over whole sequences, and sums over those held out; `progress` is told the tokens of each batch.
+
+        Raises UserError.
+        """
         collector = Collector()
         model = load_model(self.name, ATTENTION, self.dtype, self.device)
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        largest = max(map(max, sequences))
+        largest = max(map(max, (*sequences, *held)))
         if largest >= vocabulary:
             raise UserError(f"{self.name}: its tokenizer gives token {largest}, its vocabulary has {vocabulary}")
         collector.run(model, batches(sequences, self.batch_size), progress)
         statistics = collector.statistics()
+        collector.sums.begin_anew()
+        collector.run(model, batches(held, self.batch_size), progress)
         statistics.source = {
             "engine": f"transformers {transformers.__version__}",
             "batch_size": self.batch_size,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": self.device.type,
         }
-        return statistics
+        return statistics, collector.sums
 
 
 def batches(sequences: list[list[int]], size: int) -> Iterator[list[list[int]]]:

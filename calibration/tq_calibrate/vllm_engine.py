@@ -23,6 +23,7 @@ from .errors import UserError, first_line
 from .model import LOAD_ERRORS, text_of_layer
 from .ranks import join_ranks
 from .statistics import Statistics, check_head_size
+from .sums import Sums
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -77,17 +78,20 @@ class VllmModel:
         except RUN_ERRORS as error:
             raise UserError(f"{self.name} has no tokenizer that can be loaded ({first_line(error)})") from error
 
-    def run(self, sequences: list[list[int]], progress: Callable[[int], object]) -> Statistics:
-        """Statistics over whole sequences, run one at a time. `progress` is called with the tokens of each.
+    def run(
+        self, sequences: list[list[int]], held: list[list[int]], progress: Callable[[int], object]
+    ) -> tuple[Statistics, Sums]:
+        """Statistics over whole sequences, and sums over those held out, run one at a time. `progress` is called with
+        the tokens of each.
 
         Raises UserError.
         """
-        largest = max(map(max, sequences))
+        largest = max(map(max, (*sequences, *held)))
         if largest >= self.config.get_vocab_size():
             raise UserError(
                 f"{self.name}: its tokenizer gives token {largest}, its vocabulary has {self.config.get_vocab_size()}"
             )
-        longest = max(map(len, sequences)) + 1
+        longest = max(map(len, (*sequences, *held))) + 1
         engine: dict[str, Any] = {
             "max_model_len": longest,
             "max_num_batched_tokens": longest,  # a sequence is one forward pass, never a chunk, ...
@@ -107,12 +111,15 @@ class VllmModel:
         try:
             with _engine(self.name, {**engine, **self.options}) as llm:
                 llm.collective_rpc("tq_calibrate_start")
-                for sequence in sequences:
-                    llm.generate({"prompt_token_ids": sequence}, sampling, use_tqdm=False)
-                    progress(len(sequence))
-                sums = join_ranks(llm.collective_rpc("tq_calibrate_sums"), self.kv_heads)
+                found = []
+                for part in sequences, held:
+                    for sequence in part:
+                        llm.generate({"prompt_token_ids": sequence}, sampling, use_tqdm=False)
+                        progress(len(sequence))
+                    found.append(join_ranks(llm.collective_rpc("tq_calibrate_sums"), self.kv_heads))
         except RUN_ERRORS as error:
             raise self._refusal(error) from error
+        sums, held_sums = found
         if not sums.layers:
             raise UserError(f"{self.name} has no layers with K and V that vLLM would keep, so nothing to calibrate")
         check_passes(self.name, sums, sequences)
@@ -123,7 +130,7 @@ class VllmModel:
             "dtype": str(self.config.dtype).removeprefix("torch."),
             "device": current_platform.device_type,
         }
-        return statistics
+        return statistics, held_sums
 
     def _cache_bytes(self, tokens: int) -> int:
         """KV-cache bytes for two sequences, as blocks are rounded up, and room for the states of hybrid models.

@@ -51,12 +51,13 @@ class CalibrationWorker:
             layer.forward = functools.partial(record, self.tq_calibrate, number, model, layer, layer.forward)
 
     def tq_calibrate_sums(self) -> tuple[int, Sums]:
-        """This worker's tensor-parallel rank, and the sums of its heads, on the CPU."""
-        for layer in self.tq_calibrate.layers.values():
+        """This worker's tensor-parallel rank, and the sums of its heads since the last call, on the CPU."""
+        sums = self.tq_calibrate.begin_anew()
+        for layer in sums.layers.values():
             for name, value in vars(layer).items():
                 if isinstance(value, torch.Tensor):
                     setattr(layer, name, value.cpu())
-        return get_tensor_model_parallel_rank(), self.tq_calibrate
+        return get_tensor_model_parallel_rank(), sums
 
 
 def _keeps_keys(layer: object) -> bool:

@@ -174,5 +174,5 @@ def test_vllm_is_told_its_cache_and_profiles_no_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: cpu)
     monkeypatch.setattr("tq_calibrate.vllm_engine._engine", engine)
     with pytest.raises(UserError, match="not started"):
-        model.run([[1, 2, 3]], lambda tokens: None)
+        model.run([[1, 2, 3]], [[1, 2]], lambda tokens: None)
     assert given["kv_cache_memory_bytes"] > (1 << 26 if cpu else 1 << 30)
