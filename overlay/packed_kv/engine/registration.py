@@ -179,6 +179,10 @@ class PackedDTypeHandler:
         find_window(vllm_config)
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
+        if vllm_config.lora_config is not None:
+            from ..sharing.adapters import name_adapters
+
+            name_adapters()
         if hasattr(passes := vllm_config.compilation_config.pass_config, "fuse_rope_kvcache_cat_mla"):
             passes.fuse_rope_kvcache_cat_mla = False  # it writes plain rows and asks no implementation
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-DESCRIPTIONS = {"config.json", "params.json", "quantize_config.json", "hf_quant_config.json"}
+DESCRIPTIONS = {"config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json"}
 """Files that decide, besides `WEIGHTS` and Python modules, what a model computes of its token ids."""
 SAMPLES = 2048
 """Places of a file of weights that are read, at most."""
@@ -48,6 +48,11 @@ def _weights(model: str, revision: str | None) -> str:
         return folder.name  # also before its weights are there, and where vLLM runs offline from the folder
     if not path.exists():
         return f"{model} {revision}"
+    return content_of(path)
+
+
+def content_of(path: Path) -> str:
+    """A digest of a file of weights, or of a folder's files that decide what a model or an adapter computes."""
     files = [path] if path.is_file() else sorted(filter(_counts, path.iterdir()))
     states = [(file, file.stat()) for file in files]
     return _digest(tuple((str(file), state.st_size, state.st_mtime_ns) for file, state in states))
@@ -57,7 +62,7 @@ def _counts(file: Path) -> bool:
     return (file.suffix in WEIGHTS | {".py"} or file.name in DESCRIPTIONS) and file.is_file()
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
     """Of names, sizes and content of files (path, bytes, time in ns), those of weights by samples."""
     digest = hashlib.sha256()
