@@ -97,8 +97,10 @@ def test_an_adapter_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest
     assert adapters.adapter_identity("someone/adapter") == "someone/adapter"
 
 
-def test_a_second_engine_wraps_once() -> None:
-    adapters.name_adapters()
-    first = kv_cache_utils._gen_lora_extra_hash_keys
-    adapters.name_adapters()
-    assert kv_cache_utils._gen_lora_extra_hash_keys is first and isinstance(first, adapters.AdapterKeys)
+def test_a_second_engine_begins_anew() -> None:
+    plain = kv_cache_utils._gen_lora_extra_hash_keys
+    for _ in range(2):
+        adapters.name_adapters()
+        found = kv_cache_utils._gen_lora_extra_hash_keys
+        assert isinstance(found, adapters.AdapterKeys) and found.keys is plain and not found.contents
+        found.contents[1, "path"] = "content"

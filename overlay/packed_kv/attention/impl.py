@@ -19,6 +19,7 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..refusals import Facts, refuse
 from ..settings.calibration import find_calibration
+from ..settings.longest import longest_sequence
 from ..settings.options import read_options
 from ..window.layer import SUFFIX, add_window_layer, recent_tokens_of_model
 from ..window.step import WindowStep
@@ -137,7 +138,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         name = self.kv_sharing_target_layer_name or layer_name
         sizes = self.num_kv_heads, self.head_size, self.head_size_v
         channels: dict[str, Any] = {} if self.calibration is None else self.calibration.channels(name, *sizes)
-        channels["positions"] = self.config.model_config.max_model_len
+        channels["positions"] = longest_sequence(self.config)
         fmt = FORMATS[self.kv_cache_dtype]
         codec = PagedCodec(fmt, self.head_size, device=self.device, value_dim=self.head_size_v, **channels)
         layer = (codec, self.num_heads, self.num_kv_heads, self.options, *self._routes(codec))

@@ -27,10 +27,9 @@ Keys = list[tuple[Any, ...]]
 
 
 def name_adapters() -> None:
-    """Have block hashes of this process, an engine core's, name the content of adapters; a second time is none."""
+    """Have block hashes of this process, an engine core's, name the content of adapters that its engine loads."""
     keys = kv_cache_utils._gen_lora_extra_hash_keys
-    if not isinstance(keys, AdapterKeys):
-        kv_cache_utils._gen_lora_extra_hash_keys = AdapterKeys(keys)
+    kv_cache_utils._gen_lora_extra_hash_keys = AdapterKeys(keys.keys if isinstance(keys, AdapterKeys) else keys)
 
 
 class AdapterKeys:
