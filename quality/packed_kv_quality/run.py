@@ -52,6 +52,7 @@ class Outcome(Generic[Row]):
 def run_text(options: argparse.Namespace) -> int:
     """Run `run`, `sweep` or `teacher-forced`. Returns the exit code."""
     settings, identity = check_settings(options)
+    say_how_many(options, baseline=not options.baseline)
     report = measure_text(options, settings, identity)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
     write(report, options.output)
@@ -87,6 +88,7 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
 def run_recall(options: argparse.Namespace) -> int:
     """Run `recall`, without text and baseline file. Returns the exit code."""
     settings, identity = check_settings(options)
+    say_how_many(options, baseline=True)
     baseline: list[Recall] = run_baseline(measure_recall, BASELINE, settings)
     found = measure_all(options, lambda dtype: apart(measure_recall, dtype, settings), describe_recall)
     rows = [*baseline, *(row for rows in found.rows for row in rows)]
@@ -97,6 +99,13 @@ def run_recall(options: argparse.Namespace) -> int:
     write_recall(report, options.output)
     finish(options)
     return 0 if passes({}, found.refused, found.failed) else 1
+
+
+def say_how_many(options: argparse.Namespace, *, baseline: bool) -> None:
+    """Say how many engines start; how long that takes here, each one says that has run."""
+    number = len(dict.fromkeys(options.dtypes)) + baseline
+    at_once = f", {options.parallel} at a time" if options.parallel > 1 else ", one after the other"
+    say(f"{number} engines will start{at_once}; how long that takes here, each says that has run")
 
 
 def run_baseline(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -116,6 +125,13 @@ def measure_all(
 ) -> Outcome[Row]:
     """Call `function` for every dtype, `--parallel` of them at a time."""
     outcome: Outcome[Row] = Outcome([], {}, {})
+    dtypes, begun, done = dict.fromkeys(options.dtypes), time.monotonic(), 0
+
+    def left() -> str:
+        nonlocal done
+        done += 1
+        seconds = (time.monotonic() - begun) / done * (len(dtypes) - done)
+        return f"; {len(dtypes) - done} left, about {seconds / 60:.1f} min" if done < len(dtypes) else ""
 
     def one(dtype: str) -> Row | None:
         say(f"{dtype} ...")
@@ -124,16 +140,15 @@ def measure_all(
             row = function(dtype)
         except Refused as error:
             outcome.refused[dtype] = str(error)
-            say(f"{dtype} is refused: {error}")
+            say(f"{dtype} is refused: {error}{left()}")
         except Exception as error:  # the other dtypes are still measured; the error is reported, and the exit code is 1
             outcome.failed[dtype] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            say(f"{dtype} FAILED: {outcome.failed[dtype]}")
+            say(f"{dtype} FAILED: {outcome.failed[dtype]}{left()}")
         else:
-            say(f"{dtype}: {describe_one(row)}, {time.monotonic() - started:.0f} s")
+            say(f"{dtype}: {describe_one(row)}, {time.monotonic() - started:.0f} s{left()}")
             return row
         return None
 
-    dtypes = dict.fromkeys(options.dtypes)
     rows: Iterable[Row | None]
     if options.parallel > 1:
         with ThreadPoolExecutor(options.parallel) as threads:

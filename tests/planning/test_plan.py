@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -270,6 +271,32 @@ def test_recommendation_follows_the_target(shape_8b: str, capsys: pytest.Capture
     held = {row["dtype"]: row["requests"] for row in many["dtypes"]}
     assert held["tq4"] < 46 <= held["turboquant35"]
     assert plan(capsys, *card)["recommendation"].startswith("turboquant35, calibrated: the most requests")
+
+
+def test_bf16_suffices_where_it_holds_what_vllm_serves_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --users; 256 requests, on a card of 70 GiB and more 1,024."""
+    for card, at_once in (["--gpu", "L4"], "256"), (["--gpu", "H100"], "1,024"), (["--gpu", "A100"], "256"):
+        found = plan(capsys, str(DEMO_MODEL), *card)
+        held = next(row["requests"] for row in found["dtypes"] if row["dtype"] == "bf16")
+        assert found["recommendation"] == (
+            f"bf16: it suffices, as it holds {held:,} requests of 2,048 tokens, and vLLM serves {at_once} at once "
+            "(--max-num-seqs; with more, give --users)."
+        )
+    assert "it suffices" not in plan(capsys, str(DEMO_MODEL), "--kv-cache-memory", "100MB")["recommendation"]
+
+
+def test_the_hub_that_does_not_answer_is_one_line_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library would try six times, waiting in between, with two lines each."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    started = time.monotonic()
+    assert main(["nobody/nothing", "--gpu", "H200"]) == 2
+    assert time.monotonic() - started < config_file.PATIENCE + 5
+    error = capfd.readouterr().err
+    assert error.endswith("(it does not answer); give the folder of a model, or its config.json\n")
+    assert error.count("\n") == 1
 
 
 def test_arguments_change_what_they_say(shape_8b: str, capsys: pytest.CaptureFixture[str]) -> None:

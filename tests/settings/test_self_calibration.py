@@ -320,3 +320,20 @@ def test_options_that_no_other_process_knows_are_refused(model: str) -> None:
     config = settings(model)
     config.model_config.hf_overrides = lambda config: config
     assert "is not possible with hf_overrides <function" in refusal(config)
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
+    """Before anything runs; a model's own files of any kind of tokenizer will do."""
+    model = SimpleNamespace(model=str(tmp_path), tokenizer=str(tmp_path))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CalibrationError, match="the folder has no tokenizer; --tokenizer names one"):
+        self_calibration._check_tokenizer(model)
+    model.tokenizer = str(DEMO_MODEL)
+    self_calibration._check_tokenizer(model)
+    model.tokenizer = str(tmp_path)
+    for name in ("tokenizer.json", "tekken.json", "vocab.txt"):
+        (tmp_path / name).touch()
+        self_calibration._check_tokenizer(model)
+        (tmp_path / name).unlink()
+    model.tokenizer = "an/id of the Hub"
+    self_calibration._check_tokenizer(model)

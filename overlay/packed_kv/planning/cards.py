@@ -26,6 +26,11 @@ class Card:
     def is_hopper(self) -> bool:
         return self.name.startswith(("H100", "H200"))
 
+    @property
+    def served_at_once(self) -> int:
+        """Requests that vLLM serves at once by default: its `--max-num-seqs` (`EngineArgs`, vLLM 0.31 to 0.33)."""
+        return 1024 if self.memory >= 70 << 30 and not self.name.startswith("A100") else 256
+
 
 CARDS = {
     name: Card(name, mib * MIB, bandwidth * 1e12)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from ..json_file import printable, read_json
 from ..model_shape import BadInput, Config
 
 LONGEST_NAME = 1024
 """Characters of a path or of an id of the Hugging Face Hub."""
+PATIENCE = 5.0
+"""Seconds within which the Hub has to answer."""
 
 
 def load(source: str) -> tuple[Config, Path | None]:
@@ -51,9 +56,28 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ModuleNotFoundError as error:
         raise BadInput(f"{what}; to look on the Hugging Face Hub: pip install huggingface_hub") from error
+    answers = _answers()  # else each of the library's five retries waits
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        return Path(hf_hub_download(name, "config.json", local_files_only=not answers))
     except (OSError, ValueError) as error:
-        is_unreachable = isinstance(error, LocalEntryNotFoundError)
+        is_unreachable = not answers or isinstance(error, LocalEntryNotFoundError)
         reason = "it does not answer" if is_unreachable else printable(str(error).strip().splitlines()[0])
-        raise BadInput(f"{what}, and its config.json cannot be fetched from the Hugging Face Hub ({reason})") from error
+        what += f", and its config.json cannot be fetched from the Hugging Face Hub ({reason})"
+        raise BadInput(f"{what}; give the folder of a model, or its config.json") from error
+
+
+def _answers() -> bool:
+    """Whether the Hugging Face Hub can be reached within seconds, through a proxy if one is set."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
+    except HTTPError:
+        return True
+    except URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # the library may know other certificates
+    except OSError:
+        return False
+    return True

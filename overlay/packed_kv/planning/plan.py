@@ -105,7 +105,13 @@ def recommend(target: Target, rows: list[Row]) -> str:
 
 
 def _most_room(target: Target, rows: dict[str, Row]) -> str:
-    """What holds most, if it costs no more than fp8's rounding."""
+    """bf16 where it holds what vLLM serves at once; else what holds most, if it costs no more than fp8's rounding."""
+    at_once, held = target.card.served_at_once, rows[DENSE].requests
+    if held >= at_once:
+        return (
+            f"{DENSE}: it suffices, as it holds {held:,} requests of {target.serving.context:,} tokens, and vLLM "
+            f"serves {at_once:,} at once (--max-num-seqs; with more, give --users)."
+        )
     best = max((row for row in rows.values() if _cost(row) <= 1), key=lambda row: (row.requests, -_cost(row)))
     if best.dtype == DENSE:
         return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."

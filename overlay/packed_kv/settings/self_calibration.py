@@ -45,6 +45,8 @@ MODEL_OPTIONS = (
 """Arguments of an engine that decide what its model computes; with its dtype and `load_format`."""
 PROGRESS = ("loading ", "calibrating: ", "choosing: ")
 """Beginnings of the lines in which tq-calibrate tells how far it is."""
+TOKENIZERS = ("tokenizer", "vocab", "tekken", "tiktoken", "spiece", "sentencepiece", "qwen.tiktoken", "spm")
+"""Beginnings of the names of a tokenizer's files; "tokenizer" also begins tokenizer.json and tokenizer.model."""
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model", ".tiktoken", ".py"}
 """Of the files of a folder that make a model."""
 
@@ -151,6 +153,16 @@ def _alone(path: Path) -> Iterator[int]:
         yield file.fileno()
 
 
+def _check_tokenizer(model: ModelConfig) -> None:
+    """Raise CalibrationError for a folder without a tokenizer, of which several libraries would say much else."""
+    folder = Path(model.tokenizer or model.model)
+    if folder.is_dir() and not any(file.name.startswith(TOKENIZERS) for file in folder.iterdir()):
+        raise CalibrationError(
+            f'packed_kv.calibration "auto" runs the model over text, and {folder}: the folder has no tokenizer; '
+            "--tokenizer names one"
+        )
+
+
 def _calibrate(path: Path, config: VllmConfig, lock: int) -> None:
     """Run tq-calibrate, with its progress in the log. It holds `lock` too, and ends when this process does.
 
@@ -170,6 +182,7 @@ def _calibrate(path: Path, config: VllmConfig, lock: int) -> None:
         *("--engine-options", json.dumps({name: value for name, value in options.items() if value is not None})),
         *("--parent", str(os.getpid())),
     ]
+    _check_tokenizer(model)
     logger.info("KV cache calibration: none for %s yet; making %s, once", model.model, path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_DP_")}
     environment = {"TQDM_MININTERVAL": "5", "PYTHONWARNINGS": "ignore", **environment}
