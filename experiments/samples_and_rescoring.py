@@ -18,9 +18,12 @@ import sys
 from typing import Any
 
 from packed_kv_quality.engines import CHECKOUT, DEMO_MODEL, engine, prepare_environment
+from preemption import watch
 
-SETTINGS = {
+EARLIER = "hits end 64 tokens earlier"
+SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
+    EARLIER: {},
     "no prefix cache": {"enable_prefix_caching": False},
     "no window": {"additional_config": {"packed_kv": {"recent_tokens": 0}}},
     "no window, no prefix cache": {
@@ -33,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--dtypes", nargs="+", default=["auto", "tq4"], help="default: auto tq4")
+    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     add("--prompts", type=int, default=6, help="of 200 tokens (default: %(default)s)")
     add("--tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     add("--n", type=int, default=4, help="samples of a prompt (default: %(default)s)")
@@ -44,11 +48,13 @@ def main() -> int:
     ]  # fmt: skip
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for dtype in options.dtypes:
-        for name, setting in SETTINGS.items():
-            if dtype == "auto" and "window" in name:
+        for name in options.settings:
+            if dtype == "auto" and ("window" in name or name == EARLIER):
                 continue
             common: dict[str, Any] = {"dtype": "float32", "block_size": 32, "max_model_len": 1024}
-            with engine(str(DEMO_MODEL), dtype, **common, **setting) as llm:
+            with engine(str(DEMO_MODEL), dtype, **common, **SETTINGS[name]) as llm:
+                if name == EARLIER:
+                    watch(llm, earlier=64)
                 print(f"| {dtype} | {name} | {samples(llm, options)} | {rescored(llm, options)} |", flush=True)
     return 0
 

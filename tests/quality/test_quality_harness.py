@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
 import shutil
@@ -385,3 +386,15 @@ def test_texts_are_reported_each(tmp_path: Path) -> None:
     with (tmp_path / "quality.csv").open() as file:
         row = list(csv.DictReader(file))[2]
     assert (row["kl_easy"], row["kl_hard"], row["kl_of_fp8_storage"], row["verdict"]) == ("0.15", "0.6", "1", "")
+
+
+def test_how_many_engines_start_and_how_long_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    options = argparse.Namespace(dtypes=["tq4", "tq3", "tq4"], parallel=1)
+    commands.say_how_many(options, baseline=True)
+    found = commands.measure_all(options, len, lambda row: f"{row} letters")
+    assert found.rows == [3, 3]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("packed-kv-quality: 3 engines will start, one after the other; how long")
+    (first, last) = (line for line in lines if "letters" in line)
+    assert first == "packed-kv-quality: tq4: 3 letters, 0 s; 1 left, about 0.0 min"
+    assert last == "packed-kv-quality: tq3: 3 letters, 0 s"
