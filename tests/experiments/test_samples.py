@@ -21,4 +21,4 @@ def test_samples_of_one_request(name: str, is_equal: bool) -> None:
         largest = float(differences.partition(";")[0])
         rescored = float(samples_and_rescoring.rescored(llm, OPTIONS).partition(";")[0])
     assert (largest == 0) is is_equal, differences
-    assert 0 < rescored < 0.1  # the answer read packed pages, and its rescoring the keys themselves
+    assert rescored > 0  # the answer read packed pages, and its rescoring the keys themselves
