@@ -178,7 +178,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             layer: may share another layer's cache.
             query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
             key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], same dtype; not looked at in a
-                layer that shares another's cache.
+                layer that shares another's cache. None: the layer reads what it stored of this batch before, as in a
+                model that runs its layers in loops.
             kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes]; empty in vLLM's profiling run.
             attn_metadata: None in the profiling run, and in steps without requests.
             output: [tokens, query heads, value_dim], filled; rows of padding may hold anything afterwards.
@@ -186,9 +187,16 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         """
         shared = self.kv_sharing_target_layer_name
         target = getattr(layer, "kv_sharing_target_layer_name", None)
-        if output_scale is not None or output_block_scale is not None or target != shared:
-            has_scale = output_scale is not None or output_block_scale is not None
-            facts = Facts(has_output_scale=has_scale, layer=layer.layer_name, cache_of=None if shared else target)
+        reads_only = shared is not None or key is None
+        has_scale = output_scale is not None or output_block_scale is not None
+        if has_scale or target != shared or (reads_only and self.shard != UNSHARDED):
+            facts = Facts(
+                has_output_scale=has_scale,
+                layer=layer.layer_name,
+                cache_of=None if shared else target,
+                dcp=self.shard.ranks,
+                shares_cache=reads_only,
+            )
             refuse(facts, self.kv_cache_dtype)
         attention = self.attention
         assert attention is not None, f"{layer.layer_name}: vLLM shows each layer to `check_layer` before it runs"
@@ -200,7 +208,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             return output.zero_()
         batch = (query, key, value, kv_cache, attn_metadata, output)
         if isinstance(attention, PlainAttention):
-            attention.forward(*batch, WindowStep.of(window_layer, bool(shared)), shares_cache=shared is not None)
+            attention.forward(*batch, WindowStep.of(window_layer, reads_only), shares_cache=reads_only)
         else:
             attention.forward(*batch)
         return output
