@@ -62,6 +62,7 @@ REFUSED = [
         "--decode-context-parallel-size with --dcp-q-replicate: 2 ranks, and its weights",
     ),
     (Facts(attention="encoder_only"), "encoders: encoder_only attention, and"),
+    (Facts(is_causal=False), "prompts that are read in both directions: the model, and packed attention"),
     (Facts(architecture="BloomForCausalLM", has_alibi=True), "ALiBi: BloomForCausalLM, whose scores"),
     (
         Facts(layer="layers.0", own_backend="FLASH_ATTN"),
@@ -69,6 +70,7 @@ REFUSED = [
     ),
     (Facts(architecture="Step5ForCausalLM"), "models that choose their own attention backend: Step5ForCausalLM, whose"),
     (Facts(has_static_sinks=True), "static attention sinks: the model, which puts"),
+    (Facts(cache_kind="RSWASpec"), "this kind of KV cache: a RSWASpec, whose tokens"),
     (
         Facts(layer="draft.0", cache_of="layers.3"),
         "draft layers that read the model's KV cache: draft.0 reads that",
@@ -154,7 +156,7 @@ SERVED = Facts(
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
     groups_stay=True,
-    latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    is_causal=True, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 
@@ -163,6 +165,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
     assert not refusals_of(SERVED)
     assert {field.name for field in fields(Facts) if getattr(SERVED, field.name) is None} == {
         "own_backend",
+        "cache_kind",
         "cache_of",
         "latent_layer",
     }
@@ -231,6 +234,7 @@ def test_a_config_is_refused_where_the_engine_refuses(architecture: str, result:
             {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "architectures": ["KimiLinearForCausalLM"]},
             "latent attention (MLA) in layers of their own kind",
         ),
+        ({"architectures": ["HrmTextForCausalLM"]}, "prompts that are read in both directions"),
         ({"model_type": "roberta"}, "encoders"),
         ({"is_encoder_decoder": True}, "encoders"),
         ({"is_causal": False}, "encoders"),

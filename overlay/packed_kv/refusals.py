@@ -24,6 +24,8 @@ IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
 """Architectures that make their attention layers without a `cache_config` (vLLM's `falcon.py`)."""
 OWN_BACKENDS = ("DeepseekV4", "Inkling", "MiniMaxM3", "Qwen4Exp", "Step5")
 """Beginnings of the names of architectures whose layers choose an attention backend themselves (vLLM 0.33)."""
+BOTH_WAYS = ("HrmText",)
+"""Beginnings of the names of architectures whose prompts are read in both directions (prefix LM)."""
 OWN_LATENTS = ("BailingMoe", "KimiK3", "KimiLinear")
 """Beginnings of the names of architectures with latent attention whose layers are of a class of their own, or lie
 beside state layers (vLLM 0.33)."""
@@ -96,6 +98,8 @@ class Facts:
         built_value_size: V's head size that its implementation was told.
         sinks: shape of its attention sinks.
         cache_of: name of the layer whose cache it reads, in a draft; `shares_cache`: it reads another's, in the model.
+        is_causal: False: a batch, or a layer's cache, in which tokens attend to later ones.
+        cache_kind: class of its KV-cache spec, where packed pages do not serve such.
         latent_rank, rope_size: channels of a latent vector, and of RoPE beside it.
         latent_layer: class of a layer of latent attention that is none of vLLM's `MLAAttention`.
         latent_size, built_latent_size: both together, and those that its backend was made for.
@@ -143,6 +147,8 @@ class Facts:
     layer: str | None = None
     attention: str | None = None
     own_backend: str | None = None
+    is_causal: bool | None = None
+    cache_kind: str | None = None
     layer_options: tuple[str, ...] | None = None
     head_size: int | None = None
     value_size: int | None = None
@@ -312,6 +318,9 @@ RULES: tuple[Rule, ...] = (
     Rule("encoders", "`is_encoder_decoder`, `model_type`, `is_causal`; a layer's `attn_type`",
          lambda f: f.attention not in (None, "decoder") and f"{f.attention} attention, and packed pages hold decoders'",
          is_of_model=True),
+    Rule("prompts that are read in both directions", "`architectures`; a layer's KV-cache spec; a batch",
+         lambda f: (f.is_causal is False or (f.architecture or "").startswith(BOTH_WAYS))
+         and f"{_model(f)}, and packed attention is causal", is_of_model=True),
     Rule("ALiBi", "`model_type`, `alibi`; a layer's `alibi_slopes`",
          lambda f: f.has_alibi and f"{_model(f)}, whose scores depend on the distance by a slope",
          is_of_model=True),
@@ -322,6 +331,8 @@ RULES: tuple[Rule, ...] = (
     Rule("static attention sinks", "`param_sink_number`; a layer's KV-cache spec",
          lambda f: f.has_static_sinks and f"{_model(f)}, which puts parameters before the keys of every request",
          is_of_model=True),
+    Rule("this kind of KV cache", "a layer's KV-cache spec",
+         lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones"),
     Rule("draft layers that read the model's KV cache", "`model_type`; `kv_sharing_target_layer_name`",
          lambda f: f.cache_of and f"{f.layer} reads that of {f.cache_of}",
          "use another speculative method, or none", is_of_model=True),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import coverage_engine
 import pytest
-import tiny_models
 import torch
 from coverage_models import tiny
 from fake_codecs import register_null_format
 from harness import engine, teacher_forced_logits
+from packed_kv import refusals
+from packed_kv.attention.latent.metadata import LatentMetadataBuilder
+from packed_kv.attention.metadata import PackedMetadataBuilder
+from packed_kv.engine.backend import backend_of
+from packed_kv.refusals import refusals_of_model
 from transformers import HrmTextConfig
 from vllm import SamplingParams
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.models import llama
+from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
 
 TOKEN_IDS = torch.randint(256, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 ENGINE: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
@@ -66,3 +73,67 @@ def test_such_layers_of_a_packed_dtype(recent_tokens: int, tmp_path: Path) -> No
     chunks, decodes = found
     assert (chunks - decodes).norm() < 1e-3 * expected.norm()
     assert (chunks - expected).norm() < 0.2 * expected.norm()
+
+
+def hrm_text(folder: Path) -> str:
+    """A prompt is read in both directions."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 64, "H_cycles": 1, "L_cycles": 2}
+    hidden = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
+    config = HrmTextConfig(architectures=["HrmTextForCausalLM"], **sizes, **hidden).to_dict()
+    return write(folder, config)
+
+
+def refusal_before_weights(model: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
+    """The line with which an engine with tq4 does not start."""
+    monkeypatch.setattr(DummyModelLoader, "load_weights", lambda *_args: pytest.fail("weights were loaded"))
+    with (
+        pytest.raises(ValueError, match="--kv-cache-dtype tq4 cannot serve") as error,
+        engine(model, "tq4", **{**ENGINE, **options}),
+    ):
+        pass
+    line = str(error.value)
+    assert "\n" not in line and len(line) < 320
+    return line
+
+
+def test_prompts_that_are_read_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model's name, in `plan` and `doctor` too."""
+    words = "cannot serve prompts that are read in both directions: HrmTextForCausalLM, and packed attention is causal"
+    assert words in refusal_before_weights(hrm_text(tmp_path), monkeypatch)
+    (refused,) = refusals_of_model(json.loads((tmp_path / "config.json").read_text()))
+    assert words in refused.sentence()
+
+
+def test_a_backend_derived_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever model makes such layers: here, one that no rule names."""
+    monkeypatch.setattr(refusals, "BOTH_WAYS", ())
+    words = "models that choose their own attention backend: a layer has EncoderOnlyAttention_Tq4Backend, made from "
+    assert words in refusal_before_weights(hrm_text(tmp_path), monkeypatch)
+    monkeypatch.setattr(llama, "Attention", PrefillPrefixLMAttention)
+    (tmp_path / "llama").mkdir()
+    model = write(tmp_path / "llama", tiny("llama", architectures=["LlamaForCausalLM"]))
+    assert words in refusal_before_weights(model, monkeypatch)
+
+
+@pytest.mark.parametrize("builder", [PackedMetadataBuilder, LatentMetadataBuilder])
+@pytest.mark.parametrize(
+    "batch", [{"causal": False}, {"causal": torch.tensor([True])}, {"mm_req_doc_ranges": {0: [(0, 4)]}}], ids=str
+)
+def test_a_batch_whose_tokens_attend_to_later_ones(builder: type, batch: dict[str, Any]) -> None:
+    """Whatever let its layers pass."""
+    made = object.__new__(builder)
+    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="tq4"))
+    common = SimpleNamespace(**{"causal": True, **batch})
+    with pytest.raises(ValueError, match="cannot serve prompts that are read in both directions"):
+        made.build(0, common)
+
+
+def test_caches_that_are_no_plain_ones() -> None:
+    """Specs that say non-causal, or keep tokens by another rule."""
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
+    backend = backend_of("tq4")
+    assert backend.customize_spec(FullAttentionSpec(**sizes)).state_content_bytes
+    with pytest.raises(ValueError, match="cannot serve prompts that are read in both directions"):
+        backend.customize_spec(FullAttentionSpec(**sizes, non_causal=True))
+    with pytest.raises(ValueError, match="cannot serve this kind of KV cache: a RSWASpec, whose tokens"):
+        backend.customize_spec(RSWASpec(**sizes, rswa_window=8))

@@ -24,6 +24,7 @@ from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
 from ..kernels.cuda import refusal
 from ..layout import MICRO_BLOCK
+from ..refusals import Facts, refuse
 from ..settings.options import read_options
 from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
@@ -158,6 +159,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
         common = common_attn_metadata
+        check_batch(self.vllm_config, common)
         starts = common.query_start_loc_cpu.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         longest = self.reorder_batch_threshold or 0
@@ -205,6 +207,13 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         rows, ends = self.rows[:tokens], common.query_start_loc[1:]
         request = torch.searchsorted(ends[:-1], rows, right=True)  # padding counts as the last request's
         return torch.add(rows, (common.seq_lens - ends)[request], out=self.positions[:tokens])
+
+
+def check_batch(vllm_config: VllmConfig, common: CommonAttentionMetadata) -> None:
+    """Raise Refused for a batch in which tokens attend to later ones, whatever let its layers pass until here."""
+    if common.causal is not True or getattr(common, "mm_req_doc_ranges", None):
+        dtype = vllm_config.cache_config.cache_dtype
+        refuse(Facts(is_causal=False), dtype if dtype in FORMATS else "")
 
 
 def longest_decode(vllm_config: VllmConfig) -> int:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 SINK_SPEC = "SinkFullAttentionSpec"
 """KV-cache spec of layers with static sinks, which vLLM does not mention when it selects a backend."""
+SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+"""Classes of the KV-cache specs that packed pages serve."""
+WRAPPERS = ("vllm.model_executor.layers.attention.chunked_local_attention",)
+"""Modules whose layers derive a backend from ours, with a metadata builder that calls ours and that ours honours."""
 
 
 class ReportingMetadataBuilder(PackedMetadataBuilder):
@@ -47,8 +51,10 @@ class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
     def get_name(cls) -> str:
         return registry_name(cls.fmt)
 
-    @staticmethod
-    def get_impl_cls() -> type[PackedAttentionImpl]:
+    @classmethod
+    def get_impl_cls(cls) -> type[PackedAttentionImpl]:
+        """Raises Refused, while the layer is made, for a class derived from ours that may change a batch's metadata."""
+        refuse(Facts(layer="a layer", own_backend=unknown_wrapper(cls)), cls.fmt.name)
         return PackedAttentionImpl
 
     @staticmethod
@@ -76,18 +82,38 @@ class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
         """Give packed layers (dtype uint8) their true slot size; bf16 layers beside them keep their spec.
 
         V of a head may have fewer channels than K, and has then K's size in a slot. Raises Refused where it has
-        more, and for layers that say only here that they have static sinks.
+        more, and for layers that say only here that they have static sinks, are not causal or keep something else.
         """
         if spec.dtype != torch.uint8:
             return spec
-        has_sinks = type(spec).__name__ == SINK_SPEC
-        facts = Facts(has_static_sinks=has_sinks, head_size=spec.head_size, value_size=spec.head_size_v)
+        kind = type(spec).__name__
+        facts = Facts(
+            has_static_sinks=kind == SINK_SPEC,
+            is_causal=not getattr(spec, "non_causal", False),
+            cache_kind=None if kind in (SINK_SPEC, *SPECS) else kind,
+            head_size=spec.head_size,
+            value_size=spec.head_size_v,
+        )
         refuse(facts, cls.fmt.name)
         return replace(spec, state_content_bytes=cls.fmt.slot_bytes(spec.head_size))
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return cache_layouts("LBHNC", "BLHNC")
+
+
+def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:
+    """Name of a backend that is none of ours, nor one that `WRAPPERS` derive from ours; None: it is."""
+    name = backend.get_name()
+    if not issubclass(backend, PackedAttentionBackend):
+        return name
+    for derived in backend.__mro__:
+        changes = {attribute: value for attribute, value in vars(derived).items() if not attribute.startswith("__")}
+        if "fmt" in changes:
+            break
+        if [*changes] != ["get_builder_cls"] or changes["get_builder_cls"]().__module__ not in WRAPPERS:
+            return f"{derived.__name__}, made from {name}"
+    return None
 
 
 def backend_of(name: str) -> type[PackedAttentionBackend]:

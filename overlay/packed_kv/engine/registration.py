@@ -137,7 +137,7 @@ class PackedDTypeHandler:
         Raises Refused if a layer got its backend from its model and not from `attn_backend`, or if its implementation
         was not told the size of V's heads; and CalibrationError.
         """
-        from .backend import backend_of
+        from .backend import backend_of, unknown_wrapper
 
         backend, impl = layer.get_attn_backend(), getattr(layer, "impl", None)
         if backend.is_mla() and backend.get_name() == latent_registry_name(FORMATS[self.name]):
@@ -145,7 +145,7 @@ class PackedDTypeHandler:
             return
         facts = Facts(
             layer=f"{layer_name} ({type(layer).__name__})",
-            own_backend=None if issubclass(backend, backend_of(self.name)) else backend.get_name(),
+            own_backend=unknown_wrapper(backend) if issubclass(backend, backend_of(self.name)) else backend.get_name(),
             value_size=getattr(layer, "head_size_v", None),
             built_value_size=getattr(impl, "head_size_v", None),
         )

@@ -14,10 +14,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...kernels.ahead import wait_for_all
+from ..metadata import check_batch
 
 
 @dataclass
@@ -68,6 +69,12 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
         if current_platform.is_cuda() and vllm_config.model_config.dtype != torch.float32:
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> LatentMetadata:
+        check_batch(self.vllm_config, common_attn_metadata)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
         self,
