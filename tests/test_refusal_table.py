@@ -119,6 +119,16 @@ REFUSED = [
         Facts(dcp=8, dcp_run=128, has_mean_blocks=True),
         "--decode-context-parallel-size with means of keys by position: 8 ranks in runs of 128, which",
     ),
+    (Facts(skip_layers=("0", "0,1")), "this word of --kv-cache-dtype-skip-layers: '0,1', which is neither"),
+    (Facts(skip_layers=("sliding_window",), slides=False), "this word of --kv-cache-dtype-skip-layers: 'sliding"),
+    (
+        Facts(skip_layers=("7",), layer_numbers=frozenset({0, 4})),
+        "this word of --kv-cache-dtype-skip-layers: '7', and layers with a KV cache have numbers from 0 to 4",
+    ),
+    (
+        Facts(layer="layers.4 (auto)", cache_of="layers.0", unlike_its_cache="tq4"),
+        "skipped layers that share a KV cache: layers.4 (auto) reads the cache of layers.0, which is tq4; name",
+    ),
     (Facts(skipped_dtype="auto"), "skipped layers of chunked attention: a layer with auto pages, which"),
     (
         Facts(skip_layers=("0", "2"), page=(4000, 1000)),
@@ -150,7 +160,8 @@ SERVED = Facts(
     sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128, layer_options=(),
     backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
     speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
-    skip_layers=("0",), skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
+    skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
+    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
     dcp_run=1, has_own_queries=True, has_mean_blocks=True,
     has_several_kinds=True,
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
@@ -167,6 +178,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
         "own_backend",
         "cache_kind",
         "cache_of",
+        "unlike_its_cache",
         "latent_layer",
     }
 

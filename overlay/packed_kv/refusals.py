@@ -80,7 +80,8 @@ class Facts:
         has_mean_blocks: whether a calibration file has means of keys by position.
         pipeline: `--pipeline-parallel-size`.
         connector, connectors: its KV connector, and the same or those within a MultiConnector.
-        skip_layers: `--kv-cache-dtype-skip-layers`.
+        skip_layers: `--kv-cache-dtype-skip-layers`; `layer_numbers`: of layers with a KV cache, and `slides`: whether
+        some of these have a sliding window.
         has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
         has_draft_cache: a draft has layers with a cache of their own.
         has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
@@ -100,6 +101,7 @@ class Facts:
         cache_of: name of the layer whose cache it reads, in a draft; `shares_cache`: it reads another's, in the model.
         is_causal: False: a batch, or a layer's cache, in which tokens attend to later ones.
         cache_kind: class of its KV-cache spec, where packed pages do not serve such.
+        unlike_its_cache: the dtype of the pages of `cache_of`, where the layer's own is another.
         latent_rank, rope_size: channels of a latent vector, and of RoPE beside it.
         latent_layer: class of a layer of latent attention that is none of vLLM's `MLAAttention`.
         latent_size, built_latent_size: both together, and those that its backend was made for.
@@ -121,6 +123,8 @@ class Facts:
     connectors: tuple[Connector, ...] | None = None
     speculative_method: str | None = None
     skip_layers: tuple[str, ...] | None = None
+    layer_numbers: frozenset[int] | None = None
+    slides: bool | None = None
     has_other_dtypes: bool | None = None
     has_draft_cache: bool | None = None
     has_one_cache_manager: bool | None = None
@@ -163,6 +167,7 @@ class Facts:
     sliding_window: int | None = None
     cache_of: str | None = None
     shares_cache: bool | None = None
+    unlike_its_cache: str | None = None
     page: tuple[int, int] | None = None
     skipped_dtype: str | None = None
     has_output_scale: bool | None = None
@@ -245,6 +250,25 @@ def _latent_size(facts: Facts) -> str | None:
         return f"{rank} channels beside {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
     if facts.built_latent_size is not None and facts.latent_size != facts.built_latent_size:
         return f"{facts.latent_size} channels with RoPE's in a layer, and the model's have {facts.built_latent_size}"
+    return None
+
+
+SLIDING = "sliding_window"
+"""The word of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
+
+
+def _names_no_layer(facts: Facts) -> str | None:
+    """vLLM compares the words with a layer's number as text, and says nothing of those that fit none."""
+    numbers = facts.layer_numbers
+    for written in facts.skip_layers or ():
+        shown = printable(repr(written), 60)
+        if written == SLIDING:
+            if facts.slides is False:
+                return f"{shown}, and no layer has one"
+        elif not (written.isascii() and written.isdecimal() and str(int(written[:18])) == written):
+            return f"{shown}, which is neither a layer's number nor {SLIDING}"
+        elif numbers is not None and int(written) not in numbers:
+            return f"{shown}, and layers with a KV cache have numbers from {min(numbers)} to {max(numbers)}"
     return None
 
 
@@ -334,7 +358,7 @@ RULES: tuple[Rule, ...] = (
     Rule("this kind of KV cache", "a layer's KV-cache spec",
          lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones"),
     Rule("draft layers that read the model's KV cache", "`model_type`; `kv_sharing_target_layer_name`",
-         lambda f: f.cache_of and f"{f.layer} reads that of {f.cache_of}",
+         lambda f: f.cache_of and not f.unlike_its_cache and f"{f.layer} reads that of {f.cache_of}",
          "use another speculative method, or none", is_of_model=True),
     Rule("this head size", "`head_dim`, `hidden_size`",
          lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)
@@ -386,6 +410,11 @@ RULES: tuple[Rule, ...] = (
     _dcp("another layer's KV cache", lambda f: f.shares_cache, "a layer"),
     Rule("--decode-context-parallel-size with means of keys by position", "a calibration file", _cut_mean_block,
          "use 2, 4, 8 or 16 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
+    Rule("this word of --kv-cache-dtype-skip-layers", "the option; the model's layers", _names_no_layer,
+         f"write numbers of layers, one a word, as 0 35, or {SLIDING}"),
+    Rule("skipped layers that share a KV cache", "`--kv-cache-dtype-skip-layers`; `kv_sharing_target_layer_name`",
+         lambda f: f.unlike_its_cache and f"{f.layer} reads the cache of {f.cache_of}, which is {f.unlike_its_cache}",
+         "name both or none of them in --kv-cache-dtype-skip-layers"),
     Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
          and f"a layer with {f.skipped_dtype} pages, which cannot lie beside packed ones",

@@ -9,6 +9,7 @@ from typing import Any
 
 import coverage_engine
 import pytest
+import tiny_models
 import torch
 from coverage_models import tiny
 from fake_codecs import register_null_format
@@ -137,3 +138,64 @@ def test_caches_that_are_no_plain_ones() -> None:
         backend.customize_spec(FullAttentionSpec(**sizes, non_causal=True))
     with pytest.raises(ValueError, match="cannot serve this kind of KV cache: a RSWASpec, whose tokens"):
         backend.customize_spec(RSWASpec(**sizes, rswa_window=8))
+
+
+WORDS = {
+    "99": "'99', and layers with a KV cache have numbers from 0 to 1",
+    "-1": "'-1', which is neither a layer's number nor sliding_window",
+    "01": "'01', which is neither",
+    "0,1": "'0,1', which is neither",
+    "0 1": "'0 1', which is neither",
+    "1-2": "'1-2', which is neither",
+    "full_attention": "'full_attention', which is neither",
+    "model.layers.0": "'model.layers.0', which is neither",
+    "": "'', which is neither",
+}
+"""A word of --kv-cache-dtype-skip-layers that names no layer -> what the refusal says."""
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> str:
+    """A Llama of two layers."""
+    return write(tmp_path, tiny("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_skipped_layers_that_do_not_exist(word: str, plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = refusal_before_weights(plain, monkeypatch, kv_cache_dtype_skip_layers=["0", word])
+    assert f"this word of --kv-cache-dtype-skip-layers: {WORDS[word]}" in line
+    assert line.endswith("; write numbers of layers, one a word, as 0 35, or sliding_window")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word", "said"),
+    [
+        ({}, "sliding_window", "'sliding_window', and no layer has one"),
+        ({"loop_num": 2}, "4", "'4', and layers with a KV cache have numbers from 0 to 3"),
+    ],
+    ids=["no_window", "loops"],
+)
+def test_words_that_only_the_layers_tell_wrong(sizes: dict[str, int], word: str, said: str, tmp_path: Path) -> None:
+    """Loops give a model more caches than its config has layers."""
+    architecture = "IQuestLoopCoderForCausalLM" if sizes else "LlamaForCausalLM"
+    model = write(tmp_path, tiny("llama", architectures=[architecture], num_hidden_layers=2, **sizes))
+    with pytest.raises(ValueError, match=said), engine(model, "tq4", kv_cache_dtype_skip_layers=[word], **ENGINE):
+        pass
+
+
+def test_skipped_layers_that_exist(plain: str) -> None:
+    with engine(plain, "tq4", kv_cache_dtype_skip_layers=["1"], **ENGINE) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        assert [layer.kv_cache_dtype for layer in layers.values() if hasattr(layer, "impl")] == ["tq4", "auto"]
+
+
+@pytest.mark.parametrize("skipped", ["1", "3"])
+def test_a_skipped_layer_that_shares_a_cache(skipped: str, tmp_path: Path) -> None:
+    """It would read packed pages as plain ones, or the other way round."""
+    kinds = {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4}
+    config = tiny_models.gemma4(**kinds, architectures=["Gemma4ForCausalLM"])
+    model = write(tmp_path, config.to_dict())
+    words = r"skipped layers that share a KV cache: model.layers.\d.self_attn.attn \((tq4|auto)\) reads the cache of "
+    options = {**ENGINE, "kv_cache_dtype_skip_layers": [skipped]}
+    with pytest.raises(ValueError, match=words), engine(model, "tq4", **options):
+        pass

@@ -464,6 +464,8 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
         (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
+        (("{8b}", "--gpu", "H200", "--skip-layers", "0,1"), "expected a whole number, got '0,1'"),
+        (("{8b}", "--gpu", "H200", "--skip-layers", "model.layers.0"), "a whole number, got 'model.layers.0'"),
         (("{8b}", "--gpu", "H200", "--gpu-memory-utilization", "2"), "--gpu-memory-utilization 2 is no share"),
         (("{8b}", "--gpu", "H200", "--context", "long"), "expected a number of tokens, as 32k, got 'long'"),
         (("{8b}", "--gpu-memory", "80 bananas"), "expected a size, as 80GiB, got '80 bananas'"),

@@ -108,7 +108,7 @@ def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:
     if not issubclass(backend, PackedAttentionBackend):
         return name
     for derived in backend.__mro__:
-        changes = {attribute: value for attribute, value in vars(derived).items() if not attribute.startswith("__")}
+        changes = {attribute: value for attribute, value in vars(derived).items() if not attribute.startswith("_")}
         if "fmt" in changes:
             break
         if [*changes] != ["get_builder_cls"] or changes["get_builder_cls"]().__module__ not in WRAPPERS:

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, Format
 from ..refusals import Facts, refuse
-from ..settings.facts import engine_facts
+from ..settings.facts import check_skipped_layers, engine_facts
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, no_latents
 from .names import class_name, latent_registry_name, registry_name
@@ -151,6 +151,7 @@ class PackedDTypeHandler:
         )
         refuse(facts, self.name)
         if impl is not None:
+            check_skipped_layers(impl.config, self.name)
             impl.build(layer_name)
 
     def _check_latent_layer(self, layer_name: str, layer: Any) -> None:

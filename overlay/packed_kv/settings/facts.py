@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from ..refusals import Facts
+from ..refusals import Facts, refuse
 from ..vllm_compat import groups_stay, has_draft_cache, no_scratch_groups
 from .connectors import connectors
 
@@ -30,7 +30,8 @@ def engine_facts(config: VllmConfig) -> Facts:
         connector=transfer.kv_connector if transfer else None,
         connectors=tuple(connectors(transfer)),
         speculative_method=speculative.method if speculative else None,
-        has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers) or draft_dtype not in (None, cache.cache_dtype),
+        has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers)
+        or (has_draft_cache(speculative) and draft_dtype not in (None, cache.cache_dtype)),
         has_draft_cache=has_draft_cache(speculative),
         without_scratch_groups=no_scratch_groups(),
         groups_stay=groups_stay(),
@@ -41,10 +42,44 @@ def engine_facts(config: VllmConfig) -> Facts:
         is_mla=model.use_mla,
         has_lora=config.lora_config is not None,
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
+        layer_numbers=_layer_numbers(config),
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
         has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
     )
+
+
+MORE_CACHES = ("loop_num", "total_ut_steps", "H_cycles")
+"""Fields of configs whose models have more KV caches than layers."""
+
+
+def _layer_numbers(config: VllmConfig) -> frozenset[int] | None:
+    """Numbers that layers with a KV cache may have, by the model's config; None: it does not tell."""
+    model = config.model_config
+    if config.speculative_config or any(hasattr(model.hf_text_config, name) for name in MORE_CACHES):
+        return None
+    return frozenset(range(model.get_total_num_hidden_layers()))
+
+
+def check_skipped_layers(config: VllmConfig, dtype: str) -> None:
+    """Raise Refused for a word of `--kv-cache-dtype-skip-layers` that names no layer, and for layers that share a cache
+    and of which one is skipped. To be called when the layers are made.
+
+    A stage of pipeline parallelism has only some of the layers.
+    """
+    words = tuple(config.cache_config.kv_cache_dtype_skip_layers)
+    if not words:
+        return
+    layers = config.compilation_config.static_forward_context
+    attention = {name: layer for name, layer in layers.items() if hasattr(layer, "kv_cache_dtype")}
+    if config.parallel_config.pipeline_parallel_size == 1:
+        numbers = frozenset(int(part) for name in attention for part in name.split(".") if part.isdecimal())
+        slides = any(getattr(layer, "sliding_window", None) is not None for layer in attention.values())
+        refuse(Facts(skip_layers=words, layer_numbers=numbers, slides=slides), dtype)
+    for name, layer in attention.items():
+        target = getattr(layer, "kv_sharing_target_layer_name", None)
+        if target in attention and (other := attention[target].kv_cache_dtype) != layer.kv_cache_dtype:
+            refuse(Facts(layer=f"{name} ({layer.kv_cache_dtype})", cache_of=target, unlike_its_cache=other), dtype)
 
 
 def platform_name() -> str:
