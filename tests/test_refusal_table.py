@@ -167,7 +167,7 @@ SERVED = Facts(
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
     groups_stay=True,
-    is_causal=True, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    is_causal=True, auto_cache="fp8", latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 

@@ -15,9 +15,21 @@ from typing import Any, NamedTuple
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
-from .model_shape import MAX_PADDING, Config, Model, listed, part, reads_latents, text_config, whole, word
+from .model_shape import (
+    MAX_PADDING,
+    Config,
+    Model,
+    asked_cache,
+    listed,
+    part,
+    reads_latents,
+    text_config,
+    whole,
+    word,
+)
 
-AUTO = "use --kv-cache-dtype auto for this model"
+AUTO_OPTION = "--kv-cache-dtype auto"
+AUTO = f"use {AUTO_OPTION} for this model"
 LEAST_CAPABILITY = (8, 0)
 
 IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
@@ -80,6 +92,7 @@ class Facts:
         has_mean_blocks: whether a calibration file has means of keys by position.
         pipeline: `--pipeline-parallel-size`.
         connector, connectors: its KV connector, and the same or those within a MultiConnector.
+        auto_cache: the dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own.
         skip_layers: `--kv-cache-dtype-skip-layers`; `layer_numbers`: of layers with a KV cache, and `slides`: whether
         some of these have a sliding window.
         has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
@@ -122,6 +135,7 @@ class Facts:
     connector: str | None = None
     connectors: tuple[Connector, ...] | None = None
     speculative_method: str | None = None
+    auto_cache: str | None = None
     skip_layers: tuple[str, ...] | None = None
     layer_numbers: frozenset[int] | None = None
     slides: bool | None = None
@@ -190,15 +204,20 @@ class Rule(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A rule that applies, and what it read."""
+    """A rule that applies, what it read, and `Facts.auto_cache`."""
 
     rule: Rule
     read: str
+    auto_cache: str = ""
 
     def sentence(self, dtype: str = "") -> str:
         """The refusal in one line. `dtype`: the one that was asked for; "": any packed one."""
         name = f"--kv-cache-dtype {dtype}" if dtype else "a packed --kv-cache-dtype"
-        return f"{name} cannot serve {self.rule.subject}: {self.read}; {self.rule.remedy}"
+        remedy = self.rule.remedy
+        if self.auto_cache and AUTO_OPTION in remedy:
+            dense = remedy.replace(AUTO_OPTION, "--kv-cache-dtype bfloat16")
+            remedy = f"{dense} (auto would be {self.auto_cache} by the checkpoint)"
+        return f"{name} cannot serve {self.rule.subject}: {self.read}; {remedy}"
 
 
 def refusals_of(facts: Facts) -> list[Refusal]:
@@ -218,7 +237,8 @@ def no_window(facts: Facts) -> str:
 
 
 def _applied(rules: tuple[Rule, ...], facts: Facts) -> list[Refusal]:
-    return [Refusal(rule, read) for rule in rules if isinstance(read := rule.read(facts), str) and read]
+    auto = facts.auto_cache or ""
+    return [Refusal(rule, read, auto) for rule in rules if isinstance(read := rule.read(facts), str) and read]
 
 
 def _connectors(facts: Facts) -> tuple[Connector, ...]:
@@ -463,6 +483,7 @@ def facts_of_config(config: Config) -> Facts:
         attention = "encoder_decoder"
     drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
     return Facts(
+        auto_cache=asked_cache(part(text, "quantization_config")),
         architecture=printable(names[0], 60) if names else None,
         is_mla=reads_latents(text),
         is_sparse=reads_latents(text) and text.get("index_topk") is not None,
@@ -481,9 +502,11 @@ def facts_of_config(config: Config) -> Facts:
 def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusal]:
     """What a config.json tells of a model, and of its layers if `model` has them. Each rule refuses once. Raises
     BadInput."""
-    found = refusals_of(facts_of_config(config))
+    facts = facts_of_config(config)
+    found = refusals_of(facts)
     for layer in model.attention if model else ():
-        found += refusals_of(Facts(head_size=layer.head_size, value_size=layer.value_size or layer.head_size))
+        value_size = layer.value_size or layer.head_size
+        found += refusals_of(Facts(auto_cache=facts.auto_cache, head_size=layer.head_size, value_size=value_size))
     return list({refusal.rule: refusal for refusal in found}.values())
 
 

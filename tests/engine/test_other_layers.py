@@ -18,9 +18,11 @@ from packed_kv import refusals
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.engine.backend import backend_of
+from packed_kv.model_shape import parse
 from packed_kv.refusals import refusals_of_model
 from transformers import HrmTextConfig
 from vllm import SamplingParams
+from vllm.config import CacheConfig
 from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models import llama
@@ -199,3 +201,37 @@ def test_a_skipped_layer_that_shares_a_cache(skipped: str, tmp_path: Path) -> No
     options = {**ENGINE, "kv_cache_dtype_skip_layers": [skipped]}
     with pytest.raises(ValueError, match=words), engine(model, "tq4", **options):
         pass
+
+
+PER_HEAD = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True},
+}
+"""Of a checkpoint with an fp8 scale for each KV head."""
+
+
+def test_scales_of_a_checkpoint_are_set_aside(plain: str, tmp_path: Path) -> None:
+    """Packed pages have scales of their own: logits are those without the checkpoint's."""
+    with engine(plain, "tq4", **ENGINE) as llm:
+        expected = teacher_forced_logits(llm, TOKEN_IDS, 37)
+    (tmp_path / "scales").mkdir()
+    architecture = ["LlamaForCausalLM"]
+    config = tiny("llama", architectures=architecture, num_hidden_layers=2, quantization_config=PER_HEAD)
+    with engine(write(tmp_path / "scales", config), "tq4", **ENGINE) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        assert {layer._k_scale.numel() for layer in layers.values() if hasattr(layer, "impl")} == {2}
+        found = teacher_forced_logits(llm, TOKEN_IDS, 37)
+    assert torch.equal(found, expected)
+
+
+def test_a_remedy_names_a_dtype_that_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With such a checkpoint, `auto` is fp8."""
+    config = tiny("llama", architectures=["LlamaForCausalLM"], head_dim=72, quantization_config=PER_HEAD)
+    line = refusal_before_weights(write(tmp_path, config), monkeypatch)
+    said = "; use --kv-cache-dtype bfloat16 for this model (auto would be fp8 by the checkpoint)"
+    assert "cannot serve this head size: 72 channels" in line and line.endswith(said)
+    refused = refusals_of_model(config, parse(config, "model"))
+    assert [refusal.sentence().endswith(said) for refusal in refused] == [True]
+    assert CacheConfig(cache_dtype="bfloat16").cache_dtype == "bfloat16"

@@ -31,3 +31,8 @@ class PackedPages:
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
         return capability is None or (capability.major, capability.minor) >= LEAST_CAPABILITY
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Scales of a checkpoint's KV cache are for fp8; packed pages have their own, and set these aside."""
+        return True

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, Format
 from ..refusals import Facts, refuse
-from ..settings.facts import check_skipped_layers, engine_facts
+from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, no_latents
 from .names import class_name, latent_registry_name, registry_name
@@ -144,6 +144,7 @@ class PackedDTypeHandler:
             self._check_latent_layer(layer_name, layer)
             return
         facts = Facts(
+            auto_cache=None if impl is None else auto_cache(impl.config),
             layer=f"{layer_name} ({type(layer).__name__})",
             own_backend=unknown_wrapper(backend) if issubclass(backend, backend_of(self.name)) else backend.get_name(),
             value_size=getattr(layer, "head_size_v", None),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from ..model_shape import asked_cache
 from ..refusals import Facts, refuse
 from ..vllm_compat import groups_stay, has_draft_cache, no_scratch_groups
 from .connectors import connectors
@@ -41,12 +42,18 @@ def engine_facts(config: VllmConfig) -> Facts:
         architecture=model.architecture,
         is_mla=model.use_mla,
         has_lora=config.lora_config is not None,
+        auto_cache=auto_cache(config),
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
         layer_numbers=_layer_numbers(config),
         has_states=model.is_hybrid,
         has_chunks=bool(model.attention_chunk_size),
         has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
     )
+
+
+def auto_cache(config: VllmConfig) -> str:
+    """The dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own."""
+    return asked_cache(getattr(config.model_config.hf_config, "quantization_config", None) or {})
 
 
 MORE_CACHES = ("loop_num", "total_ut_steps", "H_cycles")
