@@ -9,7 +9,7 @@ config.json.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
@@ -30,6 +30,8 @@ from .model_shape import (
 
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"
+DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
+"""What to do about a draft that packed pages cannot serve: the model keeps its dtype."""
 LEAST_CAPABILITY = (8, 0)
 
 IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
@@ -97,6 +99,7 @@ class Facts:
         some of these have a sliding window.
         has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
         has_draft_cache: a draft has layers with a cache of their own.
+        is_draft: these are facts of the draft and its layers; `looks_ahead`: the draft's tokens attend to later ones.
         has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
         backend_reasons: what vLLM says against the backend.
         without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
@@ -141,6 +144,8 @@ class Facts:
     slides: bool | None = None
     has_other_dtypes: bool | None = None
     has_draft_cache: bool | None = None
+    is_draft: bool | None = None
+    looks_ahead: bool | None = None
     has_one_cache_manager: bool | None = None
     without_scratch_groups: str | None = None
     without_latents: str | None = None
@@ -204,20 +209,27 @@ class Rule(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A rule that applies, what it read, and `Facts.auto_cache`."""
+    """A rule that applies, what it read, and all that was known."""
 
     rule: Rule
     read: str
-    auto_cache: str = ""
+    facts: Facts
 
     def sentence(self, dtype: str = "") -> str:
         """The refusal in one line. `dtype`: the one that was asked for; "": any packed one."""
         name = f"--kv-cache-dtype {dtype}" if dtype else "a packed --kv-cache-dtype"
-        remedy = self.rule.remedy
-        if self.auto_cache and AUTO_OPTION in remedy:
+        return f"{name} cannot serve {self.rule.subject}: {self.read}; {self._remedy()}"
+
+    def _remedy(self) -> str:
+        """The rule's; but where it gives up the dtype for a draft's sake, or `auto` is another one, what does not."""
+        facts, remedy = self.facts, self.rule.remedy
+        if remedy == DRAFT_AUTO or (facts.is_draft and AUTO_OPTION in remedy):
+            reason = no_window(replace(facts, has_other_dtypes=True))
+            return DRAFT_AUTO + (f", without a recent window: {reason}" if reason else ", which changes nothing else")
+        if facts.auto_cache and AUTO_OPTION in remedy:
             dense = remedy.replace(AUTO_OPTION, "--kv-cache-dtype bfloat16")
-            remedy = f"{dense} (auto would be {self.auto_cache} by the checkpoint)"
-        return f"{name} cannot serve {self.rule.subject}: {self.read}; {remedy}"
+            return f"{dense} (auto would be {facts.auto_cache} by the checkpoint)"
+        return remedy
 
 
 def refusals_of(facts: Facts) -> list[Refusal]:
@@ -237,8 +249,7 @@ def no_window(facts: Facts) -> str:
 
 
 def _applied(rules: tuple[Rule, ...], facts: Facts) -> list[Refusal]:
-    auto = facts.auto_cache or ""
-    return [Refusal(rule, read, auto) for rule in rules if isinstance(read := rule.read(facts), str) and read]
+    return [Refusal(rule, read, facts) for rule in rules if isinstance(read := rule.read(facts), str) and read]
 
 
 def _connectors(facts: Facts) -> tuple[Connector, ...]:
@@ -406,6 +417,9 @@ RULES: tuple[Rule, ...] = (
     Rule("this speculative method", "`--speculative-config`",
          lambda f: f.speculative_method == "extract_hidden_states"
          and "extract_hidden_states, which stores hidden states as KV", "use another method, or none"),
+    Rule("drafts whose tokens attend to later ones", "the draft's config, for dflash and dspark",
+         lambda f: f.looks_ahead and f"{f.speculative_method or 'the draft'}, and packed attention is causal",
+         DRAFT_AUTO),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_format,
          f"use one of {', '.join(CONNECTORS)}, or none"),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_handshake,

@@ -21,7 +21,7 @@ from packed_kv.engine.backend import backend_of
 from packed_kv.model_shape import parse
 from packed_kv.refusals import refusals_of_model
 from transformers import HrmTextConfig
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.config import CacheConfig
 from vllm.model_executor.layers.attention import PrefillPrefixLMAttention
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -235,3 +235,50 @@ def test_a_remedy_names_a_dtype_that_is_what_it_says(tmp_path: Path, monkeypatch
     refused = refusals_of_model(config, parse(config, "model"))
     assert [refusal.sentence().endswith(said) for refusal in refused] == [True]
     assert CacheConfig(cache_dtype="bfloat16").cache_dtype == "bfloat16"
+
+
+def dflash(folder: Path, **options: Any) -> dict[str, Any]:
+    """What --speculative-config has of a draft whose tokens of a step attend to each other, unless `options` say so."""
+    folder.mkdir()
+    config = {"target_layer_ids": [0, 1], "mask_token_id": 3, **options}
+    architecture = {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 8}
+    return {"method": "dflash", "model": write(folder, tiny("qwen3", **architecture, dflash_config=config))}
+
+
+def backends(llm: LLM) -> list[str]:
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.get_attn_backend().get_name() for layer in layers]
+
+
+def test_a_draft_that_is_not_causal(plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy leaves the model its dtype, and does what it says."""
+    drafts = {**dflash(tmp_path / "draft"), "num_speculative_tokens": 3}
+    with monkeypatch.context() as patch:
+        line = refusal_before_weights(plain, patch, speculative_config=drafts)
+    assert line == (
+        "--kv-cache-dtype tq4 cannot serve drafts whose tokens attend to later ones: dflash, and packed attention is "
+        'causal; add "kv_cache_dtype": "auto" to --speculative-config, without a recent window: layers of another '
+        "KV-cache dtype (vLLM's CPU platform lays out pages of one size)"
+    )
+    with engine(plain, "tq4", speculative_config={**drafts, "kv_cache_dtype": "auto"}, **ENGINE) as llm:
+        assert backends(llm) == ["PACKED_KV_TQ4"] * 2 + ["CPU_ATTN"] * 2
+
+
+def test_such_a_draft_that_is_causal(plain: str, tmp_path: Path) -> None:
+    drafts = {**dflash(tmp_path / "draft", causal=True), "num_speculative_tokens": 3}
+    with engine(plain, "tq4", speculative_config=drafts, **ENGINE) as llm:
+        assert backends(llm) == ["PACKED_KV_TQ4"] * 4
+
+
+def test_a_draft_with_heads_that_cannot_be_packed(tmp_path: Path) -> None:
+    """Here too, the model keeps its dtype."""
+    target = tiny_models.llama(num_hidden_layers=2)
+    model = tiny_models.save(target, tmp_path / "model")
+    draft = tiny_models.eagle(tmp_path / "draft", 2, 72, target)
+    drafts = {"method": "eagle", "model": draft, "num_speculative_tokens": 2}
+    words = r'this head size: 72 channels, and .*; add "kv_cache_dtype": "auto" to --speculative-config, without'
+    with (
+        pytest.raises(ValueError, match=words),
+        engine(model, "tq4", speculative_config=drafts, **{**ENGINE, "load_format": "auto"}),
+    ):
+        pass

@@ -234,7 +234,10 @@ def settings(connector: KVTransferConfig | None) -> SimpleNamespace:
             use_mla=False,
             is_hybrid=False,
             attention_chunk_size=None,
+            runner_type="generate",
+            hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(),
+            get_total_num_hidden_layers=lambda: 2,
         ),
     )
 

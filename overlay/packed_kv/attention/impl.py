@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
@@ -19,6 +19,7 @@ from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..refusals import Facts, refuse
 from ..settings.calibration import find_calibration
+from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence
 from ..settings.options import read_options
 from ..window.layer import SUFFIX, add_window_layer, recent_tokens_of_model
@@ -62,7 +63,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         head_size_v: int | None = None,
         **unknown: object,
     ) -> None:
+        vllm_config = get_current_vllm_config_or_none()
         facts = Facts(
+            auto_cache=auto_cache(vllm_config) if vllm_config else None,
+            is_draft=is_draft(vllm_config) if vllm_config else None,
             skipped_dtype=kv_cache_dtype,  # vLLM gives a skipped layer the backend that it would have unskipped
             attention=AttentionType(attn_type).value,
             has_alibi=alibi_slopes is not None,
@@ -75,6 +79,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             shares_cache=kv_sharing_target_layer_name is not None,
         )
         refuse(facts, kv_cache_dtype if kv_cache_dtype in FORMATS else "")
+        self.is_draft = facts.is_draft
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 import vllm.config.cache as cache_config
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import register_backend
@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, Format
 from ..refusals import Facts, refuse
-from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
+from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, is_draft
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, no_latents
 from .names import class_name, latent_registry_name, registry_name
@@ -63,6 +63,11 @@ def _remedy(version: str) -> str:
     return "run: packed-kv-patch apply" if is_pinned else pins.choose(table, version)
 
 
+def looks_ahead(selected: AttentionSelectorConfig, vllm_config: VllmConfig) -> bool:
+    """Whether the layer is of a draft whose tokens attend to later ones."""
+    return is_draft(vllm_config) and getattr(selected, "use_non_causal", False)
+
+
 def register_format(fmt: Format) -> None:
     """Register one dtype and its backend."""
     handler = type(f"{fmt.name.capitalize()}Handler", (PackedDTypeHandler,), {"name": fmt.name})
@@ -93,12 +98,14 @@ class PackedDTypeHandler:
             return self._latent_backend(config)
         backend = backend_of(self.name)
         capability = current_platform.get_device_capability()
+        vllm_config = get_current_vllm_config()
         facts = replace(
-            engine_facts(get_current_vllm_config()),
+            engine_facts(vllm_config),
             is_mla=config.use_mla,
             is_sparse=config.use_sparse,
             attention=AttentionType(config.attn_type).value,
             has_image_prefix=config.use_mm_prefix,
+            looks_ahead=looks_ahead(config, vllm_config),
             head_size=config.head_size,
             block_size=config.block_size,
             backend_reasons=tuple(backend.validate_configuration(device_capability=capability, **config._asdict())),
@@ -117,6 +124,7 @@ class PackedDTypeHandler:
             without_latents=no_latents(),
             latent_rank=rank,
             rope_size=rope_dim,
+            looks_ahead=looks_ahead(config, vllm_config),
             latent_size=config.head_size,
             built_latent_size=rank + rope_dim,
             block_size=config.block_size,
@@ -128,7 +136,7 @@ class PackedDTypeHandler:
         backend = latent_backend_of(self.name, rank, rope_dim, rope_bits)
         capability = current_platform.get_device_capability()
         reasons = tuple(backend.validate_configuration(device_capability=capability, **config._asdict()))
-        refuse(Facts(backend_reasons=reasons), self.name)
+        refuse(replace(facts, backend_reasons=reasons), self.name)
         return backend
 
     def check_layer(self, layer_name: str, layer: AttentionLayerBase) -> None:
@@ -143,16 +151,19 @@ class PackedDTypeHandler:
         if backend.is_mla() and backend.get_name() == latent_registry_name(FORMATS[self.name]):
             self._check_latent_layer(layer_name, layer)
             return
+        config = getattr(impl, "config", None) or get_current_vllm_config_or_none()
         facts = Facts(
-            auto_cache=None if impl is None else auto_cache(impl.config),
+            auto_cache=None if config is None else auto_cache(config),
+            is_draft=getattr(impl, "is_draft", None),
             layer=f"{layer_name} ({type(layer).__name__})",
             own_backend=unknown_wrapper(backend) if issubclass(backend, backend_of(self.name)) else backend.get_name(),
             value_size=getattr(layer, "head_size_v", None),
             built_value_size=getattr(impl, "head_size_v", None),
         )
         refuse(facts, self.name)
+        if config is not None:
+            check_skipped_layers(config, self.name)
         if impl is not None:
-            check_skipped_layers(impl.config, self.name)
             impl.build(layer_name)
 
     def _check_latent_layer(self, layer_name: str, layer: Any) -> None:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from ..formats import FORMATS
 from ..model_shape import asked_cache
 from ..refusals import Facts, refuse
-from ..vllm_compat import groups_stay, has_draft_cache, no_scratch_groups
+from ..vllm_compat import builds_draft, draft_looks_ahead, groups_stay, has_draft_cache, no_scratch_groups
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers)
         or (has_draft_cache(speculative) and draft_dtype not in (None, cache.cache_dtype)),
         has_draft_cache=has_draft_cache(speculative),
+        is_draft=is_draft(config),
+        looks_ahead=draft_dtype in (None, *FORMATS) and draft_looks_ahead(speculative),
         without_scratch_groups=no_scratch_groups(),
         groups_stay=groups_stay(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
@@ -49,6 +52,11 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_chunks=bool(model.attention_chunk_size),
         has_several_kinds=len({*(getattr(model.hf_text_config, "layer_types", None) or ())}) > 1,
     )
+
+
+def is_draft(config: VllmConfig) -> bool:
+    """Whether the model that is being built is a draft. Some have a configuration of their own, others the engine's."""
+    return config.model_config.runner_type == "draft" or (config.speculative_config is not None and builds_draft())
 
 
 def auto_cache(config: VllmConfig) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
@@ -30,6 +30,7 @@ from ...formats import FORMATS
 from ...layout import MICRO_BLOCK
 from ...refusals import Facts, refuse
 from ...settings.calibration import find_calibration
+from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options
 from ...window.layer import WindowLayer, add_window_layer, recent_tokens_of_model
 from ...window.step import WindowStep
@@ -84,7 +85,10 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         kv_b_proj: Any,
         **unknown: object,
     ) -> None:
+        vllm_config = get_current_vllm_config_or_none()
         facts = Facts(
+            auto_cache=auto_cache(vllm_config) if vllm_config else None,
+            is_draft=is_draft(vllm_config) if vllm_config else None,
             skipped_dtype=kv_cache_dtype,
             is_mla=True,
             latent_rank=kv_lora_rank,
