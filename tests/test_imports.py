@@ -11,21 +11,34 @@ from checkout import REPO
 
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
-    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "refusals", "calibration_file", "codecs",
-    "kernels", "vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin",
+    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals",
+    "calibration_file", "codecs", "kernels", "vllm_compat", "settings", "window", "attention", "sharing", "engine",
+    "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
     "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
     "lmcache": {"formats", "codecs"},
-    "planning": {"formats", "layout", "json_file", "model_shape", "cache_scheme", "refusals", "kernels", "attention"},
+    "planning": {
+        "formats",
+        "layout",
+        "json_file",
+        "model_shape",
+        "cache_scheme",
+        "facts",
+        "refusals",
+        "kernels",
+        "attention",
+    },
     "commands": {
         "formats",
         "layout",
         "json_file",
         "model_shape",
         "cache_scheme",
+        "architectures",
+        "facts",
         "refusals",
         "planning",
         "calibration_file",
@@ -36,7 +49,10 @@ BESIDE = {
 KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin"}
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
-NO_TORCH = {"formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "refusals", "planning", "commands"}
+NO_TORCH = {
+    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals", "planning",
+    "commands",
+}  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 from checkout import REPO
 from coverage_models import MODELS
+from packed_kv.architectures import IGNORES_KV_CACHE_DTYPE
+from packed_kv.facts import Facts
 from packed_kv.model_shape import parse
 from packed_kv.refusals import (
     CONNECTORS,
-    IGNORES_KV_CACHE_DTYPE,
     RULES,
     WINDOW_RULES,
-    Facts,
     Refused,
     markdown,
     no_window,
@@ -100,7 +100,10 @@ REFUSED = [
         "this KV connector: Nixl",
     ),
     (Facts(speculative_method="extract_hidden_states"), "this speculative method: extract_hidden_states, which"),
-    (Facts(looks_ahead=True), "drafts whose tokens attend to later ones: the draft, and packed attention is causal"),
+    (
+        Facts(packs_draft=True, speculative_method="dspark"),
+        "drafts that write their KV cache themselves: dspark, whose",
+    ),
     (Facts(has_fast_prefill=True), "--kv-sharing-fast-prefill: the host"),
     (Facts(has_micro_batches=True), "--enable-dbo and --ubatch-size: two batches"),
     (Facts(dcp=2, platform="cpu"), "--decode-context-parallel-size with vLLM's CPU platform: 2 ranks, and it cannot"),
@@ -168,7 +171,7 @@ SERVED = Facts(
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
     has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
     groups_stay=True,
-    is_draft=True, looks_ahead=False, is_causal=True, auto_cache="fp8",
+    is_draft=True, packs_draft=True, is_causal=True, auto_cache="fp8",
     latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 

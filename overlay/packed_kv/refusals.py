@@ -9,9 +9,28 @@ config.json.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
+from .architectures import (
+    ALIBI,
+    BOTH_WAYS,
+    DRAFTS_WITHOUT_A_CACHE,
+    ENCODER_DECODERS,
+    ENCODER_TYPES,
+    ENCODERS,
+    ENCODERS_UNLESS_DECODERS,
+    IGNORES_KV_CACHE_DTYPE,
+    IMAGE_PREFIXES,
+    LAYER_OPTIONS,
+    OWN_BACKENDS,
+    OWN_DRAFT_METHODS,
+    OWN_DRAFTS,
+    OWN_LATENTS,
+    SPARSE,
+)
+from .cache_scheme import asked_cache
+from .facts import Connector, Facts
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
@@ -19,7 +38,6 @@ from .model_shape import (
     MAX_PADDING,
     Config,
     Model,
-    asked_cache,
     listed,
     part,
     reads_latents,
@@ -33,24 +51,6 @@ AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
 """What to do about a draft that packed pages cannot serve: the model keeps its dtype."""
 LEAST_CAPABILITY = (8, 0)
-
-IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
-"""Architectures that make their attention layers without a `cache_config` (vLLM's `falcon.py`)."""
-OWN_BACKENDS = ("DeepseekV4", "Inkling", "MiniMaxM3", "Qwen4Exp", "Step5")
-"""Beginnings of the names of architectures whose layers choose an attention backend themselves (vLLM 0.33)."""
-BOTH_WAYS = ("HrmText",)
-"""Beginnings of the names of architectures whose prompts are read in both directions (prefix LM)."""
-OWN_LATENTS = ("BailingMoe", "KimiK3", "KimiLinear")
-"""Beginnings of the names of architectures with latent attention whose layers are of a class of their own, or lie
-beside state layers (vLLM 0.33)."""
-ALIBI = ("bloom", "mpt", "step1")
-"""Model types with ALiBi, whatever else their configs say."""
-ENCODERS = ("bert", "clip", "gte", "modernbert", "new", "nomic_bert", "roberta", "siglip", "xlm-roberta")
-"""Model types of encoders."""
-IMAGE_PREFIXES = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
-"""Model types whose image tokens attend to each other in both directions (vLLM's `is_mm_prefix_lm`)."""
-DRAFTS_WITHOUT_A_CACHE = ("gemma4_assistant", "gemma4_mtp", "gemma4_unified_assistant")
-"""Model types of drafts whose layers read the KV cache of the model's layers."""
 
 CONNECTORS = (
     "OffloadingConnector",
@@ -72,124 +72,6 @@ class Refused(ValueError):
     def __init__(self, refusal: Refusal, dtype: str) -> None:
         super().__init__(refusal.sentence(dtype))
         self.refusal = refusal
-
-
-class Connector(NamedTuple):
-    """A KV connector: its name, with its module's path in front if one is given, and its `kv_connector_extra_config`;
-    what is changed there, vLLM sees."""
-
-    name: str
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is known of an engine, of its model and of one of its layers; None: not known.
-
-    Of the engine:
-        capability: compute capability of the GPU.
-        dcp, dcp_backend: `--decode-context-parallel-size`, `--dcp-comm-backend`.
-        dcp_run: tokens in a row of a rank, `--cp-kv-cache-interleave-size`.
-        has_own_queries: each rank computes the queries of all, `--dcp-q-replicate`.
-        has_mean_blocks: whether a calibration file has means of keys by position.
-        pipeline: `--pipeline-parallel-size`.
-        connector, connectors: its KV connector, and the same or those within a MultiConnector.
-        auto_cache: the dtype that `--kv-cache-dtype auto` would be by the checkpoint; "": the model's own.
-        skip_layers: `--kv-cache-dtype-skip-layers`; `layer_numbers`: of layers with a KV cache, and `slides`: whether
-        some of these have a sliding window.
-        has_other_dtypes: layers, or a draft's, have another KV-cache dtype.
-        has_draft_cache: a draft has layers with a cache of their own.
-        is_draft: these are facts of the draft and its layers; `looks_ahead`: the draft's tokens attend to later ones.
-        has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
-        backend_reasons: what vLLM says against the backend.
-        without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
-        without_latents: version of a vLLM whose latent attention has not what packed pages need.
-        has_lora: `--enable-lora`.
-        groups_stay: a spec can keep its cache group from KV connectors.
-
-    Of a layer:
-        layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
-        attention: vLLM's type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
-        own_backend: name of the backend that the model chose for it.
-        layer_options: arguments that no implementation here knows.
-        built_value_size: V's head size that its implementation was told.
-        sinks: shape of its attention sinks.
-        cache_of: name of the layer whose cache it reads, in a draft; `shares_cache`: it reads another's, in the model.
-        is_causal: False: a batch, or a layer's cache, in which tokens attend to later ones.
-        cache_kind: class of its KV-cache spec, where packed pages do not serve such.
-        unlike_its_cache: the dtype of the pages of `cache_of`, where the layer's own is another.
-        latent_rank, rope_size: channels of a latent vector, and of RoPE beside it.
-        latent_layer: class of a layer of latent attention that is none of vLLM's `MLAAttention`.
-        latent_size, built_latent_size: both together, and those that its backend was made for.
-        page: bytes of a packed page, and bytes of it that are used.
-        skipped_dtype: its KV-cache dtype, where its backend is that of packed layers.
-    """
-
-    # The engine
-    platform: str | None = None
-    capability: tuple[int, int] | None = None
-    block_size: int | None = None
-    dcp: int | None = None
-    dcp_backend: str | None = None
-    dcp_run: int | None = None
-    has_own_queries: bool | None = None
-    has_mean_blocks: bool | None = None
-    pipeline: int | None = None
-    connector: str | None = None
-    connectors: tuple[Connector, ...] | None = None
-    speculative_method: str | None = None
-    auto_cache: str | None = None
-    skip_layers: tuple[str, ...] | None = None
-    layer_numbers: frozenset[int] | None = None
-    slides: bool | None = None
-    has_other_dtypes: bool | None = None
-    has_draft_cache: bool | None = None
-    is_draft: bool | None = None
-    looks_ahead: bool | None = None
-    has_one_cache_manager: bool | None = None
-    without_scratch_groups: str | None = None
-    without_latents: str | None = None
-    has_lora: bool | None = None
-    groups_stay: bool | None = None
-    has_fast_prefill: bool | None = None
-    has_micro_batches: bool | None = None
-    backend_reasons: tuple[str, ...] | None = None
-
-    # The model
-    architecture: str | None = None
-    is_mla: bool | None = None
-    is_sparse: bool | None = None
-    has_alibi: bool | None = None
-    has_static_sinks: bool | None = None
-    has_image_prefix: bool | None = None
-    has_states: bool | None = None
-    has_chunks: bool | None = None
-    has_several_kinds: bool | None = None
-
-    # A layer
-    layer: str | None = None
-    attention: str | None = None
-    own_backend: str | None = None
-    is_causal: bool | None = None
-    cache_kind: str | None = None
-    layer_options: tuple[str, ...] | None = None
-    head_size: int | None = None
-    value_size: int | None = None
-    built_value_size: int | None = None
-    query_heads: int | None = None
-    latent_rank: int | None = None
-    rope_size: int | None = None
-    latent_layer: str | None = None
-    latent_size: int | None = None
-    built_latent_size: int | None = None
-    sinks: tuple[int, ...] | None = None
-    sliding_window: int | None = None
-    cache_of: str | None = None
-    shares_cache: bool | None = None
-    unlike_its_cache: str | None = None
-    page: tuple[int, int] | None = None
-    skipped_dtype: str | None = None
-    has_output_scale: bool | None = None
 
 
 class Rule(NamedTuple):
@@ -333,6 +215,15 @@ def _dcp(
     )
 
 
+def _is_named(facts: Facts, beginnings: tuple[str, ...]) -> bool:
+    return (facts.architecture or "").startswith(beginnings)
+
+
+def _layer_options(facts: Facts) -> str:
+    by_name = (option for beginning, option in LAYER_OPTIONS.items() if _is_named(facts, (beginning,)))
+    return ", ".join(facts.layer_options or by_name)
+
+
 def _model(facts: Facts) -> str:
     return facts.architecture or "the model"
 
@@ -348,12 +239,12 @@ RULES: tuple[Rule, ...] = (
     Rule("models whose attention layers are not told the dtype", "`architectures`",
          lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
          is_of_model=True),
-    Rule("sparse attention", "`index_topk`; vLLM's `use_sparse`",
-         lambda f: f.is_sparse and f"{_model(f)}, whose layers read some tokens of the cache",
+    Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
+         lambda f: (f.is_sparse or _is_named(f, SPARSE)) and f"{_model(f)}, whose layers read some tokens of the cache",
          is_of_model=True),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
-         or (f.is_mla and (f.architecture or "").startswith(OWN_LATENTS)
+         or (f.is_mla and _is_named(f, OWN_LATENTS)
              and f"{f.architecture}, whose layers write their cache themselves or lie beside state layers"),
          is_of_model=True),
     Rule("latent attention (MLA) beside state layers", "the model",
@@ -370,24 +261,25 @@ RULES: tuple[Rule, ...] = (
     Rule("latent attention (MLA) with LoRA", "`--enable-lora`",
          lambda f: f.is_mla and f.has_lora and "adapters of kv_b_proj would not reach the folded weights",
          "leave out --enable-lora, or use --kv-cache-dtype auto"),
-    Rule("encoders", "`is_encoder_decoder`, `model_type`, `is_causal`; a layer's `attn_type`",
+    Rule("encoders", "`is_encoder_decoder`, `model_type`, `architectures`, `is_causal`; a layer's `attn_type`",
          lambda f: f.attention not in (None, "decoder") and f"{f.attention} attention, and packed pages hold decoders'",
          is_of_model=True),
     Rule("prompts that are read in both directions", "`architectures`; a layer's KV-cache spec; a batch",
-         lambda f: (f.is_causal is False or (f.architecture or "").startswith(BOTH_WAYS))
+         lambda f: (f.is_causal is False or _is_named(f, BOTH_WAYS))
          and f"{_model(f)}, and packed attention is causal", is_of_model=True),
     Rule("ALiBi", "`model_type`, `alibi`; a layer's `alibi_slopes`",
          lambda f: f.has_alibi and f"{_model(f)}, whose scores depend on the distance by a slope",
          is_of_model=True),
     Rule("models that choose their own attention backend", "`architectures`; a layer's backend",
          lambda f: (f.own_backend and f"{f.layer} has {f.own_backend}, which cannot read packed pages")
-         or ((f.architecture or "").startswith(OWN_BACKENDS) and f"{f.architecture}, whose backend reads other pages"),
+         or (_is_named(f, OWN_BACKENDS) and f"{f.architecture}, whose backend reads other pages"),
          is_of_model=True),
     Rule("static attention sinks", "`param_sink_number`; a layer's KV-cache spec",
          lambda f: f.has_static_sinks and f"{_model(f)}, which puts parameters before the keys of every request",
          is_of_model=True),
-    Rule("this kind of KV cache", "a layer's KV-cache spec",
-         lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones"),
+    Rule("this kind of KV cache", "`rswa_window`; a layer's KV-cache spec",
+         lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones",
+         is_of_model=True),
     Rule("draft layers that read the model's KV cache", "`model_type`; `kv_sharing_target_layer_name`",
          lambda f: f.cache_of and not f.unlike_its_cache and f"{f.layer} reads that of {f.cache_of}",
          "use another speculative method, or none", is_of_model=True),
@@ -402,8 +294,9 @@ RULES: tuple[Rule, ...] = (
     Rule("attention sinks of this shape", "a layer's `sinks`",
          lambda f: f.sinks is not None and f.sinks != (f.query_heads,)
          and f"{list(f.sinks)}, and packed pages need one number for each of {f.query_heads} query heads"),
-    Rule("these options of an attention layer", "a layer's arguments",
-         lambda f: f.layer_options and f"{', '.join(f.layer_options)}, which the packed backends do not know"),
+    Rule("these options of an attention layer", "`architectures`, `dual_chunk_attention_config`; a layer's arguments",
+         lambda f: (options := _layer_options(f)) and f"{options}, which the packed backends do not know",
+         is_of_model=True),
     Rule("images whose tokens attend to each other in both directions", "`model_type`; vLLM's `use_mm_prefix`",
          lambda f: f.has_image_prefix and f"{_model(f)}, and packed attention is causal",
          "use --language-model-only, or --kv-cache-dtype auto", is_of_model=True, option="--language-model-only"),
@@ -417,9 +310,10 @@ RULES: tuple[Rule, ...] = (
     Rule("this speculative method", "`--speculative-config`",
          lambda f: f.speculative_method == "extract_hidden_states"
          and "extract_hidden_states, which stores hidden states as KV", "use another method, or none"),
-    Rule("drafts whose tokens attend to later ones", "the draft's config, for dflash and dspark",
-         lambda f: f.looks_ahead and f"{f.speculative_method or 'the draft'}, and packed attention is causal",
-         DRAFT_AUTO),
+    Rule("drafts that write their KV cache themselves", "`--speculative-config`; a draft's `architectures`",
+         lambda f: ((f.packs_draft and f.speculative_method in OWN_DRAFT_METHODS) or _is_named(f, OWN_DRAFTS))
+         and f"{f.speculative_method or f.architecture}, whose tokens may attend to later ones, too",
+         DRAFT_AUTO, is_of_model=True),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_format,
          f"use one of {', '.join(CONNECTORS)}, or none"),
     Rule("this KV connector", "`--kv-transfer-config`", _connector_without_handshake,
@@ -490,20 +384,24 @@ def facts_of_config(config: Config) -> Facts:
     text, kind = text_config(config), word(config, "model_type")
     names = listed(config, "architectures", of=str) or listed(text, "architectures", of=str)
     kinds = {kind, word(text, "model_type")}
-    is_encoder = bool(kinds & {*ENCODERS}) or text.get("is_causal") is False
+    name = names[0] if names else ""
+    is_encoder = bool(kinds & {*ENCODER_TYPES}) or name.startswith(ENCODERS) or text.get("is_causal") is False
     is_encoder |= text.get("use_bidirectional_attention") is True
+    is_encoder |= text.get("is_decoder") is False and name.startswith(ENCODERS_UNLESS_DECODERS)
     attention = "encoder_only" if is_encoder else "decoder"
-    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder") or name.startswith(ENCODER_DECODERS):
         attention = "encoder_decoder"
     drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
     return Facts(
         auto_cache=asked_cache(part(text, "quantization_config")),
-        architecture=printable(names[0], 60) if names else None,
+        architecture=printable(name, 60) or None,
         is_mla=reads_latents(text),
         is_sparse=reads_latents(text) and text.get("index_topk") is not None,
         latent_rank=whole(text, "kv_lora_rank") if reads_latents(text) else None,
         rope_size=whole(text, "qk_rope_head_dim") if reads_latents(text) else None,
         attention=attention,
+        cache_kind="RSWASpec" if whole(config, "rswa_window") or whole(text, "rswa_window") else None,
+        layer_options=("dual_chunk_attention_config",) if text.get("dual_chunk_attention_config") else None,
         has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or part(text, "attn_config").get("alibi")),
         has_static_sinks=bool(text.get("param_sink_number")),
         has_image_prefix=bool(kind in IMAGE_PREFIXES and config.get("vision_config"))

@@ -102,18 +102,6 @@ def builds_draft() -> bool:
     return getattr(backends, "model_tag", "backbone") != "backbone"
 
 
-def draft_looks_ahead(speculative: SpeculativeConfig | None) -> bool:
-    """Whether tokens of a draft's step attend to later ones, by the draft's config. A vLLM that has no such draft says
-    no, and one of a method that is not known here is seen when its layers are made."""
-    if speculative is None or speculative.method not in ("dflash", "dspark"):
-        return False
-    try:
-        from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
-    except ImportError:
-        return False
-    return bool(dflash_has_any_non_causal(speculative.draft_model_config.hf_config))
-
-
 def lengths_on_host(common: CommonAttentionMetadata) -> torch.Tensor | None:
     """Upper bounds of requests' lengths, int32 [requests], on the host; None: not known there.
 

@@ -238,7 +238,7 @@ def test_a_remedy_names_a_dtype_that_is_what_it_says(tmp_path: Path, monkeypatch
 
 
 def dflash(folder: Path, **options: Any) -> dict[str, Any]:
-    """What --speculative-config has of a draft whose tokens of a step attend to each other, unless `options` say so."""
+    """What --speculative-config has of a draft. `options`: of its own config."""
     folder.mkdir()
     config = {"target_layer_ids": [0, 1], "mask_token_id": 3, **options}
     architecture = {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 8}
@@ -250,24 +250,21 @@ def backends(llm: LLM) -> list[str]:
     return [layer.get_attn_backend().get_name() for layer in layers]
 
 
-def test_a_draft_that_is_not_causal(plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_causal", [False, True], ids=["looks_ahead", "causal"])
+def test_a_draft_that_writes_its_cache_itself(
+    is_causal: bool, plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The remedy leaves the model its dtype, and does what it says."""
-    drafts = {**dflash(tmp_path / "draft"), "num_speculative_tokens": 3}
+    drafts = {**dflash(tmp_path / "draft", causal=is_causal), "num_speculative_tokens": 3}
     with monkeypatch.context() as patch:
         line = refusal_before_weights(plain, patch, speculative_config=drafts)
     assert line == (
-        "--kv-cache-dtype tq4 cannot serve drafts whose tokens attend to later ones: dflash, and packed attention is "
-        'causal; add "kv_cache_dtype": "auto" to --speculative-config, without a recent window: layers of another '
-        "KV-cache dtype (vLLM's CPU platform lays out pages of one size)"
+        "--kv-cache-dtype tq4 cannot serve drafts that write their KV cache themselves: dflash, whose tokens may "
+        'attend to later ones, too; add "kv_cache_dtype": "auto" to --speculative-config, without a recent window: '
+        "layers of another KV-cache dtype (vLLM's CPU platform lays out pages of one size)"
     )
     with engine(plain, "tq4", speculative_config={**drafts, "kv_cache_dtype": "auto"}, **ENGINE) as llm:
         assert backends(llm) == ["PACKED_KV_TQ4"] * 2 + ["CPU_ATTN"] * 2
-
-
-def test_such_a_draft_that_is_causal(plain: str, tmp_path: Path) -> None:
-    drafts = {**dflash(tmp_path / "draft", causal=True), "num_speculative_tokens": 3}
-    with engine(plain, "tq4", speculative_config=drafts, **ENGINE) as llm:
-        assert backends(llm) == ["PACKED_KV_TQ4"] * 4
 
 
 def test_a_draft_with_heads_that_cannot_be_packed(tmp_path: Path) -> None:

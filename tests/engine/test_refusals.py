@@ -12,7 +12,7 @@ import tiny_models
 import torch
 import transformers
 from harness import engine
-from packed_kv import refusals
+from packed_kv import architectures, refusals
 from packed_kv.attention.impl import PackedAttentionImpl
 from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
@@ -128,7 +128,7 @@ def test_models_that_tell_their_layers_no_dtype_are_known() -> None:
                     found.add(file.stem)
     assert found - {"pixtral"} == {"falcon"}  # Pixtral's are an encoder's
     classes = {name for name, (module, _) in registry._TEXT_GENERATION_MODELS.items() if module == "falcon"}
-    assert classes <= set(refusals.IGNORES_KV_CACHE_DTYPE)
+    assert classes <= set(architectures.IGNORES_KV_CACHE_DTYPE)
 
 
 def test_sinks_of_another_number_of_heads() -> None:

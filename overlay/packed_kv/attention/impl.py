@@ -15,9 +15,10 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from ..codecs.pages import PagedCodec
+from ..facts import Facts
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
-from ..refusals import Facts, refuse
+from ..refusals import refuse
 from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence

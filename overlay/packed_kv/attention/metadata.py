@@ -20,11 +20,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from ..facts import Facts
 from ..formats import FORMATS
 from ..kernels.ahead import wait_for_all
 from ..kernels.cuda import refusal
 from ..layout import MICRO_BLOCK
-from ..refusals import Facts, refuse
+from ..refusals import refuse
 from ..settings.options import read_options
 from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of

@@ -12,8 +12,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
+from ..facts import Facts
 from ..formats import FORMATS, HEAD_DIM_STEP
-from ..refusals import Facts, refuse
+from ..refusals import refuse
 from ..vllm_compat import PagesByShape, cache_layouts
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name

@@ -16,10 +16,11 @@ from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from .. import model_shape
+from ..facts import Facts
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK
 from ..model_shape import DENSE, FP8
-from ..refusals import Facts, refuse
+from ..refusals import refuse
 from ..settings.options import read_options
 from ..sharing.fingerprint import fingerprint
 from ..vllm_compat import get_kv_cache_groups

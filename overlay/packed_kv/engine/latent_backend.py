@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.latent.impl import LatentAttentionImpl
 from ..attention.latent.metadata import LatentMetadataBuilder
+from ..facts import Facts
 from ..formats import FORMATS
-from ..refusals import Facts, refuse
+from ..refusals import refuse
 from .capacity import log_capacity
 from .names import latent_registry_name
 from .page_backend import PackedPages

@@ -20,9 +20,10 @@ from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..cache_scheme import said_of_cache
+from ..facts import Facts
 from ..formats import FORMATS, Format
-from ..refusals import Facts, refuse
-from ..settings.facts import auto_cache, check_skipped_layers, engine_facts, is_draft
+from ..refusals import refuse
+from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
 from ..vllm_compat import is_patched, no_latents
 from .names import class_name, latent_registry_name, registry_name
@@ -63,11 +64,6 @@ def _remedy(version: str) -> str:
     return "run: packed-kv-patch apply" if is_pinned else pins.choose(table, version)
 
 
-def looks_ahead(selected: AttentionSelectorConfig, vllm_config: VllmConfig) -> bool:
-    """Whether the layer is of a draft whose tokens attend to later ones."""
-    return is_draft(vllm_config) and getattr(selected, "use_non_causal", False)
-
-
 def register_format(fmt: Format) -> None:
     """Register one dtype and its backend."""
     handler = type(f"{fmt.name.capitalize()}Handler", (PackedDTypeHandler,), {"name": fmt.name})
@@ -105,7 +101,6 @@ class PackedDTypeHandler:
             is_sparse=config.use_sparse,
             attention=AttentionType(config.attn_type).value,
             has_image_prefix=config.use_mm_prefix,
-            looks_ahead=looks_ahead(config, vllm_config),
             head_size=config.head_size,
             block_size=config.block_size,
             backend_reasons=tuple(backend.validate_configuration(device_capability=capability, **config._asdict())),
@@ -124,7 +119,6 @@ class PackedDTypeHandler:
             without_latents=no_latents(),
             latent_rank=rank,
             rope_size=rope_dim,
-            looks_ahead=looks_ahead(config, vllm_config),
             latent_size=config.head_size,
             built_latent_size=rank + rope_dim,
             block_size=config.block_size,

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..facts import Facts
 from ..formats import FORMATS
 from ..layout import MICRO_BLOCK, RECENT_TOKENS, choose_ring_block
 from ..model_shape import DENSE, FP8, Layer, Model, recent_slot_bytes, slot_bytes
 from ..model_shape import bytes_per_token as sum_over_layers
-from ..refusals import Facts, no_window, refuse
+from ..refusals import no_window, refuse
 
 DTYPES = (DENSE, FP8, *FORMATS)
 

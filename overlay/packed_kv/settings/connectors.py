@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..refusals import Connector
+from ..facts import Connector
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from ..cache_scheme import asked_cache
+from ..facts import Facts
 from ..formats import FORMATS
-from ..model_shape import asked_cache
-from ..refusals import Facts, refuse
-from ..vllm_compat import builds_draft, draft_looks_ahead, groups_stay, has_draft_cache, no_scratch_groups
+from ..refusals import refuse
+from ..vllm_compat import builds_draft, groups_stay, has_draft_cache, no_scratch_groups
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         or (has_draft_cache(speculative) and draft_dtype not in (None, cache.cache_dtype)),
         has_draft_cache=has_draft_cache(speculative),
         is_draft=is_draft(config),
-        looks_ahead=draft_dtype in (None, *FORMATS) and draft_looks_ahead(speculative),
+        packs_draft=speculative is not None and draft_dtype in (None, *FORMATS),
         without_scratch_groups=no_scratch_groups(),
         groups_stay=groups_stay(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,

@@ -26,9 +26,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 
 from ...codecs.latent import LatentCodec
+from ...facts import Facts
 from ...formats import FORMATS
 from ...layout import MICRO_BLOCK
-from ...refusals import Facts, refuse
+from ...refusals import refuse
 from ...settings.calibration import find_calibration
 from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options

@@ -1,0 +1,49 @@
+"""Names of vLLM's models: whose layers packed pages cannot serve, where no field of a config.json tells it.
+
+`tests/test_architectures.py` reads vLLM's sources and fails for a model with such layers that is not named here. Names
+of architectures are beginnings, so that "Step5" is "Step5ForCausalLM" and "Step5MTP", too. Imports nothing.
+"""
+
+from __future__ import annotations
+
+IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
+"""Architectures, whole names, that make their attention layers without a `cache_config` (vLLM's `falcon.py`)."""
+OWN_BACKENDS = (
+    "DeepSeekV4", "DeepseekV4", "Dots3Note", "ExtractHiddenStates", "Flint", "HYV4", "Inkling", "MiniMaxM3", "Qwen4Exp",
+    "Step5", "VoxtralRealtime",
+)  # fmt: skip
+"""Architectures whose layers choose an attention backend themselves, or write and read their pages themselves."""
+SPARSE = ("DeepseekV32", "Glm5Next", "GlmMoeDsa")
+"""Architectures whose layers read some tokens of the cache, whatever their configs say."""
+BOTH_WAYS = ("HrmText",)
+"""Architectures whose prompts are read in both directions (prefix LM)."""
+OWN_LATENTS = ("BailingMoe", "KimiK3", "KimiLinear")
+"""Architectures with latent attention whose layers are of a class of their own, or lie beside state layers."""
+LAYER_OPTIONS = {"Rnj1": "chunk_lookback"}
+"""Architecture -> arguments of its attention layers that packed attention does not know."""
+ENCODERS = (
+    "Bert", "BgeM3", "ColBERT", "ColModernVBert", "ColUltraVBert", "Gte", "HF_ColBERT", "LlamaBidirectional",
+    "LlamaNemotronVLForSequence", "LlamaNemotronVLModel", "ModernBert", "ModernVBert", "NomicBert",
+    "OpenAIPrivacyFilter", "Roberta", "VoyageQwen3Bidirectional", "XLMRoberta",
+)  # fmt: skip
+"""Architectures of encoders."""
+ENCODERS_UNLESS_DECODERS = ("JinaEmbeddingsV5",)
+"""Architectures of encoders if their configs have `is_decoder` false."""
+ENCODER_DECODERS = ("CohereAsr", "NemotronParse", "Whisper")
+"""Architectures of encoders with decoders that read them."""
+OWN_DRAFTS = (
+    "DFlash", "DSpark", "Gemma4DSpark", "K3DSpark", "LiLiCorr", "MuseGlimmerAssistant", "MuseSparkDSpark",
+    "Qwen3DSpark", "Qwen3OmniDSpark", "Qwen3XPress",
+)  # fmt: skip
+"""Architectures of drafts that store the keys and values of their context themselves."""
+OWN_DRAFT_METHODS = ("dflash", "dspark")
+"""Speculative methods of such drafts."""
+
+ALIBI = ("bloom", "mpt", "step1")
+"""Model types with ALiBi, whatever else their configs say."""
+ENCODER_TYPES = ("bert", "clip", "gte", "modernbert", "new", "nomic_bert", "roberta", "siglip", "xlm-roberta")
+"""Model types of encoders."""
+IMAGE_PREFIXES = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
+"""Model types whose image tokens attend to each other in both directions (vLLM's `is_mm_prefix_lm`)."""
+DRAFTS_WITHOUT_A_CACHE = ("gemma4_assistant", "gemma4_mtp", "gemma4_unified_assistant")
+"""Model types of drafts whose layers read the KV cache of the model's layers."""
