@@ -3,14 +3,17 @@ its config.json, unless a table here says under which config it is, or why it is
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import REPO
 from model_scan import Scan
 from packed_kv import architectures
+from packed_kv.commands import doctor, plan
 from packed_kv.refusals import refusals_of_model
 from packed_kv_patches import wheels
 from packed_kv_patches.survey import Tree
@@ -118,9 +121,60 @@ def test_each_table_is_needed(names: str, installed: Scan, monkeypatch: pytest.M
 
 def test_every_name_is_one_of_vllm(installed: Scan) -> None:
     """Those of 0.33.0 are not of the installed one."""
-    newer = {"Flint", "MuseSparkDSpark", "Qwen3XPress", "Step5"}
+    newer = {"ColUltraVBert", "Flint", "ModernVBert", "MuseSparkDSpark", "Qwen3XPress", "Step5"}
     for table in (architectures.OWN_BACKENDS, architectures.SPARSE, architectures.BOTH_WAYS, architectures.OWN_LATENTS,
                   architectures.ENCODERS, architectures.ENCODER_DECODERS, architectures.OWN_DRAFTS,
                   tuple(architectures.LAYER_OPTIONS)):  # fmt: skip
         for beginning in set(table) - newer:
             assert any(name.startswith(beginning) for name in installed.registry), beginning
+
+
+SHAPE = {"model_type": "x", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256, "vocab_size": 256}
+REFUSED = {
+    "Rnj1ForCausalLM": "these options of an attention layer: chunk_lookback, which",
+    "FlintForCausalLM": "models that choose their own attention backend",
+    "Dots3NoteForCausalLM": "models that choose their own attention backend",
+    "HYV4ForCausalLM": "models that choose their own attention backend",
+    "Glm5NextForCausalLM": "sparse attention",
+    "VoxtralRealtimeGeneration": "models that choose their own attention backend",
+    "LlamaBidirectionalModel": "encoders: encoder_only",
+    "HrmTextForCausalLM": "prompts that are read in both directions",
+    "DFlashDraftModel": "drafts that write their KV cache themselves",
+}
+"""What nothing but its name tells -> words of the refusal."""
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_plan_and_doctor_refuse_what_a_name_alone_tells(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "architectures": [architecture]}))
+    assert plan.main([str(tmp_path), "--gpu", "H200"]) == 2
+    assert f"a packed --kv-cache-dtype cannot serve {REFUSED[architecture]}" in capsys.readouterr().err
+    findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))
+    next(findings)  # of Python
+    refused = next(findings)
+    assert not refused.ok and f"cannot serve {REFUSED[architecture]}" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_said"), [("LlamaForCausalLM", False), ("ArceeForCausalLM", True)], ids=["tried", "untried"]
+)
+def test_plan_and_doctor_say_what_was_not_tried(
+    architecture: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "architectures": [architecture]}))
+    said = f"{architecture} was not tried here; no rule speaks against it, so compare its answers with those of auto"
+    assert plan.main([str(tmp_path), "--kv-cache-memory", "10GiB"]) == 0
+    assert (said in " ".join(capsys.readouterr().out.split())) == is_said
+    findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))
+    lines = [str(next(findings)) for _ in range(3)]
+    assert (f"OK    {tmp_path.name}: {said}" in lines) == is_said
+
+
+def test_what_was_tried() -> None:
+    """What the runs of all models served, and what tests compare with `auto`."""
+    rows = json.loads((REPO / "benchmarks" / "results" / "models.json").read_text())["rows"]
+    served = {row["architecture"] for row in rows if row["result"] == "works"}
+    in_tests = {"Gemma4ForCausalLM", "IQuestLoopCoderForCausalLM"}  # of test_models.py and test_other_layers.py
+    assert tuple(sorted(served | in_tests)) == architectures.TRIED

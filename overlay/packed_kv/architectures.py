@@ -47,3 +47,23 @@ IMAGE_PREFIXES = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
 """Model types whose image tokens attend to each other in both directions (vLLM's `is_mm_prefix_lm`)."""
 DRAFTS_WITHOUT_A_CACHE = ("gemma4_assistant", "gemma4_mtp", "gemma4_unified_assistant")
 """Model types of drafts whose layers read the KV cache of the model's layers."""
+
+TRIED = (
+    "AfmoeForCausalLM", "ApertusForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "DbrxForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM", "ExaoneMoeForCausalLM", "FalconH1ForCausalLM", "FlexOlmoForCausalLM", "GPT2LMHeadModel",
+    "GPTJForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration", "Gemma3nForCausalLM", "Gemma4ForCausalLM", "GemmaForCausalLM",
+    "Glm4ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM",
+    "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "HYV3ForCausalLM", "HunYuanDenseV1ForCausalLM",
+    "IQuestLoopCoderForCausalLM", "JambaForCausalLM", "LagunaForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
+    "Llama4ForCausalLM", "LlamaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiMoV2FlashForCausalLM",
+    "MiniCPM3ForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MistralForCausalLM",
+    "MixtralForCausalLM", "NemotronForCausalLM", "NemotronHForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM", "OlmoHybridForCausalLM", "OlmoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM",
+    "PhiMoEForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "SolarForCausalLM",
+    "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p5ForCausalLM", "Zamba2ForCausalLM",
+)  # fmt: skip
+"""Architectures, whole names, that were served and compared with `auto`: benchmarks/results/models.json, tests."""

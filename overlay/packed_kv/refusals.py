@@ -28,6 +28,7 @@ from .architectures import (
     OWN_DRAFTS,
     OWN_LATENTS,
     SPARSE,
+    TRIED,
 )
 from .cache_scheme import asked_cache
 from .facts import Connector, Facts
@@ -420,6 +421,15 @@ def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusa
         value_size = layer.value_size or layer.head_size
         found += refusals_of(Facts(auto_cache=facts.auto_cache, head_size=layer.head_size, value_size=value_size))
     return list({refusal.rule: refusal for refusal in found}.values())
+
+
+def untried(config: Config) -> str:
+    """What to know of a model that no rule refuses and that nobody tried, in one line; "": it was tried, or its config
+    does not name it. Raises BadInput."""
+    name = facts_of_config(config).architecture
+    if name is None or name in TRIED:
+        return ""
+    return f"{name} was not tried here; no rule speaks against it, so compare its answers with those of auto"
 
 
 def markdown() -> str:

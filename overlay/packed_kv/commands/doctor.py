@@ -28,7 +28,7 @@ from ..kernels.cuda.kernel_cache import cache_folder
 from ..model_shape import BadInput, Model, expanded_size, parse, part
 from ..planning.config_file import load
 from ..planning.plan import layers
-from ..refusals import LEAST_CAPABILITY, refusals_of_model
+from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser
 
 LEAST_PYTHON = (3, 11)
@@ -88,6 +88,8 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
                 yield Finding(True, f"{model.name}: {layers(model)}")
                 if asked := said_of_cache(part(model.config, "quantization_config")):
                     yield Finding(True, f"{model.name}: {asked}")
+                if warning := untried(config):
+                    yield Finding(True, f"{model.name}: {warning}")
             for refusal in refused:
                 name = printable(Path(options.model).name)
                 yield Finding(bool(refusal.rule.option), f"{name}: {refusal.sentence()}")

@@ -18,7 +18,7 @@ from ..planning.config_file import load
 from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate, recommend
 from ..planning.show import plot, table
 from ..planning.weights import BITS, weights
-from ..refusals import Refusal, refusals_of_model
+from ..refusals import Refusal, refusals_of_model, untried
 from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, number, size, tokens, whole
 
 UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB
@@ -114,7 +114,8 @@ def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[M
     model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
     found = refusals_of_model(config, model)
     _check_served(name, found)
-    return model, [f"served with {refusal.rule.option} alone: {refusal.rule.subject}" for refusal in found]
+    said = [f"served with {refusal.rule.option} alone: {refusal.rule.subject}" for refusal in found]
+    return model, [*said, *filter(None, [untried(config)])]
 
 
 def _check_served(name: str, found: Sequence[Refusal]) -> None:
