@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,12 @@ from harness import engine, teacher_forced_logits
 from packed_kv import refusals
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.metadata import PackedMetadataBuilder
+from packed_kv.engine import registration
 from packed_kv.engine.backend import backend_of
+from packed_kv.formats import FORMATS
 from packed_kv.model_shape import parse
 from packed_kv.refusals import refusals_of_model
+from packed_kv.window import size
 from transformers import HrmTextConfig
 from vllm import LLM, SamplingParams
 from vllm.config import CacheConfig
@@ -279,3 +284,38 @@ def test_a_draft_with_heads_that_cannot_be_packed(tmp_path: Path) -> None:
         engine(model, "tq4", speculative_config=drafts, **{**ENGINE, "load_format": "auto"}),
     ):
         pass
+
+
+def test_the_log_says_once_an_engine_why_there_is_no_window(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def record(line: str, *arguments: object, **_options: object) -> None:
+        if "also kept" in line or "no recent window" in line:
+            lines.append(line % arguments)
+
+    monkeypatch.setattr(size.logger, "info", record)
+    options = {**ENGINE, "recent_tokens": None}
+    skipped = "KV cache: no recent window with layers of another KV-cache dtype (vLLM's CPU platform lays out pages"
+    for _ in range(2):
+        with engine(plain, "tq4", kv_cache_dtype_skip_layers=["1"], **options):
+            (line,) = lines
+            assert line.startswith(skipped)
+        lines.clear()
+    with engine(plain, "tq4", **options):
+        assert lines == ["KV cache: the last 64 tokens of a request are also kept at 8 bits"]
+
+
+@pytest.mark.parametrize(("level", "levels"), [(logging.INFO, set()), (logging.DEBUG, {logging.DEBUG})])
+def test_registering_a_backend_is_no_news(
+    level: int, levels: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's line for each dtype in each process."""
+    of_vllm = logging.getLogger("vllm.v1.attention.backends.registry")
+    of_vllm.addHandler(caplog.handler)
+    monkeypatch.setattr(of_vllm, "level", level)
+    of_vllm._cache.clear()
+    monkeypatch.setattr(registration.cache_config, "register_kv_cache_dtype", lambda _name: lambda handler: handler)
+    registration.register_format(replace(FORMATS["tq4"], name=f"tq4_at_{level}"))
+    of_vllm.removeHandler(caplog.handler)
+    of_vllm._cache.clear()
+    assert {record.levelno for record in caplog.records if "TQ4_AT" in record.message} == levels

@@ -5,7 +5,10 @@ Runs when plugins load, in the API server too: heavy modules are imported only w
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -68,7 +71,23 @@ def register_format(fmt: Format) -> None:
     """Register one dtype and its backend."""
     handler = type(f"{fmt.name.capitalize()}Handler", (PackedDTypeHandler,), {"name": fmt.name})
     cache_config.register_kv_cache_dtype(fmt.name)(handler)
-    register_backend(registry_name(fmt), f"{__package__}.backend.{class_name(fmt)}")
+    with _at_debug(logging.getLogger(register_backend.__module__)):  # a line of vLLM's for each name and process
+        register_backend(registry_name(fmt), f"{__package__}.backend.{class_name(fmt)}")
+
+
+@contextlib.contextmanager
+def _at_debug(of_vllm: logging.Logger) -> Iterator[None]:
+    """Have what a logger says meanwhile be for debugging."""
+
+    def demote(record: logging.LogRecord) -> bool:
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return of_vllm.isEnabledFor(logging.DEBUG)
+
+    of_vllm.addFilter(demote)
+    try:
+        yield
+    finally:
+        of_vllm.removeFilter(demote)
 
 
 class PackedDTypeHandler:
@@ -177,13 +196,13 @@ class PackedDTypeHandler:
         from ..settings.options import check_files
         from ..settings.self_calibration import resolve_auto
         from ..sharing.tiers import check_tiers
-        from ..window.size import find_window
+        from ..window.size import log_window
 
         refuse(engine_facts(vllm_config), self.name)
         if asked := said_of_cache(getattr(vllm_config.model_config.hf_config, "quantization_config", None) or {}):
             logger.info("KV cache dtype %s: %s", self.name, asked)
         check_files(read_options(vllm_config.additional_config))
-        find_window(vllm_config)
+        log_window(vllm_config)
         resolve_auto(vllm_config)
         check_tiers(vllm_config, FORMATS[self.name])
         if vllm_config.lora_config is not None:

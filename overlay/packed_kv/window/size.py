@@ -18,14 +18,18 @@ logger = init_logger("vllm.packed_kv")
 
 
 def recent_tokens(config: VllmConfig) -> int:
-    """Tokens of the recent window, 0: none; the log says which. Raises OptionError where it was asked for and cannot
-    be."""
+    """Tokens of the recent window, 0: none. Raises OptionError where it was asked for and cannot be."""
+    return find_window(config)[0]
+
+
+def log_window(config: VllmConfig) -> None:
+    """Log how many tokens the window has, or why there is none: once an engine, as `before_engine` calls this. Raises
+    OptionError where it was asked for and cannot be."""
     tokens, reason = find_window(config)
     if reason:
-        logger.info_once("KV cache: no recent window with %s", reason, scope="local")
+        logger.info("KV cache: no recent window with %s", reason)
     elif tokens:
-        logger.info_once("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens, scope="local")
-    return tokens
+        logger.info("KV cache: the last %d tokens of a request are also kept at 8 bits", tokens)
 
 
 def find_window(config: VllmConfig) -> tuple[int, str]:
