@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models import llama
 from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
 
+ON_GPU = torch.cuda.is_available()
 TOKEN_IDS = torch.randint(256, (150,), generator=torch.Generator().manual_seed(1)).tolist()
 ENGINE: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
 
@@ -69,18 +70,19 @@ def test_a_layer_that_reads_what_it_stored_before(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("recent_tokens", [0, 32])
 def test_such_layers_of_a_packed_dtype(recent_tokens: int, tmp_path: Path) -> None:
-    """Chunks and decodes agree on the logits, and so do they with `auto` more or less."""
-    model = loop_coder(tmp_path)
-    with engine(model, "auto", **ENGINE) as llm:
+    """Chunks and decodes agree on the logits, and so do they with `auto` more or less. On a GPU, where a first chunk
+    reads its own keys raw, more or less as well."""
+    model, options = loop_coder(tmp_path), {**ENGINE, "dtype": "float16" if ON_GPU else "float32"}
+    with engine(model, "auto", **options) as llm:
         expected = teacher_forced_logits(llm, TOKEN_IDS, 37)
-    with engine(model, "tq4", recent_tokens=recent_tokens, **ENGINE) as llm:
-        found = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (37, 1)]
+    with engine(model, "tq4", recent_tokens=recent_tokens, **options) as llm:
+        chunks, decodes = (teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (37, 1))
         sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         (result,) = llm.generate({"prompt_token_ids": TOKEN_IDS}, sampling, use_tqdm=False)
         assert len(result.outputs[0].token_ids) == 8
-    chunks, decodes = found
-    assert (chunks - decodes).norm() < 1e-3 * expected.norm()
+    assert (chunks - decodes).norm() < (0.2 if ON_GPU else 1e-3) * expected.norm()
     assert (chunks - expected).norm() < 0.2 * expected.norm()
+    assert (decodes - expected).norm() < 0.2 * expected.norm()
 
 
 def hrm_text(folder: Path) -> str:
