@@ -17,6 +17,7 @@ from coverage_models import tiny
 from fake_codecs import register_null_format
 from harness import engine, teacher_forced_logits
 from packed_kv import refusals
+from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.engine import registration
@@ -48,6 +49,12 @@ def write(folder: Path, config: dict[str, Any]) -> str:
     coverage_engine.register(config["architectures"][0])
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> str:
+    """A Llama of two layers."""
+    return write(tmp_path, tiny("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=2))
 
 
 def loop_coder(folder: Path) -> str:
@@ -83,6 +90,16 @@ def test_such_layers_of_a_packed_dtype(recent_tokens: int, tmp_path: Path) -> No
     assert (chunks - decodes).norm() < (0.2 if ON_GPU else 1e-3) * expected.norm()
     assert (chunks - expected).norm() < 0.2 * expected.norm()
     assert (decodes - expected).norm() < 0.2 * expected.norm()
+
+
+def test_such_layers_where_ranks_split_the_tokens(plain: str) -> None:
+    """They are refused in the profiling run, as layers that share another's cache are when they are made."""
+    with engine(plain, "tq4", **ENGINE) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        layer = next(layer for layer in layers if hasattr(layer, "impl"))
+        layer.impl.shard, query = ContextShard(ranks=2), torch.zeros(1, 4, 64)
+        with pytest.raises(ValueError, match="--decode-context-parallel-size with another layer's KV cache: 2 ranks"):
+            layer.impl.forward(layer, query, None, None, torch.tensor([]), None, query)
 
 
 def hrm_text(folder: Path) -> str:
@@ -161,12 +178,6 @@ WORDS = {
     "": "'', which is neither",
 }
 """A word of --kv-cache-dtype-skip-layers that names no layer -> what the refusal says."""
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> str:
-    """A Llama of two layers."""
-    return write(tmp_path, tiny("llama", architectures=["LlamaForCausalLM"], num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("word", WORDS)
