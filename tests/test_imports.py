@@ -50,8 +50,8 @@ KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engi
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
-    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals", "planning",
-    "commands",
+    "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals",
+    "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 
