@@ -65,14 +65,15 @@ def auto_cache(config: VllmConfig) -> str:
     return asked_cache(getattr(config.model_config.hf_config, "quantization_config", None) or {})
 
 
-MORE_CACHES = ("loop_num", "total_ut_steps", "H_cycles")
-"""Fields of configs whose models have more KV caches than layers."""
+MORE_CACHES = ("loop_num", "total_ut_steps", "H_cycles", "n_recurrent_loops")
+"""Fields of configs whose models have more KV caches than layers; LoopCoder's may lack its own."""
 
 
 def _layer_numbers(config: VllmConfig) -> frozenset[int] | None:
     """Numbers that layers with a KV cache may have, by the model's config; None: it does not tell."""
     model = config.model_config
-    if config.speculative_config or any(hasattr(model.hf_text_config, name) for name in MORE_CACHES):
+    loops = "LoopCoder" in model.architecture or any(hasattr(model.hf_text_config, name) for name in MORE_CACHES)
+    if config.speculative_config or loops:
         return None
     return frozenset(range(model.get_total_num_hidden_layers()))
 
