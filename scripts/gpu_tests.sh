@@ -85,7 +85,7 @@ kernels() {
 
 engine() {
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 6) tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py
+    run_pytest $(in_processes 6) tests/engine/test_{on_cuda,latent_on_cuda,sleep_on_cuda,hybrids,drafts,capacity,images}.py
 }
 
 # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are no

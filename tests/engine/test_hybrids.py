@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from coverage_models import MODELS
 from harness import HYBRIDS, Start, scheduler
 from packed_kv.formats import FORMATS
 from vllm import LLM, SamplingParams
@@ -22,6 +23,11 @@ UNIT, VOCABULARY = 16, 256
 IDS = torch.randint(3, 250, (900,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [IDS[:100] + IDS[first : first + length] for first, length in ((200, 10), (300, 130), (500, 201))]
 QUESTION = IDS[800:850]
+DRAFTED = {
+    "Qwen3NextForCausalLM": {"num_nextn_predict_layers": 1},
+    "NemotronHForCausalLM": {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*"},
+}
+"""Hybrids that draft for themselves, by MTP, and what their configurations then say."""
 SAMPLING = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False, logprobs=VOCABULARY)
 
 
@@ -84,6 +90,36 @@ def test_batches_and_prefixes_change_no_answer(architecture: str, start: Start) 
     other = [alone[i].distance(alone[i - 1]) for i in range(3)]
     print(f"{architecture}: batched {found[:3]}, behind hits {found[3:]}; of other prompts {other}")
     assert max(found) < (0.3 if ON_GPU else 1e-4) * min(other)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU vLLM keeps the states of rejected drafts, with auto as well")
+@pytest.mark.parametrize("architecture", DRAFTED)
+def test_mtp_behind_hits_at_every_offset(architecture: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First turns of every length within a unit of the prefix cache; second turns with drafts behind hits are as far
+    from those without either as rounding makes them."""
+    for name, value in DRAFTED[architecture].items():
+        monkeypatch.setitem(MODELS[architecture], name, value)
+    options = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "prefix_match_unit": UNIT}
+    options |= {"max_logprobs": VOCABULARY, "dtype": "bfloat16", "max_num_seqs": 4}
+    prompts = [IDS[7 * i : 7 * i + 96 + i] for i in range(UNIT + 1)]
+    with start(architecture, "tq4", **options) as llm:
+        alone = ask_alone(llm, prompts)
+        turns = [prompt + answer.tokens + QUESTION for prompt, answer in zip(prompts, alone, strict=True)]
+        fresh = ask_alone(llm, turns)
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    with start(architecture, "tq4", speculative_config=speculation, **options) as llm:
+        drafted = ask_alone(llm, prompts)
+        behind_hits = []
+        for prompt, turn in zip(prompts, turns, strict=True):
+            llm.reset_prefix_cache()
+            ask(llm, [prompt])
+            behind_hits += ask(llm, [turn])
+    cached = [answer.cached for answer in behind_hits]
+    found = [ours.distance(theirs) for ours, theirs in zip(alone + fresh, drafted + behind_hits, strict=True)]
+    other = [fresh[i].distance(fresh[i - 1]) for i in range(len(fresh))]
+    print(f"{architecture}: cached {cached}; drafted {found[: len(alone)]}, behind hits {found[len(alone) :]}; {other}")
+    assert all(count % UNIT == 0 for count in cached) and min(cached) > 0
+    assert max(found) < 0.3 * min(other)
 
 
 def check_pages(llm: LLM) -> None:

@@ -308,3 +308,42 @@ def prompt_log_probabilities(model: str, dtype: str, ranks: int) -> torch.Tensor
         (result,) = llm.generate({"prompt_token_ids": token_ids}, sampling, use_tqdm=False)
     found = zip(result.prompt_logprobs[1:], token_ids[1:], strict=True)
     return torch.tensor([tokens[token].logprob for tokens, token in found])
+
+
+def test_sliding_windows_scheduled_ahead(tmp_path: Path) -> None:
+    """With the next step scheduled before a step's tokens are known: the same tokens, as sliding layers' blocks are not
+    freed before their last reader."""
+    model = tiny_models.save(tiny_models.gemma3(), tmp_path)
+    ids = torch.randint(3, 250, (900,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [{"prompt_token_ids": ids[37 * i :][:n]} for i, n in enumerate((150, 40, 97, 300, 11, 222))]
+    found = []
+    for ahead in (False, True):
+        options = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY"), "dtype": "bfloat16"}
+        options |= {"async_scheduling": ahead, "skip_tokenizer_init": True, "recent_tokens": 32, "max_model_len": 512}
+        with engine(model, "tq4", **options) as llm:
+            assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == ahead
+            sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, detokenize=False)
+            results = llm.generate(prompts, sampling, use_tqdm=False)
+            found.append([list(result.outputs[0].token_ids) for result in results])
+    assert found[0] == found[1]
+
+
+def test_many_behind_a_long_shared_prefix(demo_model: str) -> None:
+    """32 requests at once behind 1,500 cached tokens: all but a few tokens are those of each request by itself behind
+    the same pages. vLLM 0.31 and older might have taken such a batch apart for cascade attention, which packed pages
+    decline."""
+    options = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY"), "max_num_seqs": 32}
+    with engine(demo_model, "tq4", **options) as llm:
+        ids = llm.get_tokenizer().encode(TEXT)
+        shared, rest = ids[:1500], ids[1500:]
+        prompts = [{"prompt_token_ids": shared + rest[11 * i :][: 20 + i]} for i in range(32)]
+        llm.generate({"prompt_token_ids": shared}, SAMPLING, use_tqdm=False)
+        alone = [llm.generate(prompt, SAMPLING, use_tqdm=False)[0] for prompt in prompts]
+        llm.reset_prefix_cache()
+        llm.generate({"prompt_token_ids": shared}, SAMPLING, use_tqdm=False)
+        together = llm.generate(prompts, SAMPLING, use_tqdm=False)
+    assert all(result.num_cached_tokens >= 1488 for result in alone + together)
+    pairs = zip(alone, together, strict=True)
+    equal = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs)
+    print(f"{equal} of {len(prompts)} requests have the tokens that they have alone")
+    assert equal >= 0.8 * len(prompts)
