@@ -92,6 +92,44 @@ def test_shapes_that_are_refused(shape: tuple[int, ...]) -> None:
     serde.close()
 
 
+@pytest.mark.parametrize(
+    ("shape", "head_dim"),
+    [((2, 3, 0, 128), 64), ((2, 0, 20, 128), 64), ((2, 1, 1, 64), 64), ((2, 3, 5, 160), 80), ((2, 3, 5, 576), 576)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_odd_shapes_and_dtypes(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> None:
+    """No token, no layer, one vector, padded and large heads; numbers of 32 and 8 bits."""
+    source = chunk(torch.Size(shape), dtype=dtype)
+    packed, result = serve(source, "tq4", head_dim)
+    codecs = [get_codec("tq4", head_dim, role) for role in ("key", "value")]
+    vectors = [x.reshape(-1, head_dim) for x in source.tensor]
+    assert len(packed) == lmcache.DIGEST_BYTES + sum(map(len, vectors)) * codecs[0].vector_bytes
+    decoded = [codec.decode(codec.encode(x)).to(dtype) for codec, x in zip(codecs, vectors, strict=True)]
+    assert torch.equal(result.tensor.float(), torch.stack(decoded).view(shape).float())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(SHAPE, dtype=torch.uint8), "a chunk of torch.uint8 holds codes"),
+        (torch.ones(SHAPE, dtype=torch.int8), "a chunk of torch.int8 holds codes"),
+        (torch.ones(2, 20, 3, 128).transpose(1, 2), "it must be contiguous"),
+    ],
+    ids=["an fp8 cache", "int8", "strides"],
+)
+def test_chunks_that_are_refused(tensor: torch.Tensor, message: str) -> None:
+    """Before a byte is written: the bytes of an fp8 cache are no numbers, and what is not contiguous has no view."""
+    vectors = lmcache.PackedVectors("tq4", 64, "cpu")
+    buffer, before = torch.zeros(vectors.size([SHAPE]), dtype=torch.uint8), tensor.clone()
+    with pytest.raises(ValueError, match=message):
+        vectors.pack([tensor], buffer)
+    assert not buffer.any()
+    with pytest.raises(ValueError, match=message):
+        vectors.unpack(buffer, [tensor])
+    assert torch.equal(tensor, before)
+
+
 def test_a_buffer_that_is_too_small() -> None:
     vectors = lmcache.PackedVectors("tq4", 64, "cpu")
     with pytest.raises(ValueError, match="do not fit into a buffer of 99"):

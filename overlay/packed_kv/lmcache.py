@@ -68,7 +68,7 @@ class PackedVectors:
 
     def pack(self, chunks: Sequence[torch.Tensor], target: torch.Tensor) -> int:
         """Fill `target`, uint8 [bytes], from the groups' chunks. Returns the bytes written. Raises ValueError."""
-        shapes = [chunk.shape for chunk in chunks]
+        shapes = self._shapes(chunks)
         end = self.size(shapes)
         if len(target) < end:
             raise ValueError(f"{NAME}: {end} bytes do not fit into a buffer of {len(target)}")
@@ -79,7 +79,7 @@ class PackedVectors:
 
     def unpack(self, source: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
         """Fill the groups' chunks from `source`, uint8 [bytes]. Raises ValueError if it holds something else."""
-        shapes = [chunk.shape for chunk in chunks]
+        shapes = self._shapes(chunks)
         end = self.size(shapes)
         if len(source) < end or bytes(source[:DIGEST_BYTES].tolist()) != self.digest(shapes):
             raise ValueError(
@@ -101,6 +101,21 @@ class PackedVectors:
                 for rows, part in zip(packed.split(TILE), vectors.split(TILE), strict=True):
                     yield codec, rows, part
                 at += packed.numel()
+
+    @staticmethod
+    def _shapes(chunks: Sequence[torch.Tensor]) -> list[torch.Size]:
+        """Of chunks that hold numbers, one behind the other. Raises ValueError for others."""
+        for chunk in chunks:
+            if not chunk.is_floating_point():
+                raise ValueError(
+                    f"{NAME}: a chunk of {chunk.dtype} holds codes, as an fp8 or packed KV cache has them, and no "
+                    'numbers to pack; leave out "serde", or serve with --kv-cache-dtype auto'
+                )
+            if not chunk.is_contiguous():
+                raise ValueError(
+                    f"{NAME}: a chunk of shape {tuple(chunk.shape)} has strides {chunk.stride()}; it must be contiguous"
+                )
+        return [chunk.shape for chunk in chunks]
 
     def _vectors(self, shape: torch.Size) -> int:
         if len(shape) != 4 or shape[0] != 2 or shape[3] % self.head_dim:
