@@ -16,7 +16,7 @@ import pytest
 import tiny_models
 import torch
 from coverage_models import MODELS
-from harness import Start, count_preemptions, engine, scheduler
+from harness import Start, count_preemptions, engine, keep_chunks, scheduler
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -135,3 +135,30 @@ def test_sliding_windows_scheduled_ahead(
     with engine(model, dtype, **options) as llm:
         assert isinstance(scheduler(llm), AsyncScheduler)
         check_reset(llm, alone, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_steps_without_requests(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a data-parallel rank runs them while another has requests: they touch no page and no ring. (vLLM 0.32.0 on a
+    CPU runs no experts over two ranks.)"""
+    keep_chunks(monkeypatch, prefix_cache=False)
+    model = tiny_models.save(getattr(tiny_models, name)(), tmp_path)
+    with engine(model, "tq4", **ENGINE, recent_tokens=32, enable_prefix_caching=False) as llm:
+        before = tokens(llm, PROMPTS[:3])
+        core, schedule, idle = scheduler(llm), scheduler(llm).schedule, llm.llm_engine.model_executor
+
+        def idle_and_schedule(*arguments: Any, **options: Any) -> Any:
+            idle.execute_dummy_batch()
+            caches = [layer.kv_cache.clone() for layer in caching_layers(llm)]
+            idle.execute_dummy_batch()
+            assert all(map(torch.equal, caches, (layer.kv_cache for layer in caching_layers(llm))))
+            return schedule(*arguments, **options)
+
+        monkeypatch.setattr(core, "schedule", idle_and_schedule)
+        assert tokens(llm, PROMPTS[:3]) == before
+
+
+def caching_layers(llm: LLM) -> list[Any]:
+    """Packed layers and window layers."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if getattr(layer, "kv_cache", torch.tensor([])).numel()]
