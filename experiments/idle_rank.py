@@ -3,9 +3,9 @@
 
     idle_rank.py [--dtype NAME] [--window TOKENS]
 
-On two GPUs: vLLM 0.32.0 on a CPU has no `all_gatherv`, which experts of two ranks need. A small random Mixtral in fp16. All requests go to rank 0, so that rank 1 runs steps without requests
-(`execute_dummy_batch`) beside it; then all go to rank 1. Tokens are compared with those of one engine. Then one rank's
-engine gets SIGKILL while requests run.
+On two GPUs: vLLM 0.32.0 on a CPU has no `all_gatherv`, which experts of two ranks need. A small random Mixtral in fp16.
+All requests go to rank 0, so that rank 1 runs steps without requests (`execute_dummy_batch`) beside it; then all go to
+rank 1. Tokens are compared with those of one engine. Then the idle rank's engine gets SIGKILL while requests run.
 """
 
 from __future__ import annotations
