@@ -60,7 +60,7 @@ def prompts(tokenizer: Any, text: str, tokens: int, answers: int) -> list[list[i
 
 def is_valid(answer: dict[str, Any], schema: dict[str, Any]) -> bool:
     """Whether an answer ended and its schema accepts it."""
-    import jsonschema
+    import jsonschema  # type: ignore[import-untyped]  # it ships no types
 
     if answer["reason"] != "stop":
         return False
