@@ -24,7 +24,7 @@ from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..json_file import printable
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
-from ..kernels.cuda.kernel_cache import cache_folder
+from ..kernels.kernel_cache import cache_folder
 from ..model_shape import BadInput, Model, expanded_size, parse, part
 from ..planning.config_file import load
 from ..planning.plan import layers

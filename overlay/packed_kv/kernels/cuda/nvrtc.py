@@ -11,7 +11,7 @@ from typing import Any
 
 from cuda.bindings import driver, nvrtc
 
-from .kernel_cache import load_or_compile
+from ..kernel_cache import load_or_compile
 from .source import DECODE, Program, read_sources
 
 OPTIONS = ("--std=c++17", "-default-device")

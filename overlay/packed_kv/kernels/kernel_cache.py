@@ -1,7 +1,7 @@
 """Keep compiled kernels on disk, and load only what this user wrote and nothing damaged since.
 
 A file is the machine code and a SHA-256 digest of its name and code. A damaged file is compiled again and replaced. A
-folder or file that another user owns or can write is not loaded from: its code would run on the GPU.
+folder or file that another user owns or can write is not loaded from: its code would run on the GPU or in this process.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from packed_kv.kernels.cuda import kernel_cache
+from packed_kv.kernels import kernel_cache
 
 NAME = "decode-0123.cubin"
 CODE = bytes(range(256)) * 40

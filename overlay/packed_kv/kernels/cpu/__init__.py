@@ -1,0 +1,1 @@
+"""Kernels in C++ for CPUs, compiled at first use: see `build.py`. They know bit widths and offsets, never dtype names."""

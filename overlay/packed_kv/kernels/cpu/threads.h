@@ -1,0 +1,20 @@
+// Runs work on PyTorch's own OpenMP threads, whichever library they are of: a second pool would spin against the first,
+// and leave the cores that vLLM has bound. libgomp, libomp and libiomp5 all have GOMP_parallel.
+#pragma once
+#include <dlfcn.h>
+
+typedef void (*Work)(void*);
+
+// Calls work(data) on `threads` threads of the pool, each once; on the calling one where there is no pool. Work hands
+// itself out by an atomic counter, so any number of threads does all of it.
+static inline void run_on_threads(Work work, void* data, int threads) {
+  typedef void (*Parallel)(Work, void*, unsigned, unsigned);
+  if (threads > 1) {
+    Parallel parallel = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (parallel) return parallel(work, data, (unsigned)threads, 0);
+  }
+  work(data);
+}
+
+// The next piece of work, from 0 on.
+static inline int next_of(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
