@@ -1,0 +1,211 @@
+"""Decode attention of a layer on a CPU: `decode.cpp` for its format and heads, and what it is called with."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+
+from ...codecs.pages import PagedCodec
+from ...codecs.ring import Ring
+from ..kernel_layout import kernel_layout
+from .build import SIMD, Program, load_library
+from .compiler import Target
+from .constants import constants_header
+
+PROGRAM = Program(
+    "decode.cpp",
+    (*SIMD, "arguments.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h", "threads.h",
+     "tile.h"),
+)  # fmt: skip
+ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""As numbers.h has them."""
+_ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class DecodeOptions(Protocol):
+    """What a layer's attention needs besides its tensors: `attention.active_blocks.AttentionOptions`."""
+
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    sinks: torch.Tensor | None
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of arguments.h."""
+
+    _fields_ = [
+        ("cache", _ADDRESS), ("cache_block_stride", _NUMBER), ("cache_head_stride", _NUMBER), ("block_size", _NUMBER),
+        ("requests", _NUMBER), ("block_table", _ADDRESS), ("block_table_stride", _NUMBER),
+        ("query_start", _ADDRESS), ("seq_lens", _ADDRESS),
+        ("query", _ADDRESS), ("query_type", _NUMBER), ("query_stride", _NUMBER), ("query_head_stride", _NUMBER),
+        ("output", _ADDRESS), ("output_type", _NUMBER), ("output_stride", _NUMBER), ("output_head_stride", _NUMBER),
+        ("lse", _ADDRESS),
+        ("kv_heads", _NUMBER), ("group", _NUMBER), ("head_dim", _NUMBER), ("value_dim", _NUMBER),
+        ("scale", _FLOAT), ("soft_cap", _FLOAT), ("sliding_window", _NUMBER), ("sinks", _ADDRESS),
+        ("rotation_constants", _ADDRESS), ("key_channels", _ADDRESS), ("value_channels", _ADDRESS),
+        ("key_channels_stride", _NUMBER), ("value_channels_stride", _NUMBER),
+        ("key_scale", _ADDRESS), ("value_scale", _ADDRESS), ("key_scale_stride", _NUMBER),
+        ("value_scale_stride", _NUMBER),
+        ("means", _ADDRESS), ("means_stride", _NUMBER), ("spectrum", _ADDRESS), ("mean_blocks", _NUMBER),
+        ("mean_block_tokens", _NUMBER),
+        ("ring", _ADDRESS), ("ring_block_stride", _NUMBER), ("ring_head_stride", _NUMBER),
+        ("ring_token_stride", _NUMBER), ("ring_block_size", _NUMBER), ("ring_table", _ADDRESS),
+        ("ring_table_stride", _NUMBER), ("ring_first", _ADDRESS), ("ring_window", _NUMBER),
+        ("shard_ranks", _NUMBER), ("shard_rank", _NUMBER), ("shard_run", _NUMBER),
+        ("threads", _NUMBER), ("workspace", _ADDRESS),
+    ]  # fmt: skip
+
+
+class CpuDecode:
+    """Decode attention of one layer over packed pages, as `attention.active_blocks.attend` has it.
+
+    Outputs have the same bits whatever the number of threads and the other requests of a batch.
+
+    Args:
+        codec: of the layer, on the CPU.
+        query_heads, kv_heads: of this rank; of all ranks that split the tokens, where there are several.
+        options: see `DecodeOptions`; `sinks` are read at each call.
+        target: what to compile for; None: the best of this processor.
+
+    Raises:
+        BuildError: there is no compiler, or it fails; one line.
+    """
+
+    def __init__(
+        self,
+        codec: PagedCodec,
+        query_heads: int,
+        kv_heads: int,
+        options: DecodeOptions,
+        *,
+        target: Target | None = None,
+    ) -> None:
+        self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
+        header = constants_header(kernel_layout(codec.layout), codec.key.fmt.rotation)
+        library = load_library(PROGRAM, header, target)
+        self._decode, self._workspace_bytes = library.decode, library.decode_workspace_bytes
+        self._decode.restype, self._workspace_bytes.restype = None, ctypes.c_int64
+        self._decode.argtypes = self._workspace_bytes.argtypes = [ctypes.POINTER(Arguments)]
+        self._held: dict[str, torch.Tensor] = {}
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._fixed = self._fixed_arguments()
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        output: torch.Tensor,
+        ring: Ring | None = None,
+        lse: torch.Tensor | None = None,
+        shard: tuple[int, int, int] = (1, 0, 1),
+    ) -> None:
+        """Attention of requests' newest tokens over all of their cached tokens, the newest included.
+
+        Args:
+            query: fp32, bf16 or fp16 [tokens or more, query heads, head_dim].
+            cache: uint8 [blocks, KV heads, block_size, slot_bytes].
+            block_table: int32 [requests, blocks].
+            query_start: int32 [requests + 1], first row of each request in `query`.
+            seq_lens: int32 [requests], tokens of each, on whatever rank.
+            output: fp32, bf16 or fp16 [tokens or more, query heads, value_dim]; the rows of these requests are filled,
+                with 0 where a query sees nothing.
+            ring: of these requests, the new tokens included; None: there is none.
+            lse: fp32 [tokens or more, query heads], contiguous, filled with the natural log-sum-exp of the scores, sinks
+                included; None: it is not wanted.
+            shard: (ranks, rank, run) of `attention.context_shard.ContextShard`.
+        """
+        self._check(query, cache, block_table, output, lse)
+        batch = Arguments.from_buffer_copy(self._fixed)
+        batch.requests = len(seq_lens)
+        batch.cache, batch.block_size = cache.data_ptr(), cache.shape[2]
+        batch.cache_block_stride, batch.cache_head_stride = cache.stride(0), cache.stride(1)
+        batch.block_table, batch.block_table_stride = block_table.data_ptr(), block_table.stride(0)
+        query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
+        batch.query_start, batch.seq_lens = query_start.data_ptr(), seq_lens.data_ptr()
+        for name, tensor in (("query", query), ("output", output)):
+            setattr(batch, name, tensor.data_ptr())
+            setattr(batch, f"{name}_type", ELEMENT_TYPES[tensor.dtype])
+            setattr(batch, f"{name}_stride", tensor.stride(0))
+            setattr(batch, f"{name}_head_stride", tensor.stride(1))
+        batch.lse = None if lse is None else lse.data_ptr()
+        sinks = None if self.options.sinks is None else self.options.sinks.detach().float().contiguous()
+        batch.sinks = None if sinks is None else sinks.data_ptr()
+        self._add_means(batch, seq_lens)
+        if ring is not None:
+            self._add_ring(batch, ring)
+        batch.shard_ranks, batch.shard_rank, batch.shard_run = shard
+        batch.threads = torch.get_num_threads()
+        batch.workspace = self._reserve(self._workspace_bytes(ctypes.byref(batch)))
+        self._decode(ctypes.byref(batch))
+
+    def _check(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        key_dim, value_dim = self.codec.key.head_dim, self.codec.value.head_dim
+        assert query.shape[1:] == (self.query_heads, key_dim) and query.stride(2) == 1, (query.shape, query.stride())
+        assert output.shape[1:] == (self.query_heads, value_dim) and output.stride(2) == 1, (output.shape,)
+        assert cache.shape[1] == self.kv_heads and cache.shape[3] == self.codec.slot_bytes, cache.shape
+        assert cache.stride()[2:] == (cache.shape[3], 1) and cache.dtype == torch.uint8, cache.stride()
+        assert block_table.dtype == torch.int32 and block_table.stride(1) == 1, block_table.stride()
+        assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
+
+    def _fixed_arguments(self) -> Arguments:
+        """What is the same in all calls."""
+        key, value, fixed = self.codec.key, self.codec.value, Arguments()
+        fixed.kv_heads, fixed.group = self.kv_heads, self.query_heads // self.kv_heads
+        fixed.head_dim, fixed.value_dim = key.head_dim, value.head_dim
+        fixed.scale, fixed.soft_cap = self.options.scale, self.options.logits_soft_cap or 0.0
+        fixed.sliding_window = self.options.sliding_window or 0
+        self._table(fixed, "rotation_constants", key.rotation_constants)
+        for name, codec in (("key", key), ("value", value)):
+            self._table(fixed, f"{name}_channels", codec.channels.to(torch.int32))
+            self._table(fixed, f"{name}_scale", codec.transform.scale)
+        return fixed
+
+    def _table(self, arguments: Arguments, name: str, table: torch.Tensor | None) -> None:
+        """Set a table [heads, stored_dim] or [stored_dim], which is held, and its stride."""
+        if table is None:
+            return
+        self._held[name] = table = table.contiguous()
+        setattr(arguments, name, table.data_ptr())
+        if hasattr(arguments, f"{name}_stride"):
+            setattr(arguments, f"{name}_stride", table.stride(0) if table.ndim == 2 else 0)
+
+    def _add_means(self, arguments: Arguments, seq_lens: torch.Tensor) -> None:
+        transform: Any = self.codec.key.transform
+        if not transform.centres:
+            return
+        if transform.grows and len(seq_lens):
+            transform.means(seq_lens.max().view(1))
+        if "means" not in self._held:
+            self._held["means"] = transform.mean_rows()
+        means = self._held["means"]
+        arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if len(means) > 1 else 0
+        arguments.spectrum, arguments.mean_blocks = transform.spectrum.data_ptr(), transform.mean_blocks
+        arguments.mean_block_tokens = transform.block_tokens
+
+    def _add_ring(self, arguments: Arguments, ring: Ring) -> None:
+        cache = ring.cache
+        assert cache.stride(3) == 1 and ring.block_table.stride(1) == 1 and ring.first.is_contiguous(), cache.stride()
+        assert ring.block_table.dtype == ring.first.dtype == torch.int32, (ring.block_table.dtype, ring.first.dtype)
+        arguments.ring, arguments.ring_block_size, arguments.ring_window = cache.data_ptr(), cache.shape[2], ring.window
+        arguments.ring_block_stride, arguments.ring_head_stride, arguments.ring_token_stride, _ = cache.stride()
+        arguments.ring_table, arguments.ring_table_stride = ring.block_table.data_ptr(), ring.block_table.stride(0)
+        arguments.ring_first = ring.first.data_ptr()
+
+    def _reserve(self, size: int) -> int:
+        """Return the address of at least `size` bytes, a multiple of 64."""
+        if len(self._workspace) < size + 64:
+            self._workspace = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
+        return -(-self._workspace.data_ptr() // 64) * 64

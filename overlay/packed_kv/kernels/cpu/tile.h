@@ -1,0 +1,241 @@
+// A tile of tokens for the columns of a KV head: products with K, the online softmax, products with V. Columns are query
+// heads of the KV head times query tokens, in blocks of up to BLOCK that are worked on in registers.
+#pragma once
+#include "pages.h"
+
+constexpr int TILE = 256;  // tokens
+constexpr int TILE_BLOCKS = TILE / MICRO_BLOCK;
+constexpr int BLOCK = 4;
+// A new maximum is taken over only where it exceeds the old one by this much: sums in fp32 have room for e^20, and
+// products need not be scaled again.
+constexpr float SLACK = 20;
+constexpr int LARGEST_INT16 = 32767;
+constexpr int SUMS = GROUPS * PARTS * 4;  // vectors of fp32 sums over V that a column has
+
+// What a job keeps of its columns. Arrays of `block` are by block of columns, with its columns innermost.
+struct Columns {
+  int count;
+  const int16_t* queries;  // block: [group][t][e2][column][e1][e0]
+  const float* factors;    // by column: of a query's integers, with the score's scale
+  float* scores;           // [column][TILE], in the order of scores; then exponentials
+  int16_t* weights;        // block: [group][micro-block][column][16 tokens]
+  float* sums;             // block: [group][part][e2][e3][column][VECTOR_FLOATS]
+  float* ring_sums;        // [column][STORED_DIM], in the order of V's bytes in a ring
+  float* maxima;           // by column
+  float* totals;           // by column: of exponentials
+  float* weight_factors;   // [column][GROUPS]: what a weight of 1 is in this tile
+};
+
+// Calls body(Index<columns>, first column) for each block.
+template <class Body> INLINE void for_blocks(int columns, Body&& body) {
+  int first = 0;
+  for (; first + BLOCK <= columns; first += BLOCK) body(Index<BLOCK>{}, first);
+  int rest = columns - first;
+  if (rest == 1) body(Index<1>{}, first);
+  if (rest == 2) body(Index<2>{}, first);
+  if (rest == 3) body(Index<3>{}, first);
+}
+
+// Levels of all codes, in registers.
+struct Tables {
+  Bytes low[sizeof CODES / sizeof CODES[0]], high[sizeof CODES / sizeof CODES[0]];
+  static inline __attribute__((always_inline)) Tables read() {
+    Tables tables;
+    unrolled<sizeof CODES / sizeof CODES[0]>([&](auto code) {
+      table_of<code.value>(&tables.low[code.value], &tables.high[code.value]);
+    });
+    return tables;
+  }
+};
+
+// Scores of a part of a micro-block for C columns from `first` on. `scales`: of K, by group.
+template <int C>
+INLINE void score_keys(const Columns& columns, int first, const Tables& tables, const uint8_t* arranged,
+                       const float* scales, int micro_block, int part) {
+  const int16_t* queries = columns.queries + (long)first * STORED_DIM;
+  Floats sum[C];
+  for (int c = 0; c < C; c++) sum[c] = broadcast(0);
+  unrolled<GROUPS>([&](auto group) {
+    constexpr int G = group.value, code = GROUP_TABLE[G].code;
+    Bytes low[C], high[C];  // of e3 = 0 and 1
+    for (int c = 0; c < C; c++) low[c] = high[c] = zero();
+    unrolled<4>([&](auto t) {
+      Bytes levels[4];
+      decode<G, t.value>(arranged, tables.low[code], tables.high[code], levels);
+      const int16_t* q = queries + (G * 4 + t.value) * 8 * C;
+      for (int c = 0; c < C; c++) {
+        Bytes four = broadcast_64(q + 4 * c);
+        low[c] = dot16(low[c], levels[0], four), high[c] = dot16(high[c], levels[1], four);
+      }
+      for (int c = 0; c < C; c++) {
+        Bytes four = broadcast_64(q + 4 * (C + c));
+        low[c] = dot16(low[c], levels[2], four), high[c] = dot16(high[c], levels[3], four);
+      }
+    });
+    Floats scale = load_floats(scales + G * MICRO_BLOCK + part * VECTOR_FLOATS);
+    for (int c = 0; c < C; c++) {
+      Bytes products = add32(even_words(low[c], high[c]), odd_words(low[c], high[c]));
+      sum[c] = multiply_add(to_floats(products), scale, sum[c]);
+    }
+  });
+  for (int c = 0; c < C; c++) {
+    float* to = columns.scores + (long)(first + c) * TILE + micro_block * MICRO_BLOCK + part * VECTOR_FLOATS;
+    store_floats(to, sum[c] * broadcast(columns.factors[first + c]));
+  }
+}
+
+// Scores of `count` micro-blocks for all columns. `scales`: [micro-block][group][16 tokens].
+static void score_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count) {
+  const Tables tables = Tables::read();
+  alignas(64) uint8_t arranged[ARRANGED * VECTOR_BYTES];
+  alignas(64) float scales[GROUPS * MICRO_BLOCK];
+  for (int i = 0; i < count; i++) {
+    read_scales(micro_blocks[i], 0, scales);
+    for (int part = 0; part < PARTS; part++) {
+      arrange(micro_blocks[i], 0, part, arranged);
+      for_blocks(columns.count, [&](auto block, int first) {
+        score_keys<block.value>(columns, first, tables, arranged, scales, i, part);
+      });
+    }
+  }
+}
+
+// Scales the sums of a column.
+static void shrink_sums(const Columns& columns, int column, float factor) {
+  int first = column / BLOCK * BLOCK, width = columns.count - first < BLOCK ? columns.count - first : BLOCK;
+  float* sums = columns.sums + (long)first * 2 * STORED_DIM + (column - first) * VECTOR_FLOATS;
+  for (int i = 0; i < SUMS; i++, sums += width * VECTOR_FLOATS)
+    store_floats(sums, load_floats(sums) * broadcast(factor));
+  float* ring = columns.ring_sums + (long)column * STORED_DIM;
+  for (int i = 0; i < STORED_DIM; i += VECTOR_FLOATS) store_floats(ring + i, load_floats(ring + i) * broadcast(factor));
+}
+
+// Makes exponentials of a column's `count` scores, a multiple of 16, and brings its total and sums to the same maximum.
+// Returns what an exponential of 1 is in the sums; 0: no score is finite.
+static float add_to_softmax(const Columns& columns, int column, int count) {
+  float* scores = columns.scores + (long)column * TILE;
+  Floats most = broadcast(-INFINITY), total = broadcast(0);
+  for (int i = 0; i < count; i += VECTOR_FLOATS) most = max_floats(most, load_floats(scores + i));
+  float top = horizontal_max(most), old = columns.maxima[column];
+  if (top == -INFINITY) return 0;
+  for (int i = 0; i < count; i += VECTOR_FLOATS) {
+    Floats weight = exp_of_negative(load_floats(scores + i) - broadcast(top));
+    store_floats(scores + i, weight);
+    total = total + weight;
+  }
+  float kept = top > old + SLACK ? top : old;
+  if (kept != old && old != -INFINITY) {
+    float shrink = expf(old - kept);
+    columns.totals[column] *= shrink;
+    shrink_sums(columns, column, shrink);
+  }
+  float factor = expf(top - kept);
+  columns.maxima[column] = kept;
+  columns.totals[column] += factor * horizontal_sum(total);
+  return factor;
+}
+
+// Makes 16-bit weights of C columns' exponentials times V's scales, the largest of a tile, group and column 32767.
+template <int C>
+static void weigh(const Columns& columns, int first, const float* scales, int count, const float* softmax_factors) {
+  int16_t* weights = columns.weights + (long)first * GROUPS * TILE;
+  for (int c = 0; c < C; c++) {
+    const float* exponentials = columns.scores + (long)(first + c) * TILE;
+    float* factors = columns.weight_factors + (long)(first + c) * GROUPS;
+    if (softmax_factors[first + c] == 0) {  // the column sees none of these tokens
+      for (int g = 0; g < GROUPS; g++) {
+        factors[g] = 0;
+        for (int i = 0; i < count; i++) memset(weights + ((long)(g * TILE_BLOCKS + i) * C + c) * 16, 0, 32);
+      }
+      continue;
+    }
+    Floats most[GROUPS], inverse[GROUPS];
+    for (int g = 0; g < GROUPS; g++) most[g] = broadcast(0);
+    for (int i = 0; i < count; i++)
+      for (int part = 0; part < PARTS; part++) {
+        Floats p = load_floats(exponentials + i * MICRO_BLOCK + part * VECTOR_FLOATS);
+        for (int g = 0; g < GROUPS; g++) {
+          const float* scale = scales + (i * GROUPS + g) * MICRO_BLOCK + part * VECTOR_FLOATS;
+          most[g] = max_floats(most[g], p * load_floats(scale));
+        }
+      }
+    for (int g = 0; g < GROUPS; g++) {
+      float largest = horizontal_max(most[g]);
+      factors[g] = largest * softmax_factors[first + c] / LARGEST_INT16;
+      inverse[g] = broadcast(largest > 1e-30f ? LARGEST_INT16 / largest : 0);
+    }
+    for (int i = 0; i < count; i++)
+      for (int part = 0; part < PARTS; part++) {
+        Floats p = load_floats(exponentials + i * MICRO_BLOCK + part * VECTOR_FLOATS);
+        for (int g = 0; g < GROUPS; g++) {
+          const float* scale = scales + (i * GROUPS + g) * MICRO_BLOCK + part * VECTOR_FLOATS;
+          int16_t* to = weights + ((long)(g * TILE_BLOCKS + i) * C + c) * 16 + part * VECTOR_FLOATS;
+          store_int16(to, round_to_int32(p * load_floats(scale) * inverse[g]));
+        }
+      }
+  }
+}
+
+// Adds a group's products with V for C columns. `arranged`: of V, [micro-block][part].
+template <int C, int G>
+static void add_values(const Columns& columns, int first, const Tables& tables, const uint8_t* arranged, int count) {
+  constexpr int code = GROUP_TABLE[G].code;
+  const int16_t* weights = columns.weights + (long)first * GROUPS * TILE + (long)G * TILE_BLOCKS * C * 16;
+  for (int part = 0; part < PARTS; part++) {
+    Bytes products[4][C];
+    for (int k = 0; k < 4; k++)
+      for (int c = 0; c < C; c++) products[k][c] = zero();
+    for (int i = 0; i < count; i++) {
+      const uint8_t* words = arranged + (long)(i * PARTS + part) * ARRANGED * VECTOR_BYTES;
+      unrolled<4>([&](auto t) {
+        Bytes levels[4];
+        decode<G, t.value>(words, tables.low[code], tables.high[code], levels);
+        for (int c = 0; c < C; c++) {
+          Bytes four = broadcast_64(weights + (i * C + c) * 16 + 4 * t.value);
+          for (int k = 0; k < 4; k++) products[k][c] = dot16(products[k][c], levels[k], four);
+        }
+      });
+    }
+    float* sums = columns.sums + (long)first * 2 * STORED_DIM + (long)(G * PARTS + part) * 4 * C * VECTOR_FLOATS;
+    for (int k = 0; k < 4; k++)
+      for (int c = 0; c < C; c++) {
+        float* to = sums + (k * C + c) * VECTOR_FLOATS;
+        Floats factor = broadcast(columns.weight_factors[(first + c) * GROUPS + G]);
+        store_floats(to, multiply_add(to_floats(products[k][c]), factor, load_floats(to)));
+      }
+  }
+}
+
+// Weighs and adds V of `count` micro-blocks for all columns, whose scores are in `columns`. `arranged`, `scales`: memory.
+static void add_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count, uint8_t* arranged,
+                     float* scales, float* softmax_factors) {
+  for (int column = 0; column < columns.count; column++)
+    softmax_factors[column] = add_to_softmax(columns, column, MICRO_BLOCK * count);
+  for (int i = 0; i < count; i++) {
+    read_scales(micro_blocks[i], 1, scales + i * GROUPS * MICRO_BLOCK);
+    for (int part = 0; part < PARTS; part++)
+      arrange(micro_blocks[i], 1, part, arranged + (long)(i * PARTS + part) * ARRANGED * VECTOR_BYTES);
+  }
+  const Tables tables = Tables::read();
+  for_blocks(columns.count, [&](auto block, int first) {
+    weigh<block.value>(columns, first, scales, count, softmax_factors);
+  });
+  unrolled<GROUPS>([&](auto group) {
+    for_blocks(columns.count, [&](auto block, int first) {
+      add_values<block.value, group.value>(columns, first, tables, arranged, count);
+    });
+  });
+}
+
+// Adds a column's sums over V to `to`, fp32 [STORED_DIM] in packing order.
+static void collect_sums(const Columns& columns, int column, float* to) {
+  int first = column / BLOCK * BLOCK, width = columns.count - first < BLOCK ? columns.count - first : BLOCK;
+  const float* sums = columns.sums + (long)first * 2 * STORED_DIM + (column - first) * VECTOR_FLOATS;
+  for (int i = 0; i < SUMS; i++, sums += width * VECTOR_FLOATS) {
+    int group = i / (4 * PARTS), part = i / 4 % PARTS, d3 = i >> 1 & 1, d4 = i & 1;
+    for (int row = 0; row < 2 * VECTOR_LANES; row++) {
+      int g = part * 2 * VECTOR_LANES + row;
+      to[group * GROUP_SIZE + d4 * 16 + d3 * 8 + g] += sums[2 * row] + sums[2 * row + 1];
+    }
+  }
+}
