@@ -10,24 +10,23 @@
 #include "ring.h"
 #include "threads.h"
 
-struct Partial {
-  float maximum, total;
-};
-
 // Memory of a thread, cut from its part of the workspace.
 struct Scratch {
   Columns columns;
   Queries queries;
   uint8_t* arranged;
-  float *scales, *softmax_factors, *biases;
+  float *scales, *softmax_factors;
+  Range* ranges;  // in the pages, by query token
 };
+
+constexpr int RESULT = 3 * STORED_DIM;
 
 struct Run {
   const Arguments* a;
   Request* requests;
   int *first_job, *left;  // of each request; jobs of each (request, KV head) that are not done
-  Partial* partials;      // [part of all requests][KV head][column]
-  float* results;         // the same, [STORED_DIM] each
+  Softmax* partials;      // [part of all requests][KV head][column]
+  float* results;         // the same, RESULT floats a column: its sums, then its sums of the ring
   long* first_partial;    // of each request
   uint8_t* scratch;
   long scratch_bytes, columns;
@@ -45,24 +44,19 @@ struct Cutter {
   }
 };
 
-static Scratch cut_scratch(Cutter& from, long columns) {
-  Scratch s;
-  s.columns.count = (int)columns;
-  s.queries.plain = from.take<float>(columns * STORED_DIM);
-  s.queries.rotated = from.take<float>(columns * STORED_DIM);
+static Scratch cut_scratch(const Arguments& a, Cutter& from, long columns) {
+  Scratch s = {};
+  if (a.means) s.queries.plain = from.take<float>(columns * STORED_DIM);
+  if (a.ring) s.queries.rotated = from.take<float>(columns * STORED_DIM);
   s.columns.queries = s.queries.integers = from.take<int16_t>(columns * STORED_DIM);
   s.columns.factors = s.queries.factors = from.take<float>(columns);
   s.columns.scores = from.take<float>(columns * TILE);
   s.columns.weights = from.take<int16_t>(columns * GROUPS * TILE);
-  s.columns.sums = from.take<float>(columns * 2 * STORED_DIM);
-  s.columns.ring_sums = from.take<float>(columns * STORED_DIM);
-  s.columns.maxima = from.take<float>(columns);
-  s.columns.totals = from.take<float>(columns);
   s.columns.weight_factors = from.take<float>(columns * GROUPS);
   s.arranged = from.take<uint8_t>((long)TILE_BLOCKS * ARRANGED_BYTES);
   s.scales = from.take<float>((long)TILE_BLOCKS * GROUPS * MICRO_BLOCK);
   s.softmax_factors = from.take<float>(columns);
-  s.biases = from.take<float>(columns);
+  s.ranges = from.take<Range>(columns);
   return s;
 }
 
@@ -86,10 +80,10 @@ static void cut_run(Run& run, Cutter& from) {
   }
   if (from.start) run.first_job[a.requests] = (int)(parts * a.kv_heads);
   run.jobs = (int)(parts * a.kv_heads);
-  run.partials = from.take<Partial>(partials);
-  run.results = from.take<float>(partials * STORED_DIM);
+  run.partials = from.take<Softmax>(partials);
+  run.results = from.take<float>(partials * RESULT);
   Cutter one = {nullptr, 0};
-  cut_scratch(one, run.columns);
+  cut_scratch(a, one, run.columns);
   run.scratch_bytes = one.used;
   run.scratch = from.take<uint8_t>(one.used * a.threads);
 }
@@ -127,10 +121,10 @@ static void cap_scores(const Columns& columns, int count, float cap) {
   }
 }
 
-// Tokens first .. first + count - 1 of the pages, of which a column sees range(column).
-static void attend_tile(const Arguments& a, const Request& request, long r, long head, const Scratch& s, long first,
-                        const uint8_t* const* micro_blocks, int blocks) {
-  score_tile(s.columns, micro_blocks, blocks);
+// Attends to `blocks` micro-blocks of the pages from token `first` on.
+static void attend_tile(const Arguments& a, long head, const Scratch& s, long first, const uint8_t* const* micro_blocks,
+                        int blocks, int known) {
+  score_tile(s.columns, micro_blocks, blocks, known);
   int count = blocks * MICRO_BLOCK;
   if (a.means) {
     auto position = [&](int i) { return shard_position(a, first + i); };
@@ -138,7 +132,7 @@ static void attend_tile(const Arguments& a, const Request& request, long r, long
   }
   if (a.soft_cap != 0) cap_scores(s.columns, count, (float)a.soft_cap);
   for (int column = 0; column < s.columns.count; column++) {
-    Range range = in_pages(a, r, request.position + column / a.group);
+    Range range = s.ranges[column / a.group];
     float* scores = s.columns.scores + (long)column * TILE;
     for (int i = 0; i < least(count, range.first - first); i++) scores[place_in_tile(i)] = -INFINITY;
     for (int i = (int)most(0, range.end - first); i < count; i++) scores[place_in_tile(i)] = -INFINITY;
@@ -146,7 +140,7 @@ static void attend_tile(const Arguments& a, const Request& request, long r, long
   add_tile(s.columns, micro_blocks, blocks, s.arranged, s.scales, s.softmax_factors);
 }
 
-static void attend_pages(const Arguments& a, const Request& request, long r, long head, const Scratch& s, Range part) {
+static void attend_pages(const Arguments& a, long r, long head, const Scratch& s, Range part) {
   const uint8_t* micro_blocks[2 * TILE_BLOCKS];
   const int32_t* table = a.block_table + r * a.block_table_stride;
   const uint8_t* pages = a.cache + head * a.cache_head_stride;
@@ -160,9 +154,7 @@ static void attend_pages(const Arguments& a, const Request& request, long r, lon
       micro_blocks[i] = pages + table[token / a.block_size] * a.cache_block_stride +
                         token % a.block_size / MICRO_BLOCK * MICRO_BLOCK_BYTES;
     }
-    for (int i = blocks; i < ahead; i++)
-      for (int at = 0; at < MICRO_BLOCK_BYTES; at += 64) __builtin_prefetch(micro_blocks[i] + at, 0, 2);
-    attend_tile(a, request, r, head, s, first, micro_blocks, blocks);
+    attend_tile(a, head, s, first, micro_blocks, blocks, ahead);
   }
 }
 
@@ -207,67 +199,100 @@ static long partial_of(const Run& run, long r, long part, long head) {
   return run.first_partial[r] + (part * run.a->kv_heads + head) * request.tokens * run.a->group;
 }
 
+// Where a part's results are: its maxima, totals and sums are made in place.
+static void place_results(const Run& run, Columns& columns, long r, long part, long head) {
+  long first = partial_of(run, r, part, head), count = run.requests[r].tokens * run.a->group;
+  columns.count = (int)count;
+  columns.softmax = run.partials + first;
+  columns.sums = run.results + first * RESULT;
+  columns.ring_sums = run.a->ring ? columns.sums + count * 2 * STORED_DIM : nullptr;
+}
+
 static void attend_part(const Run& run, Scratch s, long r, long part, long head) {
   const Arguments& a = *run.a;
   const Request& request = run.requests[r];
-  long columns = request.tokens * a.group;
-  s.columns.count = (int)columns;
+  place_results(run, s.columns, r, part, head);
   read_queries(a, request, head, s.queries);
-  memset(s.columns.sums, 0, sizeof(float) * columns * 2 * STORED_DIM);
-  memset(s.columns.ring_sums, 0, sizeof(float) * columns * STORED_DIM);
-  for (long c = 0; c < columns; c++) s.columns.maxima[c] = -INFINITY, s.columns.totals[c] = 0;
+  for (long i = 0; i < request.tokens; i++) s.ranges[i] = in_pages(a, r, request.position + i);
+  memset(s.columns.sums, 0, sizeof(float) * s.columns.count * (a.ring ? RESULT : 2 * STORED_DIM));
+  for (int c = 0; c < s.columns.count; c++) s.columns.softmax[c] = {-INFINITY, 0};
   long start = request.pages.first / TILE * TILE + part * request.part_tokens;
   Range tokens = {most(start, request.pages.first), least(start + request.part_tokens, request.pages.end)};
-  attend_pages(a, request, r, head, s, tokens);
+  attend_pages(a, r, head, s, tokens);
   if (part == request.parts - 1) attend_ring(a, request, r, head, s);
-  long partial = partial_of(run, r, part, head);
-  for (long c = 0; c < columns; c++) {
-    float* result = run.results + (partial + c) * STORED_DIM;
-    for (int i = 0; i < STORED_DIM; i++)
-      result[i / GROUP_SIZE * GROUP_SIZE + ring_value_channel(i % GROUP_SIZE)] =
-          s.columns.ring_sums[c * STORED_DIM + i];
-    collect_sums(s.columns, (int)c, result);
-    run.partials[partial + c] = {s.columns.maxima[c], s.columns.totals[c]};
+}
+
+// Adds part 1 and on to part 0, in its place. Columns that see nothing keep a maximum of -infinity and a total of 0.
+static void add_parts(const Run& run, Columns& to, long r, long head) {
+  for (long part = 1; part < run.requests[r].parts; part++) {
+    Columns from = to;
+    place_results(run, from, r, part, head);
+    for (int c = 0; c < to.count; c++) {
+      Softmax &into = to.softmax[c], &part_softmax = from.softmax[c];
+      float maximum = larger(into.maximum, part_softmax.maximum);
+      if (maximum == -INFINITY) continue;
+      float old = expf(into.maximum - maximum), added = expf(part_softmax.maximum - maximum);
+      into = {maximum, old * into.total + added * part_softmax.total};
+      add_sums(to, from, c, old, added);
+    }
+  }
+}
+
+// Turns the sums of a request and KV head into outputs and lse, four columns at once.
+static void write_outputs(const Run& run, Columns& columns, long r, long head) {
+  const Arguments& a = *run.a;
+  const int32_t* channels = a.value_channels + head * a.value_channels_stride;
+  const float* value_scale = a.value_scale ? a.value_scale + head * a.value_scale_stride : nullptr;
+  alignas(64) Four sums[STORED_DIM];
+  alignas(64) float row[STORED_DIM];
+  for (int first = 0; first < columns.count; first += BLOCK) {
+    int width = (int)least(BLOCK, columns.count - first);
+    memset(sums, 0, sizeof sums);
+    Four inverse = {};
+    for (int c = 0; c < width; c++) {
+      long column = first + c, token = run.requests[r].query + column / a.group;
+      long query_head = head * a.group + column % a.group;
+      Softmax softmax = columns.softmax[column];
+      float maximum = larger(softmax.maximum, a.sinks ? a.sinks[query_head] : -INFINITY), total = 0;
+      if (softmax.maximum != -INFINITY) {
+        float shrink = expf(softmax.maximum - maximum);
+        total = shrink * softmax.total;
+        inverse[c] = shrink;
+      }
+      if (a.sinks && maximum != -INFINITY) total += expf(a.sinks[query_head] - maximum);
+      inverse[c] = total > 0 ? inverse[c] / total : 0;
+      if (a.lse) a.lse[token * a.kv_heads * a.group + query_head] = maximum + logf(total);
+      collect_sums<BLOCK>(columns, (int)column, (float*)sums + c);
+      for (int i = 0; columns.ring_sums && i < STORED_DIM; i++) {
+        int channel = i / GROUP_SIZE * GROUP_SIZE + ring_value_channel(i % GROUP_SIZE);
+        ((float*)sums)[BLOCK * channel + c] += columns.ring_sums[column * STORED_DIM + i];
+      }
+    }
+    for (int d = 0; d < STORED_DIM; d++) sums[d] *= inverse;
+    unrotate(sums, a.rotation_constants);
+    for (int c = 0; c < width; c++) {
+      long column = first + c, token = run.requests[r].query + column / a.group;
+      for (int d = 0; d < STORED_DIM; d++) row[channels[d]] = sums[d][c];
+      if (value_scale)
+        for (int d = 0; d < a.value_dim; d++) row[d] /= value_scale[d];
+      long at = token * a.output_stride + (head * a.group + column % a.group) * a.output_head_stride;
+      write_elements((char*)a.output + at * element_bytes(a.output_type), row, a.output_type, a.value_dim);
+    }
   }
 }
 
 static void merge_parts(const Run& run, long r, long head) {
-  const Arguments& a = *run.a;
-  const Request& request = run.requests[r];
-  const int32_t* channels = a.value_channels + head * a.value_channels_stride;
-  const float* value_scale = a.value_scale ? a.value_scale + head * a.value_scale_stride : nullptr;
-  alignas(64) float out[STORED_DIM], ordered[STORED_DIM];
-  for (long c = 0; c < request.tokens * a.group; c++) {
-    long token = request.query + c / a.group, query_head = head * a.group + c % a.group;
-    float maximum = a.sinks ? a.sinks[query_head] : -INFINITY, total = 0;
-    for (long part = 0; part < request.parts; part++)
-      maximum = fmaxf(maximum, run.partials[partial_of(run, r, part, head) + c].maximum);
-    memset(out, 0, sizeof out);
-    if (a.sinks && maximum != -INFINITY) total = expf(a.sinks[query_head] - maximum);
-    for (long part = 0; part < request.parts && maximum != -INFINITY; part++) {
-      long partial = partial_of(run, r, part, head) + c;
-      const float* result = run.results + partial * STORED_DIM;
-      float weight = expf(run.partials[partial].maximum - maximum);
-      total += weight * run.partials[partial].total;
-      for (int d = 0; d < STORED_DIM; d++) out[d] += weight * result[d];
-    }
-    float inverse = total > 0 ? 1 / total : 0;
-    for (int d = 0; d < STORED_DIM; d++) out[d] *= inverse;
-    unrotate(out, a.rotation_constants);
-    for (int d = 0; d < STORED_DIM; d++) ordered[channels[d]] = out[d];
-    if (value_scale)
-      for (int d = 0; d < a.value_dim; d++) ordered[d] /= value_scale[d];
-    long at = token * a.output_stride + query_head * a.output_head_stride;
-    write_elements((char*)a.output + at * element_bytes(a.output_type), ordered, a.output_type, a.value_dim);
-    if (a.lse) a.lse[token * a.kv_heads * a.group + query_head] = maximum + logf(total);
-  }
+  Columns columns = {};
+  place_results(run, columns, r, 0, head);
+  add_parts(run, columns, r, head);
+  write_outputs(run, columns, r, head);
 }
 
 static void work(void* data) {
   Run& run = *(Run*)data;
   const Arguments& a = *run.a;
   Cutter memory = {run.scratch + next_of(&run.next_thread) * run.scratch_bytes, 0};
-  Scratch scratch = cut_scratch(memory, run.columns);
+  Scratch scratch = cut_scratch(a, memory, run.columns);
   long r = 0;
   for (int job; (job = next_of(&run.next_job)) < run.jobs;) {
     while (job >= run.first_job[r + 1]) r++;

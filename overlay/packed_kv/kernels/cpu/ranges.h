@@ -8,11 +8,13 @@ static inline long most(long a, long b) { return a > b ? a : b; }
 
 // ContextShard.count and ContextShard.position of attention/context_shard.py.
 static inline long shard_count(const Arguments& a, long tokens) {
+  if (a.shard_ranks == 1) return tokens;
   long rounds = tokens / (a.shard_ranks * a.shard_run);
   long rest = tokens - rounds * (a.shard_ranks * a.shard_run) - a.shard_rank * a.shard_run;
   return rounds * a.shard_run + most(0, least(rest, a.shard_run));
 }
 static inline long shard_position(const Arguments& a, long index) {
+  if (a.shard_ranks == 1) return index;
   return index / a.shard_run * (a.shard_run * a.shard_ranks) + a.shard_rank * a.shard_run + index % a.shard_run;
 }
 

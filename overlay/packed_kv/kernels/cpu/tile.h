@@ -10,7 +10,12 @@ constexpr int BLOCK = 4;
 // products need not be scaled again.
 constexpr float SLACK = 20;
 constexpr int LARGEST_INT16 = 32767;
+INLINE float larger(float a, float b) { return a > b ? a : b; }
 constexpr int SUMS = GROUPS * PARTS * 4;  // vectors of fp32 sums over V that a column has
+
+struct Softmax {
+  float maximum, total;  // of scores, and of their exponentials
+};
 
 // What a job keeps of its columns. Arrays of `block` are by block of columns, with its columns innermost.
 struct Columns {
@@ -20,9 +25,8 @@ struct Columns {
   float* scores;           // [column][TILE], in the order of scores; then exponentials
   int16_t* weights;        // block: [group][micro-block][column][16 tokens]
   float* sums;             // block: [group][part][e2][e3][column][VECTOR_FLOATS]
-  float* ring_sums;        // [column][STORED_DIM], in the order of V's bytes in a ring
-  float* maxima;           // by column
-  float* totals;           // by column: of exponentials
+  float* ring_sums;        // [column][STORED_DIM], in the order of V's bytes in a ring; null: there is no ring
+  Softmax* softmax;        // by column
   float* weight_factors;   // [column][GROUPS]: what a weight of 1 is in this tile
 };
 
@@ -84,12 +88,18 @@ INLINE void score_keys(const Columns& columns, int first, const Tables& tables, 
   }
 }
 
-// Scores of `count` micro-blocks for all columns. `scales`: [micro-block][group][16 tokens].
-static void score_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count) {
+INLINE void prefetch(const uint8_t* micro_block) {
+  for (int at = 0; at < MICRO_BLOCK_BYTES; at += 64) __builtin_prefetch(micro_block + at, 0, 2);
+}
+
+// Scores of `count` micro-blocks for all columns. `micro_blocks` has `known` of them: those of the next tile behind, which
+// are prefetched one by one.
+static void score_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count, int known) {
   const Tables tables = Tables::read();
   alignas(64) uint8_t arranged[ARRANGED * VECTOR_BYTES];
   alignas(64) float scales[GROUPS * MICRO_BLOCK];
   for (int i = 0; i < count; i++) {
+    if (i + TILE_BLOCKS < known) prefetch(micro_blocks[i + TILE_BLOCKS]);
     read_scales(micro_blocks[i], 0, scales);
     for (int part = 0; part < PARTS; part++) {
       arrange(micro_blocks[i], 0, part, arranged);
@@ -106,8 +116,25 @@ static void shrink_sums(const Columns& columns, int column, float factor) {
   float* sums = columns.sums + (long)first * 2 * STORED_DIM + (column - first) * VECTOR_FLOATS;
   for (int i = 0; i < SUMS; i++, sums += width * VECTOR_FLOATS)
     store_floats(sums, load_floats(sums) * broadcast(factor));
+  if (!columns.ring_sums) return;
   float* ring = columns.ring_sums + (long)column * STORED_DIM;
   for (int i = 0; i < STORED_DIM; i += VECTOR_FLOATS) store_floats(ring + i, load_floats(ring + i) * broadcast(factor));
+}
+
+// Makes the sums of a column `old` times themselves plus `added` times those of `from`.
+static void add_sums(const Columns& to, const Columns& from, int column, float old, float added) {
+  int first = column / BLOCK * BLOCK, width = to.count - first < BLOCK ? to.count - first : BLOCK;
+  long at = (long)first * 2 * STORED_DIM + (column - first) * VECTOR_FLOATS;
+  for (int i = 0; i < SUMS; i++, at += width * VECTOR_FLOATS) {
+    Floats sum = load_floats(to.sums + at) * broadcast(old);
+    store_floats(to.sums + at, multiply_add(load_floats(from.sums + at), broadcast(added), sum));
+  }
+  if (!to.ring_sums) return;
+  at = (long)column * STORED_DIM;
+  for (int i = 0; i < STORED_DIM; i += VECTOR_FLOATS) {
+    Floats sum = load_floats(to.ring_sums + at + i) * broadcast(old);
+    store_floats(to.ring_sums + at + i, multiply_add(load_floats(from.ring_sums + at + i), broadcast(added), sum));
+  }
 }
 
 // Makes exponentials of a column's `count` scores, a multiple of 16, and brings its total and sums to the same maximum.
@@ -116,7 +143,7 @@ static float add_to_softmax(const Columns& columns, int column, int count) {
   float* scores = columns.scores + (long)column * TILE;
   Floats most = broadcast(-INFINITY), total = broadcast(0);
   for (int i = 0; i < count; i += VECTOR_FLOATS) most = max_floats(most, load_floats(scores + i));
-  float top = horizontal_max(most), old = columns.maxima[column];
+  float top = horizontal_max(most), old = columns.softmax[column].maximum;
   if (top == -INFINITY) return 0;
   for (int i = 0; i < count; i += VECTOR_FLOATS) {
     Floats weight = exp_of_negative(load_floats(scores + i) - broadcast(top));
@@ -126,12 +153,12 @@ static float add_to_softmax(const Columns& columns, int column, int count) {
   float kept = top > old + SLACK ? top : old;
   if (kept != old && old != -INFINITY) {
     float shrink = expf(old - kept);
-    columns.totals[column] *= shrink;
+    columns.softmax[column].total *= shrink;
     shrink_sums(columns, column, shrink);
   }
   float factor = expf(top - kept);
-  columns.maxima[column] = kept;
-  columns.totals[column] += factor * horizontal_sum(total);
+  columns.softmax[column].maximum = kept;
+  columns.softmax[column].total += factor * horizontal_sum(total);
   return factor;
 }
 
@@ -227,15 +254,13 @@ static void add_tile(const Columns& columns, const uint8_t* const* micro_blocks,
   });
 }
 
-// Adds a column's sums over V to `to`, fp32 [STORED_DIM] in packing order.
-static void collect_sums(const Columns& columns, int column, float* to) {
+// Adds a column's sums over V to to[STRIDE * channel], in packing order.
+template <int STRIDE> static void collect_sums(const Columns& columns, int column, float* to) {
   int first = column / BLOCK * BLOCK, width = columns.count - first < BLOCK ? columns.count - first : BLOCK;
   const float* sums = columns.sums + (long)first * 2 * STORED_DIM + (column - first) * VECTOR_FLOATS;
   for (int i = 0; i < SUMS; i++, sums += width * VECTOR_FLOATS) {
     int group = i / (4 * PARTS), part = i / 4 % PARTS, d3 = i >> 1 & 1, d4 = i & 1;
-    for (int row = 0; row < 2 * VECTOR_LANES; row++) {
-      int g = part * 2 * VECTOR_LANES + row;
-      to[group * GROUP_SIZE + d4 * 16 + d3 * 8 + g] += sums[2 * row] + sums[2 * row + 1];
-    }
+    float* channels = to + STRIDE * (group * GROUP_SIZE + d4 * 16 + d3 * 8 + part * 2 * VECTOR_LANES);
+    for (int row = 0; row < 2 * VECTOR_LANES; row++) channels[STRIDE * row] += sums[2 * row] + sums[2 * row + 1];
   }
 }
