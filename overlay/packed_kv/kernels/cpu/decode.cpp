@@ -141,20 +141,22 @@ static void attend_tile(const Arguments& a, long head, const Scratch& s, long fi
 }
 
 static void attend_pages(const Arguments& a, long r, long head, const Scratch& s, Range part) {
-  const uint8_t* micro_blocks[2 * TILE_BLOCKS];
+  const uint8_t* micro_blocks[TILE_BLOCKS + AHEAD];
   const int32_t* table = a.block_table + r * a.block_table_stride;
   const uint8_t* pages = a.cache + head * a.cache_head_stride;
   for (long tile = part.first / TILE * TILE; tile < part.end; tile += TILE) {
     long first = most(tile, part.first / MICRO_BLOCK * MICRO_BLOCK), end = least(tile + TILE, part.end);
     int blocks = (int)((end - first + MICRO_BLOCK - 1) / MICRO_BLOCK);
-    long later = least(part.end, tile + 2 * TILE);
-    int ahead = (int)((later - first + MICRO_BLOCK - 1) / MICRO_BLOCK);
-    for (int i = 0; i < ahead; i++) {
+    long later = least(part.end, tile + TILE + AHEAD * MICRO_BLOCK);
+    int known = (int)((later - first + MICRO_BLOCK - 1) / MICRO_BLOCK);
+    for (int i = 0; i < known; i++) {
       long token = first + (long)i * MICRO_BLOCK;
       micro_blocks[i] = pages + table[token / a.block_size] * a.cache_block_stride +
                         token % a.block_size / MICRO_BLOCK * MICRO_BLOCK_BYTES;
     }
-    attend_tile(a, head, s, first, micro_blocks, blocks, ahead);
+    if (tile <= part.first)
+      for (int i = 0; i < AHEAD && i < known; i++) prefetch(micro_blocks[i]);
+    attend_tile(a, head, s, first, micro_blocks, blocks, known);
   }
 }
 

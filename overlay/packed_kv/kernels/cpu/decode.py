@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -120,6 +121,22 @@ class CpuDecode:
                 included; None: it is not wanted.
             shard: (ranks, rank, run) of `attention.context_shard.ContextShard`.
         """
+        self.bind(query, cache, block_table, query_start, seq_lens, output, ring, lse, shard)()
+
+    def bind(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        output: torch.Tensor,
+        ring: Ring | None = None,
+        lse: torch.Tensor | None = None,
+        shard: tuple[int, int, int] = (1, 0, 1),
+    ) -> Callable[[], None]:
+        """Return what attends once or more to these tensors, whose contents it reads when it is called. See `__call__`.
+        It holds only until the next `bind`."""
         self._check(query, cache, block_table, output, lse)
         batch = Arguments.from_buffer_copy(self._fixed)
         batch.requests = len(seq_lens)
@@ -136,13 +153,19 @@ class CpuDecode:
         batch.lse = None if lse is None else lse.data_ptr()
         sinks = None if self.options.sinks is None else self.options.sinks.detach().float().contiguous()
         batch.sinks = None if sinks is None else sinks.data_ptr()
+        held = (self, query, cache, block_table, query_start, seq_lens, output, ring, lse, sinks)
         self._add_means(batch, seq_lens)
         if ring is not None:
             self._add_ring(batch, ring)
         batch.shard_ranks, batch.shard_rank, batch.shard_run = shard
         batch.threads = torch.get_num_threads()
         batch.workspace = self._reserve(self._workspace_bytes(ctypes.byref(batch)))
-        self._decode(ctypes.byref(batch))
+        decode, reference = self._decode, ctypes.byref(batch)
+
+        def attend(_held: object = held) -> None:
+            decode(reference)
+
+        return attend
 
     def _check(
         self,

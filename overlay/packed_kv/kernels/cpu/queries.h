@@ -7,6 +7,9 @@
 constexpr int ring_key_channel(int i) { return (i >> 2 & 1) * 16 + (i >> 1 & 1) * 8 + (i >> 3) * 2 + (i & 1); }
 constexpr int ring_value_channel(int i) { return (i >> 1 & 1) * 16 + (i & 1) * 8 + (i >> 2); }
 
+typedef int32_t FourInts __attribute__((vector_size(16)));
+constexpr float ROUNDING = 12582912;  // 1.5 * 2^23: the lower bits of a small number plus this are its nearest integer
+
 struct Queries {
   float* plain;      // [column][STORED_DIM], in the model's order, times the score's scale; null: K has no means
   float* rotated;    // [column][STORED_DIM], in the order of K's bytes in a ring, so scaled; null: there is no ring
@@ -47,8 +50,8 @@ static void read_queries(const Arguments& a, const Request& request, long head, 
     int16_t* integers = to.integers + first * STORED_DIM;
     for (int i = 0; i < STORED_DIM; i++) {
       Four x = ordered[i / GROUP_SIZE * GROUP_SIZE + ring_key_channel(i % GROUP_SIZE)], scaled = x * inverse;
-      for (long c = 0; c < width; c++)
-        integers[i / 4 * 4 * width + 4 * c + i % 4] = (int16_t)lrintf(scaled[c]);
+      FourInts rounded = (FourInts)(scaled + ROUNDING);
+      for (long c = 0; c < width; c++) integers[i / 4 * 4 * width + 4 * c + i % 4] = (int16_t)rounded[c];
       if (to.rotated)
         for (long c = 0; c < width; c++) to.rotated[(first + c) * STORED_DIM + i] = x[c] * (float)a.scale;
     }

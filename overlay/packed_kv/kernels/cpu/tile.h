@@ -88,18 +88,20 @@ INLINE void score_keys(const Columns& columns, int first, const Tables& tables, 
   }
 }
 
+constexpr int AHEAD = 6;  // micro-blocks that are prefetched: some 0.6 us
+
 INLINE void prefetch(const uint8_t* micro_block) {
-  for (int at = 0; at < MICRO_BLOCK_BYTES; at += 64) __builtin_prefetch(micro_block + at, 0, 2);
+  for (int at = 0; at < MICRO_BLOCK_BYTES; at += 64) __builtin_prefetch(micro_block + at);
 }
 
-// Scores of `count` micro-blocks for all columns. `micro_blocks` has `known` of them: those of the next tile behind, which
-// are prefetched one by one.
+// Scores of `count` micro-blocks for all columns. `micro_blocks` has `known` of them, with some of the next tile's behind,
+// which are prefetched.
 static void score_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count, int known) {
   const Tables tables = Tables::read();
   alignas(64) uint8_t arranged[ARRANGED * VECTOR_BYTES];
   alignas(64) float scales[GROUPS * MICRO_BLOCK];
   for (int i = 0; i < count; i++) {
-    if (i + TILE_BLOCKS < known) prefetch(micro_blocks[i + TILE_BLOCKS]);
+    if (i + AHEAD < known) prefetch(micro_blocks[i + AHEAD]);
     read_scales(micro_blocks[i], 0, scales);
     for (int part = 0; part < PARTS; part++) {
       arrange(micro_blocks[i], 0, part, arranged);
