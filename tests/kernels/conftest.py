@@ -14,7 +14,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE / "triton"), str(HERE / "cuda")]  # tests take helpers from each other
+sys.path += [str(HERE / room) for room in ("triton", "cuda", "cpu")]  # tests take helpers from each other
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
