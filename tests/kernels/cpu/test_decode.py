@@ -1,5 +1,6 @@
-"""Decode attention in C++ against the reference. The bound is that of the GPU kernels; rounding queries and weights to 16
-bits costs up to a third of it.
+"""Decode attention in C++ against the reference, within the bound of the GPU kernels.
+
+Rounding queries and weights to 16 bits costs up to a third of it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs, compiled at first use: see `build.py`. They know bit widths and offsets, never dtype names."""
+"""Kernels in C++ for CPUs, compiled at first use (`build.py`). They know bit widths and offsets, never dtype names."""

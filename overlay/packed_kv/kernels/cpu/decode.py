@@ -117,8 +117,8 @@ class CpuDecode:
             output: fp32, bf16 or fp16 [tokens or more, query heads, value_dim]; the rows of these requests are filled,
                 with 0 where a query sees nothing.
             ring: of these requests, the new tokens included; None: there is none.
-            lse: fp32 [tokens or more, query heads], contiguous, filled with the natural log-sum-exp of the scores, sinks
-                included; None: it is not wanted.
+            lse: fp32 [tokens or more, query heads], contiguous, filled with the natural log-sum-exp of the scores,
+                sinks included; None: it is not wanted.
             shard: (ranks, rank, run) of `attention.context_shard.ContextShard`.
         """
         self.bind(query, cache, block_table, query_start, seq_lens, output, ring, lse, shard)()

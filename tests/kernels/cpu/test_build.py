@@ -1,0 +1,204 @@
+"""Compiling at first use: which compiler, what is kept and loaded again, and one line for what goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from packed_kv.formats import CODES, FORMATS
+from packed_kv.kernels import kernel_cache
+from packed_kv.kernels.cpu import build, compiler
+from packed_kv.kernels.cpu.build import Program, load_library
+from packed_kv.kernels.cpu.compiler import BuildError, NoCompiler, find_compiler
+from packed_kv.kernels.cpu.constants import constants_header, integer_unit
+from packed_kv.kernels.cpu.decode import PROGRAM
+from packed_kv.kernels.kernel_layout import kernel_layout
+from packed_kv.layout import page_layout
+
+ONE_LINE = re.compile(r"[^\n]+")
+TINY = Program("tiny.cpp", ())
+SOURCE = '#include "constants.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PACKED_KV_CACHE", str(folder))
+    monkeypatch.setattr(build, "read_sources", lambda program: {program.main: SOURCE})
+    kernel_cache._warn_once.cache_clear()
+    for cached in (load_library, compiler._find, compiler.processor):
+        cached.cache_clear()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    for cached in (load_library, compiler._find, compiler.processor):
+        cached.cache_clear()
+
+
+def answer(number: int) -> int:
+    return load_library(TINY, f"constexpr int ANSWER = {number};").answer()
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    """An executable."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The one line of the BuildError that a call raises."""
+    with pytest.raises(BuildError) as raised:
+        call()
+    assert ONE_LINE.fullmatch(str(raised.value)), str(raised.value)
+    return str(raised.value)
+
+
+def counting_compiler(folder: Path) -> Path:
+    """A compiler that keeps a line for each file that it compiles."""
+    return program(folder, "counting", f'case "$1" in --version) ;; *) echo x >> {folder}/calls ;; esac\nexec c++ "$@"')
+
+
+def calls(folder: Path) -> int:
+    return len((folder / "calls").read_text().splitlines())
+
+
+def test_a_library_is_compiled_once_and_never_mistaken(cache: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
+    assert (answer(3), answer(4), answer(3)) == (3, 4, 3)
+    load_library.cache_clear()
+    assert (answer(3), calls(tmp_path), len(os.listdir(cache))) == (3, 2, 2)
+    monkeypatch.setattr(build, "processor", lambda: ("another", frozenset()))
+    load_library.cache_clear()
+    assert (answer(3), calls(tmp_path)) == (3, 3)
+    monkeypatch.setattr(build, "find_compiler", lambda: find_compiler()._replace(version="another"))
+    load_library.cache_clear()
+    assert (answer(3), calls(tmp_path)) == (3, 4)
+
+
+def test_a_damaged_library_is_compiled_again(cache: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", str(counting_compiler(tmp_path)))
+    assert answer(3) == 3
+    (file,) = cache.iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    load_library.cache_clear()
+    assert (answer(3), calls(tmp_path)) == (3, 2)
+
+
+def test_a_folder_that_cannot_be_made_costs_time_alone(cache: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path / "file" / "cache"))
+    assert answer(3) == 3
+
+
+def _answer_in_a_process(barrier, results) -> None:
+    build.read_sources = lambda program: {program.main: SOURCE}
+    barrier.wait(60)
+    results.put(answer(5))
+
+
+def test_two_processes_at_once(cache: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=_answer_in_a_process, args=(barrier, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=120) for _ in processes] == [5, 5]
+    for process in processes:
+        process.join(60)
+    (file,) = cache.iterdir()
+    assert file.name.startswith("tiny-") and answer(5) == 5
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/c++ -m64")
+    assert "CXX=/no/such/c++ -m64: there is no such program" in error_of(find_compiler)
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NoCompiler, match="apt install g\\+\\+, or pip install ziglang"):
+        find_compiler()
+
+
+def test_compilers_by_name_then_ziglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    zig = [sys.executable, "-m", "ziglang", "c++"]
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: name == "ziglang")
+    monkeypatch.setattr(compiler, "_version", " ".join)
+    compiler._find.cache_clear()
+    assert find_compiler() == (tuple(zig), " ".join(zig))
+    for name in ("clang++", "g++", "c++"):
+        program(tmp_path, name, "exit 0")
+        compiler._find.cache_clear()
+        assert find_compiler().command == (name,)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo broken >&2; exit 3", "--version: broken"),
+        ("exit 0", "--version: it ended with 0"),
+        ('[ "$1" = --version ] && echo mycc 1.0 && exit; echo x.cpp: error: no >&2; exit 1', "mycc 1.0 cannot compile"),
+        ('[ "$1" = --version ] && echo mycc 1.0 && exit; exit 1', "mycc 1.0 cannot compile tiny.cpp: it says nothing"),
+    ],
+)
+def test_a_compiler_that_fails(cache: Path, tmp_path: Path, monkeypatch, script: str, said: str) -> None:
+    monkeypatch.setenv("CXX", str(program(tmp_path, "bad", script)))
+    line = error_of(lambda: answer(3))
+    assert said in line and "as CXX" in line
+    assert not cache.exists() or not any(cache.iterdir())
+
+
+def test_a_compiler_that_writes_no_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = '[ "$1" = --version ] && echo mycc 1.0 && exit; echo text > library.so'
+    monkeypatch.setenv("CXX", str(program(tmp_path, "bad", script)))
+    assert "cannot be loaded" in error_of(lambda: answer(3))
+
+
+def test_a_processor_without_long_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "processor", lambda: ("old", frozenset({"sse2"})))
+    assert "neither AVX2 nor NEON" in error_of(compiler.best_target)
+
+
+@pytest.mark.parametrize(
+    ("features", "target"),
+    [
+        ("avx2 fma f16c", "avx2"),
+        ("avx2 fma f16c avx_vnni", "avx2_vnni"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx_vnni", "avx512"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512vbmi", "avx512_vbmi"),
+        ("asimd fp", "neon"),
+    ],
+)
+def test_targets(monkeypatch: pytest.MonkeyPatch, features: str, target: str) -> None:
+    monkeypatch.setattr(compiler, "processor", lambda: ("", frozenset(features.split())))
+    assert compiler.best_target().name == target
+
+
+def test_levels_are_integers() -> None:
+    assert {bits: integer_unit(code) for bits, code in CODES.items()} == {4: 1 / 128, 3: 1 / 32, 2: 1 / 4}
+
+
+def test_a_library_needs_the_c_library_alone() -> None:
+    """Neither libstdc++, which hosts may have in other versions, nor an OpenMP library, whose threads would be more."""
+    fmt = FORMATS["tq4"]
+    library = load_library(PROGRAM, constants_header(kernel_layout(page_layout(fmt, 64)), fmt.rotation))
+    content = Path(library._name).read_bytes()
+    needed = set(re.findall(rb"lib[\w+.-]+\.so[.\d]*", content))
+    assert needed <= {b"libc.so.6", b"libm.so.6", b"libdl.so.2"} and isinstance(library, ctypes.CDLL), needed
