@@ -1,12 +1,12 @@
 // Decode attention over packed pages: decode.py.
 //
-// A job is (request, part of its tokens, KV head). It takes tiles of TILE tokens for all columns of the KV head at once:
-//   K        codes -> 16-bit levels by look-ups in registers, 16-bit products with the queries, 32-bit sums of a group's
-//            32 channels, times the group's scales in fp32
+// A job is (request, part of its tokens, KV head). It takes TILE tokens at a time for all columns of the KV head:
+//   K        codes -> 16-bit levels by look-ups in registers, 16-bit products with the queries, 32-bit sums of the 32
+//            channels of a group, times the group's scales in fp32
 //   softmax  online, in fp32; exponentials times V's scales -> 16-bit weights, one factor a tile, group and column
 //   V        codes -> 16-bit levels, 16-bit products with the weights, 32-bit sums over the tile, added in fp32
-// Integer products are exact, and twice as many an instruction as in fp32; what is rounded is the query and the weights,
-// to 1/32767 of the largest. The job that ends last of a request and KV head merges the parts, in their order.
+// Integer products are exact, and twice as many an instruction as in fp32; queries and weights are rounded, to 1/32767
+// of the largest. The job that ends last of a request and KV head merges the parts, in their order.
 #include "ring.h"
 #include "threads.h"
 

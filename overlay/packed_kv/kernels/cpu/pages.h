@@ -51,7 +51,8 @@ INLINE void arrange(const uint8_t* micro_block, int vector, int part, uint8_t* t
     constexpr int width = CHUNK_WORDS[chunk.value], row = 16 * width;
     const uint8_t* rows = words + part * VECTOR_LANES * 2 * row;
     unrolled<width>([&](auto piece) {
-      Bytes even = load_lanes(rows + 16 * piece.value, 2 * row), odd = load_lanes(rows + 16 * piece.value + row, 2 * row);
+      const uint8_t* from = rows + 16 * piece.value;
+      Bytes even = load_lanes(from, 2 * row), odd = load_lanes(from + row, 2 * row);
       store(to, low_words(even, odd));
       store(to + VECTOR_BYTES, high_words(even, odd));
       to += 2 * VECTOR_BYTES;

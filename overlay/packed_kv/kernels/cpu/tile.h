@@ -1,5 +1,5 @@
-// A tile of tokens for the columns of a KV head: products with K, the online softmax, products with V. Columns are query
-// heads of the KV head times query tokens, in blocks of up to BLOCK that are worked on in registers.
+// A tile of tokens for the columns of a KV head: products with K, the online softmax, products with V. Columns are the
+// KV head's query heads times query tokens, in blocks of up to BLOCK that are worked on in registers.
 #pragma once
 #include "pages.h"
 
@@ -94,7 +94,7 @@ INLINE void prefetch(const uint8_t* micro_block) {
   for (int at = 0; at < MICRO_BLOCK_BYTES; at += 64) __builtin_prefetch(micro_block + at);
 }
 
-// Scores of `count` micro-blocks for all columns. `micro_blocks` has `known` of them, with some of the next tile's behind,
+// Scores of `count` micro-blocks for all columns. `micro_blocks` has `known` of them, some of the next tile's behind,
 // which are prefetched.
 static void score_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count, int known) {
   const Tables tables = Tables::read();
@@ -235,7 +235,7 @@ static void add_values(const Columns& columns, int first, const Tables& tables, 
   }
 }
 
-// Weighs and adds V of `count` micro-blocks for all columns, whose scores are in `columns`. `arranged`, `scales`: memory.
+// Weighs and adds V of `count` micro-blocks for all columns, whose scores are in `columns`. The last three: memory.
 static void add_tile(const Columns& columns, const uint8_t* const* micro_blocks, int count, uint8_t* arranged,
                      float* scales, float* softmax_factors) {
   for (int column = 0; column < columns.count; column++)
