@@ -325,3 +325,14 @@ def test_profile_of_kernels(tmp_path: Path) -> None:
         ("latent_decode", "16", "13.005", "1300.50"),
     ]
     profile("(1, 2)", code=1)  # a launch is missing
+
+
+def test_rows_of_a_cpu(tmp_path: Path) -> None:
+    from rows import read
+
+    shapes = ("--shapes", "2,40,2,2,64", "--repetitions", "2", "--threads", "1")
+    output = run("cpu.py", *shapes, "--csv", str(tmp_path / "cpu.csv"))
+    rows = read(tmp_path / "cpu.csv")
+    assert [row["dtype"] for row in rows] == ["tq4", "turboquant25"] and "dtype tq4 requests 2" in output
+    for row in rows:
+        assert float(row["ratio"]) == pytest.approx(float(row["packed_ms"]) / float(row["auto_ms"]), rel=0.2)

@@ -34,7 +34,7 @@ struct Arguments {
   int64_t means_stride;
   const float* spectrum;
   int64_t mean_blocks, mean_block_tokens;
-  // The ring, or null: uint8 [blocks, KV heads, ring_block_size, slot bytes]; strides in bytes, the table's in elements.
+  // The ring, or null: uint8 [blocks, KV heads, ring_block_size, slot bytes]; strides in bytes, but the table's.
   const uint8_t* ring;
   int64_t ring_block_stride, ring_head_stride, ring_token_stride, ring_block_size;
   const int32_t* ring_table;

@@ -36,8 +36,8 @@ static inline Range in_ring(const Arguments& a, long r, long position) {
   return {least(first, position + 1), position + 1};
 }
 
-// A request's query tokens, and the tokens in the pages that any of them sees, cut at multiples of TILE into parts. Cuts
-// depend on nothing but the request, so that outputs have the same bits whatever else is served, by however many threads.
+// A request's query tokens, and the tokens in the pages that any of them sees, cut at multiples of TILE into parts. The
+// cuts depend on the request alone: outputs have the same bits whatever else is served, by however many threads.
 struct Request {
   long query, tokens, position;  // first query token: its row, and its position; how many
   Range pages;
