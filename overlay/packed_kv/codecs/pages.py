@@ -194,13 +194,18 @@ def micro_blocks_of(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(blocks, heads, block_size // MICRO_BLOCK, MICRO_BLOCK * slot_bytes)
 
 
+def lanes_of(codes: torch.Tensor, groups: int, role: str) -> torch.Tensor:
+    """codes [..., 16, groups * 32] -> [n, groups, 32 lanes, 16 codes of a lane]."""
+    axes = codes.reshape(-1, MICRO_BLOCK, groups, GROUP_SIZE).transpose(1, 2).reshape(-1, groups, *_AXES[role])
+    return axes.permute(0, 1, *(2 + axis for axis in _TO_LANES[role])).reshape(-1, groups, LANES, CODES_PER_LANE)
+
+
 def pack_codes(codes: torch.Tensor, vector: VectorLayout, role: str) -> torch.Tensor:
     """codes uint8 [..., 16, head_dim] -> uint8 [..., code_bytes] in fragment order."""
     lead, groups = codes.shape[:-2], len(vector.group_bits)
-    axes = codes.reshape(-1, MICRO_BLOCK, groups, GROUP_SIZE).transpose(1, 2).reshape(-1, groups, *_AXES[role])
-    lanes = axes.permute(0, 1, *(2 + axis for axis in _TO_LANES[role])).reshape(-1, groups, LANES, CODES_PER_LANE)
+    lanes = lanes_of(codes, groups, role).to(torch.int32)
     words, signs = [], []
-    for bits, code in split_runs(vector.group_bits, lanes.to(torch.int32), dim=1):
+    for bits, code in split_runs(vector.group_bits, lanes, dim=1):
         width = code_of(bits)
         sign, magnitude = code >> (bits - 1), code & (1 << (bits - 1)) - 1
         word = magnitude << _shifts(width.magnitude_shift, code.device)

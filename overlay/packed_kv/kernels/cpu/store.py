@@ -1,0 +1,95 @@
+"""Store new tokens on a CPU, into pages and the ring: the host side of `store.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...codecs.pages import PagedCodec
+from .compiler import Target
+from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load
+
+
+class _Store(ctypes.Structure):
+    """`struct Store` of store.cpp."""
+
+    _fields_ = (
+        ("layer", ctypes.POINTER(Layer)),
+        ("pages", Cache),
+        ("ring", Cache),
+        ("slots", Pointer),
+        ("ring_slots", Pointer),
+        ("positions", Pointer),
+        ("vectors", Pointer * 2),
+        ("token_stride", ctypes.c_int64 * 2),
+        ("head_stride", ctypes.c_int64 * 2),
+        ("tokens", Int),
+        ("ring_tokens", Int),
+        ("kv_heads", Int),
+        ("dtype", Int),
+        ("threads", Int),
+    )
+
+
+class CpuStore:
+    """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`.
+
+    Args:
+        codec: of the layer.
+        target: None: the best of this processor.
+
+    Raises:
+        BuildError: `store.cpp` cannot be compiled.
+        ValueError: the codec is not served: see `tables.refusal`.
+    """
+
+    def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
+        self.layer = layer_of(codec)
+        self.needs_positions = codec.key.transform.needs_positions
+        self.function = load("store", _Store, target).pk_store
+        self.function.argtypes = [ctypes.POINTER(_Store)]
+
+    def __call__(
+        self,
+        cache: torch.Tensor | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        ring: torch.Tensor | None = None,
+        ring_slots: torch.Tensor | None = None,
+    ) -> None:
+        """Store tokens.
+
+        Args:
+            cache: uint8 [blocks, KV heads, block_size, slot_bytes]; None: only the ring is written.
+            key, value: fp32, bf16 or fp16 [tokens or more, KV heads, head_dim] and [tokens or more, KV heads,
+                value_dim], a head's channels contiguous.
+            slots: int64 [tokens], block * block_size + offset, distinct; negative ones are skipped. Without those, the
+                tokens of one micro-block must follow one another.
+            positions: int64 [tokens], each token's place in its sequence; may be None where means do not depend on it.
+            ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes]; None: only pages are written.
+            ring_slots: int32 [up to tokens], of the first tokens; negative ones are skipped. None: only pages are
+                written.
+        """
+        assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
+        assert key.dtype == value.dtype and key.stride(2) == value.stride(2) == 1, (key.dtype, key.stride())
+        assert min(len(key), len(value)) >= len(slots), (key.shape, value.shape, slots.shape)
+        assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
+        assert not self.needs_positions or positions is not None, "the means of keys depend on their positions"
+        call = _Store(
+            layer=ctypes.pointer(self.layer), pages=Cache.of(cache), slots=slots.data_ptr(), tokens=len(slots),
+            kv_heads=key.shape[1], dtype=ELEMENT_TYPES[key.dtype], threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if positions is not None:
+            assert positions.dtype == torch.int64 and positions.is_contiguous() and len(positions) >= len(slots)
+            call.positions = positions.data_ptr()
+        if ring is not None and ring_slots is not None:
+            assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and len(ring_slots) <= len(slots)
+            call.ring, call.ring_slots, call.ring_tokens = Cache.of(ring), ring_slots.data_ptr(), len(ring_slots)
+        for role, vectors in enumerate((key, value)):
+            call.vectors[role] = vectors.data_ptr()
+            call.token_stride[role], call.head_stride[role] = vectors.stride()[:2]
+        if self.function(call):
+            raise MemoryError(f"no memory to store {len(slots)} tokens")
