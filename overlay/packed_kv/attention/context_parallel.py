@@ -20,8 +20,7 @@ from .metadata import PackedMetadata
 
 if TYPE_CHECKING:
     from ..kernels.triton.launch import Launch
-    from .decode import FusedDecode
-    from .prefill import FlashPrefill
+    from .protocols import DecodeRoute, PrefillRoute
 
 
 class Ranks:
@@ -92,8 +91,8 @@ class ContextParallelAttention(LayerAttention):
         query_heads: int,
         kv_heads: int,
         options: AttentionOptions,
-        fused: FusedDecode | None,
-        prefill: FlashPrefill | None,
+        fused: DecodeRoute | None,
+        prefill: PrefillRoute | None,
         shard: ContextShard,
     ) -> None:
         super().__init__(codec, query_heads, kv_heads, options, fused, prefill, shard)
@@ -121,6 +120,7 @@ class ContextParallelAttention(LayerAttention):
             self.store(query, key, value, kv_cache, metadata, None, 0, None)
             self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
             return
+        _, flash = self._routes_of_cuda()
         queries = self.ranks.gather(query[:page_rows])
         over_shard = queries.new_empty((*queries.shape[:2], self.codec.value.head_dim), dtype=torch.float32)
         assert metadata.lse is not None
@@ -133,7 +133,8 @@ class ContextParallelAttention(LayerAttention):
         if self.prefill is None:
             self.attend_in_pytorch(queries, key, value, kv_cache, metadata, None, decodes, over_shard, lse)
         elif page_rows > decode_rows:
-            self.prefill.attend_shard(queries, kv_cache, metadata, decodes, over_shard, lse)
+            assert flash is not None
+            flash.attend_shard(queries, kv_cache, metadata, decodes, over_shard, lse)
         over_ranks = self.ranks.combine(over_shard, lse)
         done = decode_rows if self.prefill is not None else tokens
         output[:done] = over_ranks[0][:done]
@@ -141,6 +142,7 @@ class ContextParallelAttention(LayerAttention):
             return
         assert self.prefill is not None
         if has_prefixes:
-            self.prefill.attend_rest(query, key, value, kv_cache, metadata, decodes, output, over_ranks)
+            assert flash is not None
+            flash.attend_rest(query, key, value, kv_cache, metadata, decodes, output, over_ranks)
         else:
             self.prefill.attend(query, key, value, kv_cache, metadata, decodes, output)

@@ -248,7 +248,15 @@ class FusedDecode:
         columns, _ = shape.tiles(max_query_len)
         return DecodeStep(rotate, decode, merge, tokens * shape.group, tile, columns)
 
-    def attend(self, cache: torch.Tensor, step: DecodeStep, output: torch.Tensor, ring: Ring | None = None) -> None:
+    @property
+    def step_kind(self) -> tuple:
+        """Keys of some layers have means, of more or fewer blocks, and layers with a window have the other kernel."""
+        return self.mean_blocks, self.of_cuda is not None
+
+    def attend(
+        self, cache: torch.Tensor, step: DecodeStep, output: torch.Tensor, ring: Ring | None = None,
+        query: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Attention of requests with few query tokens, over all of their cached tokens. `store` or `rotate` has rotated
         their queries.
 
@@ -257,6 +265,7 @@ class FusedDecode:
             step: of these tokens.
             output: fp16, bf16 or fp32 [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
             ring: of the layer, the new tokens included; None: there is none.
+            query: not looked at, as they are rotated.
         """
         sinks = self.options.sinks
         of_sinks = None if sinks is None else (sinks.data_ptr(), sinks.dtype)

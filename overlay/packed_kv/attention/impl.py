@@ -1,7 +1,7 @@
 """vLLM's attention implementation of one layer: what it refuses, its codec and kernels, and the call of each step.
 
-A batch's decodes run on the fused route (`decode.py`) and the rest on the prefill route (`prefill.py`), on CUDA; what
-these do not serve, and everything on the CPU, in PyTorch (`active_blocks.py`).
+A batch's decodes run on the fused route (`decode.py`; on a CPU `cpu.py`) and the rest on the prefill route
+(`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`active_blocks.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
 from .metadata import PackedMetadata, longest_decode
 from .plain import PlainAttention
+from .protocols import DecodeRoute, PrefillRoute
 
 if TYPE_CHECKING:
-    from .decode import FusedDecode
-    from .prefill import FlashAttention, FlashPrefill
+    from .prefill import FlashAttention
 
 logger = init_logger("vllm.packed_kv")
 
@@ -104,6 +104,11 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             self.max_requests *= 2  # vLLM makes two of a decode whose drafts begin a chunk
         self.max_tokens = config.scheduler_config.max_num_batched_tokens
         self.flash_attention = self._find_flash_attention()
+        if self.device.type == "cpu":
+            from . import cpu
+
+            attends = self.dtype != torch.float32
+            cpu.compile_ahead(FORMATS[kv_cache_dtype], head_size, attends=attends)
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
         refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
@@ -153,10 +158,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         else:
             self.attention = ContextParallelAttention(*layer, self.shard)
 
-    def _routes(self, codec: PagedCodec) -> tuple[FusedDecode | None, FlashPrefill | None]:
-        """Those of CUDA, where they serve the layer."""
-        if self.device.type != "cuda":
-            return None, None
+    def _routes(self, codec: PagedCodec) -> tuple[DecodeRoute | None, PrefillRoute | None]:
+        """Those of the device, where they serve the layer."""
+        if self.device.type == "cpu":
+            return self._cpu_routes(codec)
         from .decode import FusedDecode  # imports Triton, which the CPU platform may lack
         from .prefill import FlashPrefill
 
@@ -165,6 +170,14 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         if self.flash_attention is None:
             return fused, None
         return fused, FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
+
+    def _cpu_routes(self, codec: PagedCodec) -> tuple[DecodeRoute | None, PrefillRoute | None]:
+        from . import cpu
+
+        model = self.config.model_config
+        size = cpu.Sizes(max(model.max_model_len, self.max_tokens), self.dtype, id(self.layers))
+        layer = (codec, self.num_heads, self.num_kv_heads, self.options)
+        return cpu.find_routes(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
 
     def forward(
         self,

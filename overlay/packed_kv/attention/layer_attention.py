@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,12 +15,14 @@ from ..window.metadata import RecentTokens
 from ..window.step import WindowStep
 from .active_blocks import AttentionOptions, attend
 from .context_shard import UNSHARDED, ContextShard
+from .cpu import CpuRoute
 from .metadata import PackedMetadata
 
 if TYPE_CHECKING:
     from ..window.layer import WindowLayer
-    from .decode import DecodeStep, FusedDecode, StoreStep
+    from .decode import FusedDecode
     from .prefill import FlashPrefill
+    from .protocols import DecodeRoute, PrefillRoute
 
 
 class LayerAttention:
@@ -30,8 +32,8 @@ class LayerAttention:
         codec: of the layer.
         query_heads, kv_heads: of the layer on this rank.
         options: see `AttentionOptions`.
-        fused: the route of decodes; None: not on CUDA.
-        prefill: the route of prefills; None: not on CUDA, or no FlashAttention serves the layer.
+        fused: the route of the store and of decodes; None: there is none, and both run in PyTorch.
+        prefill: the route of prefills; None: there is none, and they run in PyTorch.
         shard: which tokens are in this rank's pages.
     """
 
@@ -41,8 +43,8 @@ class LayerAttention:
         query_heads: int,
         kv_heads: int,
         options: AttentionOptions,
-        fused: FusedDecode | None,
-        prefill: FlashPrefill | None,
+        fused: DecodeRoute | None,
+        prefill: PrefillRoute | None,
         shard: ContextShard = UNSHARDED,
     ) -> None:
         self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
@@ -59,17 +61,17 @@ class LayerAttention:
 
     def reserve(self, query: torch.Tensor) -> None:
         """Take the workspace of all routes, so that vLLM's memory profile counts it."""
-        assert self.fused is not None
-        self.fused.reserve_any_batch()
-        if self.prefill is not None:
-            self.prefill.reserve(query.dtype)
+        fused, prefill = self._routes_of_cuda()
+        fused.reserve_any_batch()
+        if prefill is not None:
+            prefill.reserve(query.dtype)
 
     def profile(
         self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, block_size: int,
         window_layer: WindowLayer | None, *, shares_cache: bool = False,
     ) -> None:  # fmt: skip
-        """Take the workspace, and begin to compile the kernels, for pages and a ring of our own. Nothing to do where
-        there are no kernels.
+        """Take the workspace, and begin to compile the kernels, for pages and a ring of our own. On a CPU, the routes
+        have done so when they were made.
 
         Compilation goes on afterwards; `wait_for_all` of `kernels/ahead.py` returns once it is done.
 
@@ -79,7 +81,7 @@ class LayerAttention:
             window_layer: of this layer, or None.
             shares_cache: whether the layer shares another's cache, and so rotates queries without a store.
         """
-        if self.fused is None:
+        if self.fused is None or isinstance(self.fused, CpuRoute):
             return
         with Ahead():
             if key is not None and value is not None:
@@ -94,35 +96,35 @@ class LayerAttention:
         """The launch that only rotates queries, in a block of `Ahead`."""
         if query.dtype == torch.float32:
             return
-        assert self.fused is not None
+        fused, _ = self._routes_of_cuda()
         count = torch.arange(2, dtype=torch.int32, device=query.device)
-        step = self.fused.decode_step(count[:1].long(), count[:1, None], count, count[1:], 1)
-        self.fused.rotate(query[:1], step)
+        step = fused.decode_step(count[:1].long(), count[:1, None], count, count[1:], 1)
+        fused.rotate(query[:1], step)
 
     def _launch_prefills(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_size: int,
         window_layer: WindowLayer | None,
     ) -> None:  # fmt: skip
         """Every launch of a step with prefills."""
-        assert self.fused is not None
+        fused, prefill = self._routes_of_cuda()
         self.reserve(query)
         # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
-        tokens = len(key) if self.prefill is None else min(2 * MICRO_BLOCK, len(key))
-        new_tokens = tokens if self.prefill is None else -(-tokens // 2)
+        tokens = len(key) if prefill is None else min(2 * MICRO_BLOCK, len(key))
+        new_tokens = tokens if prefill is None else -(-tokens // 2)
         pages = self._pages(tokens, block_size, key)
         heads = self.query_heads * self.shard.ranks
         batch = PackedMetadata.of_one_request(tokens, new_tokens, key.device, self.shard, heads, block_size)
         positions = torch.arange(tokens, device=key.device)
-        self.fused.store(pages, key[:tokens], value[:tokens], self.fused.store_step(positions, positions))
+        fused.store(pages, key[:tokens], value[:tokens], fused.store_step(positions, positions))
         output = query.new_empty((*query.shape[:2], self.codec.value.head_dim))
         self.forward(query, key, value, pages, batch, output)
-        if window_layer is not None and self.prefill is not None and window_layer.ring_block_size:
+        if window_layer is not None and prefill is not None and window_layer.ring_block_size:
             ring = self._ring(tokens, window_layer, key)
             for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
                 rows = positions[start:]
-                step = self.fused.store_step(rows, rows, rows.to(torch.int32))
-                self.fused.store(pages, key[rows], value[rows], step, ring.cache, only_ring=start > 0)
-            self.prefill.attend(query, key, value, pages, batch, 0, output, ring)
+                step = fused.store_step(rows, rows, rows.to(torch.int32))
+                fused.store(pages, key[rows], value[rows], step, ring.cache, only_ring=start > 0)
+            prefill.attend(query, key, value, pages, batch, 0, output, ring)
             window_layer.fill_slots_of_one_request(ring)
 
     def _launch_decodes(
@@ -130,8 +132,7 @@ class LayerAttention:
         window_layer: WindowLayer | None,
     ) -> None:  # fmt: skip
         """Every launch of steps of decodes alone, in a block of `Ahead`."""
-        fused = self.fused
-        assert fused is not None
+        fused, _ = self._routes_of_cuda()
         if query.dtype == torch.float32:
             return
         for requests, query_len in fused.batches_to_compile():
@@ -163,10 +164,13 @@ class LayerAttention:
 
     def _forget_launches(self) -> None:
         """Of pages and a ring of our own."""
-        assert self.fused is not None
-        self.fused.bound.clear()
-        if self.prefill is not None:
-            self.prefill.bound.clear()
+        fused, prefill = self._routes_of_cuda()
+        fused.bound.clear()
+        if prefill is not None:
+            prefill.bound.clear()
+
+    def _routes_of_cuda(self) -> tuple[FusedDecode, FlashPrefill | None]:
+        return cast("FusedDecode", self.fused), cast("FlashPrefill | None", self.prefill)
 
     def fused_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
         """How many requests, from the first on, the fused route serves."""
@@ -177,7 +181,7 @@ class LayerAttention:
 
     def store(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        metadata: PackedMetadata, window: WindowStep | None, decodes: int, decode_step: DecodeStep | None,
+        metadata: PackedMetadata, window: WindowStep | None, decodes: int, decode_step: Any,
     ) -> None:  # fmt: skip
         """Write the batch's tokens into their pages, and rotate the decodes' queries in the same launch.
 
@@ -193,7 +197,7 @@ class LayerAttention:
         if window:
             in_ring = tokens if metadata.has_new_prompts(decodes) else metadata.query_starts[decodes]
 
-        def make() -> StoreStep | None:
+        def make() -> Any:
             ring_slots = window.metadata.slots[:in_ring] if window and in_ring else None
             where = (metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots)
             return fused.store_step(*where, decode_step)
@@ -202,14 +206,12 @@ class LayerAttention:
         ring = window.layer.kv_cache if window and in_ring else None
         fused.store(kv_cache, key, value, step, ring, query)
 
-    def decode_step(
-        self, metadata: PackedMetadata, window: WindowStep | None, lse: torch.Tensor | None = None
-    ) -> DecodeStep:
+    def decode_step(self, metadata: PackedMetadata, window: WindowStep | None, lse: torch.Tensor | None = None) -> Any:
         """Of the batch's decodes, for the fused route. `lse`: see `FusedDecode.decode_step`."""
         fused, requests = self.fused, metadata.decodes
         assert fused is not None
 
-        def make() -> DecodeStep:
+        def make() -> Any:
             return fused.decode_step(
                 metadata.positions[: metadata.decode_tokens], metadata.block_table[:requests],
                 metadata.query_start_loc[: requests + 1],
@@ -217,8 +219,7 @@ class LayerAttention:
                 window.ring(0, requests) if window else None, lse,
             )  # fmt: skip
 
-        # Keys of some layers may have means, of more or fewer blocks, and layers with a window have the other kernel.
-        return self.once_a_step(metadata, window, ("decode", fused.mean_blocks, fused.of_cuda is not None), make)
+        return self.once_a_step(metadata, window, ("decode", *fused.step_kind), make)
 
     def once_a_step(
         self, metadata: PackedMetadata, window: WindowStep | None, name: tuple, make: Callable[[], Any]

@@ -122,8 +122,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         wait_for_all()
-        if device.type == "cuda":
-            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.decodes_fused = _fused_serves(vllm_config, kv_cache_spec, self.reorder_batch_threshold or 1)
         if device.type == "cuda" and not self.decodes_fused:
             most, group = _longest_fused(vllm_config)

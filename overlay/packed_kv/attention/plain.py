@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -10,9 +10,6 @@ from ..codecs.ring import write as write_ring
 from ..window.step import WindowStep
 from .layer_attention import LayerAttention
 from .metadata import PackedMetadata
-
-if TYPE_CHECKING:
-    from .decode import StoreStep
 
 
 class PlainAttention(LayerAttention):
@@ -41,7 +38,8 @@ class PlainAttention(LayerAttention):
             assert self.fused is not None
             if shares_cache:
                 self.fused.rotate(query, decode_step)
-            self.fused.attend(kv_cache, decode_step, output, window.ring(0, decodes) if window else None)
+            ring = window.ring(0, decodes) if window else None
+            self.fused.attend(kv_cache, decode_step, output, ring, query)
         if decodes == len(metadata.context):
             return
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -69,7 +67,7 @@ class PlainAttention(LayerAttention):
             write_ring(ring, slots, *self.codec.prepare(key[rows], value[rows], metadata.positions[rows]))
         elif not metadata.has_new_prompts(first):
 
-            def make() -> StoreStep | None:
+            def make() -> Any:
                 where = (metadata.slot_mapping[rows], metadata.positions[rows], window.metadata.slots[rows])
                 return fused.store_step(*where)
 

@@ -28,10 +28,14 @@ _ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 class DecodeOptions(Protocol):
     """What a layer's attention needs besides its tensors: `attention.active_blocks.AttentionOptions`."""
 
-    scale: float
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    sinks: torch.Tensor | None
+    @property
+    def scale(self) -> float: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def logits_soft_cap(self) -> float | None: ...
+    @property
+    def sinks(self) -> torch.Tensor | None: ...
 
 
 class Arguments(ctypes.Structure):

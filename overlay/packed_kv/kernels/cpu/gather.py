@@ -10,7 +10,7 @@ from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load
+from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
 class _Gather(ctypes.Structure):
@@ -34,6 +34,11 @@ class _Gather(ctypes.Structure):
     )
 
 
+def load(target: Target | None = None) -> ctypes.CDLL:
+    """Return the library, compiled once for all formats. Raises BuildError."""
+    return load_library_of_tables("gather", _Gather, target)
+
+
 class CpuGather:
     """Reads tokens of a layer as the model made them: equal to `PagedCodec.read` and `Codec.restore`, rounded once.
 
@@ -48,7 +53,7 @@ class CpuGather:
 
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
-        self.function = load("gather", _Gather, target).pk_gather
+        self.function = load(target).pk_gather
         self.function.argtypes, self.function.restype = [ctypes.POINTER(_Gather)], None
 
     def __call__(

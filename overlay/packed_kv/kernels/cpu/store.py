@@ -8,7 +8,7 @@ import torch
 
 from ...codecs.pages import PagedCodec
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load
+from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
 class _Store(ctypes.Structure):
@@ -32,6 +32,11 @@ class _Store(ctypes.Structure):
     )
 
 
+def load(target: Target | None = None) -> ctypes.CDLL:
+    """Return the library, compiled once for all formats. Raises BuildError."""
+    return load_library_of_tables("store", _Store, target)
+
+
 class CpuStore:
     """Stores the tokens of a layer; the bytes equal those of `PagedCodec.write` and of `codecs.ring.write`.
 
@@ -47,7 +52,7 @@ class CpuStore:
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
         self.needs_positions = codec.key.transform.needs_positions
-        self.function = load("store", _Store, target).pk_store
+        self.function = load(target).pk_store
         self.function.argtypes = [ctypes.POINTER(_Store)]
 
     def __call__(

@@ -13,7 +13,7 @@ import torch
 from ...codecs.codec import Codec
 from ...codecs.pages import PagedCodec, lanes_of, pack_scales
 from ...codecs.ring import order_of_bytes
-from ...formats import CODES_PER_LANE, GROUP_SIZE, code_of
+from ...formats import CODES_PER_LANE, GROUP_SIZE, Format, code_of, stored_dim
 from ...layout import (
     LANES,
     MICRO_BLOCK,
@@ -116,7 +116,7 @@ class Cache(ctypes.Structure):
 def layer_of(codec: PagedCodec) -> Layer:
     """Return the tables of a layer with this codec, on the CPU. Raises ValueError for a codec that is not served."""
     key = codec.key
-    if reason := refusal(codec):
+    if reason := refusal(key.fmt, key.head_dim):
         raise ValueError(f"{key.fmt.name}: the CPU's kernels do not serve {reason}")
     layer = Layer(
         channels=key.stored_dim,
@@ -140,14 +140,15 @@ def layer_of(codec: PagedCodec) -> Layer:
     return layer
 
 
-def refusal(codec: PagedCodec) -> str | None:
-    """Return what of a codec the store and the gather do not serve, or None."""
-    key = codec.key
-    if unknown := set(key.group_bits) - set(BITS):
+def refusal(fmt: Format, head_dim: int) -> str | None:
+    """Return what of a format and keys of `head_dim` channels the store and the gather do not serve, or None."""
+    if unknown := set(fmt.group_bits(head_dim)) - set(BITS):
         return f"codes of {max(unknown)} bits"
-    if key.fmt.rotation not in ROTATIONS:
-        return f"the rotation {key.fmt.rotation}"
-    return f"heads of {key.head_dim} channels (at most {MOST_CHANNELS})" if key.stored_dim > MOST_CHANNELS else None
+    if fmt.rotation not in ROTATIONS:
+        return f"the rotation {fmt.rotation}"
+    if stored_dim(head_dim) > MOST_CHANNELS:
+        return f"heads of {head_dim} channels (at most {MOST_CHANNELS})"
+    return None
 
 
 def _fill_calibration(layer: Layer, codec: Codec, role: int) -> None:
@@ -247,7 +248,7 @@ def _lane_and_code(order: str) -> tuple[list[list[int]], list[list[int]]]:
     return (place // CODES_PER_LANE).tolist(), (place % CODES_PER_LANE).tolist()
 
 
-def load(name: str, call: type[ctypes.Structure], target: Target | None = None) -> ctypes.CDLL:
+def load_library_of_tables(name: str, call: type[ctypes.Structure], target: Target | None = None) -> ctypes.CDLL:
     """Return the library of the source `name`.cpp, whose calls take a `call`. Raises BuildError."""
     library = load_library(Program(f"{name}.cpp", HEADERS, ("-ffp-contract=off",)), codes_header(), target)
     size_of = getattr(library, f"pk_{name}_bytes")

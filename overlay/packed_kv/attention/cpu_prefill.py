@@ -1,0 +1,235 @@
+"""Prefill on a CPU: vLLM's own attention op over a chunk's raw K and V, behind its prefix as unpacked from the pages.
+
+As on CUDA (`prefill.py`), the chunk attends over itself before quantisation. Prefix and chunk lie in one scratch cache
+of vLLM's kind, which all layers share, so that one causal call serves a request, and no parts are combined.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..codecs.pages import PagedCodec
+from ..codecs.ring import Ring
+from ..kernels.cpu.gather import CpuGather
+from ..layout import MICRO_BLOCK
+from .active_blocks import AttentionOptions
+
+if TYPE_CHECKING:
+    from .metadata import PackedMetadata
+
+BLOCK = 128
+"""Tokens of a block of the scratch cache."""
+PIECE = 1024
+"""Tokens that are unpacked at a time, on their way into the scratch cache."""
+
+
+class Span(NamedTuple):
+    """What the op sees of a request: its tokens from `start`, a multiple of 16, to `end`; from `own` on they are new.
+
+    `block`: its first block of the scratch cache.
+    """
+
+    request: int
+    start: int
+    own: int
+    end: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op."""
+
+    spans: list[Span]
+    rows: slice
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    schedule: torch.Tensor
+
+
+class Scratch:
+    """K and V of one layer, in the layout of vLLM's CPU cache, and the vectors of a piece on their way there.
+
+    Args:
+        tokens: that fit, at least those of the longest request.
+        kv_heads, head_dim: of the layers that share it.
+        dtype: of the model.
+    """
+
+    def __init__(self, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.blocks = -(-tokens // BLOCK)
+        # Filled, so that the pages count in what vLLM finds this process to hold when it sizes the KV cache.
+        self.cache = torch.full((self.blocks, kv_heads, 2 * BLOCK, head_dim), 0, dtype=dtype)
+        self.key, self.value = self.cache.chunk(2, dim=2)
+        self.piece = torch.full((2, PIECE, kv_heads, head_dim), 0, dtype=dtype)
+        self.slots = torch.arange(self.blocks * BLOCK)
+        self.numbers = torch.arange(self.blocks, dtype=torch.int32)
+
+
+_scratch: weakref.WeakValueDictionary[tuple[object, ...], Scratch] = weakref.WeakValueDictionary()
+"""Those of engines in this process, as long as a layer has them."""
+
+
+class CpuPrefill:
+    """Prefill attention of one layer.
+
+    Args:
+        codec: of the layer, on the CPU.
+        query_heads, kv_heads: of this rank.
+        options: see `AttentionOptions`.
+        max_tokens: the most tokens of a request and of a batch.
+        dtype: of the model, fp16 or bf16.
+        engine: a number that the engine's layers have in common.
+
+    Raises:
+        BuildError: no compiler, or one that fails.
+    """
+
+    def __init__(
+        self,
+        codec: PagedCodec,
+        query_heads: int,
+        kv_heads: int,
+        options: AttentionOptions,
+        max_tokens: int,
+        dtype: torch.dtype,
+        engine: int,
+    ) -> None:
+        self.codec, self.query_heads, self.kv_heads, self.options = codec, query_heads, kv_heads, options
+        self.head_dim, self.value_dim, self.dtype = codec.key.head_dim, codec.value.head_dim, dtype
+        self.gather = CpuGather(codec)
+        self.isa = _isa(dtype, self.head_dim)
+        size = max_tokens + BLOCK, kv_heads, self.head_dim, dtype
+        scratch = _scratch.get((engine, *size))
+        if scratch is None:
+            scratch = _scratch.setdefault((engine, *size), Scratch(*size))
+        self.scratch = scratch
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        cache: torch.Tensor,
+        metadata: PackedMetadata,
+        first: int,
+        output: torch.Tensor,
+        ring: Ring | None = None,
+    ) -> None:
+        """Attention of the batch's requests from `first` on: see `FlashPrefill.attend`."""
+        for part in self._parts(metadata, first, key is None):
+            for span in part.spans:
+                self._fill(span, key, value, cache, metadata, first, ring)
+            self._attend(part, query[part.rows], output[part.rows])
+
+    def _parts(self, metadata: PackedMetadata, first: int, shared: bool) -> list[Part]:
+        """Made for the first layer of a kind, kept for the rest."""
+        window = self.options.sliding_window
+        sizes = self.query_heads, self.kv_heads, self.head_dim
+
+        def make() -> list[Part]:
+            parts: list[list[Span]] = [[]]
+            free = self.scratch.blocks
+            for request in range(first, len(metadata.context)):
+                count = metadata.query_starts[request + 1] - metadata.query_starts[request]
+                end = metadata.context[request]
+                start = 0 if window is None else max(0, end - count - window + 1) // MICRO_BLOCK * MICRO_BLOCK
+                blocks = -(-(end - start) // BLOCK)
+                if blocks > free and parts[-1]:
+                    parts.append([])
+                    free = self.scratch.blocks
+                own = end if shared else end - count
+                parts[-1].append(Span(request, start, own, end, self.scratch.blocks - free))
+                free -= blocks
+            return [self._part(spans, metadata) for spans in parts if spans]
+
+        return metadata.once(("cpu prefill", first, shared, window, *sizes), make)
+
+    def _part(self, spans: list[Span], metadata: PackedMetadata) -> Part:
+        from vllm import _custom_ops as ops
+
+        starts = metadata.query_starts[spans[0].request : spans[-1].request + 2]
+        query_start = torch.tensor([start - starts[0] for start in starts], dtype=torch.int32)
+        seq_lens = torch.tensor([span.end - span.start for span in spans], dtype=torch.int32)
+        table = torch.zeros(len(spans), -(-int(seq_lens.max()) // BLOCK), dtype=torch.int32)
+        for row, span in zip(table, spans, strict=True):
+            blocks = -(-(span.end - span.start) // BLOCK)
+            row[:blocks] = self.scratch.numbers[span.block : span.block + blocks]
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(spans), num_heads=self.query_heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+            seq_lens=seq_lens, dtype=self.dtype, query_start_loc=query_start, causal=True,
+            sliding_window_size=self.options.sliding_window or -1, isa=self.isa, enable_kv_split=True,
+        )  # fmt: skip
+        return Part(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
+
+    def _fill(
+        self, span: Span, key: torch.Tensor | None, value: torch.Tensor | None, cache: torch.Tensor,
+        metadata: PackedMetadata, first: int, ring: Ring | None,
+    ) -> None:  # fmt: skip
+        """Bring a request's K and V into the scratch cache."""
+        # The op reads the last block to its end, and 0 times what a former request left there may be NaN.
+        self.scratch.cache[span.block + (span.end - span.start - 1) // BLOCK].zero_()
+        with_ring: dict[str, Ring | int] = {}
+        ring_from = span.own
+        if ring is not None:
+            row = span.request - first
+            ring_from = max(int(ring.first[row]), span.own - ring.window + 1)
+            of_request = Ring(ring.cache, ring.block_table[row : row + 1], ring.first[row : row + 1], ring.window)
+            with_ring = {"ring": of_request, "ring_from": ring_from}
+        table, piece = metadata.block_table[span.request], self.scratch.piece
+        for start in range(span.start, span.own, PIECE):
+            end = min(start + PIECE, span.own)
+            unpacked = piece[0, : end - start], piece[1, : end - start, :, : self.value_dim]
+            self.gather(cache, table, start, end, *unpacked, **(with_ring if ring_from < end else {}))  # type: ignore[arg-type]
+            self._put(span, start, *unpacked)
+        if key is not None and value is not None:
+            rows = slice(metadata.query_starts[span.request], metadata.query_starts[span.request + 1])
+            self._put(span, span.own, key[rows], value[rows])
+
+    def _put(self, span: Span, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write tokens of a request from `start` on."""
+        from vllm import _custom_ops as ops
+
+        at = span.block * BLOCK + start - span.start
+        if self.value_dim != self.head_dim:
+            value = torch.nn.functional.pad(value, (0, self.head_dim - self.value_dim))
+        slots = self.scratch.slots[at : at + len(key)]
+        ops.cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)
+
+    def _attend(self, part: Part, query: torch.Tensor, output: torch.Tensor) -> None:
+        from vllm import _custom_ops as ops
+
+        sinks = self.options.sinks
+        if sinks is not None and sinks.dtype != torch.bfloat16:
+            sinks = sinks.detach().float()
+        pads = self.value_dim != self.head_dim
+        result = query.new_empty(query.shape) if pads else output
+        ops.cpu_attention_with_kv_cache(
+            query=query, key_cache=self.scratch.key, value_cache=self.scratch.value, output=result,
+            query_start_loc=part.query_start, seq_lens=part.seq_lens, scale=self.options.scale, causal=True,
+            alibi_slopes=None, sliding_window=self.options.sliding_window or -1, block_table=part.block_table,
+            softcap=self.options.logits_soft_cap or 0.0, scheduler_metadata=part.schedule, s_aux=sinks,
+        )  # fmt: skip
+        if pads:
+            output.copy_(result[..., : self.value_dim])
+
+
+def refusal(head_dim: int) -> str | None:
+    """Return what vLLM's op does not serve, for the log, or None."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    served = CPUAttentionBackend.get_supported_head_sizes()
+    return None if head_dim in served else f"heads of {head_dim} channels (only {', '.join(map(str, served))})"
+
+
+@functools.cache
+def _isa(dtype: torch.dtype, head_dim: int) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(dtype, BLOCK, head_dim)
