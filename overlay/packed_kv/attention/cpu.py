@@ -187,7 +187,7 @@ def find_routes(
             return route, None
         return route, CpuPrefill(*layer, *sizes)
     except BuildError as error:
-        warn_of_pytorch(fmt.name, error)
+        warn_of_pytorch(fmt.name, str(error))
         return None, None
 
 
@@ -222,7 +222,7 @@ def _without_error(load: Callable[[], object]) -> None:
         load()
 
 
-def warn_of_pytorch(name: str, reason: object) -> None:
+def warn_of_pytorch(name: str, reason: str) -> None:
     """Log, once, that attention runs in PyTorch, why, and what it costs."""
     logger.warning_once(
         "KV cache dtype %s: attention runs in PyTorch, a decode step takes %s as long: %s",
