@@ -59,7 +59,7 @@ def test_however_it_is_scheduled(
     name: str, recent_tokens: int | None, skipped: list[str], demo_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, in chunks, together, preempted, behind a cached prefix: the same tokens, those of bf16 pages."""
-    options = {"dtype": "bfloat16", "block_size": 32, "max_model_len": 512}
+    options = {"dtype": "bfloat16", "block_size": 32, "max_model_len": 512, "enable_prefix_caching": True}
     with engine(demo_model, "auto", **options) as llm:
         ids = llm.get_tokenizer().encode(TEXT)
         requests = [{"prompt_token_ids": ids[start:]} for start in (0, 3, 6, 9, 30, 12)]
@@ -78,7 +78,10 @@ def test_however_it_is_scheduled(
         together = llm.generate([*requests, *requests], SAMPLING, use_tqdm=False)
         assert preempted, "nothing was preempted: the cache is too large for this test"
         assert [list(result.outputs[0].token_ids) for result in together] == expected * 2
-        assert any(result.num_cached_tokens for result in together)
+        for cached in (False, True):
+            (result,) = llm.generate(requests[1], SAMPLING, use_tqdm=False)
+            assert result.num_cached_tokens or not cached, "no prefix was cached"
+            assert list(result.outputs[0].token_ids) == expected[1]
 
 
 def tokens(llm: LLM, request: dict) -> list[int]:
