@@ -14,6 +14,7 @@ from coverage_models import MODELS
 from packed_kv.commands import doctor
 from packed_kv.formats import FORMATS
 from packed_kv.kernels import cuda
+from packed_kv.kernels.cpu.compiler import best_target, find_compiler
 
 H200 = {
     "torch": "2.11.0", "platform": "cuda", "registered": list(FORMATS), "devices": 2, "device": "NVIDIA H200",
@@ -94,13 +95,31 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"platform": "rocm"}, "no CUDA device answers (platform rocm)"),
         ({"flash_attention": None}, "install the wheel of vLLM that was built for this CUDA"),
         ({"registered": ["tq4"]}, "the plugin does not register isoquant3, isoquant4"),
-        ({"platform": "cpu"}, "OK    platform CPU: attention runs in PyTorch, exact and slow"),
     ],
 )
 def test_what_a_machine_lacks(changed: dict, said: str, probed) -> None:
     probed({**H200, **changed})
     (found,) = (line for line in lines() if said in line)
     assert found.startswith("OK") == said.startswith("OK")
+
+
+def test_a_cpu(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "my-c++"
+    compiler.write_text("#!/bin/sh\necho my C++ 1.2\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("PACKED_KV_CACHE", str(tmp_path))
+    assert find_compiler().version == "my C++ 1.2"  # asked once; `probed` answers for all programs
+    probed({**H200, "platform": "cpu"})
+    target = best_target().name
+    served = f"OK    platform CPU: kernels in C++ for {target} by my C++ 1.2"
+    assert f"{served}, to be compiled at the first start, into {tmp_path}" in lines()
+    for name in (f"store-{target}-1.so", f"decode-{target}-2.so", "decode-other-3.so"):
+        (tmp_path / name).touch()
+    assert f"{served}, 2 libraries compiled in {tmp_path}" in lines()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    slow = "platform CPU: attention would run in PyTorch, many times slower: CXX=no-such-compiler: there is no such program"
+    assert any(line.startswith(slow) for line in lines())
 
 
 def test_latent_attention(probed, tmp_path: Path) -> None:

@@ -87,6 +87,17 @@ def test_on_hopper_the_kernel_decides(kernel: str, decode: str, monkeypatch: pyt
     assert metrics.routes(config("b", heads=128, drafts=7, kernel=kernel)) == ("prefill", decode)
 
 
+def test_on_a_cpu_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: True, get_device_capability=lambda: None)
+    for module in (metrics, metadata):
+        monkeypatch.setattr(module, "current_platform", platform)
+    assert metrics.routes(config("b")) == ("prefill", "decode_kernel")
+    assert metrics.routes(config("b", use_mla=True)) == ("pytorch", "pytorch")
+    assert metrics.routes(config("b", dtype=torch.float32)) == ("pytorch", "pytorch")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert metrics.routes(config("b")) == ("pytorch", "pytorch")
+
+
 def test_an_engine_without_a_packed_cache_has_none() -> None:
     plain = config("c")
     plain.cache_config.cache_dtype = "fp8"

@@ -23,6 +23,7 @@ from ..calibration_file import FILE_NAME, CalibrationError, why_no_file
 from ..calibration_file import load as load_calibration
 from ..formats import FORMATS
 from ..json_file import printable
+from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.kernel_cache import cache_folder
 from ..model_shape import BadInput, Model, expanded_size, parse, part
@@ -175,7 +176,7 @@ def _engine(model: Model | None) -> Iterator[Finding]:
 
 def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool = False) -> Iterator[Finding]:
     if found["platform"] == "cpu":
-        yield Finding(True, "platform CPU: attention runs in PyTorch, exact and slow; no FlashAttention, no kernels")
+        yield _cpu_kernels()
         return
     if found["platform"] != "cuda" or not found["devices"]:
         yield Finding(False, f"no CUDA device answers (platform {found['platform']}); look at: nvidia-smi")
@@ -196,6 +197,18 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
     else:
         yield Finding(True, _decode_kernel(capability, head_dim, group))
     yield Finding(True, _triton_kernels())
+
+
+def _cpu_kernels() -> Finding:
+    """Whether kernels can be compiled for this processor, and whether some are."""
+    try:
+        compiler, target = find_compiler(), best_target()
+    except BuildError as error:
+        return Finding(False, f"platform CPU: attention would run in PyTorch, many times slower: {error}")
+    folder = cache_folder()
+    number = len(list(folder.glob(f"*-{target.name}-*.so")))
+    state = f"{number} libraries compiled in" if number else "to be compiled at the first start, into"
+    return Finding(True, f"platform CPU: kernels in C++ for {target.name} by {compiler.version}, {state} {folder}")
 
 
 def _latent_kernel(capability: tuple[int, ...]) -> str:

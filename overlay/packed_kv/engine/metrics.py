@@ -105,7 +105,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     from ..kernels.cuda import CAPABILITY
 
     model = config.model_config
-    if not current_platform.is_cuda() or str(model.dtype) == "torch.float32":
+    if str(model.dtype) == "torch.float32" or not (current_platform.is_cuda() or _has_cpu_kernels(config)):
         return PYTORCH, PYTORCH
     if model.use_mla:
         return PREFILL, DECODE
@@ -113,6 +113,16 @@ def routes(config: VllmConfig) -> tuple[str, str]:
     capability, kernel = device_and_kernel(config)
     longest = longest_fused(group, by_cuda=capability == CAPABILITY and kernel != "triton")
     return PREFILL, DECODE if longest_decode(config) <= longest else PREFILL
+
+
+def _has_cpu_kernels(config: VllmConfig) -> bool:
+    """Whether a CPU can compile the kernels of its layers, which have none for latents."""
+    from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
+
+    try:
+        return current_platform.is_cpu() and not config.model_config.use_mla and bool(find_compiler() and best_target())
+    except BuildError:
+        return False
 
 
 def info(config: VllmConfig, fmt: Format) -> dict[str, str]:
