@@ -201,7 +201,6 @@ NO_WINDOW = [
         Facts(connector="OffloadingConnector", groups_stay=False),
         "a KV connector (OffloadingConnector, and vLLM has patches of an older packed-kv; run",
     ),
-    (Facts(has_other_dtypes=True, platform="cpu"), "layers of another KV-cache dtype (vLLM's CPU"),
     (
         Facts(pipeline=2, has_draft_cache=True),
         "pipeline parallelism (its stages would lay out their pages",

@@ -369,8 +369,6 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("a KV connector", "vLLM's patches",
          lambda f: f.connector is not None and f.groups_stay is False
          and f"{f.connector}, and vLLM has patches of an older packed-kv; run packed-kv-patch revert, then apply"),
-    Rule("layers of another KV-cache dtype", "`--kv-cache-dtype-skip-layers`, the draft's dtype",
-         lambda f: f.has_other_dtypes and f.platform == "cpu" and "vLLM's CPU platform lays out pages of one size"),
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
          lambda f: (f.pipeline or 1) > 1
          and bool(f.has_draft_cache or (f.has_other_dtypes and (f.has_states or f.has_several_kinds)))

@@ -9,7 +9,6 @@ from unittest.mock import MagicMock
 import calibration_files
 import cpu_ranks
 import pytest
-import recent_windows
 import tiny_models
 import torch
 from harness import engine, keep_chunks, kv_tokens, mean_kl
@@ -98,13 +97,12 @@ def test_pipeline_parallel(model: str, alone: tuple[torch.Tensor, list[list[int]
     assert not torch.equal(logprobs, alone[0]), "no window"
 
 
-def test_pipeline_parallel_beside_a_skipped_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_parallel_beside_a_skipped_layer(tmp_path: Path) -> None:
     """It is one stage's, and both lay out their pages alike. The window is as in one stage."""
     model = tiny_models.save(tiny_models.llama(num_key_value_heads=1, num_hidden_layers=4), tmp_path / "model")
-    recent_windows.pages_side_by_side(monkeypatch)  # `side_by_side` does so in the workers
     options: dict[str, Any] = {"recent_tokens": 40, "kv_cache_dtype_skip_layers": ["2"]}
     expected = run(model, **options)
-    stages = {"pipeline_parallel_size": 2, "async_scheduling": False, "worker_extension_cls": "side_by_side.Extension"}
+    stages = {"pipeline_parallel_size": 2, "async_scheduling": False}
     logprobs, generated, _ = run(model, **stages, **options, **TWO_PROCESSES)
     assert torch.equal(logprobs, expected[0]) and generated == expected[1]
     assert not torch.equal(logprobs, run(model, **{**options, "recent_tokens": 0})[0]), "no window"

@@ -53,7 +53,7 @@ def test_a_model(name: str, kv_cache_dtype: str, folder_of, tiny_engine) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "recent_tokens", "skipped"), [("tq4", None, []), ("planarquant4", 0, []), ("tq4", 0, ["0"])]
+    ("name", "recent_tokens", "skipped"), [("tq4", None, []), ("planarquant4", 0, []), ("tq4", None, ["0"])]
 )
 def test_however_it_is_scheduled(
     name: str, recent_tokens: int | None, skipped: list[str], demo_model: str, monkeypatch: pytest.MonkeyPatch

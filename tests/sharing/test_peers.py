@@ -20,7 +20,7 @@ from checkout import LATENT_MODEL, REPO
 from coverage_models import MODELS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from transfers import InTurn, RegisterHybrid, behind_a_hit_as_behind_a_transfer, lie_side_by_side
+from transfers import RegisterHybrid, behind_a_hit_as_behind_a_transfer
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 
 sys.path.append(str(REPO / "benchmarks"))
@@ -193,7 +193,7 @@ def test_window_beside_drafts(kv_heads: int, head_dim: int, ranks: tuple[int, in
 def test_window_beside_skipped_layers(tmp_path: Path) -> None:
     """On a CPU, blocks of 32 tokens, as vLLM's own attention wants them there."""
     model, options = tiny_models.save(tiny_models.llama(), tmp_path), {"kv_cache_dtype_skip_layers": ["1"]}
-    prepare = InTurn(lie_side_by_side, behind_a_hit_as_behind_a_transfer), lie_side_by_side
+    prepare = behind_a_hit_as_behind_a_transfer, int
     with two_engines(model, tmp_path, (1, 1), prepare=prepare, block_size=32, **options) as both:
         prompt = [*SMALL_PROMPT[:16], *SMALL_PROMPT]
         assert_same_as_without_transfer(*both, prompt, len(prompt))

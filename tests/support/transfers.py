@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import coverage_engine
-import pytest
 from packed_kv.window.cache_group import RingManager
-from recent_windows import pages_side_by_side
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
@@ -28,10 +26,6 @@ def behind_a_hit_as_behind_a_transfer() -> None:
 
     RingManager.add_local_computed_blocks = add_last_token
     KVCacheCoordinator.__init__ = begin_without_drop
-
-
-def lie_side_by_side() -> None:
-    pages_side_by_side(pytest.MonkeyPatch())
 
 
 class RegisterHybrid:

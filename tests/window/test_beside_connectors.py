@@ -14,7 +14,7 @@ from cpu_offload import connector, count_copies
 from harness import Start, engine, mean_kl, newest_logits, scheduler
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadataBuilder
-from recent_windows import layout, pages_side_by_side, ring_specs
+from recent_windows import layout, ring_specs
 from vllm import LLM, SamplingParams
 
 ON_GPU = torch.cuda.is_available()
@@ -121,11 +121,8 @@ def test_the_window_fills_behind_pages_and_states(start: Start, reads: Reads) ->
 
 
 @cpu_only
-def test_the_window_fills_behind_pages_of_several_sizes(
-    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_window_fills_behind_pages_of_several_sizes(tmp_path: Path, reads: Reads) -> None:
     """Those of skipped layers lie side by side with packed ones."""
-    pages_side_by_side(monkeypatch)
     model = tiny_models.save(tiny_models.llama(), tmp_path)
     with engine(model, DTYPE, kv_cache_dtype_skip_layers=["1"], kv_transfer_config=connector(), **OPTIONS) as llm:
         behind_pages(llm, random_tokens(HIT + TAIL), reads)

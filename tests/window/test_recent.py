@@ -172,11 +172,6 @@ def test_conversations_hit_the_prefix_cache_as_often_as_without_a_window(demo_mo
         (True, {}, "packed_kv.recent_tokens is True; write a whole number"),
         (300, {}, "packed_kv.recent_tokens 300 is more than the model's context of 256 tokens; write at most 256"),
         (64, {"disable_hybrid_kv_cache_manager": True}, "64 is not possible with --disable-hybrid-kv-cache-manager"),
-        (
-            64,
-            {"kv_cache_dtype_skip_layers": ["0"]},
-            "64 is not possible with layers of another KV-cache dtype \\(vLLM's CPU platform",
-        ),
     ],
 )
 def test_refused(recent_tokens: object, options: dict, message: str, demo_model: str) -> None:

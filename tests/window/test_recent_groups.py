@@ -16,7 +16,7 @@ from harness import count_preemptions, engine, mean_kl, scheduler, teacher_force
 from packed_kv.window.layer import SUFFIX
 from packed_kv_quality import lockstep
 from packed_kv_quality.teacher_forced import logits
-from recent_windows import layout, pages_side_by_side, ring_specs
+from recent_windows import layout, ring_specs
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -120,9 +120,8 @@ def count_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, i
     return counts
 
 
-def test_skipped_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_layers(tmp_path: Path) -> None:
     """Pages of several sizes lie side by side."""
-    pages_side_by_side(monkeypatch)
     model = tiny_models.save(tiny_models.llama(), tmp_path)
     text = random_tokens(120)
     with engine(model, "auto", **ENGINE) as llm:

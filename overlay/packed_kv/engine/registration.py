@@ -19,7 +19,7 @@ import vllm.config.cache as cache_config
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from ..cache_scheme import said_of_cache
@@ -28,7 +28,7 @@ from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, no_latents
+from ..vllm_compat import is_patched, no_latents, no_scratch_groups
 from .names import class_name, latent_registry_name, registry_name
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def register_formats() -> None:
     for fmt in FORMATS.values():
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
             register_format(fmt)
+    if current_platform.is_cpu() and not no_scratch_groups():
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.DenseCPUBackend")
 
 
 def _remedy(version: str) -> str:

@@ -1,0 +1,174 @@
+"""Decode steps and prompts of packed dtypes against bf16 on a CPU, and the store kernel against its reference.
+
+    python benchmarks/cpu_engine.py MODEL [--dtypes NAME ...] [--recent-tokens N] [--threads N] [--csv FILE]
+
+Engines of all dtypes live in one process and take turns, so that what else the machine does falls on all alike; figures
+are milliseconds of a step, and prompt tokens a second, each with its ratio to bf16 (`auto`). With one thread they are
+CPU time, with more they are wall-clock time. Shapes: requests x tokens; `512 behind 4096` is a prompt of 4,608 tokens
+of which the prefix cache has 4,096. `store` is one layer's K and V of 2,048 tokens, one thread on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+)  # fmt: skip
+
+SHAPES = ((1, 512), (1, 4096), (8, 1024))
+CHUNK, PREFIX, NEW_TOKENS, CONTEXT = 512, 4096, 16, 8192
+STORED = ((8, 128), (3, 64))
+"""KV heads and channels."""
+BASELINE = "auto"
+
+
+def main() -> None:
+    options = parser().parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    import torch
+
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    if options.model:
+        bench_engines(options, clock)
+    torch.set_num_threads(1)
+    for name in options.dtypes:
+        for heads, channels in STORED:
+            reference, ours = store_times(name, heads, channels)
+            figures = {"ms": f"{ours * 1e3:.2f}", "reference_ms": f"{reference * 1e3:.1f}"}
+            put(options, name, f"store of {heads} x {channels}", figures, reference / ours)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", nargs="?", help="folder of a model; without it only the store is measured")
+    made.add_argument("--dtypes", nargs="+", default=["tq4"])
+    made.add_argument("--recent-tokens", type=int, default=64)
+    made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--csv", type=Path)
+    return made
+
+
+def put(options: argparse.Namespace, name: str, what: str, figures: dict[str, str], ratio: float) -> None:
+    """Print a line, and append a row."""
+    from rows import append, commit_here, machine
+
+    shown = ", ".join(f"{key} {value}" for key, value in figures.items())
+    print(f"{name:13s} {what}: {shown} ({ratio:.2f})", flush=True)
+    if options.csv:
+        both = {"ms": "", "tokens_a_second": "", "reference_ms": "", **figures}
+        row = {"dtype": name, "what": what, "threads": options.threads, **both, "ratio": f"{ratio:.3f}"}
+        append(options.csv, {**row, "cpu": processor(), **machine(), "commit": commit_here()})
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
+def bench_engines(options: argparse.Namespace, clock: Callable[[], float]) -> None:
+    """Steps and prompts of all dtypes, in turns."""
+    engines = {name: start(options, name) for name in (BASELINE, *options.dtypes)}
+    for requests, tokens in SHAPES:
+        steps: dict[str, list[float]] = {name: [] for name in engines}
+        prompts: dict[str, list[float]] = {name: [] for name in engines}
+        for round_ in range(options.rounds + 1):  # the first one warms up
+            for name, llm in engines.items():
+                llm.reset_prefix_cache()
+                first, *rest = run(llm, prompts_of(requests, tokens, round_), NEW_TOKENS, clock)
+                if round_:
+                    prompts[name].append(first)
+                    steps[name].append(statistics.median(rest))
+        shape = f"{requests} x {tokens}"
+        report(options, f"decode step, {shape}", steps)
+        report(options, f"prompt, {shape}", prompts, requests * tokens)
+    later: dict[str, list[float]] = {name: [] for name in engines}
+    for round_ in range(options.rounds + 1):
+        for name, llm in engines.items():
+            llm.reset_prefix_cache()
+            (prompt,) = prompts_of(1, PREFIX + CHUNK, round_)
+            run(llm, [prompt[:PREFIX]], 1, clock)
+            first = run(llm, [prompt], 1, clock)[0]
+            if round_:
+                later[name].append(first)
+    report(options, f"prompt, {CHUNK} behind {PREFIX}", later, CHUNK)
+
+
+def report(options: argparse.Namespace, what: str, seconds: dict[str, list[float]], tokens: int | None = None) -> None:
+    """Of steps, milliseconds and their ratio to bf16's; of prompts of `tokens` tokens, tokens a second and theirs."""
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, time_ in median.items():
+        if tokens is None:
+            put(options, name, what, {"ms": f"{time_ * 1e3:.1f}"}, time_ / median[BASELINE])
+        else:
+            put(options, name, what, {"tokens_a_second": f"{tokens / time_:.0f}"}, median[BASELINE] / time_)
+
+
+def start(options: argparse.Namespace, name: str) -> Any:
+    from vllm import LLM
+
+    config = {} if name == BASELINE else {"packed_kv": {"recent_tokens": options.recent_tokens}}
+    return LLM(
+        options.model, kv_cache_dtype=name, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=1 << 30,
+        max_model_len=CONTEXT, max_num_batched_tokens=CONTEXT, max_num_seqs=16, additional_config=config,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+
+
+def prompts_of(requests: int, tokens: int, seed: int) -> list[list[int]]:
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(10, 40000, (tokens,), generator=random).tolist() for _ in range(requests)]
+
+
+def run(llm: Any, prompts: list[list[int]], new_tokens: int, clock: Callable[[], float]) -> list[float]:
+    """Seconds of each step: the prompts' first, then decodes."""
+    from vllm import SamplingParams
+
+    engine, times = llm.llm_engine, []
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens + 1, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": prompt}, sampling)
+    while engine.has_unfinished_requests():
+        before = clock()
+        engine.step()
+        times.append(clock() - before)
+    return times
+
+
+def store_times(name: str, heads: int, channels: int) -> tuple[float, float]:
+    """CPU seconds of the reference and of the kernel, the least of several."""
+    import torch
+    from packed_kv.codecs.pages import PagedCodec
+    from packed_kv.formats import FORMATS
+    from packed_kv.kernels.cpu.store import CpuStore
+
+    tokens, codec = 2048, PagedCodec(FORMATS[name], channels)
+    store, slots = CpuStore(codec), torch.arange(tokens)
+    key, value = torch.randn(2, tokens, heads, channels).bfloat16()
+    cache = torch.zeros(tokens // 16, heads, 16, codec.slot_bytes, dtype=torch.uint8)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(5):
+        for seconds, call in zip(times, (lambda: codec.write(cache, slots, key, value),
+                                         lambda: store(cache, key, value, slots)), strict=True):  # fmt: skip
+            before = time.thread_time()
+            call()
+            seconds.append(time.thread_time() - before)
+    return min(times[0]), min(times[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
