@@ -109,7 +109,7 @@ INLINE void transpose(Bytes a, Bytes b, Bytes c, Bytes d, Bytes* out) {
   out[2] = low_words(high_ac, high_bd), out[3] = high_words(high_ac, high_bd);
 }
 // Lane l of a vector of 4 channels is of vector 4 l and on.
-static void to_columns(const Vector* vectors, Row* x, int channels, int count) {
+static inline void to_columns(const Vector* vectors, Row* x, int channels, int count) {
   const long next = sizeof(Vector);
   for (int lane = 0; lane < count; lane += VECTOR_FLOATS)
     for (int d = 0; d < channels; d += 4) {
@@ -121,7 +121,7 @@ static void to_columns(const Vector* vectors, Row* x, int channels, int count) {
       for (int i = 0; i < 4; i++) store(x[d + i] + lane, out[i]);
     }
 }
-static void to_vectors(const Row* x, Vector* vectors, int channels, int count) {
+static inline void to_vectors(const Row* x, Vector* vectors, int channels, int count) {
   for (int lane = 0; lane < count; lane += VECTOR_FLOATS)
     for (int d = 0; d < channels; d += 4) {
       Bytes out[4];
