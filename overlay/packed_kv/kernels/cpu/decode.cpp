@@ -304,7 +304,7 @@ static void work(void* data) {
   }
 }
 
-// A region of several threads costs some 5 us where cores are free, more where they are not: a thread gets no less work.
+// A region of several threads costs some 5 us where cores are free, more where they are not. No thread gets less work.
 constexpr long THREAD_NS = 12000;
 static long estimated_ns(const Run& run) {  // on one core with AVX-512: 16 ns a token of 128 channels and 4 columns
   long ns = 0;
