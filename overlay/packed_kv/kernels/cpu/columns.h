@@ -31,37 +31,41 @@ INLINE Bytes half_bits(Floats x) {
 }
 
 // --- rotations ---
-// R rows, `stride` apart: butterflies over 1, 2, ... R / 2 times that.
-template <int R> INLINE void butterflies(Row* x, int stride, int lane) {
+// R rows, `stride` apart: butterflies over 1, 2, ... R / 2 times that. `before`, of the first row on, and `after` are
+// what numbers are multiplied by; null: nothing.
+template <int R> INLINE void butterflies(Row* x, int stride, int lane, const float* before, const float* after) {
   Floats v[R];
   for (int i = 0; i < R; i++) v[i] = load_floats(x[i * stride] + lane);
+  if (before)
+    for (int i = 0; i < R; i++) v[i] = v[i] * broadcast(before[i * stride]);
   for (int s = 1; s < R; s *= 2)
     for (int i = 0; i < R; i += 2 * s)
       for (int j = i; j < i + s; j++) {
         Floats low = v[j], high = v[j + s];
         v[j] = low + high, v[j + s] = low - high;
       }
+  if (after)
+    for (int i = 0; i < R; i++) v[i] = v[i] * broadcast(after[0]);
   for (int i = 0; i < R; i++) store_floats(x[i * stride] + lane, v[i]);
 }
-static void hadamard_block(Row* x, int size, int lane) {
+static void hadamard_block(Row* x, const float* signs, int size, int lane, bool inverse) {
+  const float norm = (float)(1 / sqrt((double)size));
   int stride = 1;
-  for (; stride * 8 <= size; stride *= 8)
+  for (; stride * 8 <= size; stride *= 8) {
+    const float *before = stride == 1 && !inverse ? signs : nullptr, *after = stride * 8 == size ? &norm : nullptr;
     for (int i = 0; i < size; i += 8 * stride)
-      for (int j = i; j < i + stride; j++) butterflies<8>(x + j, stride, lane);
-  for (int i = 0; stride * 4 == size && i < stride; i++) butterflies<4>(x + i, stride, lane);
-  for (int i = 0; stride * 2 == size && i < stride; i++) butterflies<2>(x + i, stride, lane);
-  Floats norm = broadcast((float)(1 / sqrt((double)size)));
-  for (int i = 0; i < size; i++) store_floats(x[i] + lane, load_floats(x[i] + lane) * norm);
-}
-static void multiply(Row* x, const float* by, int size, int lane) {
-  for (int i = 0; i < size; i++) store_floats(x[i] + lane, load_floats(x[i] + lane) * broadcast(by[i]));
+      for (int j = i; j < i + stride; j++) butterflies<8>(x + j, stride, lane, before ? before + j : before, after);
+  }
+  for (int i = 0; stride * 4 == size && i < stride; i++) butterflies<4>(x + i, stride, lane, nullptr, &norm);
+  for (int i = 0; stride * 2 == size && i < stride; i++) butterflies<2>(x + i, stride, lane, nullptr, &norm);
+  for (int i = 0; inverse && i < size; i++) store_floats(x[i] + lane, load_floats(x[i] + lane) * broadcast(signs[i]));
 }
 static void hadamard(Row* x, const float* signs, int size, int lane, bool inverse) {
-  if (!inverse) multiply(x, signs, size, lane);
-  Row* block = x;
   for (int n = MOST_CHANNELS; n >= 32; n /= 2)
-    if (size & n) hadamard_block(block, n, lane), block += n;
-  if (inverse) multiply(x, signs, size, lane);
+    if (size & n) {
+      hadamard_block(x, signs, n, lane, inverse);
+      x += n, signs += n;
+    }
 }
 static void givens(Row* x, const float* constants, int size, int lane, bool inverse) {
   for (int i = 0; i < size; i += 2) {

@@ -92,6 +92,10 @@ template <class Word> INLINE void replace(uint8_t* at, Word bits, Word by) {
   word = (word & ~bits) | by;
   memcpy(at, &word, sizeof word);
 }
+INLINE void replace_bits(uint8_t* micro_block, const Plane& plane, int slot, int token, uint32_t bits, uint32_t by) {
+  if (plane.is_half) replace<uint16_t>(micro_block + plane.at[slot][token], bits, by);
+  else replace<uint32_t>(micro_block + plane.at[slot][token], bits, by);
+}
 // Put codes [32][16 tokens] of the `count` tokens `present` into a group's words; the bits of others stay.
 static void pack(uint8_t* to, const Plane& plane, const uint8_t (*codes)[COLUMNS], const uint8_t* present, int count) {
   const Part& part = *plane.part;
@@ -104,12 +108,19 @@ static void pack(uint8_t* to, const Plane& plane, const uint8_t (*codes)[COLUMNS
       uint32_t* word = words[part.slot[c]] + lane;
       store(word, bit_or(load(word), shift_left(bits, load_bytes(part.shift[c] + lane))));
     }
-  for (int s = 0; s < part.slots; s++)
-    for (int i = 0; i < count; i++) {
-      int n = present[i];
-      if (plane.is_half) replace<uint16_t>(to + plane.at[s][n], part.bits[s][n], words[s][n]);
-      else replace<uint32_t>(to + plane.at[s][n], part.bits[s][n], words[s][n]);
+  for (int s = 0; s < part.slots; s++) {
+    if (count < 16) {
+      for (int i = 0; i < count; i++) {
+        int n = present[i];
+        replace_bits(to, plane, s, n, part.bits[s][n], words[s][n]);
+      }
+      continue;
     }
+    for (int bit = 8; bit; bit /= 2)
+      for (int n = 0; n < 16 && part.fold & bit; n++) words[s][n] |= n & bit ? 0 : words[s][n | bit];
+    for (int n = 0; n < 16; n++)
+      if (!(n & part.fold)) replace_bits(to, plane, s, n, part.whole[s][n], words[s][n]);
+  }
 }
 
 // --- up to 16 vectors ---

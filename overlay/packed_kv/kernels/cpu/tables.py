@@ -52,6 +52,8 @@ class Part(ctypes.Structure):
         ("slot", ctypes.c_uint8 * GROUP_SIZE),
         ("shift", ctypes.c_uint8 * MICRO_BLOCK * GROUP_SIZE),
         ("bits", ctypes.c_uint32 * MICRO_BLOCK * MOST_SLOTS),
+        ("fold", Int),
+        ("whole", ctypes.c_uint32 * MICRO_BLOCK * MOST_SLOTS),
     )
 
 
@@ -229,6 +231,11 @@ def _part(bits: int, order: str, what: str) -> tuple[Part, list[list[tuple[int, 
         for token, e in enumerate(codes):
             part.bits[slot][token] |= mask << shifts[e]
     part.slots = len(slots)
+    tokens = range(MICRO_BLOCK)
+    part.fold = sum(bit for bit in (1, 2, 4, 8) if all(at[n] == at[n ^ bit] for at in slots for n in tokens))
+    for slot in range(len(slots)):
+        for token in tokens:
+            part.whole[slot][token & ~part.fold] |= part.bits[slot][token]
     return part, [list(where) for where in slots]
 
 
