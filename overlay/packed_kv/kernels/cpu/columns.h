@@ -48,22 +48,21 @@ template <int R> INLINE void butterflies(Row* x, int stride, int lane, const flo
     for (int i = 0; i < R; i++) v[i] = v[i] * broadcast(after[0]);
   for (int i = 0; i < R; i++) store_floats(x[i * stride] + lane, v[i]);
 }
-static void hadamard_block(Row* x, const float* signs, int size, int lane, bool inverse) {
-  const float norm = (float)(1 / sqrt((double)size));
-  int stride = 1;
-  for (; stride * 8 <= size; stride *= 8) {
-    const float *before = stride == 1 && !inverse ? signs : nullptr, *after = stride * 8 == size ? &norm : nullptr;
-    for (int i = 0; i < size; i += 8 * stride)
-      for (int j = i; j < i + stride; j++) butterflies<8>(x + j, stride, lane, before ? before + j : before, after);
-  }
-  for (int i = 0; stride * 4 == size && i < stride; i++) butterflies<4>(x + i, stride, lane, nullptr, &norm);
-  for (int i = 0; stride * 2 == size && i < stride; i++) butterflies<2>(x + i, stride, lane, nullptr, &norm);
-  for (int i = 0; inverse && i < size; i++) store_floats(x[i] + lane, load_floats(x[i] + lane) * broadcast(signs[i]));
+// Two passes of butterflies, over strides below FIRST and from there on.
+template <int FIRST, int SECOND> static void hadamard_block(Row* x, const float* signs, int lane, bool inverse) {
+  constexpr int SIZE = FIRST * SECOND;
+  const float norm = (float)(1 / sqrt((double)SIZE));
+  for (int i = 0; i < SIZE; i += FIRST) butterflies<FIRST>(x + i, 1, lane, inverse ? nullptr : signs + i, nullptr);
+  for (int i = 0; i < FIRST; i++) butterflies<SECOND>(x + i, FIRST, lane, nullptr, &norm);
+  for (int i = 0; inverse && i < SIZE; i++) store_floats(x[i] + lane, load_floats(x[i] + lane) * broadcast(signs[i]));
 }
 static void hadamard(Row* x, const float* signs, int size, int lane, bool inverse) {
   for (int n = MOST_CHANNELS; n >= 32; n /= 2)
     if (size & n) {
-      hadamard_block(x, signs, n, lane, inverse);
+      if (n == 256) hadamard_block<16, 16>(x, signs, lane, inverse);
+      if (n == 128) hadamard_block<16, 8>(x, signs, lane, inverse);
+      if (n == 64) hadamard_block<8, 8>(x, signs, lane, inverse);
+      if (n == 32) hadamard_block<8, 4>(x, signs, lane, inverse);
       x += n, signs += n;
     }
 }

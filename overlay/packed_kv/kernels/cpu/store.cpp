@@ -116,10 +116,12 @@ static void pack(uint8_t* to, const Plane& plane, const uint8_t (*codes)[COLUMNS
       }
       continue;
     }
-    for (int bit = 8; bit; bit /= 2)
-      for (int n = 0; n < 16 && part.fold & bit; n++) words[s][n] |= n & bit ? 0 : words[s][n | bit];
-    for (int n = 0; n < 16; n++)
-      if (!(n & part.fold)) replace_bits(to, plane, s, n, part.whole[s][n], words[s][n]);
+    if (part.joins_halves)
+      for (int n = 0; n < 8; n++) words[s][n] |= words[s][n + 8];
+    if (part.joins_pairs)
+      for (int n = 0; n < 16; n += 2) words[s][n] |= words[s][n + 1];
+    for (int n = 0, end = part.joins_halves ? 8 : 16; n < end; n += part.joins_pairs ? 2 : 1)
+      replace_bits(to, plane, s, n, part.whole[s][n], words[s][n]);
   }
 }
 

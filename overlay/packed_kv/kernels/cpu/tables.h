@@ -15,8 +15,9 @@ struct Part {
   uint8_t slot[32];               // by channel
   uint8_t shift[32][16];          // by channel and token: where the part begins in its word
   uint32_t bits[MOST_SLOTS][16];  // by slot and token: all of them in the word
-  int32_t fold;                   // bits of a token's number: tokens that differ in these alone share their words
-  uint32_t whole[MOST_SLOTS][16]; // by slot and token without `fold`: the bits of all tokens that share the word
+  int32_t joins_halves;           // tokens n and n + 8 have the same words
+  int32_t joins_pairs;            // tokens 2 n and 2 n + 1 have the same words
+  uint32_t whole[MOST_SLOTS][16]; // by slot and first of the tokens that share a word: the bits of them all
 };
 struct Plane {
   const Part* part;

@@ -52,7 +52,8 @@ class Part(ctypes.Structure):
         ("slot", ctypes.c_uint8 * GROUP_SIZE),
         ("shift", ctypes.c_uint8 * MICRO_BLOCK * GROUP_SIZE),
         ("bits", ctypes.c_uint32 * MICRO_BLOCK * MOST_SLOTS),
-        ("fold", Int),
+        ("joins_halves", Int),
+        ("joins_pairs", Int),
         ("whole", ctypes.c_uint32 * MICRO_BLOCK * MOST_SLOTS),
     )
 
@@ -232,10 +233,12 @@ def _part(bits: int, order: str, what: str) -> tuple[Part, list[list[tuple[int, 
             part.bits[slot][token] |= mask << shifts[e]
     part.slots = len(slots)
     tokens = range(MICRO_BLOCK)
-    part.fold = sum(bit for bit in (1, 2, 4, 8) if all(at[n] == at[n ^ bit] for at in slots for n in tokens))
+    halves, pairs = (all(at[n] == at[n ^ bit] for at in slots for n in tokens) for bit in (8, 1))
+    part.joins_halves, part.joins_pairs = halves, pairs
     for slot in range(len(slots)):
         for token in tokens:
-            part.whole[slot][token & ~part.fold] |= part.bits[slot][token]
+            first = token & ~(8 * halves | 1 * pairs)
+            part.whole[slot][first] |= part.bits[slot][token]
     return part, [list(where) for where in slots]
 
 
