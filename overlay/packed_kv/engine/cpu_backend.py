@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from ..vllm_compat import cache_layouts
 
@@ -19,6 +20,27 @@ class DenseCPUBackend(CPUAttentionBackend):
     window (`window/layer.py`); other engines get the layout that they had, which comes first.
     """
 
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return DenseCPUImpl
+
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return cache_layouts("LBHNC", "BLHNC")
+
+
+class DenseCPUImpl(CPUAttentionBackendImpl):
+    """Clears a block when its first token is stored, where pages lie side by side.
+
+    There a block may have been a ring's or another layer's, and its bytes NaN in this layer's dtype. vLLM's kernel reads
+    a request's last block to its end, times 0, and vLLM clears blocks only of groups whose layers have one dtype.
+    """
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:  # fmt: skip
+        block_size = kv_cache.shape[2]
+        if kv_cache.stride(0) != kv_cache[0].numel():
+            kv_cache.index_fill_(0, slot_mapping[slot_mapping % block_size == 0] // block_size, 0)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
