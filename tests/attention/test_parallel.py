@@ -136,7 +136,7 @@ def test_layers_that_cannot_be_dealt_out(what: str, monkeypatch: pytest.MonkeyPa
 def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data-parallel rank without requests takes such steps with the others. The profiling run takes one, too."""
     profiled: list[object] = []
-    monkeypatch.setattr(PlainAttention, "profile", lambda *arguments: profiled.append(arguments))
+    monkeypatch.setattr(PlainAttention, "profile", lambda *arguments, **_: profiled.append(arguments))
     with engine(model, "turboquant25", skip_tokenizer_init=True, max_model_len=256) as llm:
         executor = llm.llm_engine.model_executor
         runner = executor.driver_worker.worker.model_runner

@@ -32,8 +32,8 @@ class DenseCPUBackend(CPUAttentionBackend):
 class DenseCPUImpl(CPUAttentionBackendImpl):
     """Clears a block when its first token is stored, where pages lie side by side.
 
-    There a block may have been a ring's or another layer's, and its bytes NaN in this layer's dtype. vLLM's kernel reads
-    a request's last block to its end, times 0, and vLLM clears blocks only of groups whose layers have one dtype.
+    There a block may have been a ring's or another layer's, and its bytes NaN in this layer's dtype. vLLM's kernel
+    reads a request's last block to its end, times 0, and vLLM clears blocks only of groups whose layers have one dtype.
     """
 
     def do_kv_cache_update(
