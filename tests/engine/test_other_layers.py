@@ -278,11 +278,11 @@ def test_a_draft_that_writes_its_cache_itself(
         line = refusal_before_weights(plain, patch, speculative_config=drafts)
     assert line == (
         "--kv-cache-dtype tq4 cannot serve drafts that write their KV cache themselves: dflash, whose tokens may "
-        'attend to later ones, too; add "kv_cache_dtype": "auto" to --speculative-config, without a recent window: '
-        "layers of another KV-cache dtype (vLLM's CPU platform lays out pages of one size)"
+        'attend to later ones, too; add "kv_cache_dtype": "auto" to --speculative-config, which changes nothing else'
     )
-    with engine(plain, "tq4", speculative_config={**drafts, "kv_cache_dtype": "auto"}, **ENGINE) as llm:
-        assert backends(llm) == ["PACKED_KV_TQ4"] * 2 + ["CPU_ATTN"] * 2
+    dense = {"speculative_config": {**drafts, "kv_cache_dtype": "auto"}, "recent_tokens": None}
+    with engine(plain, "tq4", **{**ENGINE, **dense}) as llm:
+        assert sorted(backends(llm)) == [*["CPU_ATTN"] * 2, *["PACKED_KV_RECENT"] * 2, *["PACKED_KV_TQ4"] * 2]
 
 
 def test_a_draft_with_heads_that_cannot_be_packed(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_draft_with_heads_that_cannot_be_packed(tmp_path: Path) -> None:
     model = tiny_models.save(target, tmp_path / "model")
     draft = tiny_models.eagle(tmp_path / "draft", 2, 72, target)
     drafts = {"method": "eagle", "model": draft, "num_speculative_tokens": 2}
-    words = r'this head size: 72 channels, and .*; add "kv_cache_dtype": "auto" to --speculative-config, without'
+    words = r'this head size: 72 channels, and .*; add "kv_cache_dtype": "auto" to --speculative-config, which'
     with (
         pytest.raises(ValueError, match=words),
         engine(model, "tq4", speculative_config=drafts, **{**ENGINE, "load_format": "auto"}),
@@ -308,11 +308,11 @@ def test_the_log_says_once_an_engine_why_there_is_no_window(plain: str, monkeypa
 
     monkeypatch.setattr(size.logger, "info", record)
     options = {**ENGINE, "recent_tokens": None}
-    skipped = "KV cache: no recent window with layers of another KV-cache dtype (vLLM's CPU platform lays out pages"
+    reason = "KV cache: no recent window with --disable-hybrid-kv-cache-manager"
     for _ in range(2):
-        with engine(plain, "tq4", kv_cache_dtype_skip_layers=["1"], **options):
+        with engine(plain, "tq4", disable_hybrid_kv_cache_manager=True, **options):
             (line,) = lines
-            assert line.startswith(skipped)
+            assert line.startswith(reason)
         lines.clear()
     with engine(plain, "tq4", **options):
         assert lines == ["KV cache: the last 64 tokens of a request are also kept at 8 bits"]
