@@ -22,7 +22,7 @@ from .teacher_forced import scored_tokens, text_windows
 
 TEXTS = (PROSE, CHECKOUT / "LICENSE")
 """The default text: prose and a licence."""
-CHUNK, FACTS = 64, 2
+CHUNK, FACTS = 1, 2
 DEPTHS = (0, 25, 50, 75, 100)
 MAX_CONTEXT = 2048
 MAX_BASELINE_BYTES = 8 << 30
@@ -85,7 +85,7 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
         help="UTF-8 texts, one of each kind (default: a checkout's)")  # fmt: skip
     add("--windows", type=int, default=1, metavar="N", help="windows of each text (default: %(default)s)")
     add("--chunk", type=int, default=CHUNK, metavar="N",
-        help="tokens of a prefill chunk (default: %(default)s; 1: decode)")  # fmt: skip
+        help="tokens of a prefill chunk, which may read its own K and V raw (default: %(default)s, a decode)")  # fmt: skip
     add_baseline_arguments(parser)
 
 

@@ -52,7 +52,6 @@ class Outcome(Generic[Row]):
 def run_text(options: argparse.Namespace) -> int:
     """Run `run`, `sweep` or `teacher-forced`. Returns the exit code."""
     settings, identity = check_settings(options)
-    say_how_many(options, baseline=not options.baseline)
     report = measure_text(options, settings, identity)
     print(f"\n{report.run['title']}\n\n{markdown(report)}\n")
     write(report, options.output)
@@ -65,6 +64,9 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
     """Measure the baseline, unless one is given, and every dtype."""
     with tempfile.TemporaryDirectory() as folder:
         path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
+        if options.baseline:
+            Baseline(path).check(identity)
+        say_how_many(options, baseline=not options.baseline)
         if not options.baseline:
             run_baseline(measure_baseline, settings, path, identity, options.top_k)
         baseline = Baseline(path)

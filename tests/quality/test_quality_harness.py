@@ -263,7 +263,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--depths", "0", "101"], "--depths must be 0 to 100"),
         (["--parallel", "0"], "--parallel must be 1 or more, got 0"),
         (["--recall-chunk", "4096"], "--recall-chunk must be 1 to 2048, got 4096"),
-        (["--graphs", "--skip-recall"], "--graphs is for decoding: pass --chunk 1"),
+        (["--graphs", "--skip-recall", "--chunk", "64"], "--graphs is for decoding: pass --chunk 1"),
         (["--prompts", "chat"], "the tokenizer of demo-7m has no chat template"),
         (["--text", "{short}", "{short}", "--context", "4", "--chunk", "1"], "two files have the name short"),
         (["--calibration", "{no}", "--additional-config", '{"packed_kv": {"calibration": "x"}}'], "both name a calib"),
