@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _launches_are_repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once."""
+def _launches_are_repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once. What a
+    test has used of the GPU is free behind it: engines run side by side."""
     if torch.cuda.is_available() and request.path.is_relative_to(HERE):
         from packed_kv.kernels.triton.launch import Launch
         from repeated import repeat_launches
 
         monkeypatch.setattr(Launch, "__call__", repeat_launches(Launch.__call__))
+        yield
+        torch.cuda.empty_cache()
+    else:
+        yield

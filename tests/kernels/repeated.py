@@ -43,13 +43,13 @@ def repeat_launches(launch: Callable[..., None]) -> Callable[..., None]:
 def rounds_that_differ(run: Callable[[], None], outputs: list[torch.Tensor], repeats: int = REPEATS) -> list[int]:
     """Return the replays of a graph of `run` after which outputs are not, bit by bit, those of launches one by one.
 
-    Beside every second replay a copy of 256 MB keeps memory busy. Outputs are overwritten with NaN before each.
+    Beside every second replay a copy of 128 MB keeps memory busy. Outputs are overwritten with NaN before each.
     """
     run()
     torch.cuda.synchronize()
     expected = [x.clone() for x in outputs]
     assert all(x.isfinite().all() for x in expected)
-    stream, source = torch.cuda.Stream(), torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    stream, source = torch.cuda.Stream(), torch.empty(1 << 27, dtype=torch.uint8, device="cuda")
     target, graph = torch.empty_like(source), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
