@@ -85,7 +85,7 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
         help="UTF-8 texts, one of each kind (default: a checkout's)")  # fmt: skip
     add("--windows", type=int, default=1, metavar="N", help="windows of each text (default: %(default)s)")
     add("--chunk", type=int, default=CHUNK, metavar="N",
-        help="tokens of a prefill chunk, which may read its own K and V raw (default: %(default)s, a decode)")  # fmt: skip
+        help="tokens of a prefill chunk, which may read its own K and V raw (default: %(default)s)")  # fmt: skip
     add_baseline_arguments(parser)
 
 

@@ -17,7 +17,7 @@ from packed_kv.kernels.cuda import CAPABILITY, HEAD_DIMS, latent_launch, launch
 from repeated import rounds_that_differ
 from test_copies import LAYOUTS
 
-sys.path.append(str(REPO / "benchmarks"))
+sys.path.insert(0, str(REPO / "benchmarks"))  # in front of a site that has a package `kernels`
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY,
     reason="needs a GPU of compute capability 9.0",
