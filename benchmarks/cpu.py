@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of a request."""
+        """Blocks of a request."""
         return -(-self.tokens // BLOCK_SIZE)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

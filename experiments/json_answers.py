@@ -33,7 +33,7 @@ FIELDS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def schema_of(number: int) -> tuple[str, dict[str, Any]]:
-    """What is asked for, and a schema; the first 40 all differ."""
+    """Return what is asked for, and a schema; the first 40 all differ."""
     subject, first, count = SUBJECTS[number % len(SUBJECTS)], number % len(FIELDS), 2 + number // len(SUBJECTS) % 4
     fields = dict(FIELDS[(first + i) % len(FIELDS)] for i in range(count))
     return subject, {
@@ -59,7 +59,7 @@ def prompts(tokenizer: Any, text: str, tokens: int, answers: int) -> list[list[i
 
 
 def is_valid(answer: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Whether an answer ended and its schema accepts it."""
+    """Return whether an answer ended and its schema accepts it."""
     import jsonschema  # type: ignore[import-untyped]  # it ships no types
 
     if answer["reason"] != "stop":

@@ -18,7 +18,7 @@ class UnsupportedError(UserError):
 def differ(
     layer: int, heads: int, size: int, value: int, other: int, heads_of: int, size_of: int, value_of: int
 ) -> str:
-    """What is said of two layers whose heads have other sizes: KV heads, channels of K and of V of each."""
+    """Return the error of two layers whose heads have other sizes: KV heads, channels of K and of V of each."""
     first, second = heads_in_words([heads], size, value), heads_in_words([heads_of], size_of, value_of)
     return (
         f"layers differ in shape (layer {layer}: {first}, layer {other}: {second}); a calibration file holds one size; "

@@ -112,7 +112,7 @@ def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
 
 
 def squares_of_other_mean(difference: torch.Tensor, found: ModelRope) -> torch.Tensor:
-    """What mean squares of stored keys grow by if a mean before RoPE is taken off that differs from their own:
+    """Return what mean squares of stored keys grow by if a mean before RoPE is taken off that differs from their own:
     float64 [heads, head_dim] -> [heads, head_dim]. It is taken off as its block's average, so fast pairs hardly
     count."""
     cos, sin = block_table(found.rope, difference.shape[-1], 1)[0].to(difference)

@@ -64,13 +64,13 @@ def measure_text(options: argparse.Namespace, settings: Settings, identity: dict
     """Measure the baseline, unless one is given, and every dtype."""
     with tempfile.TemporaryDirectory() as folder:
         path = options.baseline or options.emit or Path(folder, "baseline.safetensors")
-        if options.baseline:
-            Baseline(path).check(identity)
-        say_how_many(options, baseline=not options.baseline)
         if not options.baseline:
+            say_how_many(options, baseline=True)
             run_baseline(measure_baseline, settings, path, identity, options.top_k)
         baseline = Baseline(path)
         baseline.check(identity)
+        if options.baseline:
+            say_how_many(options, baseline=False)
         stored = [baseline.facts["measurement"], baseline.facts["storage"]]
         first, storage = (same_recall_only(Measurement.from_dict(found), settings) for found in stored)
         found = measure_all(options, lambda dtype: apart(measure, dtype, settings, path), describe_row)
