@@ -107,7 +107,7 @@ def bench_engines(options: argparse.Namespace, clock: Callable[[], float]) -> No
 
 
 def report(options: argparse.Namespace, what: str, seconds: dict[str, list[float]], tokens: int | None = None) -> None:
-    """Print milliseconds of steps and their ratio to bf16's; tokens a second of prompts of `tokens` tokens, and theirs."""
+    """Print milliseconds of a step, or tokens a second of prompts of `tokens` tokens, and their ratio to bf16's."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, time_ in median.items():
         if tokens is None:
