@@ -4,21 +4,13 @@
 # kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
-#   gpu_tests.sh --together LOGS [PART...]   the parts side by side; what each prints is in a file of the folder LOGS, too
 #   gpu_tests.sh collect     only check that memcheck's cases exist; needs no GPU
 #
 # Where pytest-xdist is there, kernels run in 8 processes and engines in 6: most of their time is compilation. Memcheck
-# takes 4.
+# takes 4. The parts run one after the other: side by side they lack GPU memory.
 set -euo pipefail
-together=false
-if [[ ${1:-} == --together ]]; then
-    together=true
-    logs=$(realpath -m "${2:?gpu_tests.sh: --together needs a folder for logs}")
-    shift 2
-else
-    logs=$(mktemp -d)
-    trap 'rm -rf "$logs"' EXIT
-fi
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 parts=("${@:-kernels engine memcheck}")
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer may be missing; tokens are greedy
@@ -54,7 +46,7 @@ memcheck_cases=(
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
-run_pytest() { python3 -m pytest -q -p no:cacheprovider "$@"; }
+run_pytest() { python3 -m pytest -q --tb=short -p no:cacheprovider "$@"; }
 
 # A job runs in the background and writes to the file of its name in $logs.
 declare -A jobs=()
@@ -123,14 +115,10 @@ for part in ${parts[*]}; do
         exit 2
     fi
 done
-if $together; then
-    mkdir -p "$logs"
-    for part in ${parts[*]}; do start "$part" "$part"; done
-fi
 failed=()
 for part in ${parts[*]}; do
     echo "== $part"
-    if $together; then finish "$part" || failed+=("$part"); else "$part" || failed+=("$part"); fi
+    "$part" || failed+=("$part")
 done
 if ((${#failed[@]})); then
     echo "gpu_tests.sh: failed: ${failed[*]}" >&2

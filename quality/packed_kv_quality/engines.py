@@ -61,7 +61,7 @@ def engine(model: str, kv_cache_dtype: str, **options: Any) -> Iterator[LLM]:
     defaults: dict[str, Any] = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        "gpu_memory_utilization": 0.3,  # only this much has to be free; the size of the cache is given
+        "gpu_memory_utilization": 0.1,  # only this much has to be free; the size of the cache is given
         "distributed_executor_backend": "uni",
         "disable_log_stats": True,
         "seed": 0,

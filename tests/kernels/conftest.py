@@ -15,6 +15,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+COUNT_LAUNCHES = ("test_ahead.py", "test_bound_launches.py", "test_launch.py")
+"""Tests of launching itself, whose launches are not repeated."""
 sys.path += [str(HERE / room) for room in ("triton", "cuda", "cpu")]  # tests take helpers from each other
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -32,9 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _launches_are_repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once. What a
-    test has used of the GPU is free behind it: engines run side by side."""
-    if torch.cuda.is_available() and request.path.is_relative_to(HERE):
+    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once. GPU memory
+    that a test used is free after it, for the other processes."""
+    is_kernel = request.path.is_relative_to(HERE) and request.path.name not in COUNT_LAUNCHES
+    if torch.cuda.is_available() and is_kernel:
         from packed_kv.kernels.triton.launch import Launch
         from repeated import repeat_launches
 
