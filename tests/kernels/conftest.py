@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _launches_are_repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once. GPU memory
+    """On a GPU, have every launch of a Triton kernel leave the same bits each time: a race may be right once. Memory
     that a test used is free after it, for the other processes."""
     is_kernel = request.path.is_relative_to(HERE) and request.path.name not in COUNT_LAUNCHES
     if torch.cuda.is_available() and is_kernel:
