@@ -18,8 +18,13 @@ from typing import Any
 import torch
 import triton
 from packed_kv.attention.active_blocks import AttentionOptions
-from packed_kv.attention.decode import FusedDecode
+from packed_kv.attention.choice import Limits
+from packed_kv.attention.decode import PairLayout, pair_kernel
+from packed_kv.attention.metadata import Batch
 from packed_kv.attention.prefill import FlashPrefill, find_flash_attention
+from packed_kv.attention.protocols import DecodeBatch
+from packed_kv.attention.step import StepCache
+from packed_kv.attention.triton_store import TritonPairStore
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from rows import append, commit_here, machine
@@ -39,19 +44,20 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
     table = torch.randperm(blocks, device=device).to(torch.int32).view(requests, -1)
     tokens = requests * query_tokens
     starts = list(range(0, tokens + 1, query_tokens))
-    made: dict[tuple, Any] = {}
-    metadata = SimpleNamespace(
+    metadata: Any = SimpleNamespace(
         query_starts=starts, num_actual_tokens=tokens, context=[context] * requests, block_table=table,
-        once=lambda name, make: made[name] if name in made else made.setdefault(name, make()),
+        steps=StepCache(),
     )  # fmt: skip
     query = torch.randn(tokens, QUERY_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     output = torch.empty_like(query)
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     seq_lens = torch.full((requests,), context, dtype=torch.int32, device=device)
-    decode = FusedDecode(codec, QUERY_HEADS, KV_HEADS, options, query_tokens, requests)
+    layout = PairLayout(codec, QUERY_HEADS, KV_HEADS, options, Limits(query_tokens, requests))
+    rotation = layout.rotation()
+    decode, store = pair_kernel(layout, rotation, "auto"), TritonPairStore(codec, KV_HEADS, rotation)
     positions = (context - query_tokens + torch.arange(query_tokens, device=device)).repeat(requests)
-    step = decode.decode_step(positions, table, query_start, seq_lens, query_tokens)
+    step = decode.prepare(DecodeBatch(table, query_start, seq_lens, tokens, query_tokens, positions))
     flash_attention = find_flash_attention(HEAD_DIM, HEAD_DIM, query.dtype, None)
     prefill = FlashPrefill(codec, QUERY_HEADS, KV_HEADS, options, tokens, requests, flash_attention)
 
@@ -59,12 +65,12 @@ def measure(requests: int, context: int, query_tokens: int) -> tuple[float, floa
         return 1e3 * triton.testing.do_bench(attend, warmup=20, rep=100, return_mode="median")
 
     def attend_by_decode_kernel() -> None:
-        decode.rotate(query, step)
-        decode.attend(cache, step, output)
+        store.rotate(query, step)
+        decode.attend(step, cache, (query,), None, output)
 
     return (
         microseconds(attend_by_decode_kernel),
-        microseconds(lambda: prefill.attend(query, key, value, cache, metadata, 0, output)),
+        microseconds(lambda: prefill.attend(Batch(query, key, value, cache, metadata, output), 0)),
     )
 
 

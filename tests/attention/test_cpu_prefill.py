@@ -10,6 +10,7 @@ import torch
 from packed_kv.attention import cpu_prefill
 from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.cpu_prefill import CpuPrefill
+from packed_kv.attention.metadata import Batch as LayerBatch
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs import ring as rings
 from packed_kv.codecs.pages import PagedCodec
@@ -126,7 +127,7 @@ class Batch:
         output = torch.full((len(query), HEADS, self.codec.value.head_dim), torch.nan, dtype=self.dtype)
         own = (None, None) if shared else (key, value)
         ring = self.ring if with_ring else None
-        prefill.attend(query, *own, self.cache, self.metadata(), 0, output, ring)
+        prefill.attend(LayerBatch(query, *own, self.cache, self.metadata(), output), 0, ring)
         return output
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from packed_kv import FORMATS
 from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
-from packed_kv.attention.decode import FusedDecode
+from packed_kv.attention.decode import PairLayout, TritonPairs
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.compile_ahead import compile_ahead
 from packed_kv.attention.latent.decode import LatentDecode, LatentLayer
@@ -22,7 +23,8 @@ from packed_kv.attention.latent.hopper import HopperLatentDecode
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata, LatentMetadataBuilder
 from packed_kv.attention.latent.plain import RecentContext, Span
 from packed_kv.attention.latent.portable import TritonLatentDecode
-from packed_kv.attention.metadata import PackedMetadataBuilder
+from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
+from packed_kv.attention.warmup import PairWarmup
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
@@ -240,9 +242,9 @@ def test_profiling_compiles_what_steps_launch(
         rows = torch.zeros(tokens, HEADS + 2, HEAD_DIM, dtype=torch.float16, device=DEVICE)
         return rows[:, :HEADS], rows[:, HEADS : HEADS + 1], rows[:, HEADS + 1 :]
 
-    served.profile(*inputs(64), BLOCK, window)
+    PairWarmup(served, *inputs(64), BLOCK, window).run(shares_cache=False)
     if shares_cache:  # another layer, to which vLLM gives queries alone
-        served.profile(inputs(64)[0], None, None, BLOCK, None, shares_cache=True)
+        PairWarmup(served, inputs(64)[0], None, None, BLOCK, None).run(shares_cache=True)
     assert not launched and len(noted) >= 6
     for lengths in (
         [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], *([(9, 1)] * n for n in range(1, 9)),
@@ -260,9 +262,9 @@ def test_profiling_compiles_what_steps_launch(
             step = WindowStep(window, WindowMetadata(table, slots, first), is_shared=False)
         cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
         query, key, value = inputs(metadata.num_actual_tokens)
-        served.forward(query, key, value, cache, metadata, torch.zeros_like(query), step)
+        served.forward(Batch(query, key, value, cache, metadata, torch.zeros_like(query), step))
         if shares_cache:
-            served.forward(query, None, None, cache, metadata, torch.zeros_like(query), None, shares_cache=True)
+            served.forward(Batch(query, None, None, cache, metadata, torch.zeros_like(query)))
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]
 
@@ -359,24 +361,25 @@ def test_steps_with_drafts_launch_what_was_compiled_and_fit_the_workspace(
 ) -> None:
     """Of the Triton kernel, for up to 40 requests: tiles of 8, 16 and 32 columns, with every number of splits."""
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
-    fused = FusedDecode(codec, 2 * group, 2, AttentionOptions(1.0), longest, max_requests=40, kernel="triton")
-    fused.sm_count = 132
+    layer = PairLayout(codec, 2 * group, 2, AttentionOptions(1.0), Limits(longest, max_requests=40))
+    kernel = TritonPairs(layer, layer.rotation())
+    kernel.splits.sm_count = 132
     taken: list[tuple[int, int]] = []
 
     def reserve(tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
         taken.append((tokens, partial[0] * partial[1] * partial[2]))
         return []
 
-    fused.reserve = reserve
-    fused.reserve_any_batch()
+    kernel.splits.take = reserve
+    kernel.reserve()
     (most,) = taken
     variants = {}
     for requests in range(1, 41):
         for query_len in range(1, longest + 1):
-            splits = fused._grid(requests, query_len).blocks
-            variants[requests, query_len] = fused.shape.tiles(query_len)[0], merge_tile(splits)
+            splits = kernel.splits.count(requests, query_len)
+            variants[requests, query_len] = kernel.shape.tiles(query_len)[0], merge_tile(splits)
             assert requests * query_len <= most[0]
             assert requests * query_len * 2 * group * splits <= most[1]
     assert {columns for columns, _ in variants.values()} == tiles
-    compiled = [variants[batch] for batch in fused.batches_to_compile()]
+    compiled = [variants[batch] for batch in kernel.batches_to_compile()]
     assert sorted(compiled) == sorted(set(variants.values()))

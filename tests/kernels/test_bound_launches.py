@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention import decode, prefill
+from packed_kv.attention import decode, prefill, triton_store
 from packed_kv.attention.latent import fused as latents
-from packed_kv.attention.layer_attention import LayerAttention
+from packed_kv.attention.layer import PairParts
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
@@ -167,27 +167,28 @@ def other_strides(x: torch.Tensor) -> torch.Tensor:
 
 def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    monkeypatch.setattr(decode, "bind_store", binder)
-    layer: Any = object.__new__(decode.FusedDecode)
+    monkeypatch.setattr(triton_store, "bind_store", binder)
+    layer: Any = object.__new__(triton_store.TritonPairStore)
     layer.bound, layer.codec, layer.rotation = Launches(), None, None
-    step: Any = decode.StoreStep((1, 1, 1), None, True)
+    step: Any = triton_store.StoreStep((1, 1, 1), None, True)
 
     def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
-        layer.store(cache, key, value, step, ring, query)
+        layer.write(step, cache, key, value, ring, query)
 
     new = {"key": heads(2), "value": heads(2), "query": heads(4)}
     return binder, store, {"cache": cache_of(), "ring": cache_of(), **new}
 
 
 def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
-    layer: Any = object.__new__(decode.FusedDecode)
+    layer: Any = object.__new__(decode.HopperPairs)
     binder = Binder()
-    layer.bound, layer.options = Launches(), SimpleNamespace(sinks=None)
-    layer._bind = lambda *_: (binder(), {})
-    step: Any = SimpleNamespace(decode=decode.CudaDecodeStep(None, 1, 1, b"", ()), merge=None)
+    layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
+    layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
+    layer._bind = binder
+    step: Any = decode.HopperPairStep(None, 1, None, None, 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
-        layer.attend(cache, step, output, Ring(ring, ring, ring, 8))
+        layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)
 
     return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
 
@@ -251,29 +252,30 @@ def test_a_launch_is_bound_anew_for_tensors_of_another_kind(make: Any, monkeypat
 @pytest.mark.parametrize("is_capturing", [False, True])
 def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran before on the memory of an engine that gets another cache; but by no launch that a graph holds."""
-    layer: Any = object.__new__(decode.FusedDecode)
+    layer: Any = object.__new__(decode.HopperPairs)
     resets: list[str] = []
     counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
-    layer.of_cuda, layer.codec, layer.kv_heads = (None, counters), SimpleNamespace(layout=None), 2
-    layer.shape, layer.mean_blocks, layer.has_lse = SimpleNamespace(group=2, tiles_a_block=0), 0, False
-    layer.longest_decode = 1
+    layer.matrix, layer.counters, layer.shape = None, counters, SimpleNamespace(tiles_a_block=0, mean_blocks=0)
+    layer.layer = SimpleNamespace(codec=SimpleNamespace(layout=None), limits=SimpleNamespace(longest_decode=1))
+    layer.splits = SimpleNamespace(heads_apart=lambda output: output, has_lse=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     bound = SimpleNamespace(compile_variants=lambda _longest: None)
     monkeypatch.setattr(decode.cuda, "CudaDecode", lambda *_: bound)
-    assert layer._bind(cache_of(), None, heads(4))[0] is bound
+    assert layer._bind(cache_of(), None, heads(4)) is bound
     assert resets == ([] if is_capturing else ["reset"])
 
 
 def test_a_step_of_other_rings_is_made_anew() -> None:
     """An object of the same `id` as one before is another."""
-    layer: Any = object.__new__(LayerAttention)
-    layer.query_heads = layer.kv_heads = 1
-    layer.codec = SimpleNamespace(key=SimpleNamespace(head_dim=32), value=SimpleNamespace(head_dim=32))
+    made: list[int] = []
+    decode_kernel = SimpleNamespace(kind="decode", prepare=lambda batch: made.append(len(made)) or len(made))
+    parts: Any = object.__new__(PairParts)
+    parts.decode = decode_kernel
     metadata = PackedMetadata.of_one_request(4, 4, torch.device("cpu"))
     table = torch.zeros(1, 1, dtype=torch.int32)
-    made: list[int] = []
     for number in range(20):
-        window: Any = WindowStep(None, WindowMetadata(table, table, table), is_shared=False)  # the one before is gone
-        made.append(layer.once_a_step(metadata, window, ("decode",), lambda number=number: number))
-        assert layer.once_a_step(metadata, window, ("decode",), lambda: -1) == number
+        rings = WindowMetadata(table, table, table[0])  # those before are gone
+        window: Any = WindowStep(SimpleNamespace(kv_cache=table, window=8), rings, is_shared=False)
+        for _ in range(2):
+            assert parts.prepare_decodes(metadata, window) == number + 1
     assert made == list(range(20))

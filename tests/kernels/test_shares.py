@@ -12,10 +12,13 @@ import torch
 from packed_kv.attention import context_parallel as ranks
 from packed_kv.attention import decode as fused
 from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
-from packed_kv.attention.metadata import PackedMetadata
-from packed_kv.attention.plain import PlainAttention
+from packed_kv.attention.layer import PairAttention, PairParts
+from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
+from packed_kv.attention.store import PairStore
+from packed_kv.attention.triton_store import TritonPairStore
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from test_decode import DEVICE, relative_rms, rope, transforms
@@ -109,16 +112,19 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layer(
     codec: PagedCodec, shard: ContextShard, group: Group | None, options: AttentionOptions, *, in_pytorch: bool
-) -> PlainAttention | ranks.ContextParallelAttention:
+) -> PairAttention | ranks.ContextParallelAttention:
     shape = (codec, HEADS, 1, options)
     flash = FlashAttention(flash_attention, HEAD_DIM)
     prefill = None if in_pytorch else FlashPrefill(*shape, 64, 8, flash, shard)
-    routes = fused.FusedDecode(*shape, 1, 8, shard=shard), prefill
+    layout = fused.PairLayout(*shape, Limits(1, 8), shard)
+    decode = fused.pair_kernel(layout, layout.rotation(), "auto")
+    store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
+    parts = PairParts(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)
     if group is None:
-        return PlainAttention(*shape, *routes)
+        return PairAttention(parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "get_dcp_group", lambda: group)
-        return ranks.ContextParallelAttention(codec, HEADS // shard.ranks, 1, options, *routes, shard)
+        return ranks.ContextParallelAttention(parts)
 
 
 def batch(shard: ContextShard, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata, list[torch.Tensor]]:
@@ -189,9 +195,9 @@ def test_two_ranks_are_as_one(
         for (tokens, count), (k, v), slot in zip(lengths, vectors, slots, strict=True):
             old = slice(0, tokens - count)
             codec.write(cache, slot[old], k[old], v[old][..., :value_dim], torch.arange(tokens, device=DEVICE)[old])
-        heads = slice(shard.rank * served.query_heads, (shard.rank + 1) * served.query_heads)
+        heads = slice(shard.rank * served.parts.query_heads, (shard.rank + 1) * served.parts.query_heads)
         output = torch.full_like(query[:, heads, :value_dim], float("nan"))
-        served.forward(query[:, heads], key, value, cache, metadata, output)
+        served.forward(Batch(query[:, heads], key, value, cache, metadata, output))
         return output
 
     together = Together()

@@ -6,21 +6,20 @@ weighted by their log-sum-exp (lse), as in vLLM's FlashAttention backend.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import get_dcp_group
 
-from ..codecs.pages import PagedCodec
-from .active_blocks import AttentionOptions
 from .context_shard import ContextShard
-from .layer_attention import LayerAttention
-from .metadata import PackedMetadata
+from .layer import PairParts
+from .metadata import Batch
 
 if TYPE_CHECKING:
     from ..kernels.triton.launch import Launch
-    from .protocols import DecodeRoute, PrefillRoute
+    from .prefill import FlashPrefill
 
 
 class Ranks:
@@ -82,67 +81,48 @@ class Ranks:
         return weigh_by_lse(output, rank_lse, self.shard.rank, self.launch)
 
 
-class ContextParallelAttention(LayerAttention):
-    """Attention of a layer whose tokens several ranks split. See `LayerAttention`."""
+class ContextParallelAttention:
+    """Attention of a layer whose tokens several ranks split."""
 
-    def __init__(
-        self,
-        codec: PagedCodec,
-        query_heads: int,
-        kv_heads: int,
-        options: AttentionOptions,
-        fused: DecodeRoute | None,
-        prefill: PrefillRoute | None,
-        shard: ContextShard,
-    ) -> None:
-        super().__init__(codec, query_heads, kv_heads, options, fused, prefill, shard)
-        self.ranks = Ranks(shard)
+    def __init__(self, parts: PairParts) -> None:
+        self.parts, self.ranks = parts, Ranks(parts.shard)
 
-    def reserve(self, query: torch.Tensor) -> None:
-        super().reserve(query)
-        self.ranks.reserve(query, self.codec.value.head_dim)
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        metadata: PackedMetadata, output: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Store a batch and attend. See `PackedAttentionImpl.forward`.
+    def forward(self, batch: Batch) -> None:
+        """Store a batch and attend.
 
         First all ranks serve the rows that read pages, then each adds what a prefill reads raw. What decides whether
         they communicate is the same on all.
         """
-        tokens, decodes = metadata.num_actual_tokens, self.fused_decodes(metadata, query.dtype)
+        parts, metadata, query = self.parts, batch.metadata, batch.query
+        tokens, decodes = metadata.num_actual_tokens, parts.count_decodes(metadata, query.dtype)
         decode_rows = tokens if decodes == len(metadata.context) else metadata.query_starts[decodes]
-        has_prefixes = self.prefill is None or not metadata.has_new_prompts(decodes)
+        has_prefixes = parts.prefill is None or not metadata.has_new_prompts(decodes)
         page_rows = tokens if has_prefixes else decode_rows
+        flash = cast("FlashPrefill", parts.prefill)
         if not page_rows:
-            assert self.prefill is not None
-            self.store(query, key, value, kv_cache, metadata, None, 0, None)
-            self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
+            parts.store.store(batch, 0, None)
+            flash.attend(batch, 0)
             return
-        _, flash = self._routes_of_cuda()
         queries = self.ranks.gather(query[:page_rows])
-        over_shard = queries.new_empty((*queries.shape[:2], self.codec.value.head_dim), dtype=torch.float32)
+        over_shard = queries.new_empty((*queries.shape[:2], parts.codec.value.head_dim), dtype=torch.float32)
         assert metadata.lse is not None
         lse = metadata.lse[: page_rows * queries.shape[1]].view(page_rows, -1)
-        decode_step = self.decode_step(metadata, None, lse[:decode_rows]) if decodes else None
-        self.store(queries, key, value, kv_cache, metadata, None, decodes, decode_step)
+        of_shard = replace(batch, query=queries, output=over_shard)
+        decode_step = parts.prepare_decodes(metadata, None, lse[:decode_rows]) if decodes else None
+        parts.store.store(of_shard, decodes, decode_step)
         if decode_step is not None:
-            assert self.fused is not None
-            self.fused.attend(kv_cache, decode_step, over_shard)
-        if self.prefill is None:
-            self.attend_in_pytorch(queries, key, value, kv_cache, metadata, None, decodes, over_shard, lse)
+            assert parts.decode is not None
+            parts.decode.attend(decode_step, batch.cache, (queries,), None, over_shard)
+        if parts.prefill is None:
+            parts.attend_in_pytorch(of_shard, decodes, lse)
         elif page_rows > decode_rows:
-            assert flash is not None
-            flash.attend_shard(queries, kv_cache, metadata, decodes, over_shard, lse)
+            flash.attend_shard(of_shard, decodes, lse)
         over_ranks = self.ranks.combine(over_shard, lse)
-        done = decode_rows if self.prefill is not None else tokens
-        output[:done] = over_ranks[0][:done]
+        done = decode_rows if parts.prefill is not None else tokens
+        batch.output[:done] = over_ranks[0][:done]
         if done == tokens:
             return
-        assert self.prefill is not None
         if has_prefixes:
-            assert flash is not None
-            flash.attend_rest(query, key, value, kv_cache, metadata, decodes, output, over_ranks)
+            flash.attend_rest(batch, decodes, over_ranks)
         else:
-            self.prefill.attend(query, key, value, kv_cache, metadata, decodes, output)
+            flash.attend(batch, decodes)

@@ -18,9 +18,10 @@ from ..codecs.ring import Ring
 from ..kernels.cpu.gather import CpuGather
 from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
+from .step import StepKey
 
 if TYPE_CHECKING:
-    from .metadata import PackedMetadata
+    from .metadata import Batch, PackedMetadata
 
 BLOCK = 128
 """Tokens of a block of the scratch cache."""
@@ -51,6 +52,17 @@ class Part:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     schedule: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CpuPrefillKind:
+    """What layers have in common that share a step's parts. `is_shared`: they read their own keys back from pages."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+    is_shared: bool
 
 
 class Scratch:
@@ -111,27 +123,16 @@ class CpuPrefill:
             scratch = _scratch.setdefault((engine, *size), Scratch(*size))
         self.scratch = scratch
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-    ) -> None:
-        """Attention of the batch's requests from `first` on: see `FlashPrefill.attend`."""
-        for part in self._parts(metadata, first, key is None):
+    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
+        """See `PrefillKernel`."""
+        for part in self._parts(batch.metadata, first, batch.key is None):
             for span in part.spans:
-                self._fill(span, key, value, cache, metadata, first, ring)
-            self._attend(part, query[part.rows], output[part.rows])
+                self._fill(span, batch, first, ring)
+            self._attend(part, batch.query[part.rows], batch.output[part.rows])
 
     def _parts(self, metadata: PackedMetadata, first: int, shared: bool) -> list[Part]:
         """Made for the first layer of a kind, kept for the rest."""
         window = self.options.sliding_window
-        sizes = self.query_heads, self.kv_heads, self.head_dim
 
         def make() -> list[Part]:
             parts: list[list[Span]] = [[]]
@@ -149,7 +150,8 @@ class CpuPrefill:
                 free -= blocks
             return [self._part(spans, metadata) for spans in parts if spans]
 
-        return metadata.once(("cpu prefill", first, shared, window, *sizes), make)
+        kind = CpuPrefillKind(self.query_heads, self.kv_heads, self.head_dim, window, shared)
+        return metadata.steps.get(StepKey("prefill", kind, first), make)
 
     def _part(self, spans: list[Span], metadata: PackedMetadata) -> Part:
         from vllm import _custom_ops as ops
@@ -168,11 +170,9 @@ class CpuPrefill:
         )  # fmt: skip
         return Part(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
 
-    def _fill(
-        self, span: Span, key: torch.Tensor | None, value: torch.Tensor | None, cache: torch.Tensor,
-        metadata: PackedMetadata, first: int, ring: Ring | None,
-    ) -> None:  # fmt: skip
+    def _fill(self, span: Span, batch: Batch, first: int, ring: Ring | None) -> None:
         """Bring a request's K and V into the scratch cache."""
+        key, value, metadata = batch.key, batch.value, batch.metadata
         # The op reads the last block to its end, and 0 times what a former request left there may be NaN.
         self.scratch.cache[span.block + (span.end - span.start - 1) // BLOCK].zero_()
         with_ring: dict[str, Ring | int] = {}
@@ -186,7 +186,7 @@ class CpuPrefill:
         for start in range(span.start, span.own, PIECE):
             end = min(start + PIECE, span.own)
             unpacked = piece[0, : end - start], piece[1, : end - start, :, : self.value_dim]
-            self.gather(cache, table, start, end, *unpacked, **(with_ring if ring_from < end else {}))  # type: ignore[arg-type]
+            self.gather(batch.cache, table, start, end, *unpacked, **(with_ring if ring_from < end else {}))  # type: ignore[arg-type]
             self._put(span, start, *unpacked)
         if key is not None and value is not None:
             rows = slice(metadata.query_starts[span.request], metadata.query_starts[span.request + 1])

@@ -1,7 +1,7 @@
 """vLLM's attention implementation of one layer: what it refuses, its codec and kernels, and the call of each step.
 
-A batch's decodes run on the fused route (`decode.py`; on a CPU `cpu.py`) and the rest on the prefill route
-(`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`active_blocks.py`).
+`layer.py` has the step: a batch's decodes run on a decode kernel (`decode.py`; on a CPU `cpu.py`) and the rest on the
+prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`active_blocks.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 from ..codecs.pages import PagedCodec
 from ..facts import Facts
 from ..formats import FORMATS
-from ..layout import MICRO_BLOCK
 from ..refusals import refuse
 from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence
 from ..settings.options import read_options
-from ..window.layer import SUFFIX, add_window_layer, recent_tokens_of_model
+from ..window.layer import SUFFIX, WindowLayer, add_window_layer, recent_tokens_of_model
 from ..window.step import WindowStep
 from .active_blocks import AttentionOptions
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
-from .metadata import PackedMetadata, longest_decode
-from .plain import PlainAttention
-from .protocols import DecodeRoute, PrefillRoute
+from .layer import PairAttention, PairParts
+from .metadata import Batch, PackedMetadata, longest_decode
+from .protocols import DecodeKernel, PrefillKernel, StoreKernel
+from .store import PairStore
+from .warmup import PairWarmup, block_size_of
 
 if TYPE_CHECKING:
     from .prefill import FlashAttention
@@ -112,7 +113,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
         refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
-        self.attention: PlainAttention | ContextParallelAttention | None = None
+        self.attention: PairAttention | ContextParallelAttention | None = None
         """What `build` makes."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -152,32 +153,39 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         channels["positions"] = longest_sequence(self.config)
         fmt = FORMATS[self.kv_cache_dtype]
         codec = PagedCodec(fmt, self.head_size, device=self.device, value_dim=self.head_size_v, **channels)
-        layer = (codec, self.num_heads, self.num_kv_heads, self.options, *self._routes(codec))
-        if self.shard == UNSHARDED:
-            self.attention = PlainAttention(*layer)
-        else:
-            self.attention = ContextParallelAttention(*layer, self.shard)
+        store, decode, prefill = self._kernels(codec)
+        writes = PairStore(store, None if decode is None else decode.kind)
+        layer = codec, self.num_heads, self.num_kv_heads, self.options, writes, decode, prefill
+        parts = PairParts(*layer, self.shard)
+        self.attention = PairAttention(parts) if self.shard == UNSHARDED else ContextParallelAttention(parts)
 
-    def _routes(self, codec: PagedCodec) -> tuple[DecodeRoute | None, PrefillRoute | None]:
-        """Those of the device, where they serve the layer."""
+    def _kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
+        """Those of the device that store, decode and prefill, where they serve the layer."""
         if self.device.type == "cpu":
-            return self._cpu_routes(codec)
-        from .decode import FusedDecode  # imports Triton, which the CPU platform may lack
+            return self._cpu_kernels(codec)
+        from .choice import Limits  # these import Triton, which the CPU platform may lack
+        from .decode import PairLayout, pair_kernel
         from .prefill import FlashPrefill
+        from .triton_store import TritonPairStore
 
-        layer = (codec, self.num_heads * self.shard.ranks, self.num_kv_heads, self.options)
-        fused = FusedDecode(*layer, self.longest_decode, self.max_requests, self.decode_kernel, self.shard)
+        heads, limits = self.num_heads * self.shard.ranks, Limits(self.longest_decode, self.max_requests)
+        layer = codec, heads, self.num_kv_heads, self.options
+        layout = PairLayout(*layer, limits, self.shard)
+        rotation = layout.rotation()
+        store = TritonPairStore(codec, self.num_kv_heads, rotation)
+        decode = pair_kernel(layout, rotation, self.decode_kernel)
         if self.flash_attention is None:
-            return fused, None
-        return fused, FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
+            return store, decode, None
+        prefill = FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
+        return store, decode, prefill
 
-    def _cpu_routes(self, codec: PagedCodec) -> tuple[DecodeRoute | None, PrefillRoute | None]:
+    def _cpu_kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
         from . import cpu
 
         model = self.config.model_config
         size = cpu.Sizes(max(model.max_model_len, self.max_tokens), self.dtype, id(self.layers))
         layer = (codec, self.num_heads, self.num_kv_heads, self.options)
-        return cpu.find_routes(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
+        return cpu.find_kernels(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
 
     def forward(
         self,
@@ -222,17 +230,22 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         window_layer = self.layers.get((shared or layer.layer_name) + SUFFIX)
         if attn_metadata is None:
             if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
-                own_window = None if shared else window_layer
-                attention.profile(query, key, value, self._block_size(), own_window, shares_cache=shared is not None)
+                self._profile(attention, query, key, value, None if shared else window_layer)
             return output.zero_()
-        batch = (query, key, value, kv_cache, attn_metadata, output)
-        if isinstance(attention, PlainAttention):
-            attention.forward(*batch, WindowStep.of(window_layer, reads_only), shares_cache=reads_only)
-        else:
-            attention.forward(*batch)
+        own = None if reads_only else key, None if reads_only else value
+        batch = Batch(query, *own, kv_cache, attn_metadata, output)
+        if self.shard == UNSHARDED:
+            batch = replace(batch, window=WindowStep.of(window_layer, reads_only))
+        attention.forward(batch)
         return output
 
-    def _block_size(self) -> int:
-        """Tokens of a block, or a number that will do where vLLM has not settled it yet."""
-        block_size = self.config.cache_config.block_size
-        return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
+    def _profile(
+        self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
+        value: torch.Tensor | None, window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        """Take the workspace, and begin to compile the kernels. On a CPU, they did so when they were made."""
+        if self.device.type == "cuda":
+            block_size = block_size_of(self.config)
+            PairWarmup(attention, query, key, value, block_size, window_layer).run(
+                shares_cache=self.kv_sharing_target_layer_name is not None
+            )

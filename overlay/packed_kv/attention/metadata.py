@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -30,10 +29,12 @@ from ..settings.options import read_options
 from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import longest_fused
+from .step import StepCache, StepKey
+
+if TYPE_CHECKING:
+    from ..window.step import WindowStep
 
 logger = init_logger("vllm.packed_kv")
-
-Made = TypeVar("Made")
 
 
 @dataclass
@@ -46,7 +47,7 @@ class PackedMetadata(AttentionMetadata):
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
     batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
-    `made` keeps what the first layer of a kind made for the others: see `once`.
+    `steps` keeps what the first layer of a kind made for the others.
     `shard` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
     many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `lse`, fp32, is memory for a number
     of each token and query head of all ranks; None where there is one rank.
@@ -66,22 +67,12 @@ class PackedMetadata(AttentionMetadata):
     stored_lens: torch.Tensor
     shard: ContextShard = UNSHARDED
     lse: torch.Tensor | None = None
-    made: dict[tuple, Any] = field(default_factory=dict)
-
-    def once(self, name: tuple, make: Callable[[], Made]) -> Made:
-        """What `make` returned when this was first asked for under `name`.
-
-        A name has values, objects that are equal to themselves alone, which it keeps alive, and addresses of tensors
-        that what was made keeps alive: never the `id` of an object, which another may have later.
-        """
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
+    steps: StepCache = field(default_factory=StepCache)
 
     def has_new_prompts(self, first: int) -> bool:
         """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
         new_tokens = self.query_starts[-1] - self.query_starts[first]
-        return self.once(("new prompts", first), lambda: new_tokens == sum(self.context[first:]))
+        return self.steps.get(StepKey("new prompts", first=first), lambda: new_tokens == sum(self.context[first:]))
 
     @classmethod
     def of_one_request(
@@ -110,6 +101,25 @@ class PackedMetadata(AttentionMetadata):
         )
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What a layer of pairs is given in a step.
+
+    `query`: [tokens, query heads, head_dim], fp16, bf16 or fp32. `key`, `value`: [tokens, KV heads, head_dim] and
+    [tokens, KV heads, value_dim], of the same dtype; None in a layer that reads what another has stored. `cache`: uint8
+    [blocks, KV heads, block_size, slot_bytes]. `metadata`: of the batch, its decodes first. `output`: [tokens, query
+    heads, value_dim], filled. `window`: the layer's ring in this step; None: there is none.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    cache: torch.Tensor
+    metadata: PackedMetadata
+    output: torch.Tensor
+    window: WindowStep | None = None
+
+
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     """Builds `PackedMetadata`. On CUDA, batches of decodes alone can be captured into CUDA graphs.
 
@@ -127,13 +137,13 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if device.type == "cuda" and not self.decodes_fused:
             most, group = _longest_fused(vllm_config)
             logger.warning_once(
-                "KV cache dtype %s: decodes of %d query heads a KV head and %d tokens with their drafts run as "
-                "prefills do, slower and without CUDA graphs: the decode kernel takes fp16 and bf16, of these heads "
-                "up to %d tokens; set num_speculative_tokens to %d at most",
+                "KV cache dtype %s: steps with %d query tokens per request use the slower prefill route, without CUDA "
+                "graphs; the decode kernel takes fp16 and bf16, and up to %d tokens at GQA group %d. Set "
+                "num_speculative_tokens to at most %d",
                 vllm_config.cache_config.cache_dtype,
-                group,
                 self.reorder_batch_threshold or 1,
                 most,
+                group,
                 most - 1,
                 scope="local",
             )

@@ -34,9 +34,10 @@ from ..layout import MICRO_BLOCK
 from .active_blocks import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
+from .step import StepKey
 
 if TYPE_CHECKING:
-    from .metadata import PackedMetadata
+    from .metadata import Batch
 
 PREFIX_TOKENS = 32768
 """Tokens of prefixes that the workspace holds at a time: 128 MB of K and V at 8 KV heads of 128 channels."""
@@ -98,7 +99,7 @@ class PartRead:
 @dataclass(frozen=True)
 class PrefillStep:
     """A step's prefill: the requests' own part, how it is read if it is shared, their prefixes' parts, memory for
-    attention over these and, where V is padded, for the own part's V and output; and the rings' block table, or None.
+    attention over these and, where V is padded, for the own part's V and output.
     """
 
     own: KeyPart
@@ -106,7 +107,19 @@ class PrefillStep:
     parts: list[PartRead]
     over_parts: torch.Tensor
     padded: list[torch.Tensor]
-    ring_table: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PrefillKind:
+    """What layers have in common that share a step: `sizes` (query and KV heads, channels of K and V, tokens of the
+    workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
+    they read (1: none), and dtype."""
+
+    sizes: tuple[int, ...]
+    sliding_window: int | None
+    is_shared: bool
+    recent: int
+    dtype: torch.dtype
 
 
 class FlashPrefill:
@@ -140,92 +153,50 @@ class FlashPrefill:
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
         self.means = Means.of(codec.key.transform)
         self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
+        self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
         self.bound = Launches()
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-    ) -> None:
-        """Attention of the batch's requests from `first` on.
-
-        Args:
-            query: fp16 or bf16 [tokens, query heads, head_dim], all of the batch.
-            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim] of the same dtype; None in a
-                layer that shares another's cache.
-            cache: uint8 [blocks, KV heads, block_size, slot_bytes]; holds the batch's own tokens already.
-            metadata: of the batch.
-            first: index of a request.
-            output: [tokens, query heads, value_dim]; the rows of these requests are filled.
-            ring: of these requests, before the batch's own tokens are in it; None: there is none.
-        """
-        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        query, output = query[rows], output[rows]
-        step = self._step(metadata, first, cache.shape[2], key is None, query.dtype, ring)
-        if key is not None and value is not None:
-            key, value = key[rows], value[rows]
+    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
+        """See `PrefillKernel`. Queries, keys and values are fp16 or bf16; the batch's own tokens are in the cache."""
+        step, query, output = self._step(batch, first, ring), *self._rows(batch, first)
+        if batch.key is not None and batch.value is not None:
+            rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
+            key, value = batch.key[rows], batch.value[rows]
         else:
             assert step.own_read is not None
-            key, value = self._read(cache, step.own_read)
+            key, value = self._read(batch.cache, step.own_read)
         lse = self._attend_chunks(query, key, value, step, output)
-        self._attend_prefixes(query, cache, step, output, lse, ring)
+        self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
             held_for = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
             launch = self.bound.get("sinks", held_for, lambda: bind_sinks(output, sinks))
             apply_sinks(output, lse, launch)
 
-    def attend_shard(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
+    def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
         """Attention of the requests from `first` on over what this rank has of their prefixes.
 
         Args:
-            query: [tokens, query heads of all ranks, head_dim] of the batch.
-            output, lse: fp32 [tokens, query heads of all ranks, value_dim] and [tokens, query heads of all ranks]; the
-                rows of these requests are filled, with 0 and `NOTHING` where the rank has no token of a prefix.
-            cache, metadata, first: see `attend`.
+            batch: with the query heads of all ranks, and their output in fp32. The rows of these requests are filled,
+                with 0 where the rank has no token of a prefix.
+            first: index of a request.
+            lse: fp32 [tokens, query heads of all ranks], filled likewise, with `NOTHING`.
         """
-        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        query, output = query[rows], output[rows]
-        step = self._step(metadata, first, cache.shape[2], False, query.dtype, None)
+        step, query, output = self._step(batch, first, None), *self._rows(batch, first)
         over_prefixes = lse.new_full((lse.shape[1], len(query)), NOTHING)
-        self._attend_prefixes(query, cache, step, output.zero_(), over_prefixes, None)
-        lse[rows] = over_prefixes.T
+        self._attend_prefixes(query, batch.cache, step, output.zero_(), over_prefixes, None)
+        lse[batch.metadata.query_starts[first] : batch.metadata.num_actual_tokens] = over_prefixes.T
 
-    def attend_rest(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        over_prefixes: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
+    def attend_rest(self, batch: Batch, first: int, over_prefixes: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Attention of the requests from `first` on over their own chunks, and over their prefixes as it is.
 
-        Args:
-            query, key, value, cache, metadata, first, output: see `attend`.
-            over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch:
-                the ranks' results of `attend_shard`, combined.
+        over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch: the
+        ranks' results of `attend_shard`, combined.
         """
-        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        output, (part, part_lse) = output[rows], (x[rows] for x in over_prefixes)
-        step = self._step(metadata, first, cache.shape[2], False, query.dtype, None)
-        lse = self._attend_chunks(query[rows], key[rows], value[rows], step, output)
+        assert batch.key is not None and batch.value is not None
+        step, query, output = self._step(batch, first, None), *self._rows(batch, first)
+        rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
+        part, part_lse = (x[rows] for x in over_prefixes)
+        lse = self._attend_chunks(query, batch.key[rows], batch.value[rows], step, output)
         combine(output, lse, part, part_lse.T.contiguous(), self._combine(output, part.shape[2]))
 
     def _attend_chunks(
@@ -260,6 +231,11 @@ class FlashPrefill:
             part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
             combine(output[seen], lse[:, seen], over_part, part_lse, self._combine(output, over_part.shape[2]))
 
+    def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and output of the requests from `first` on."""
+        rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
+        return batch.query[rows], batch.output[rows]
+
     def _combine(self, output: torch.Tensor, part_dim: int) -> Launch:
         held_for = (output.shape[1], output.stride(), output.dtype)
         name = ("combine", output.shape[1], part_dim)
@@ -279,15 +255,10 @@ class FlashPrefill:
             *(own if self.pads else []),
         )
 
-    def _step(
-        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, dtype: torch.dtype, ring: Ring | None
-    ) -> PrefillStep:
+    def _step(self, batch: Batch, first: int, ring: Ring | None) -> PrefillStep:
         """Made for the first layer of a kind, kept for the rest."""
-        recent = ring.window if ring else 1
-        heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
-        table = None if ring is None else ring.block_table
-        address = None if table is None else table.data_ptr()  # the step keeps the table
-        name = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, address, dtype)
+        metadata, shared, dtype = batch.metadata, batch.key is None, batch.query.dtype
+        recent, block_size = ring.window if ring else 1, batch.cache.shape[2]
 
         def make() -> PrefillStep:
             starts = metadata.query_starts[first:]
@@ -309,10 +280,11 @@ class FlashPrefill:
                 [PartRead.of(part, key, value, dtype, ring) for part in parts],
                 over_parts,
                 padded,
-                table,
             )
 
-        return metadata.once(name, make)
+        kind = PrefillKind(self.sizes, self.options.sliding_window, shared, recent, dtype)
+        rings = None if ring is None or batch.window is None else batch.window.metadata
+        return metadata.steps.get(StepKey("prefill", kind, first, rings), make)
 
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""

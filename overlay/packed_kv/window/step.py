@@ -38,7 +38,7 @@ class WindowStep:
         return Ring(self.layer.kv_cache, *self.metadata.of_requests(first, end), self.layer.window)
 
     def recent_tokens(
-        self, codec: PagedCodec, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
+        self, codec: PagedCodec, key: torch.Tensor | None, value: torch.Tensor | None, positions: torch.Tensor,
         query_starts: list[int], context: list[int], first: int,
     ) -> dict[int, RecentTokens]:  # fmt: skip
         """Of each request from `first` on, what its ring holds and, behind it, the batch's own tokens.
@@ -49,7 +49,7 @@ class WindowStep:
 
         Args:
             codec: of the layer.
-            key, value: [tokens, KV heads, head_dim] of the batch.
+            key, value: [tokens, KV heads, head_dim] of the batch; not looked at in a layer that shares the ring.
             positions: int64 [tokens], of each in its request.
             query_starts: first row of each request, and the end of the last.
             context: tokens of each request, the batch's included.
@@ -57,6 +57,7 @@ class WindowStep:
         """
         if self.is_shared:
             return self.metadata.borrow(self.layer.layer_name)
+        assert key is not None and value is not None
         rows = slice(query_starts[first], query_starts[-1])
         own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
         own[0] = codec.whole_keys(own[0], positions[rows])

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.metadata import Batch
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill, takes_two_sizes
 from packed_kv.attention.prefix import key_part, prefix_parts
+from packed_kv.attention.step import StepCache
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.combine import combine
@@ -226,12 +228,12 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     metadata = SimpleNamespace(
         query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table,
-        once=lambda _name, make: make(),
+        steps=StepCache(),
     )  # fmt: skip
     query = torch.randn(starts[-1] + 3, heads * group, head_dim, generator=generator).to(DEVICE, torch.float16)
     key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, query_lens, strict=True)]).half() for i in (0, 1))
     output = torch.full_like(query[..., :value_dim], float("nan"))
-    prefill.attend(query, *((None, None) if shared else (key, value)), cache, metadata, first, output)
+    prefill.attend(Batch(query, *((None, None) if shared else (key, value)), cache, metadata, output), first)
 
     assert output[: starts[first]].isnan().all() and output[starts[-1] :].isnan().all()
     for i in range(first, len(seq_lens)):

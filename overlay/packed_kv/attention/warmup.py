@@ -1,0 +1,139 @@
+"""Dry runs of a layer: every launch of its steps, for pages, a ring and queries of our own, so that what they need is
+compiled ahead (`kernels/ahead.py`) and the workspace has its size. Threads go on compiling afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ..codecs.ring import Ring
+from ..kernels.ahead import Ahead
+from ..layout import MICRO_BLOCK
+from .context_parallel import ContextParallelAttention
+from .layer import PairAttention
+from .metadata import Batch, PackedMetadata
+from .protocols import DecodeBatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..window.layer import WindowLayer
+    from .decode import TritonPairs
+    from .prefill import FlashPrefill
+    from .triton_store import TritonPairStore
+
+
+def block_size_of(config: VllmConfig) -> int:
+    """Return the tokens of a block, or a number that will do where vLLM has not settled it yet."""
+    block_size = config.cache_config.block_size
+    return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
+
+
+class PairWarmup:
+    """The dry run of a layer of pairs on CUDA.
+
+    Args:
+        attention: of the layer.
+        query, key, value: of vLLM's profiling run; a layer that shares another's cache may have no key and value.
+        block_size: tokens of a block of pages.
+        window_layer: of this layer, or None.
+    """
+
+    def __init__(
+        self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
+        value: torch.Tensor | None, block_size: int, window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        parts = attention.parts
+        self.attention, self.parts, self.block_size = attention, parts, block_size
+        self.query, self.key, self.value = query, key, value
+        self.window_layer = window_layer if window_layer is not None and window_layer.ring_block_size else None
+        self.store = cast("TritonPairStore", parts.store.kernel)
+        self.decode = cast("TritonPairs", parts.decode)  # or `HopperPairs`
+        self.prefill = cast("FlashPrefill | None", parts.prefill)
+        self.heads = parts.query_heads * parts.shard.ranks
+
+    def run(self, *, shares_cache: bool) -> None:
+        """Note all launches. `shares_cache`: whether the layer shares another's cache, and so rotates queries without a
+        store."""
+        with Ahead():
+            if self.key is not None and self.value is not None:
+                self._decodes(self.key, self.value)  # first, as their kernels take longest
+                self._prefills(self.key, self.value)
+            if shares_cache:
+                self._rotation()
+            for kernel in (self.store, self.decode, self.prefill):
+                if kernel is not None:
+                    kernel.bound.clear()  # pages and a ring of our own go
+
+    def _rotation(self) -> None:
+        if self.query.dtype == torch.float32:
+            return
+        count = torch.arange(2, dtype=torch.int32, device=self.query.device)
+        batch = DecodeBatch(count[:1, None], count, count[1:], 1, 1, count[:1].long())
+        self.store.rotate(self.query[:1], self.decode.prepare(batch))
+
+    def _reserve(self) -> None:
+        """Take all workspace, and what ranks exchange, so that vLLM's memory profile counts it."""
+        self.decode.reserve()
+        if self.prefill is not None:
+            self.prefill.reserve(self.query.dtype)
+        if isinstance(self.attention, ContextParallelAttention):
+            self.attention.ranks.reserve(self.query, self.parts.codec.value.head_dim)
+
+    def _prefills(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Every launch of a step with prefills."""
+        parts, query, store, prefill = self.parts, self.query, self.store, self.prefill
+        self._reserve()
+        # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
+        tokens = len(key) if prefill is None else min(2 * MICRO_BLOCK, len(key))
+        new_tokens = tokens if prefill is None else -(-tokens // 2)
+        pages = self._pages(tokens)
+        positions = torch.arange(tokens, device=key.device)
+        store.write(store.prepare(positions, positions), pages, key[:tokens], value[:tokens])
+        one = PackedMetadata.of_one_request(
+            tokens, new_tokens, key.device, parts.shard, self.heads, self.block_size
+        )  # fmt: skip
+        output = query.new_empty((*query.shape[:2], parts.codec.value.head_dim))
+        batch = Batch(query, key, value, pages, one, output)
+        self.attention.forward(batch)
+        if self.window_layer is not None and prefill is not None:
+            ring = self._ring(tokens, self.window_layer)
+            for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
+                rows = positions[start:]
+                step = store.prepare(rows, rows, rows.to(torch.int32))
+                store.write(step, pages, key[rows], value[rows], ring.cache, only_ring=start > 0)
+            prefill.attend(batch, 0, ring)
+            self.window_layer.fill_slots_of_one_request(ring)
+
+    def _decodes(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Every launch of steps of decodes alone."""
+        parts, query = self.parts, self.query
+        if query.dtype == torch.float32:
+            return
+        for requests, query_len in self.decode.batches_to_compile():
+            count = torch.arange(requests + 1, dtype=torch.int32, device=key.device)
+            pages, positions = self._pages(1), count[:-1].long()
+            ring, ring_slots = None, None
+            if self.window_layer is not None:
+                ring, ring_slots = self._ring(requests, self.window_layer), positions.to(torch.int32)
+            queries, lse = query[:requests], None
+            output = query.new_empty((requests, parts.query_heads, parts.codec.value.head_dim))
+            if parts.shard.ranks > 1:
+                queries = query.new_empty((requests, self.heads, query.shape[2]))
+                output = query.new_empty((requests, self.heads, output.shape[2]), dtype=torch.float32)
+                lse = output.new_empty((requests, self.heads))
+            tables = count[:-1, None], count, count[1:]
+            step = self.decode.prepare(DecodeBatch(*tables, requests, query_len, positions, ring, lse))
+            tokens = self.store.prepare(positions, positions, ring_slots, step)
+            cache = None if ring is None else ring.cache
+            self.store.write(tokens, pages, key[:requests], value[:requests], cache, queries)
+            self.decode.attend(step, pages, (queries,), ring, output)
+
+    def _pages(self, tokens: int) -> torch.Tensor:
+        shape = (-(-tokens // self.block_size), self.parts.kv_heads, self.block_size, self.parts.codec.slot_bytes)
+        return self.query.new_zeros(shape, dtype=torch.uint8)
+
+    def _ring(self, tokens: int, layer: WindowLayer) -> Ring:
+        sizes = self.parts.kv_heads, self.parts.codec.key.head_dim
+        return layer.ring_of_one_request(tokens, *sizes, self.query.device)
