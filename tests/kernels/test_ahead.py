@@ -16,15 +16,16 @@ from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import PairLayout, TritonPairs
 from packed_kv.attention.latent import decode as latent_decode
-from packed_kv.attention.latent.compile_ahead import compile_ahead
-from packed_kv.attention.latent.decode import LatentDecode, LatentLayer
-from packed_kv.attention.latent.fused import FusedLatents
-from packed_kv.attention.latent.hopper import HopperLatentDecode
-from packed_kv.attention.latent.metadata import LatentDecodeMetadata, LatentMetadataBuilder
+from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
+from packed_kv.attention.latent.impl import LatentParts
+from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.latent.plain import RecentContext, Span
-from packed_kv.attention.latent.portable import TritonLatentDecode
+from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
-from packed_kv.attention.warmup import PairWarmup
+from packed_kv.attention.protocols import DecodeBatch
+from packed_kv.attention.store import LatentStore
+from packed_kv.attention.triton_store import TritonLatentStore
+from packed_kv.attention.warmup import PairWarmup, warm_up_latents
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
@@ -273,12 +274,16 @@ def test_profiling_compiles_what_steps_launch(
 @pytest.mark.parametrize(
     ("kernel", "rank", "rope_dim"),
     [
-        pytest.param(TritonLatentDecode, 96, 32, id="triton"),
-        pytest.param(HopperLatentDecode, 512, 64, id="cuda"),
+        pytest.param(TritonLatents, 96, 32, id="triton"),
+        pytest.param(HopperLatents, 512, 64, id="cuda"),
     ],
 )
 def test_profiling_compiles_what_steps_over_latents_launch(
-    kernel: type[LatentDecode], rank: int, rope_dim: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch
+    kernel: type[TritonLatents | HopperLatents],
+    rank: int,
+    rope_dim: int,
+    has_ring: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stores, prefixes and decodes of any number, with drafts, launch no variant that was not noted."""
     noted, launched = set(), set()
@@ -302,11 +307,12 @@ def test_profiling_compiles_what_steps_over_latents_launch(
         card = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     codec, heads, requests, longest = codec_of(FORMATS["tq4"], rank, rope_dim), 12, 9, 3
-    options = {"window": WINDOW if has_ring else 0}
-    layer = LatentLayer(codec, heads, 1.0, torch.float16, longest, requests, torch.ones(rank, device=DEVICE), **options)
-    pages, window = FusedLatents(kernel(layer)), window_layer() if has_ring else None
-    compile_ahead(pages, BLOCK, 128 + rope_dim, window)
-    assert not launched and len(noted) >= 5 and not pages.bound.held and not pages.decode.bound.held
+    constant, window = torch.ones(rank, device=DEVICE), window_layer() if has_ring else None
+    sizes = heads, 1.0, torch.float16, Limits(longest, requests)
+    decode = kernel(LatentLayout(codec, *sizes, constant, WINDOW if has_ring else 0))
+    store, prefix = TritonLatentStore(codec), TritonLatentPrefix(codec)
+    warm_up_latents(LatentParts(LatentStore(store), decode, prefix), BLOCK, 128 + rope_dim, window)
+    assert not launched and len(noted) >= 5 and not any(x.bound.held for x in (store, decode, prefix))
 
     cache = torch.zeros(4, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
     counts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
@@ -318,24 +324,22 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     for count, length in itertools.product(range(1, requests + 1), range(1, longest + 1)):
         query = torch.zeros(count * length, heads, 128 + rope_dim, dtype=torch.float16, device=DEVICE)
         latent = query.new_zeros(count * length, heads, rank)
-        starts = counts[: count + 1] * length
-        metadata = LatentDecodeMetadata(
-            block_table=table[:count], seq_lens=counts[:count], dcp_tot_seq_lens=None, query_start=starts,
-            query_starts=starts, max_query_len=length,
-        )  # fmt: skip
+        tables = table[:count], counts[: count + 1] * length, counts[:count]
         of_batch = ring and Ring(ring.cache, table[:count], counts[:count], WINDOW)
-        pages.attend(cache, metadata, latent, query[..., 128:], of_batch)
+        step = decode.prepare(DecodeBatch(*tables, len(query), length, ring=of_batch))
+        decode.attend(step, cache, (latent, query[..., 128:]), of_batch)
     rows = query.new_zeros(40, rank + rope_dim)
     new, slots = (rows[:, :rank].contiguous(), rows[:, rank:]), torch.arange(40, device=DEVICE)
     chunk, recent = Span(counts[:2], counts[:3], 1, counts[:2]), None
     if ring is not None:
-        pages.store(cache, slots, *new, ring.cache, slots[:7].int())
-        pages.store_in_ring(cache, *(x[3:] for x in new), ring.cache, slots[3:].int())
+        store.write(store.prepare(slots, None, slots[:7].int()), cache, *new, ring.cache)
+        rest = slots[3:].int()
+        store.write(store.prepare(rest, None, rest), cache, *(x[3:] for x in new), ring.cache, only_ring=True)
         recent = RecentContext(ring, counts[:2])
-        pages.gather_values(chunk, rows, recent)
+        prefix.gather_values(chunk, rows, recent)
     else:
-        pages.store(cache, slots, *new)
-    pages.gather(cache, table, chunk, rows, recent)
+        store.write(store.prepare(slots), cache, *new)
+    prefix.gather(cache, table, chunk, rows, recent)
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import decode, prefill, triton_store
-from packed_kv.attention.latent import fused as latents
+from packed_kv.attention.latent import prefix as latents
 from packed_kv.attention.layer import PairParts
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
@@ -214,7 +214,7 @@ def of_latents(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., N
         monkeypatch.setattr(latents, name, binder)
     for name in ("gather_latents", "gather_latent_ring"):
         monkeypatch.setattr(latents, name, lambda *_, **__: None)
-    layer: Any = object.__new__(latents.FusedLatents)
+    layer: Any = object.__new__(latents.TritonLatentPrefix)
     layer.bound, layer.codec, layer.inverse_gain = Launches(), SimpleNamespace(layout=None), None
     chunk = SimpleNamespace(starts=None, cu_seq_lens=None, max_seq_len=0)
 

@@ -3,7 +3,7 @@ compiled ahead (`kernels/ahead.py`) and the workspace has its size. Threads go o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,6 +11,7 @@ from ..codecs.ring import Ring
 from ..kernels.ahead import Ahead
 from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
+from .latent.plain import RecentContext, Span
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
 from .protocols import DecodeBatch
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
     from ..window.layer import WindowLayer
     from .decode import TritonPairs
+    from .latent.decode import TritonLatents
+    from .latent.prefix import TritonLatentPrefix
     from .prefill import FlashPrefill
-    from .triton_store import TritonPairStore
+    from .store import LatentStore
+    from .triton_store import TritonLatentStore, TritonPairStore
 
 
 def block_size_of(config: VllmConfig) -> int:
@@ -137,3 +141,53 @@ class PairWarmup:
     def _ring(self, tokens: int, layer: WindowLayer) -> Ring:
         sizes = self.parts.kv_heads, self.parts.codec.key.head_dim
         return layer.ring_of_one_request(tokens, *sizes, self.query.device)
+
+
+def warm_up_latents(
+    parts: tuple[LatentStore, Any, Any], block_size: int, query_dim: int, window_layer: WindowLayer | None
+) -> None:
+    """Note every launch of the steps of a layer of latents on CUDA.
+
+    Args:
+        parts: `LatentParts` of the layer.
+        block_size: tokens of a block of pages.
+        query_dim: channels from one head of a step's queries to the next, without RoPE and with it.
+        window_layer: of the layer, or None.
+    """
+    store, decode = cast("TritonLatentStore", parts[0].kernel), cast("TritonLatents", parts[1])  # or `HopperLatents`
+    prefix = cast("TritonLatentPrefix", parts[2])
+    layer, codec = decode.layer, decode.layer.codec
+    device, channels, most = codec.device, codec.rank + codec.rope_dim, layer.limits.max_requests
+
+    def vectors(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=layer.dtype, device=device)
+
+    counts = torch.zeros(most + 1, dtype=torch.int32, device=device)
+    table, one = counts[:most, None], counts[:1]
+    cache = torch.zeros(1, block_size, codec.slot_bytes, dtype=torch.uint8, device=device)
+    queries = vectors(1, layer.heads, codec.rank), vectors(1, layer.heads, query_dim)[..., -codec.rope_dim :]
+    if layer.is_shard:  # vLLM gathers them side by side
+        queries = vectors(1, layer.heads, channels).split([codec.rank, codec.rope_dim], dim=-1)
+    rows = vectors(1, channels)
+    new = vectors(1, codec.rank), rows[:, codec.rank :]
+    chunk, ring, recent = Span(one, counts[:2], 1, one), None, None
+    if window_layer is not None and window_layer.ring_block_size:
+        shape = (1, 1, window_layer.ring_block_size, codec.ring_slot_bytes)
+        ring = Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, counts[:most], window_layer.window)
+    with Ahead():
+        if (ring is None) == (not layer.window):  # first, as their kernels take longest
+            for requests, query_len in decode.batches_to_compile():
+                tables = table[:requests], counts[: requests + 1], counts[:requests]
+                step = decode.prepare(DecodeBatch(*tables, 1, query_len, ring=ring))
+                decode.attend(step, cache, queries, ring)
+        if window_layer is not None and ring is not None:
+            window_layer.fill_slots_of_one_request(ring)
+            store.write(store.prepare(one.long(), None, one), cache, *new, ring.cache)
+            store.write(store.prepare(one, None, one), cache, *new, ring.cache, only_ring=True)
+            recent = RecentContext(ring, one)
+            prefix.gather_values(chunk, rows, recent)
+        else:
+            store.write(store.prepare(one.long()), cache, *new)
+        prefix.gather(cache, table[:1], chunk, rows, recent)
+    for kernel in (store, decode, prefix):
+        kernel.bound.clear()  # pages and a ring of our own go

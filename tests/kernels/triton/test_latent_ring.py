@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from packed_kv.attention.latent.plain import PlainLatents, RecentContext, attend
+from packed_kv.attention.latent.plain import RecentContext, ReferenceLatentPrefix, attend
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -233,7 +233,7 @@ def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int, 
     made = Batch(codec, ((150, 0), (70, 60), (33, 0)), (1, 1, 1), window=32)
     context = made.seq_lens - 1
     chunk, recent = Chunk((112, 0, 0), (20, 69, 32)), RecentContext(made.ring, context)
-    plain = PlainLatents(codec, SCALE, None)
+    plain = ReferenceLatentPrefix(codec)
     rows = torch.full((121, rank + rope_dim), 3.0, dtype=torch.float32, device=DEVICE)
     expected, gain = rows.clone(), 1 / codec.value_gain()
     for as_values in (False, True):

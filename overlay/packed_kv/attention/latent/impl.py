@@ -13,7 +13,7 @@ Where ranks split the tokens of a request, vLLM gathers the queries of decodes; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -28,7 +28,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from ...codecs.latent import LatentCodec
 from ...facts import Facts
 from ...formats import FORMATS
-from ...layout import MICRO_BLOCK
 from ...refusals import refuse
 from ...settings.calibration import find_calibration
 from ...settings.facts import auto_cache, is_draft
@@ -38,12 +37,16 @@ from ...window.step import WindowStep
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
 from ..metadata import longest_decode
+from ..protocols import DecodeBatch, DecodeKernel
+from ..step import StepKey
+from ..store import LatentStore, ReferenceLatentStore
+from ..warmup import block_size_of, warm_up_latents
 from .fold import FoldedWeights
 from .metadata import LatentMetadata
-from .plain import PlainLatents, RecentContext, Span
+from .plain import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
 
 if TYPE_CHECKING:
-    from .fused import FusedLatents
+    from .prefix import TritonLatentPrefix
 
 
 CODEC_ARGUMENTS = {
@@ -53,6 +56,14 @@ CODEC_ARGUMENTS = {
     "key_scale": "scale",
 }
 """What a calibration file has of keys -> argument of `LatentCodec`."""
+
+
+class LatentParts(NamedTuple):
+    """What attention of a layer is made of: all writes, the kernel of decodes, and what gathers prefixes of prompts."""
+
+    store: LatentStore
+    decode: DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]
+    prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 
 class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
@@ -114,7 +125,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.ranks: Ranks | None = None
         """Those that split the layer's tokens, if any do."""
         self.weights: FoldedWeights | None = None
-        self.pages: PlainLatents | FusedLatents | None = None
+        self.parts: LatentParts | None = None
         """What `build` makes."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -139,7 +150,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
         codec = LatentCodec(fmt, *sizes, self.device, rope_bits=rope_bits, **self._channels(layer_name))
         self.weights = FoldedWeights(codec, layer)
-        self.pages = self._pages(codec, self.weights.constant)
+        self.parts = self._parts(codec, self.weights.constant)
 
     def _channels(self, layer_name: str) -> dict[str, Any]:
         """What the calibration file has of a layer's latents, which are one KV head: arguments of its codec. Raises
@@ -149,41 +160,38 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
         return {CODEC_ARGUMENTS[name]: rows[0] for name, rows in found.items() if name in CODEC_ARGUMENTS}
 
-    def _pages(self, codec: LatentCodec, constant: torch.Tensor | None) -> PlainLatents | FusedLatents:
+    def _parts(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentParts:
         """With the kernels of CUDA, where they serve."""
         dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
         if self.device.type != "cuda" or dtype == torch.float32:
-            return PlainLatents(codec, self.scale, constant, is_shard=ranks > 1)
-        from .decode import LatentLayer  # imports Triton, which the CPU platform may lack
-        from .fused import FusedLatents, latent_decode
+            decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
+            return LatentParts(LatentStore(ReferenceLatentStore(codec)), decode, ReferenceLatentPrefix(codec))
+        from ..choice import Limits  # these import Triton, which the CPU platform may lack
+        from ..triton_store import TritonLatentStore
+        from .decode import LatentLayout, latent_kernel
+        from .prefix import TritonLatentPrefix
 
-        kernel = read_options(self.config.additional_config).decode_kernel
-        longest, requests = longest_decode(self.config), self.config.scheduler_config.max_num_seqs
+        option = read_options(self.config.additional_config).decode_kernel
+        limits = Limits(longest_decode(self.config), self.config.scheduler_config.max_num_seqs)
         window = 0 if self.window_layer is None else self.window_layer.window
-        sizes = self.num_heads * ranks, self.scale, dtype, longest, requests
-        layer = LatentLayer(codec, *sizes, constant, window, is_shard=ranks > 1)
-        return FusedLatents(latent_decode(kernel, layer))
+        sizes = self.num_heads * ranks, self.scale, dtype, limits
+        layout = LatentLayout(codec, *sizes, constant, window, is_shard=ranks > 1)
+        store = LatentStore(TritonLatentStore(codec))
+        return LatentParts(store, latent_kernel(layout, option), TritonLatentPrefix(codec))
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
         have kernels compiled; `wait_for_all` of `kernels/ahead.py` returns once they are."""
-        if self.pages is None:
+        if self.parts is None:
             return
-        self.pages.reserve_any_batch()
-        if not isinstance(self.pages, PlainLatents):
-            from .compile_ahead import compile_ahead
-
-            compile_ahead(self.pages, self._block_size(), self.qk_head_dim, self.window_layer)
+        self.parts.decode.reserve()
+        if not isinstance(self.parts.decode, ReferenceLatents):
+            warm_up_latents(self.parts, block_size_of(self.config), self.qk_head_dim, self.window_layer)
         if self.ranks is not None and self.weights is not None and not self.weights.layer.kv_cache.numel():
             requests = self.config.scheduler_config.max_num_seqs
             sizes = requests, self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
             query = torch.zeros(sizes, dtype=self.config.model_config.dtype, device=self.device)
             self.ranks.reserve(query, self.kv_lora_rank)
-
-    def _block_size(self) -> int:
-        """Tokens of a block, or a number that will do where vLLM has not settled it yet."""
-        block_size = self.config.cache_config.block_size
-        return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
 
     def do_kv_cache_update(
         self,
@@ -206,23 +214,15 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             return
         slots = slot_mapping.flatten()
         tokens = len(slots)
-        assert self.pages is not None
-        ring, ring_slots = self._ring_of_store()
-        self.pages.store(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1), ring, ring_slots)
+        new = kv_c_normed[:tokens], k_pe[:tokens].flatten(1)
+        # vLLM does not pass the batch's metadata, and there are none in a step without requests.
+        context = get_forward_context().attn_metadata if self.window_layer is not None else None
+        window, metadata = (None, None) if context is None else (self._window_step(), context[self.layer_name])
+        assert self.parts is not None
+        self.parts.store.store(kv_cache, slots, *new, window, metadata)
 
     def _window_step(self) -> WindowStep | None:
         return WindowStep.of(self.window_layer, is_shared=False)
-
-    def _ring_of_store(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The ring's cache, and the slots there of the batch's first tokens: of decodes, and of prompts if all of them
-        are new. Neither where there is none, or where vLLM runs a step without requests."""
-        context = get_forward_context().attn_metadata if self.window_layer is not None else None
-        if context is None:
-            return None, None
-        window, metadata = self._window_step(), context[self.layer_name]
-        assert window is not None
-        count = metadata.num_actual_tokens if is_new(metadata) else metadata.num_decode_tokens
-        return window.layer.kv_cache, window.metadata.slots[:count]
 
     def forward_mha(
         self,
@@ -238,14 +238,9 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """Attention of a batch's prompts, by vLLM; then their tokens go to their rings, unless they have."""
         prompts = (q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
         super().forward_mha(*prompts)
-        window = self._window_step()
-        if window is None or is_new(attn_metadata):
-            return
-        assert self.pages is not None
-        slots = window.metadata.slots[attn_metadata.num_decode_tokens : attn_metadata.num_actual_tokens]
-        self.pages.store_in_ring(
-            kv_c_and_k_pe_cache, kv_c_normed, k_pe.flatten(1), window.layer.kv_cache, slots
-        )  # fmt: skip
+        assert self.parts is not None
+        new = kv_c_normed, k_pe.flatten(1)
+        self.parts.store.store_rest(kv_c_and_k_pe_cache, *new, self._window_step(), attn_metadata)
 
     def forward_mqa(
         self,
@@ -267,10 +262,17 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
-        assert attn_metadata.decode is not None and self.pages is not None
-        window = self._window_step()
+        batch, window, parts = attn_metadata.decode, self._window_step(), self.parts
+        assert batch is not None and parts is not None
         ring = window.ring(0, attn_metadata.num_decodes) if window else None
-        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope, ring)
+
+        def make() -> Any:
+            tables = batch.block_table, batch.query_start, batch.seq_lens
+            return parts.decode.prepare(DecodeBatch(*tables, len(q_latent), batch.max_query_len, ring=ring))
+
+        rings = window.metadata if window else None
+        step = batch.steps.get(StepKey("decode", parts.decode.kind, window=rings), make)
+        return parts.decode.attend(step, kv_c_and_k_pe_cache, (q_latent, q_rope), ring)
 
     def combine(
         self, part: torch.Tensor, lse: torch.Tensor, *, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
@@ -299,8 +301,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
         """
-        prefill, pages = attn_metadata.prefill, self.pages
-        assert pages is not None
+        prefill = attn_metadata.prefill
+        assert self.parts is not None
         assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
         context, window = prefill.chunked_context, self._window_step()
         output = output_lse = None
@@ -312,13 +314,13 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             block_table = prefill.block_table[requests]
             if self.ranks is None:
                 rows = context.workspace[: chunk.num_context_tokens]
-                pages.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
+                self.parts.prefix.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
             else:
                 rows = self._gather_over_ranks(kv_c_and_k_pe_cache, block_table, context, chunk)
             key = self._expand(rows, 0)
             key = self._concat_k_nope_k_pe(key, rows[:, self.kv_lora_rank :].unsqueeze(1))
             if recent is not None:
-                pages.gather_values(chunk, rows, recent)
+                self.parts.prefix.gather_values(chunk, rows, recent)
             value = self._expand(rows, 1)
             part, part_lse = prefill.prefill_backend.run_prefill_context_chunk(
                 chunk=chunk, q=q[chunk.token_slice], k=key, v=value
@@ -342,12 +344,12 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         Every rank reads as many rows of a request, whole runs of tokens; what lies behind its last one is left out.
         """
-        assert self.pages is not None and self.ranks is not None
+        assert self.parts is not None and self.ranks is not None
         ranks, count, lens = self.ranks.shard.ranks, chunk.num_local_context_tokens, chunk.padded_local_seq_lens
         room = len(context.workspace) // (ranks + 1)
         own, of_all = context.workspace[:count], context.workspace[room : room + ranks * count]
         span = Span(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
-        self.pages.gather(cache, block_table, span, own)
+        self.parts.prefix.gather(cache, block_table, span, own)
         context.dcp_manager.kv_gather(of_all, own)
         latent, rope = of_all.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         sizes = lens, chunk.local_context_lens_allranks, chunk.local_starts
@@ -362,8 +364,3 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         lacking = None if weights.lacking is None else weights.lacking[which]
         expanded = torch.nn.functional.linear(rows[:, : self.kv_lora_rank], weights.up[which], lacking)
         return expanded.view(len(rows), self.num_heads, -1)
-
-
-def is_new(metadata: LatentMetadata) -> bool:
-    """Whether nothing of a batch's prompts is in the cache before it."""
-    return metadata.prefill is None or metadata.prefill.chunked_context is None

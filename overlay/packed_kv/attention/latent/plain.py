@@ -32,39 +32,11 @@ class Span(NamedTuple):
     seq_lens: torch.Tensor
 
 
-class PlainLatents:
-    """Pages of one layer's latents.
+class ReferenceLatentPrefix:
+    """Reads the prefixes of prompts. `codec`: of the layer."""
 
-    Args:
-        codec: of the layer.
-        scale: of scores.
-        constant: fp32 [rank], added to what `attend` returns, or None.
-        is_shard: whether the pages hold a rank's part of the tokens.
-    """
-
-    def __init__(
-        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
-    ) -> None:
-        self.codec, self.scale, self.constant, self.is_shard = codec, scale, constant, is_shard
-
-    def store(
-        self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
-        ring: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Store tokens: cache uint8 [blocks, block_size, slot_bytes]; slots int [tokens], negative ones are skipped;
-        latent and rope float [tokens, rank] and [tokens, rope_dim]. The first of them go to `ring_slots` of `ring`,
-        too."""
-        self.codec.write(cache, slots, latent, rope)
-        if ring is not None and ring_slots is not None:
-            self.store_in_ring(cache, latent, rope, ring, ring_slots)
-
-    def store_in_ring(
-        self, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, ring: torch.Tensor,
-        ring_slots: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """The same, in the ring alone."""
-        count = len(ring_slots)
-        self.codec.write_ring(ring, ring_slots, latent[:count], rope[:count])
+    def __init__(self, codec: LatentCodec) -> None:
+        self.codec = codec
 
     def gather(
         self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
@@ -92,30 +64,47 @@ class PlainLatents:
                 rows[row + low - start : row + count] = torch.cat((latent / gain, rope), dim=-1)
             row += count
 
+
+class ReferenceLatents:
+    """Attends to the decodes of one layer. See `attention/protocols.DecodeKernel`.
+
+    Args:
+        codec: of the layer.
+        scale: of scores.
+        constant: fp32 [rank], added to results, or None.
+        is_shard: whether the pages hold a rank's part of the tokens.
+    """
+
+    kind, longest = "reference", 1 << 30
+
+    def __init__(
+        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
+    ) -> None:
+        self.codec, self.scale, self.constant, self.is_shard = codec, scale, constant, is_shard
+
+    def reserve(self) -> None:
+        """Do nothing: no memory is kept."""
+
+    def prepare(self, batch: Any) -> Any:
+        """Return the batch as it is."""
+        return batch
+
     def attend(
-        self, cache: torch.Tensor, metadata: Any, q_latent: torch.Tensor, q_rope: torch.Tensor, ring: Ring | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of a batch's decodes.
-
-        Args:
-            cache: uint8 [blocks, block_size, slot_bytes].
-            metadata: `LatentDecodeMetadata` of the batch's decodes; of a rank's part, its lengths are those there.
-            q_latent, q_rope: [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
-            ring: of these requests, or None.
-
-        Returns:
-            [tokens, heads, rank] of the queries' dtype, and None. Of a rank's part in fp32, without the constant, and
-            the natural lse of the scores, fp32 [tokens, heads]: -inf where the part has no token.
-        """
-        tables = (cache, metadata.block_table, metadata.query_start, metadata.seq_lens)
+        self, step: Any, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        output: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """See `DecodeKernel`; lse is -inf where the part has no token."""
+        q_latent, q_rope = queries
+        tables = (cache, step.block_table, step.query_start, step.seq_lens)
         batch = (self.codec, *tables, q_latent, q_rope, self.scale)
         if not self.is_shard:
             return attend(*batch, self.constant, ring).to(q_latent.dtype), None
         lse = q_latent.new_full(q_latent.shape[:2], float("-inf"), dtype=torch.float32)
         return attend(*batch, None, ring, lse), lse
 
-    def reserve_any_batch(self) -> None:
-        """Make sure of memory for any batch: none is needed."""
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        """Return none: there is nothing to compile."""
+        return []
 
 
 def read_tokens(
