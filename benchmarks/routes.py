@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import triton
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.decode import PairLayout, pair_kernel
 from packed_kv.attention.metadata import Batch
@@ -27,6 +26,7 @@ from packed_kv.attention.step import StepCache
 from packed_kv.attention.triton_store import TritonPairStore
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
+from packed_kv.reference.attention import AttentionOptions
 from rows import append, commit_here, machine
 from vllm.v1.worker.workspace import init_workspace_manager
 

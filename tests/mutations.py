@@ -41,10 +41,10 @@ MUTATIONS = {
         "tests/codecs/test_format_bytes.py",
     ),
     "window's edge": Mutation(
-        "overlay/packed_kv/attention/active_blocks.py",
+        "overlay/packed_kv/reference/attention.py",
         "hidden = (distance < 0) | (distance >= window)",
         "hidden = (distance < 0) | (distance > window)",
-        "tests/attention/test_active_blocks.py -k naive_attention",
+        "tests/reference/test_active_blocks.py -k naive_attention",
     ),
     "slot -1": Mutation(
         "overlay/packed_kv/codecs/pages.py",

@@ -11,13 +11,12 @@ import transformers_cache
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from packed_kv import FORMATS, get_codec
-from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.calibration_file import CalibrationError, fields_for, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
+from packed_kv.reference.attention import AttentionOptions, RecentTokens, attend
 from packed_kv.transformers import PackedCache, PackedLayer
-from packed_kv.window.metadata import RecentTokens
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

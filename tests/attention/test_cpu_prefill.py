@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import cpu_prefill
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.cpu_prefill import CpuPrefill
 from packed_kv.attention.metadata import Batch as LayerBatch
 from packed_kv.attention.metadata import PackedMetadata
@@ -16,6 +15,7 @@ from packed_kv.codecs import ring as rings
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK, ring_slot_bytes
+from packed_kv.reference.attention import AttentionOptions
 from packed_kv.rope import Rope
 from vllm.platforms import current_platform
 

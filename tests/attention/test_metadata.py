@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention import metadata
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.layer import PairParts
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.attention.routes import longest_fused
+from packed_kv.reference.attention import AttentionOptions
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv import FORMATS, get_codec
-from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.codecs.pages import PagedCodec
+from packed_kv.reference.attention import AttentionOptions, attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -16,9 +16,9 @@ import tiny_models
 import torch
 from fake_codecs import register_null_format
 from harness import engine, mean_kl, model_of, scheduler, teacher_forced_logits
-from packed_kv.attention import active_blocks
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
+from packed_kv.reference import attention as active_blocks
 from packed_kv_quality.engines import bytes_per_token
 from tiny_models import true_logits
 from vllm import SamplingParams

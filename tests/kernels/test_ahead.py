@@ -11,18 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.decode import PairLayout, TritonPairs
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
 from packed_kv.attention.latent.impl import LatentParts
+from packed_kv.attention.latent.in_pytorch import RecentContext, Span
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
-from packed_kv.attention.latent.plain import RecentContext, Span
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
-from packed_kv.attention.protocols import DecodeBatch
+from packed_kv.attention.protocols import DecodeBatch, NewTokens
 from packed_kv.attention.store import LatentStore
 from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.attention.warmup import PairWarmup, warm_up_latents
@@ -34,6 +33,7 @@ from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
+from packed_kv.reference.attention import AttentionOptions
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
@@ -332,13 +332,13 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     new, slots = (rows[:, :rank].contiguous(), rows[:, rank:]), torch.arange(40, device=DEVICE)
     chunk, recent = Span(counts[:2], counts[:3], 1, counts[:2]), None
     if ring is not None:
-        store.write(store.prepare(slots, None, slots[:7].int()), cache, *new, ring.cache)
-        rest = slots[3:].int()
-        store.write(store.prepare(rest, None, rest), cache, *(x[3:] for x in new), ring.cache, only_ring=True)
+        store.write(store.prepare(NewTokens(slots, ring_slots=slots[:7].int())), cache, *new, ring.cache)
+        rest = NewTokens(slots[3:].int(), ring_slots=slots[3:].int(), only_ring=True)
+        store.write(store.prepare(rest), cache, *(x[3:] for x in new), ring.cache)
         recent = RecentContext(ring, counts[:2])
         prefix.gather_values(chunk, rows, recent)
     else:
-        store.write(store.prepare(slots), cache, *new)
+        store.write(store.prepare(NewTokens(slots)), cache, *new)
     prefix.gather(cache, table, chunk, rows, recent)
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]

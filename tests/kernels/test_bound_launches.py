@@ -170,7 +170,7 @@ def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., Non
     monkeypatch.setattr(triton_store, "bind_store", binder)
     layer: Any = object.__new__(triton_store.TritonPairStore)
     layer.bound, layer.codec, layer.rotation = Launches(), None, None
-    step: Any = triton_store.StoreStep((1, 1, 1), None, True)
+    step: Any = triton_store.StoreStep((1, 1, 1), None, only_ring=False, rotates=True)
 
     def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
         layer.write(step, cache, key, value, ring, query)

@@ -13,9 +13,9 @@ from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
 from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentParts
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
-from packed_kv.attention.latent.plain import attend
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
+from packed_kv.reference.latent_attention import attend
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 from test_latent import DEVICE, SCALE, codec_of

@@ -14,11 +14,11 @@ from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import LatentLayout, TritonLatents
 from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentParts
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
-from packed_kv.attention.latent.plain import attend
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.store import LatentStore
 from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.formats import FORMATS
+from packed_kv.reference.latent_attention import attend
 from test_decode import DEVICE
 from test_latent import SCALE, codec_of, poisoned, tokens
 from test_shares import RANKS, Group, Together, Workspace

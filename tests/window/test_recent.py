@@ -11,8 +11,8 @@ import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl, newest_logits, teacher_forced_logits
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.reference.attention import RecentTokens
 from packed_kv.settings.options import OptionError
-from packed_kv.window.metadata import RecentTokens
 from packed_kv.window.step import WindowStep
 from packed_kv_quality import lockstep
 from packed_kv_quality.engines import attention_layers, bytes_per_request

@@ -19,8 +19,8 @@ from harness import (
     scheduler,
     teacher_forced_logits,
 )
+from packed_kv.reference.latent_attention import page_lens
 from packed_kv.window.metadata import slot_filler
-from packed_kv.window.slots import page_lens
 from packed_kv_quality.engines import bytes_per_request
 from recent_windows import ring_specs
 from tiny_models import true_logits

@@ -2,7 +2,7 @@
 
 Stored bytes equal the reference's, so every layer that `kernels/cpu` knows is
 stored by it. Decodes run on it in fp16 and bf16: with fp32 activations a result must not depend on how the scheduler
-cut, batched or cached a request, and that only `active_blocks.py` gives.
+cut, batched or cached a request, and that only `reference/attention.py` gives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
 from ..kernels.kernel_layout import kernel_layout
 from ..layout import page_layout
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
-from .protocols import DecodeBatch, StoreKernel
+from .protocols import DecodeBatch, DecodeKernel, StoreKernel
 from .routes import longest_fused
-from .store import LibraryPairStore, ReferencePairStore
+from .store import DirectStore, reference_pair_store
 
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
@@ -40,8 +40,8 @@ SLOWER = "10 to 25 times"
 """What a decode step in PyTorch takes, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
-class CpuPairs:
-    """The C++ decode kernel of one layer of pairs. See `DecodeKernel`.
+class CpuPairs(DecodeKernel[None]):
+    """The C++ decode kernel of one layer of pairs. It rotates queries, and knows nothing of context parallelism.
 
     Args:
         codec: of the layer, on the CPU.
@@ -58,25 +58,12 @@ class CpuPairs:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
         self.longest = longest_fused(query_heads // kv_heads, by_cuda=False)
 
-    def reserve(self) -> None:
-        """Do nothing: the kernel takes its memory where it is bound."""
-
-    def prepare(self, batch: DecodeBatch) -> DecodeBatch:
-        """See `DecodeKernel`."""
-        assert batch.lse is None, "context parallelism decodes in PyTorch"
-        return batch
-
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `DecodeKernel`. `queries`: fp16 or bf16, as the model made them."""
         assert output is not None
         self.decode(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)
-
-    def batches_to_compile(self) -> list[tuple[int, int]]:
-        """See `DecodeKernel`: the library is compiled while vLLM loads the model."""
-        return []
 
 
 class Sizes(NamedTuple):
@@ -101,7 +88,7 @@ def find_kernels(
         shard: what is in this rank's pages. Where there are several ranks, all runs in PyTorch.
     """
     attends = sizes.dtype != torch.float32
-    in_pytorch = ReferencePairStore(codec), None, None
+    in_pytorch = reference_pair_store(codec), None, None
     if shard != UNSHARDED:
         return in_pytorch
     if refused := tables.refusal(fmt, head_dim):
@@ -110,7 +97,7 @@ def find_kernels(
     wait_for_libraries(fmt, head_dim, attends=attends)
     layer = (codec, query_heads, kv_heads, options)
     try:
-        library = LibraryPairStore(store.CpuStore(codec))
+        library = DirectStore(store.CpuStore(codec))
         if not attends:
             return library, None, None
         pairs = CpuPairs(*layer)

@@ -17,7 +17,8 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cpu.gather import CpuGather
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
+from .protocols import PrefillKernel, PrefillKind
 from .step import StepKey
 
 if TYPE_CHECKING:
@@ -54,17 +55,6 @@ class Part:
     schedule: torch.Tensor
 
 
-@dataclass(frozen=True)
-class CpuPrefillKind:
-    """What layers have in common that share a step's parts. `is_shared`: they read their own keys back from pages."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-    is_shared: bool
-
-
 class Scratch:
     """K and V of one layer, in the layout of vLLM's CPU cache, and the vectors of a piece on their way there.
 
@@ -88,7 +78,7 @@ _scratch: weakref.WeakValueDictionary[tuple[object, ...], Scratch] = weakref.Wea
 """Those of engines in this process, as long as a layer has them."""
 
 
-class CpuPrefill:
+class CpuPrefill(PrefillKernel):
     """Prefill attention of one layer.
 
     Args:
@@ -124,7 +114,6 @@ class CpuPrefill:
         self.scratch = scratch
 
     def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
-        """See `PrefillKernel`."""
         for part in self._parts(batch.metadata, first, batch.key is None):
             for span in part.spans:
                 self._fill(span, batch, first, ring)
@@ -150,7 +139,7 @@ class CpuPrefill:
                 free -= blocks
             return [self._part(spans, metadata) for spans in parts if spans]
 
-        kind = CpuPrefillKind(self.query_heads, self.kv_heads, self.head_dim, window, shared)
+        kind = PrefillKind((self.query_heads, self.kv_heads, self.head_dim, self.scratch.blocks), window, shared)
         return metadata.steps.get(StepKey("prefill", kind, first), make)
 
     def _part(self, spans: list[Span], metadata: PackedMetadata) -> Part:

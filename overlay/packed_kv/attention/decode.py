@@ -29,13 +29,14 @@ from ..kernels.triton.launch import Arguments, Launch, Launches
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import bind_merge, merge_arguments, merge_grid, merge_tile
 from ..kernels.triton.rotate import QueryRotation, rotate_query_arguments, rotate_query_grid, rotation_matrix
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
 from .choice import Limits, takes_cuda
 from .context_shard import UNSHARDED, ContextShard
-from .protocols import DecodeBatch
+from .protocols import DecodeBatch, DecodeKernel
 from .routes import longest_fused
 
 Grid = tuple[int, int, int]
+Rotation = tuple[Grid, Arguments]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class PairStep:
     """What both kernels have of a step: grid and arguments of the rotation, query rows per KV head, and the merge, if
     one follows."""
 
-    rotate: tuple[Grid, Arguments]
+    rotate: Rotation
     rows: int
     merge: Merge | None
 
@@ -163,11 +164,10 @@ class Splits:
         rows = max(n * length * self.count(n, length) for n in range(1, most + 1) for length in lengths)
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
-    def prepare_rotation(
-        self, rotated: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[Grid, Arguments]:
-        """Return grid and arguments of the launch that only rotates; the store's are made from them."""
-        return rotate_query_grid(rotated, self.rotation), rotate_query_arguments(rotated, positions, bias)
+    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> Rotation:
+        """Return the launch that only rotates; the store's are made from it."""
+        assert batch.positions is not None and self.has_lse == (batch.lse is not None)
+        return rotate_query_grid(rotated, self.rotation), rotate_query_arguments(rotated, batch.positions, bias)
 
     def prepare_merge(self, partial: torch.Tensor, stats: torch.Tensor, lse: torch.Tensor | None) -> Merge:
         """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2]."""
@@ -196,7 +196,7 @@ class Splits:
         return cache.data_ptr(), cache.stride(), of_ring, of_sinks, output.stride(), output.dtype
 
     def batches_to_compile(self, variant: Callable[[int, int], Hashable]) -> list[tuple[int, int]]:
-        """See `DecodeKernel`. `variant`: of the kernel and the merge, by requests and their query tokens."""
+        """`variant`: of the kernel and the merge, by requests and their query tokens."""
         steps: dict[Hashable, tuple[int, int]] = {}
         of_tiles = {self.shape.tiles(query_len): query_len for query_len in range(self.longest, 0, -1)}
         for query_len in sorted({1, self.longest, *of_tiles.values()}):
@@ -205,8 +205,8 @@ class Splits:
         return list(steps.values())
 
 
-class TritonPairs:
-    """The Triton kernel over the pages of one layer of pairs. See `DecodeKernel`."""
+class TritonPairs(DecodeKernel[None]):
+    """The Triton kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_fused(layer.query_heads // layer.kv_heads, by_cuda=False)
@@ -215,19 +215,16 @@ class TritonPairs:
         self.bound = Launches()
 
     def reserve(self) -> None:
-        """See `DecodeKernel`."""
         self.splits.reserve()
 
     def prepare(self, batch: DecodeBatch) -> TritonPairStep:
-        """See `DecodeKernel`."""
-        assert batch.positions is not None and self.splits.has_lse == (batch.lse is not None)
         requests, query_len, splits = len(batch.seq_lens), batch.max_query_len, self.splits
         count = splits.count(requests, query_len)
         rotated, partial, stats, *rest = splits.take(batch.tokens, (batch.tokens, self.layer.query_heads, count))
         bias = rest[0] if rest else None
         tables = batch.block_table, batch.query_start, batch.seq_lens
         return TritonPairStep(
-            rotate=splits.prepare_rotation(rotated, batch.positions, bias),
+            rotate=splits.prepare_rotation(rotated, batch, bias),
             rows=batch.tokens * self.shape.group,
             merge=splits.prepare_merge(partial, stats, batch.lse),
             grid=decode_grid(self.shape, count, requests, query_len),
@@ -239,7 +236,6 @@ class TritonPairs:
         self, step: TritonPairStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `DecodeKernel`. `queries` are not looked at, as they are rotated."""
         assert output is not None and step.merge is not None
         kernels, merges = self.bound.get("decode", self.splits.held_for(cache, ring, output), _none_yet)
         decode = kernels.get(step.columns)
@@ -250,7 +246,6 @@ class TritonPairs:
         self.splits.merge(step.merge, merges, output)
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """See `DecodeKernel`."""
         return self.splits.batches_to_compile(self.variant)
 
     def variant(self, requests: int, query_len: int) -> Hashable:
@@ -258,8 +253,8 @@ class TritonPairs:
         return self.shape.tiles(query_len)[0], merge_tile(self.splits.count(requests, query_len))
 
 
-class HopperPairs:
-    """The CUDA kernel over the pages of one layer of pairs. See `DecodeKernel`."""
+class HopperPairs(DecodeKernel[None]):
+    """The CUDA kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         limits, group = layer.limits, layer.query_heads // layer.kv_heads
@@ -274,7 +269,7 @@ class HopperPairs:
         self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
 
     def reserve(self) -> None:
-        """See `DecodeKernel`. Compiles the schedulers, too."""
+        """Compiles the schedulers, too."""
         self.splits.reserve()
         tokens, columns = self.layer.limits.max_requests * self.splits.longest, self._columns(self.splits.longest)
         for scheduler in self.schedulers.values():
@@ -282,8 +277,6 @@ class HopperPairs:
             self.splits.take(tokens, (len(scheduler.items), self.layer.kv_heads, columns))
 
     def prepare(self, batch: DecodeBatch) -> HopperPairStep:
-        """See `DecodeKernel`."""
-        assert batch.positions is not None and self.splits.has_lse == (batch.lse is not None)
         requests, query_len, schedule = len(batch.seq_lens), batch.max_query_len, None
         grid = self.grid(requests, query_len)
         if grid.is_final:
@@ -298,7 +291,7 @@ class HopperPairs:
         tables = batch.block_table, batch.query_start, batch.seq_lens
         tensors = (rotated, *tables, partial, stats, bias, batch.ring, batch.lse, schedule)
         return HopperPairStep(
-            rotate=self.splits.prepare_rotation(rotated, batch.positions, bias),
+            rotate=self.splits.prepare_rotation(rotated, batch, bias),
             rows=batch.tokens * self.shape.group,
             merge=None if grid.is_final else self.splits.prepare_merge(partial, stats, batch.lse),
             grid=grid,
@@ -312,7 +305,6 @@ class HopperPairs:
         self, step: HopperPairStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `DecodeKernel`. `queries` are not looked at, as they are rotated."""
         assert output is not None
         held_for = self.splits.held_for(cache, ring, output)
         decode, merges = self.bound.get("decode", held_for, lambda: (self._bind(cache, ring, output), _none_yet()[1]))
@@ -338,7 +330,7 @@ class HopperPairs:
         return decode
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """See `DecodeKernel`. A bound kernel has all of its variants: one batch of a final grid will do."""
+        """A bound kernel has all of its variants: one batch of a final grid will do."""
 
         def variant(requests: int, query_len: int) -> Hashable:
             grid = self.grid(requests, query_len)

@@ -1,7 +1,7 @@
 """vLLM's attention implementation of one layer: what it refuses, its codec and kernels, and the call of each step.
 
 `layer.py` has the step: a batch's decodes run on a decode kernel (`decode.py`; on a CPU `cpu.py`) and the rest on the
-prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`active_blocks.py`).
+prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`reference/attention.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 from ..codecs.pages import PagedCodec
 from ..facts import Facts
 from ..formats import FORMATS
+from ..reference.attention import AttentionOptions
 from ..refusals import refuse
 from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
@@ -24,7 +25,6 @@ from ..settings.longest import longest_sequence
 from ..settings.options import read_options
 from ..window.layer import SUFFIX, WindowLayer, add_window_layer, recent_tokens_of_model
 from ..window.step import WindowStep
-from .active_blocks import AttentionOptions
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
 from .layer import PairAttention, PairParts

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ..codecs.pages import PagedCodec
-from ..window.metadata import RecentTokens
+from ..reference.attention import AttentionOptions, RecentTokens, attend
 from ..window.step import WindowStep
-from .active_blocks import AttentionOptions, attend
 from .context_shard import UNSHARDED, ContextShard
 from .metadata import Batch, PackedMetadata
 from .protocols import DecodeBatch, DecodeKernel, PrefillKernel

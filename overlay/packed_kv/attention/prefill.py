@@ -31,9 +31,10 @@ from ..kernels.triton.means import Means
 from ..kernels.triton.ring import bind_gather_ring, gather_ring_arguments
 from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
+from .protocols import PrefillKernel, PrefillKind
 from .step import StepKey
 
 if TYPE_CHECKING:
@@ -109,20 +110,7 @@ class PrefillStep:
     padded: list[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class PrefillKind:
-    """What layers have in common that share a step: `sizes` (query and KV heads, channels of K and V, tokens of the
-    workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
-    they read (1: none), and dtype."""
-
-    sizes: tuple[int, ...]
-    sliding_window: int | None
-    is_shared: bool
-    recent: int
-    dtype: torch.dtype
-
-
-class FlashPrefill:
+class FlashPrefill(PrefillKernel):
     """Prefill attention of one layer.
 
     Args:
@@ -157,7 +145,6 @@ class FlashPrefill:
         self.bound = Launches()
 
     def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
-        """See `PrefillKernel`. Queries, keys and values are fp16 or bf16; the batch's own tokens are in the cache."""
         step, query, output = self._step(batch, first, ring), *self._rows(batch, first)
         if batch.key is not None and batch.value is not None:
             rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
@@ -283,7 +270,7 @@ class FlashPrefill:
             )
 
         kind = PrefillKind(self.sizes, self.options.sliding_window, shared, recent, dtype)
-        rings = None if ring is None or batch.window is None else batch.window.metadata
+        rings = batch.window.metadata if ring and batch.window else None
         return metadata.steps.get(StepKey("prefill", kind, first, rings), make)
 
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:

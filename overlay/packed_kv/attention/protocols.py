@@ -40,26 +40,34 @@ class DecodeBatch:
     lse: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to be stored.
+
+    `slots`: int64 [tokens], block * block_size + offset; negative ones are skipped. `positions`: int64 [tokens], of
+    each in its request; None of latents. `ring_slots`: int32 [up to tokens], of the first of them, likewise; None: none
+    goes into a ring. `decodes`: the step of the decode kernel whose queries are rotated in the same launch, or None.
+    `only_ring`: whether the pages stay as they are.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor | None = None
+    ring_slots: torch.Tensor | None = None
+    decodes: Any = None
+    only_ring: bool = False
+
+
 class StoreKernel(Protocol):
-    """Writes new tokens of one layer into its pages and its ring."""
+    """Writes new tokens of one layer into its pages and its ring: `TritonPairStore`, `TritonLatentStore`,
+    `DirectStore`."""
 
-    def prepare(
-        self, slots: torch.Tensor, positions: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
-        decodes: Any = None,
-    ) -> Any:  # fmt: skip
-        """Return the step of these tokens; None: there are no tokens.
-
-        Args:
-            slots: int64 [tokens], block * block_size + offset; negative ones are skipped.
-            positions: int64 [tokens], of each token in its request; None for latents.
-            ring_slots: int32 [up to tokens], of the first of them; negative ones are skipped. None: only pages are
-                written.
-            decodes: the step of the decode kernel, whose queries are rotated in the same launch; None: none are.
-        """
+    def prepare(self, tokens: NewTokens) -> Any:
+        """Return the step of these tokens; None: there are none."""
+        return tokens if len(tokens.slots) else None
 
     def write(
         self, step: Any, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: torch.Tensor | None = None,
-        query: torch.Tensor | None = None, *, only_ring: bool = False,
+        query: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the tokens of a step.
 
@@ -69,30 +77,29 @@ class StoreKernel(Protocol):
                 their RoPE channels, [tokens or more, rank] and [tokens or more, rope_dim].
             ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], where the step has `ring_slots`.
             query: [tokens or more, query heads, head_dim], looked at where the step has decodes.
-            only_ring: leave the pages as they are.
         """
 
     def rotate(self, query: torch.Tensor, decodes: Any) -> None:
-        """Rotate the queries of a step's decodes, for a layer that stores no tokens. `decodes`: see `prepare`."""
+        """Rotate the queries of `decodes`, for a layer that stores no tokens, where attention wants them rotated."""
+        return None
 
 
 class DecodeKernel(Protocol[Result]):
     """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
     `HopperLatents`, `ReferenceLatents`."""
 
-    @property
-    def kind(self) -> Hashable:
-        """Kernels of equal kinds can share the step of a batch."""
-
-    @property
-    def longest(self) -> int:
-        """Query tokens of a request that are served."""
+    kind: Hashable
+    """Kernels of equal kinds can share the step of a batch."""
+    longest: int
+    """Query tokens of a request that are served."""
 
     def reserve(self) -> None:
-        """Size the workspace for any batch."""
+        """Size the workspace for any batch, where there is one."""
+        return None
 
     def prepare(self, batch: DecodeBatch) -> Any:
         """Return the step of a batch: grids, arguments and memory of its launches."""
+        return batch
 
     def attend(
         self, step: Any, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
@@ -101,9 +108,8 @@ class DecodeKernel(Protocol[Result]):
         """Attend over all cached tokens of a step's requests, the new ones included.
 
         Args:
-            step: of `prepare`.
             cache: see `StoreKernel.write`.
-            queries: of pairs [tokens or more, query heads, head_dim], which the store has rotated where it rotates any;
+            queries: of pairs [tokens or more, query heads, head_dim], not looked at where the store has rotated them;
                 of latents [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
             ring: of the layer, the new tokens included; None: there is none.
             output: of pairs, [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
@@ -111,11 +117,26 @@ class DecodeKernel(Protocol[Result]):
         Returns:
             Of pairs None. Of latents, in memory that the next layer overwrites: [tokens, heads, rank] of the queries'
             dtype, and None; of a rank's part in fp32, without the constant, and the natural lse of the scores, fp32
-            [tokens, heads].
+            [tokens, heads], -inf where the part has no token.
         """
+        raise NotImplementedError
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
         """Return requests and their query tokens, of steps that launch all variants of the kernel between them."""
+        return []
+
+
+@dataclass(frozen=True)
+class PrefillKind:
+    """What layers have in common that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
+    workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
+    they read (1: none), and queries' dtype, where it matters."""
+
+    sizes: tuple[int, ...]
+    sliding_window: int | None
+    is_shared: bool
+    recent: int = 1
+    dtype: torch.dtype | None = None
 
 
 class PrefillKernel(Protocol):

@@ -6,23 +6,21 @@ it had before, so their tokens follow behind their attention (`store_rest`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..codecs.ring import write as write_ring
+from .protocols import NewTokens, StoreKernel
 from .step import StepKey
 
 if TYPE_CHECKING:
     from ..codecs.latent import LatentCodec
     from ..codecs.pages import PagedCodec
-    from ..kernels.cpu.store import CpuStore
     from ..window.step import WindowStep
     from .latent.metadata import LatentMetadata
     from .metadata import Batch
-    from .protocols import StoreKernel
 
 
 class PairStore:
@@ -43,7 +41,7 @@ class PairStore:
         def make() -> Any:
             ring_slots = window.metadata.slots[:in_ring] if window and in_ring else None
             where = metadata.slot_mapping[:tokens], metadata.positions[:tokens], ring_slots
-            return self.kernel.prepare(*where, decode_step)
+            return self.kernel.prepare(NewTokens(*where, decode_step))
 
         step = metadata.steps.get(StepKey("store", self.kind, decodes, window.metadata if window else None), make)
         ring = window.layer.kv_cache if window and in_ring else None
@@ -58,12 +56,11 @@ class PairStore:
         rows, slots = slice(metadata.query_starts[first], metadata.num_actual_tokens), window.metadata.slots
 
         def make() -> Any:
-            return self.kernel.prepare(metadata.slot_mapping[rows], metadata.positions[rows], slots[rows])
+            where = metadata.slot_mapping[rows], metadata.positions[rows], slots[rows]
+            return self.kernel.prepare(NewTokens(*where, only_ring=True))
 
         step = metadata.steps.get(StepKey("ring", self.kind, first, window.metadata), make)
-        self.kernel.write(
-            step, batch.cache, batch.key[rows], batch.value[rows], window.layer.kv_cache, only_ring=True
-        )  # fmt: skip
+        self.kernel.write(step, batch.cache, batch.key[rows], batch.value[rows], window.layer.kv_cache)
 
 
 class LatentStore:
@@ -82,7 +79,7 @@ class LatentStore:
         if window is not None and metadata is not None:
             count = metadata.num_actual_tokens if metadata.has_new_prompts else metadata.num_decode_tokens
             ring, ring_slots = window.layer.kv_cache, window.metadata.slots[:count]
-        self.kernel.write(self.kernel.prepare(slots, None, ring_slots), cache, latent, rope, ring)
+        self.kernel.write(self.kernel.prepare(NewTokens(slots, ring_slots=ring_slots)), cache, latent, rope, ring)
 
     def store_rest(
         self, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, window: WindowStep | None,
@@ -92,85 +89,48 @@ class LatentStore:
         if window is None or metadata.has_new_prompts:
             return
         slots = window.metadata.slots[metadata.num_decode_tokens : metadata.num_actual_tokens]
-        step = self.kernel.prepare(slots, None, slots)
-        self.kernel.write(step, cache, latent, rope, window.layer.kv_cache, only_ring=True)
+        step = self.kernel.prepare(NewTokens(slots, ring_slots=slots, only_ring=True))
+        self.kernel.write(step, cache, latent, rope, window.layer.kv_cache)
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """The step of tokens whose kernel takes them as they are: see `StoreKernel.prepare`."""
+class DirectStore(StoreKernel):
+    """Stores tokens by a function that takes them as they are: the C++ library's `CpuStore`, or one of those below.
 
-    slots: torch.Tensor
-    positions: torch.Tensor | None
-    ring_slots: torch.Tensor | None
+    `function`: of the pages (None: only the ring is written), key, value, slots, positions, ring and ring slots.
+    """
 
-
-class _TakesTokens:
-    """The part of a `StoreKernel` that has nothing to prepare: no launch arguments, no queries to rotate."""
-
-    def prepare(
-        self, slots: torch.Tensor, positions: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
-        decodes: Any = None,
-    ) -> NewTokens | None:  # fmt: skip
-        """See `StoreKernel`."""
-        return NewTokens(slots, positions, ring_slots) if len(slots) else None
-
-    def rotate(self, query: torch.Tensor, decodes: Any) -> None:
-        """Do nothing: attention rotates queries."""
-
-
-class ReferencePairStore(_TakesTokens):
-    """Stores pairs in PyTorch."""
-
-    def __init__(self, codec: PagedCodec) -> None:
-        self.codec = codec
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
 
     def write(
         self, step: NewTokens | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        ring: torch.Tensor | None = None, query: torch.Tensor | None = None, *, only_ring: bool = False,
+        ring: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `StoreKernel`."""
-        if step is None:
-            return
-        count = len(step.slots)
-        if not only_ring:
-            self.codec.write(cache, step.slots, key[:count], value[:count], step.positions)
-        if ring is not None and step.ring_slots is not None and step.positions is not None:
-            count = len(step.ring_slots)
-            write_ring(ring, step.ring_slots, *self.codec.prepare(key[:count], value[:count], step.positions[:count]))
-
-
-class LibraryPairStore(_TakesTokens):
-    """Stores pairs by the C++ library of `kernels/cpu`."""
-
-    def __init__(self, library: CpuStore) -> None:
-        self.library = library
-
-    def write(
-        self, step: NewTokens | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        ring: torch.Tensor | None = None, query: torch.Tensor | None = None, *, only_ring: bool = False,
-    ) -> None:  # fmt: skip
-        """See `StoreKernel`."""
         if step is not None:
-            pages = None if only_ring else cache
-            self.library(pages, key, value, step.slots, step.positions, ring, step.ring_slots)
+            pages = None if step.only_ring else cache
+            self.function(pages, key, value, step.slots, step.positions, ring, step.ring_slots)
 
 
-class ReferenceLatentStore(_TakesTokens):
-    """Stores latents in PyTorch."""
+def reference_pair_store(codec: PagedCodec) -> DirectStore:
+    """Return what stores pairs in PyTorch."""
 
-    def __init__(self, codec: LatentCodec) -> None:
-        self.codec = codec
+    def store(pages: Any, key: Any, value: Any, slots: Any, positions: Any, ring: Any, ring_slots: Any) -> None:
+        if pages is not None:
+            codec.write(pages, slots, key[: len(slots)], value[: len(slots)], positions)
+        if ring is not None:
+            rows = slice(len(ring_slots))
+            write_ring(ring, ring_slots, *codec.prepare(key[rows], value[rows], positions[rows]))
 
-    def write(
-        self, step: NewTokens | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        ring: torch.Tensor | None = None, query: torch.Tensor | None = None, *, only_ring: bool = False,
-    ) -> None:  # fmt: skip
-        """See `StoreKernel`."""
-        if step is None:
-            return
-        if not only_ring:
-            self.codec.write(cache, step.slots, key, value)
-        if ring is not None and step.ring_slots is not None:
-            count = len(step.ring_slots)
-            self.codec.write_ring(ring, step.ring_slots, key[:count], value[:count])
+    return DirectStore(store)
+
+
+def reference_latent_store(codec: LatentCodec) -> DirectStore:
+    """Return what stores latents in PyTorch."""
+
+    def store(pages: Any, latent: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
+        if pages is not None:
+            codec.write(pages, slots, latent, rope)
+        if ring is not None:
+            codec.write_ring(ring, ring_slots, latent[: len(ring_slots)], rope[: len(ring_slots)])
+
+    return DirectStore(store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,7 @@ from ..kernels.triton.latent_store import bind_store_latents, store_latents_argu
 from ..kernels.triton.launch import Arguments, Launches
 from ..kernels.triton.rotate import QueryRotation, bind_rotate_query
 from ..kernels.triton.store import bind_store, store_arguments, store_grid
+from .protocols import NewTokens, StoreKernel
 
 if TYPE_CHECKING:
     from .decode import PairStep
@@ -22,14 +23,15 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class StoreStep:
-    """Grid and arguments of a step's launch, and whether it rotates queries."""
+    """Grid and arguments of a step's launch, whether it leaves the pages alone, and whether it rotates queries."""
 
     grid: Grid
     arguments: Arguments
+    only_ring: bool
     rotates: bool = False
 
 
-class TritonPairStore:
+class TritonPairStore(StoreKernel):
     """Stores pairs of one layer, and rotates queries.
 
     Args:
@@ -42,23 +44,20 @@ class TritonPairStore:
         self.codec, self.kv_heads, self.rotation = codec, kv_heads, rotation
         self.bound = Launches()
 
-    def prepare(
-        self, slots: torch.Tensor, positions: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
-        decodes: PairStep | None = None,
-    ) -> StoreStep | None:  # fmt: skip
-        """See `StoreKernel`."""
-        if not len(slots):
+    def prepare(self, tokens: NewTokens) -> StoreStep | None:
+        if not len(tokens.slots):
             return None
-        assert positions is not None
+        slots, decodes = tokens.slots, tokens.decodes
+        assert tokens.positions is not None
         rotate, rows = (None, 0) if decodes is None else (decodes.rotate[1], decodes.rows)
         grid = store_grid(self.codec, len(slots), self.kv_heads, rows, self.rotation.bias_programs)
-        return StoreStep(grid, store_arguments(self.codec, slots, positions, ring_slots, rotate), rotate is not None)
+        arguments = store_arguments(self.codec, slots, tokens.positions, tokens.ring_slots, rotate)
+        return StoreStep(grid, arguments, tokens.only_ring, rotate is not None)
 
     def write(
         self, step: StoreStep | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        ring: torch.Tensor | None = None, query: torch.Tensor | None = None, *, only_ring: bool = False,
+        ring: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `StoreKernel`."""
         if step is None:
             return
         queries = None if query is None or not step.rotates else (query, self.rotation)
@@ -69,49 +68,40 @@ class TritonPairStore:
             key.stride(), value.stride(), read.stride(),
         )  # fmt: skip
         launch = self.bound.get(
-            ("store", ring is None, step.rotates, only_ring),
+            ("store", ring is None, step.rotates, step.only_ring),
             held_for,
-            lambda: bind_store(self.codec, cache, key, value, ring, queries, only_ring=only_ring),
+            lambda: bind_store(self.codec, cache, key, value, ring, queries, only_ring=step.only_ring),
         )
         launch(step.grid, (key, value, read), step.arguments)
 
     def rotate(self, query: torch.Tensor, decodes: PairStep) -> None:
-        """See `StoreKernel`."""
         held_for = (query.stride(), query.dtype)
         launch = self.bound.get("rotate", held_for, lambda: bind_rotate_query(query, self.kv_heads, self.rotation))
         launch(decodes.rotate[0], (query,), decodes.rotate[1])
 
 
-class TritonLatentStore:
+class TritonLatentStore(StoreKernel):
     """Stores latents of one layer. `codec`: of the layer, on a CUDA device."""
 
     def __init__(self, codec: LatentCodec) -> None:
         self.codec, self.bound = codec, Launches()
 
-    def prepare(
-        self, slots: torch.Tensor, positions: torch.Tensor | None = None, ring_slots: torch.Tensor | None = None,
-        decodes: Any = None,
-    ) -> StoreStep | None:  # fmt: skip
-        """See `StoreKernel`."""
-        if not len(slots):
+    def prepare(self, tokens: NewTokens) -> StoreStep | None:
+        if not len(tokens.slots):
             return None
-        arguments = store_latents_arguments(self.codec, slots, ring_slots)
-        return StoreStep(store_latents_grid(self.codec, len(slots)), arguments)
+        arguments = store_latents_arguments(self.codec, tokens.slots, tokens.ring_slots)
+        return StoreStep(store_latents_grid(self.codec, len(tokens.slots)), arguments, tokens.only_ring)
 
     def write(
         self, step: StoreStep | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        ring: torch.Tensor | None = None, query: torch.Tensor | None = None, *, only_ring: bool = False,
+        ring: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `StoreKernel`."""
         if step is None:
             return
         of_ring = None if ring is None else (ring.data_ptr(), ring.stride())
         launch = self.bound.get(
-            ("store", ring is None, only_ring),
+            ("store", ring is None, step.only_ring),
             (cache.data_ptr(), cache.stride(), of_ring, key.stride(), value.stride(), key.dtype, value.dtype),
-            lambda: bind_store_latents(self.codec, cache, key, value, ring, only_ring=only_ring),
+            lambda: bind_store_latents(self.codec, cache, key, value, ring, only_ring=step.only_ring),
         )
         launch(step.grid, (key, value), step.arguments)
-
-    def rotate(self, query: torch.Tensor, decodes: Any) -> None:
-        """Do nothing: vLLM's products bring queries into the basis of stored latents."""

@@ -11,10 +11,10 @@ from ..codecs.ring import Ring
 from ..kernels.ahead import Ahead
 from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
-from .latent.plain import RecentContext, Span
+from .latent.in_pytorch import RecentContext, Span
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
-from .protocols import DecodeBatch
+from .protocols import DecodeBatch, NewTokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,7 +94,7 @@ class PairWarmup:
         new_tokens = tokens if prefill is None else -(-tokens // 2)
         pages = self._pages(tokens)
         positions = torch.arange(tokens, device=key.device)
-        store.write(store.prepare(positions, positions), pages, key[:tokens], value[:tokens])
+        store.write(store.prepare(NewTokens(positions, positions)), pages, key[:tokens], value[:tokens])
         one = PackedMetadata.of_one_request(
             tokens, new_tokens, key.device, parts.shard, self.heads, self.block_size
         )  # fmt: skip
@@ -105,8 +105,8 @@ class PairWarmup:
             ring = self._ring(tokens, self.window_layer)
             for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
                 rows = positions[start:]
-                step = store.prepare(rows, rows, rows.to(torch.int32))
-                store.write(step, pages, key[rows], value[rows], ring.cache, only_ring=start > 0)
+                step = store.prepare(NewTokens(rows, rows, rows.to(torch.int32), only_ring=start > 0))
+                store.write(step, pages, key[rows], value[rows], ring.cache)
             prefill.attend(batch, 0, ring)
             self.window_layer.fill_slots_of_one_request(ring)
 
@@ -129,7 +129,7 @@ class PairWarmup:
                 lse = output.new_empty((requests, self.heads))
             tables = count[:-1, None], count, count[1:]
             step = self.decode.prepare(DecodeBatch(*tables, requests, query_len, positions, ring, lse))
-            tokens = self.store.prepare(positions, positions, ring_slots, step)
+            tokens = self.store.prepare(NewTokens(positions, positions, ring_slots, step))
             cache = None if ring is None else ring.cache
             self.store.write(tokens, pages, key[:requests], value[:requests], cache, queries)
             self.decode.attend(step, pages, (queries,), ring, output)
@@ -182,12 +182,13 @@ def warm_up_latents(
                 decode.attend(step, cache, queries, ring)
         if window_layer is not None and ring is not None:
             window_layer.fill_slots_of_one_request(ring)
-            store.write(store.prepare(one.long(), None, one), cache, *new, ring.cache)
-            store.write(store.prepare(one, None, one), cache, *new, ring.cache, only_ring=True)
+            for slots, only_ring in ((one.long(), False), (one, True)):
+                tokens = NewTokens(slots, ring_slots=one, only_ring=only_ring)
+                store.write(store.prepare(tokens), cache, *new, ring.cache)
             recent = RecentContext(ring, one)
             prefix.gather_values(chunk, rows, recent)
         else:
-            store.write(store.prepare(one.long()), cache, *new)
+            store.write(store.prepare(NewTokens(one.long())), cache, *new)
         prefix.gather(cache, table[:1], chunk, rows, recent)
     for kernel in (store, decode, prefix):
         kernel.bound.clear()  # pages and a ring of our own go

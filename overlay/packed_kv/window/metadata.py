@@ -16,25 +16,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
+from ..reference.attention import RecentTokens
 from .slots import fill_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-
-@dataclass(frozen=True)
-class RecentTokens:
-    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
-
-    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
-    tokens here, its own included, and those before them from the pages.
-    """
-
-    first: int
-    window: int
-    key: torch.Tensor
-    value: torch.Tensor
 
 
 @dataclass(eq=False)  # an object is a key of what a step makes for its rings: it names itself alone

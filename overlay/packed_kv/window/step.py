@@ -9,7 +9,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from ..codecs.ring import Ring, read, round_trip
-from .metadata import RecentTokens
+from ..reference.attention import RecentTokens
 
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.codecs import ring as ring_codec
 from packed_kv.codecs.pages import PagedCodec
@@ -14,7 +13,7 @@ from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cpu.compiler import Target
 from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.layout import ring_slot_bytes
-from packed_kv.window.metadata import RecentTokens
+from packed_kv.reference.attention import AttentionOptions, RecentTokens, attend
 
 POISON = 0xFF
 

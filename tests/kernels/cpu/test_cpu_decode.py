@@ -11,10 +11,10 @@ import pytest
 import torch
 from batches import Batch, gaussian, relative_rms
 from packed_kv import FORMATS
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
 from packed_kv.layout import MEAN_BLOCK
+from packed_kv.reference.attention import AttentionOptions
 from packed_kv.rope import Rope
 
 BOUND = 3e-4

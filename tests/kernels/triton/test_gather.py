@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.metadata import Batch
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill, takes_two_sizes
 from packed_kv.attention.prefix import key_part, prefix_parts
@@ -17,6 +16,7 @@ from packed_kv.kernels.triton.combine import combine
 from packed_kv.kernels.triton.gather import gather, unrotate
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
+from packed_kv.reference.attention import AttentionOptions
 from test_decode import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

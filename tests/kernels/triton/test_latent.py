@@ -1,16 +1,16 @@
-"""Latent attention's kernels against their references: `LatentCodec` and `attention/latent/plain.py`."""
+"""Latent attention's kernels against their references: `LatentCodec` and `reference/latent_attention.py`."""
 
 from __future__ import annotations
 
 import null_code
 import pytest
 import torch
-from packed_kv.attention.latent.plain import attend
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS, Format
 from packed_kv.kernels.triton.latent_decode import decode_latents
 from packed_kv.kernels.triton.latent_gather import gather_latents
 from packed_kv.kernels.triton.latent_store import bind_store_latents, store_latents
+from packed_kv.reference.latent_attention import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = ((512, 64), (96, 32))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from packed_kv.attention.latent.plain import RecentContext, ReferenceLatentPrefix, attend
+from packed_kv.attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -22,7 +22,8 @@ from packed_kv.kernels.triton.latent_ring import (
     split_lens,
 )
 from packed_kv.kernels.triton.latent_store import store_latents
-from packed_kv.window.slots import fill_slots, page_lens
+from packed_kv.reference.latent_attention import attend, page_lens
+from packed_kv.window.slots import fill_slots
 from test_latent import DEVICE, SCALE, codec_of, filled, poisoned, tokens
 from test_ring import ring_of
 

@@ -38,7 +38,7 @@ from ...kernels.triton.latent_ring import (
 )
 from ...kernels.triton.launch import Arguments, Launches
 from ..choice import Limits, takes_cuda
-from ..protocols import DecodeBatch
+from ..protocols import DecodeBatch, DecodeKernel
 
 Grid = tuple[int, int, int]
 Attended = tuple[torch.Tensor, torch.Tensor | None]
@@ -150,8 +150,8 @@ class TritonLatentStep(NamedTuple):
     ring: tuple[Grid, Arguments] | None
 
 
-class TritonLatents:
-    """The Triton kernels over latents of one layer. See `DecodeKernel`."""
+class TritonLatents(DecodeKernel[Attended]):
+    """The Triton kernels over latents of one layer."""
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
@@ -164,13 +164,11 @@ class TritonLatents:
         return split_count(requests, row_tiles(self.shape, query_len), self.results.sm_count)
 
     def reserve(self) -> None:
-        """See `DecodeKernel`."""
         counts, lengths = range(1, self.layer.limits.max_requests + 1), range(1, self.longest + 1)
         rows = max(n * length * self._splits(n, length) for n in counts for length in lengths)
         self.results.reserve((rows, self.layer.heads))
 
     def prepare(self, batch: DecodeBatch) -> TritonLatentStep:
-        """See `DecodeKernel`."""
         requests, query_len, ring = len(batch.seq_lens), batch.max_query_len, None
         splits = self._splits(requests, query_len)
         memory = self.results.take((batch.tokens, self.layer.heads, splits), batch.tokens)
@@ -193,7 +191,6 @@ class TritonLatents:
         self, step: TritonLatentStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
-        """See `DecodeKernel`."""
         q_latent, q_rope = queries
         pages = step.memory.pages
         strides = cache.stride(), q_latent.stride(), q_rope.stride()
@@ -232,7 +229,6 @@ class TritonLatents:
         launch(grid, (q_latent, q_rope, output), arguments)
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """See `DecodeKernel`."""
         batches = {}
         for length in range(self.longest, 0, -1):
             for requests in range(self.layer.limits.max_requests, 0, -1):
@@ -250,9 +246,8 @@ class HopperLatentStep(NamedTuple):
     tensors: tuple[DecodeBatch, torch.Tensor, cuda.Parts]
 
 
-class HopperLatents:
-    """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too. See
-    `DecodeKernel`."""
+class HopperLatents(DecodeKernel[Attended]):
+    """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
@@ -267,12 +262,10 @@ class HopperLatents:
         return (shape.partial_rows(requests if self.layer.window else 0),)
 
     def reserve(self) -> None:
-        """See `DecodeKernel`."""
         requests, lengths = self.layer.limits.max_requests, range(1, self.longest + 1)
         self.results.reserve(max(self._partials(requests, length) for length in lengths))
 
     def prepare(self, batch: DecodeBatch) -> HopperLatentStep:
-        """See `DecodeKernel`."""
         layer, query_len, sm_count, ring = self.layer, batch.max_query_len, self.results.sm_count, None
         memory = self.results.take(self._partials(len(batch.seq_lens), query_len), batch.tokens)
         lens = self.results.count_tokens(batch)
@@ -289,7 +282,7 @@ class HopperLatents:
         self, step: HopperLatentStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
-        """See `DecodeKernel`. Nothing is launched between the kernel over pages and that for the ring, which begins
+        """Nothing is launched between the kernel over pages and that for the ring, which begins
         early (`kernels/cuda/early_launch.py`)."""
         q_latent, q_rope = queries
         held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
@@ -321,7 +314,7 @@ class HopperLatents:
         return attend
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """See `DecodeKernel`. What is bound for one batch has all variants."""
+        """What is bound for one batch has all variants."""
         return [(1, 1)]
 
 

@@ -39,11 +39,11 @@ from ..context_shard import shard_of
 from ..metadata import longest_decode
 from ..protocols import DecodeBatch, DecodeKernel
 from ..step import StepKey
-from ..store import LatentStore, ReferenceLatentStore
+from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of, warm_up_latents
 from .fold import FoldedWeights
+from .in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
 from .metadata import LatentMetadata
-from .plain import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
 
 if TYPE_CHECKING:
     from .prefix import TritonLatentPrefix
@@ -165,7 +165,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
         if self.device.type != "cuda" or dtype == torch.float32:
             decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
-            return LatentParts(LatentStore(ReferenceLatentStore(codec)), decode, ReferenceLatentPrefix(codec))
+            return LatentParts(LatentStore(reference_latent_store(codec)), decode, ReferenceLatentPrefix(codec))
         from ..choice import Limits  # these import Triton, which the CPU platform may lack
         from ..triton_store import TritonLatentStore
         from .decode import LatentLayout, latent_kernel

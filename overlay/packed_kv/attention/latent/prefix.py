@@ -10,7 +10,7 @@ from ...codecs.latent import LatentCodec
 from ...kernels.triton.latent_gather import bind_gather_latents, gather_latents
 from ...kernels.triton.latent_ring import bind_gather_latent_ring, gather_latent_ring
 from ...kernels.triton.launch import Launches
-from .plain import RecentContext
+from .in_pytorch import RecentContext
 
 
 class TritonLatentPrefix:

@@ -26,7 +26,7 @@ _ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class DecodeOptions(Protocol):
-    """What a layer's attention needs besides its tensors: `attention.active_blocks.AttentionOptions`."""
+    """What a layer's attention needs besides its tensors: `reference.attention.AttentionOptions`."""
 
     @property
     def scale(self) -> float: ...
@@ -65,7 +65,7 @@ class Arguments(ctypes.Structure):
 
 
 class CpuDecode:
-    """Decode attention of one layer over packed pages, as `attention.active_blocks.attend` has it.
+    """Decode attention of one layer over packed pages, as `reference.attention.attend` has it.
 
     Outputs have the same bits whatever the number of threads and the other requests of a batch.
 

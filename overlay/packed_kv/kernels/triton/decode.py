@@ -3,7 +3,7 @@
 One warp serves one (request, KV head, split) for a tile of 8, 16 or 32 columns: the query heads of the KV head, and of
 its few query tokens, with K and V as the left operands. Up to 32 columns, each packed byte is read once. Partial
 results of the splits are combined, and V's rotation undone, by `merge.py`. The reference is
-`attention/active_blocks.attend`.
+`reference/attention.attend`.
 """
 
 from __future__ import annotations

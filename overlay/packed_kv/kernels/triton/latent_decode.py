@@ -1,8 +1,8 @@
 """Split-KV decode of latent attention over packed pages: rows (heads times query tokens) attend to latents as stored.
 
 A tile of tokens is unpacked for the scores, and again for the sums: that takes fewer registers than to keep it. Any
-rank, any card from sm_80 on; where it serves, `kernels/cuda` has a faster one. `attention/latent/plain.attend` is the
-reference.
+rank, any card from sm_80 on; where it serves, `kernels/cuda` has a faster one. `reference/latent_attention.attend` is
+the reference.
 """
 
 from __future__ import annotations

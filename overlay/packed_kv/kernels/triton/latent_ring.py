@@ -2,8 +2,8 @@
 
 Attention over pages comes first, by whichever kernel, and leaves its output and lse; `attend_latent_ring` adds the
 tokens of the ring to it. A token has its latent and its RoPE channels in one vector of 8 bits (`layout.py`), which
-`latent_store.py` writes. The references are `LatentCodec.read_ring`, `window/slots.page_lens` and
-`attention/latent/plain.attend`.
+`latent_store.py` writes. The references are `LatentCodec.read_ring`, `page_lens` and `attend` of
+`reference/latent_attention.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _split_lens_kernel(page_lens, query_start, seq_lens, first, requests, WINDOW
 def split_lens(
     query_start: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, window: int, page_lens: torch.Tensor
 ) -> None:
-    """Fill `page_lens`, int32 [requests or more], with `window/slots.page_lens` of the other arguments, in one
+    """Fill `page_lens`, int32 [requests or more], with `latent_attention.page_lens` of the other arguments, in one
     launch."""
     requests = len(seq_lens)
     launch = _bind_split_lens(window, seq_lens.device)

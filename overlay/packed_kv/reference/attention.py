@@ -8,16 +8,12 @@ a query sees the same tiles however its request was cut, batched, cached or pree
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..codecs.pages import PagedCodec
 from ..layout import MICRO_BLOCK
 from .context_shard import UNSHARDED, ContextShard
-
-if TYPE_CHECKING:
-    from ..window.metadata import RecentTokens
 
 KV_TILE = 1024
 """Tokens of a request dequantised at a time: at 8 KV heads of 128 channels, 8 MB of K and V in fp32."""
@@ -38,6 +34,20 @@ class AttentionOptions:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RecentTokens:
+    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
+
+    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
+    tokens here, its own included, and those before them from the pages.
+    """
+
+    first: int
+    window: int
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 def attend(
