@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def shard_of(config: VllmConfig) -> ContextShard:
-    """That of this process."""
+    """Return the shard of this process."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size == 1:
         return UNSHARDED

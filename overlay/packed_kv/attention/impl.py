@@ -123,7 +123,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             add_window_layer(self, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
-        """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
+        """Return what prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
         if self.device.type != "cuda":
             return None
         from .prefill import find_flash_attention
@@ -203,13 +203,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
         Args:
             layer: may share another layer's cache.
-            query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
-            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], same dtype; not looked at in a
-                layer that shares another's cache. None: the layer reads what it stored of this batch before, as in a
-                model that runs its layers in loops.
-            kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes]; empty in vLLM's profiling run.
-            attn_metadata: None in the profiling run, and in steps without requests.
-            output: [tokens, query heads, value_dim], filled; rows of padding may hold anything afterwards.
+            query, key, value, kv_cache, attn_metadata, output: see `Batch`. Rows of padding of the output may hold
+                anything afterwards. Key and value are not looked at in a layer that shares another's cache; None: the
+                layer reads what it stored of this batch before, as in a model that runs its layers in loops. The cache
+                is empty in vLLM's profiling run; there are no metadata then, nor in steps without requests.
             output_scale, output_block_scale: must be None.
         """
         shared = self.kv_sharing_target_layer_name

@@ -45,7 +45,7 @@ class PackedMetadata(AttentionMetadata):
     positions in the request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
     the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
-    batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
+    batch; `context[i]` is `seq_lens[i]` (of requests that the decode kernel serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
     `steps` keeps what the first layer of a kind made for the others.
     `shard` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
@@ -70,7 +70,7 @@ class PackedMetadata(AttentionMetadata):
     steps: StepCache = field(default_factory=StepCache)
 
     def has_new_prompts(self, first: int) -> bool:
-        """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
+        """Return whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
         new_tokens = self.query_starts[-1] - self.query_starts[first]
         return self.steps.get(StepKey("new prompts", first=first), lambda: new_tokens == sum(self.context[first:]))
 
@@ -160,7 +160,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches of decodes, drafts included, where the fused route serves them; others are scheduled on the host."""
+        """Return UNIFORM_BATCH where the decode kernel serves decodes with their drafts; others need the host."""
         if _fused_serves(vllm_config, kv_cache_spec, longest_decode(vllm_config)):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
@@ -200,7 +200,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         )
 
     def _stored_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
+        """Return those of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
         if self.shard == UNSHARDED:
             return seq_lens
         return self.stored_lens[: len(seq_lens)].copy_(self.shard.count(seq_lens))
@@ -235,20 +235,20 @@ def longest_decode(vllm_config: VllmConfig) -> int:
 
 
 def device_and_kernel(vllm_config: VllmConfig) -> tuple[tuple[int, int] | None, str]:
-    """Of the GPU, its compute capability, and the option `decode_kernel`: what limits decodes; see `routes.py`."""
+    """Return the GPU's compute capability and the option `decode_kernel`: what limits decodes; see `routes.py`."""
     return current_platform.get_device_capability(), read_options(vllm_config.additional_config).decode_kernel
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
-    """Whether the fused route decodes all packed layers, `spec`'s among them, with up to `query_len` query tokens."""
+    """Return whether the decode kernel serves all packed layers, `spec`'s among them, with so many query tokens."""
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
     return vllm_config.model_config.dtype != torch.float32 and query_len <= _longest_fused(vllm_config)[0]
 
 
 def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The most query tokens of a request that the fused route takes of all packed layers, and the query heads a KV head
-    of the layer that takes no more. Sliding layers may have more heads than the model says (Step-3.5), and the CUDA
+    """Return the most query tokens of a request that the decode kernel takes of all packed layers, and the GQA group of
+    the layer that takes no more. Sliding layers may have more heads than the model says (Step-3.5), and the CUDA
     kernel does not serve them."""
     capability, kernel = device_and_kernel(vllm_config)
     limits = []

@@ -211,9 +211,9 @@ class FlashPrefill(PrefillKernel):
         """Add the attention over prefixes to `output` and `lse`, part by part."""
         for read in step.parts:
             part = read.part
-            seen = slice(part.first_row, part.end_row)
+            seen = part.seen
             key, value = self._read(cache, read, ring)
-            over_part = step.over_parts[: part.end_row - part.first_row]
+            over_part = step.over_parts[: seen.stop - seen.start]
             # Keys follow one another without a mask: to the right of its position a row sees all there are.
             part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
             combine(output[seen], lse[:, seen], over_part, part_lse, self._combine(output, over_part.shape[2]))
@@ -289,26 +289,13 @@ class FlashPrefill(PrefillKernel):
         return read.key[..., : self.codec.key.head_dim], read.value[..., : self.flash_attention.value_dim]
 
     def _flash(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        part: KeyPart,
-        output: torch.Tensor,
-        *,
-        causal: bool,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Attention over a part into `output`; returns its lse, fp32 [query heads, rows].
-
-        Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows
-        than keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
-        """
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: KeyPart, output: torch.Tensor, *,
+        causal: bool, window: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention over a part into `output`; returns its lse, fp32 [query heads, rows]."""
         _, lse = self.flash_attention.function(
-            query, key, value, cu_seqlens_q=part.query_starts, cu_seqlens_k=part.key_starts,
-            max_seqlen_q=part.longest_query, max_seqlen_k=max(part.longest_key, part.longest_query),
-            softmax_scale=self.options.scale, causal=causal, window_size=list(window),
-            softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output,
+            query, key, value, **part.lengths, softmax_scale=self.options.scale, causal=causal,
+            window_size=list(window), softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output,
         )  # fmt: skip
         return lse
 

@@ -99,18 +99,17 @@ def _trim(part: list[Span]) -> list[Span]:
 class KeyPart:
     """A part as the kernels and FlashAttention want it.
 
-    `first_row` .. `end_row` are its rows of the prefill; `query_starts` and `key_starts`, int32 [requests + 1] on the
-    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`;
-    `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of `gather_ring`, or
-    None.
+    `seen` are its rows of the prefill; `lengths`, FlashAttention's arguments for where each request's rows and keys
+    begin in the part, int32 [requests + 1] on the device, and the most of one; `micro_blocks` and `rows` are those of
+    `gather`; `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of
+    `gather_ring`, or None.
+
+    Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows than
+    keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
     """
 
-    first_row: int
-    end_row: int
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
-    longest_query: int
-    longest_key: int
+    seen: slice
+    lengths: dict[str, torch.Tensor | int]
     tokens: int
     left: int
     micro_blocks: torch.Tensor
@@ -163,17 +162,17 @@ def key_part(
     # Of each key: what its index in the part is short of its place. A known size saves waiting for the device.
     offsets = starts_.repeat_interleave(keys_.diff(), output_size=keys[-1])
     indices = torch.arange(keys[-1], dtype=torch.int32, device=block_table.device) + offsets
+    longest = max(span.queries for span in spans)
     return KeyPart(
-        first_row=first_row,
-        end_row=first_row + queries[-1],
-        query_starts=queries_,
-        key_starts=keys_,
-        longest_query=max(span.queries for span in spans),
-        longest_key=max(span.end - span.start for span in spans),
+        seen=slice(first_row, first_row + queries[-1]),
+        lengths=dict(
+            cu_seqlens_q=queries_, cu_seqlens_k=keys_, max_seqlen_q=longest,
+            max_seqlen_k=max(longest, *(span.end - span.start for span in spans)),
+        ),
         tokens=keys[-1],
         left=spans[0].left,
         micro_blocks=micro_blocks,
         rows=rows_,
         positions=indices if shard == UNSHARDED else shard.position(indices),
         recent=recent_.view(-1, 4) if recent else None,
-    )
+    )  # fmt: skip

@@ -12,7 +12,7 @@ kernel, which decodes them once for 64 columns, takes more (`kernels.cuda.longes
 
 
 def longest_fused(group: int, *, by_cuda: bool) -> int:
-    """Query tokens of a request that the fused route takes. One it always takes, as CUDA graphs need this route.
+    """Return the query tokens of a request that the decode kernel takes. One it always takes, as CUDA graphs need it.
 
     group: query heads a KV head. by_cuda: whether the CUDA kernel serves the layer, or Triton's.
     """

@@ -314,7 +314,7 @@ class HopperLatents(DecodeKernel[Attended]):
         return attend
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """What is bound for one batch has all variants."""
+        """Return one batch: a bound kernel has all variants."""
         return [(1, 1)]
 
 

@@ -44,7 +44,7 @@ class LatentMetadata(MLACommonMetadata[LatentDecodeMetadata]):
 
     @property
     def has_new_prompts(self) -> bool:
-        """Whether nothing of the batch's prompts is in the cache before it."""
+        """True if nothing of the batch's prompts is in the cache before it."""
         return self.prefill is None or self.prefill.chunked_context is None
 
 
