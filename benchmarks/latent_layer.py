@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from kernels import captured, interleaved
 from latent_kernels import BLOCK_SIZE, RANK, RING_BLOCK, ROPE, SCALE, packed_pages
+from launchers import store_latents
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -29,12 +30,7 @@ from packed_kv.kernels.cuda import latent_launch as cuda
 from packed_kv.kernels.cuda import latent_ring_launch as cuda_ring
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
 from packed_kv.kernels.triton import latent_ring
-from packed_kv.kernels.triton.latent_store import (
-    bind_store_latents,
-    store_latents,
-    store_latents_arguments,
-    store_latents_grid,
-)
+from packed_kv.kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
 
 SHAPES = ((8, 1024), (64, 8192), (8, 32768), (64, 4096))
 LAYERS, STORES = 8, (8, 64, 256, 512, 8192)

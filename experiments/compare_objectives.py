@@ -23,6 +23,7 @@ import torch
 import transformers
 from format_error import print_table
 from packed_kv import FORMATS, get_codec
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs import Codec
 from packed_kv.formats import GROUP_SIZE
 from tq_calibrate.choose import LayerChoice, channel_order, choose, outlier_channels
@@ -71,7 +72,8 @@ def ranked(layer: LayerStatistics, figures: tuple[torch.Tensor, torch.Tensor]) -
     orders = [figure.argsort(dim=-1, descending=True, stable=True) for figure in figures]
     count = FORMATS[RECIPE].outlier_channels(layer.key_energy.shape[-1])
     outliers = [order[:, :count].sort(-1).values for order in orders]
-    return LayerChoice(outliers[0], outliers[1], orders[0], orders[1])
+    key, value = map(ChannelCalibration, outliers, orders)
+    return LayerChoice(key, value)
 
 
 def choices_of(seen: Statistics, alike: Statistics, weights: Statistics) -> dict[str, dict[int, LayerChoice] | None]:
@@ -83,7 +85,8 @@ def choices_of(seen: Statistics, alike: Statistics, weights: Statistics) -> dict
         choices[name] = {n: chosen_with(layer, means, scales) for n, layer in seen.layers.items()}
     whole = {n: choose(layer, RECIPE) for n, layer in seen.layers.items()}
     choices["tq-calibrate, one mean for all tokens"] = {
-        n: dataclasses.replace(choice, key_first_mean=None) for n, choice in whole.items()
+        n: dataclasses.replace(choice, key=dataclasses.replace(choice.key, first_mean=None))
+        for n, choice in whole.items()
     }
     choices["tq-calibrate, all keys alike"] = {n: choose(layer, RECIPE) for n, layer in alike.layers.items()}
     choices["tq-calibrate --weights-only"] = {n: choose(layer, RECIPE) for n, layer in weights.layers.items()}
@@ -101,41 +104,35 @@ def chosen_with(layer: LayerStatistics, means: bool, scales: bool) -> LayerChoic
     count = FORMATS[RECIPE].outlier_channels(layer.key_energy.shape[-1])
     key, value = (layer.key_variance, layer.key_weight), (layer.value_energy, layer.value_weight)
     return LayerChoice(
-        outlier_channels(*key, count),
-        outlier_channels(*value, count),
-        channel_order(*key),
-        channel_order(*value),
-        layer.key_mean,
-        layer.key_first_mean,
-        rope=layer.rope,
+        ChannelCalibration(outlier_channels(*key, count), channel_order(*key), layer.key_mean, layer.key_first_mean),
+        ChannelCalibration(outlier_channels(*value, count), channel_order(*value)),
+        layer.rope,
     )
 
 
 def sorted_groups(layer: LayerStatistics, choice: LayerChoice) -> LayerChoice:
     """The same scale groups, with channels of like size beside each other in them."""
-    assert choice.key_scale is not None
+    assert choice.key.scale is not None
     orders = []
-    stored = layer.key_variance * choice.key_scale.square()
-    for energy, order in ((stored, choice.key_channel_order), (layer.value_energy, choice.value_channel_order)):
+    stored = layer.key_variance * choice.key.scale.square()
+    for energy, order in ((stored, choice.key.channel_order), (layer.value_energy, choice.value.channel_order)):
         groups = order.unflatten(-1, (-1, GROUP_SIZE))
         by_size = energy.gather(-1, order).view_as(groups).argsort(dim=-1, descending=True)
         orders.append(groups.gather(-1, by_size).flatten(1))
-    return dataclasses.replace(choice, key_channel_order=orders[0], value_channel_order=orders[1])
+    key, value = (
+        dataclasses.replace(channels, channel_order=order)
+        for channels, order in zip((choice.key, choice.value), orders, strict=True)
+    )
+    return dataclasses.replace(choice, key=key, value=value)
 
 
 def codecs(dtype: str, head_size: int, choice: LayerChoice | None) -> tuple[Codec, Codec]:
     """A layer's codecs of K and V, with what the engine takes of a calibration file for this dtype."""
     if choice is None:
         return get_codec(dtype, head_size, "key"), get_codec(dtype, head_size, "value")
-    key: dict[str, Any] = {"mean": choice.key_mean, "scale": choice.key_scale, "first_mean": choice.key_first_mean}
-    key["rope"] = None if choice.rope is None else choice.rope.rope
-    value: dict[str, Any] = {}
-    if FORMATS[dtype].outlier_bits:
-        key["outliers"], value["outliers"] = choice.key_outlier_channels, choice.value_outlier_channels
-        value["scale"] = choice.value_scale
-    elif FORMATS[dtype].rotation != "hadamard":
-        key["channel_order"], value["channel_order"] = choice.key_channel_order, choice.value_channel_order
-    return get_codec(dtype, head_size, "key", **key), get_codec(dtype, head_size, "value", **value)
+    fmt = FORMATS[dtype]
+    key = dataclasses.replace(choice.key.taken_by(fmt, "key"), rope=choice.rope and choice.rope.rope)
+    return Codec(fmt, head_size, "key", key), Codec(fmt, head_size, "value", choice.value.taken_by(fmt, "value"))
 
 
 def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +204,7 @@ def matters(dtype: str, name: str, layers: dict[int, LayerChoice] | None) -> boo
     """Whether a row says anything of a dtype: Hadamards have no orders of channels, and tq4 no outliers either."""
     if layers is None or FORMATS[dtype].rotation != "hadamard":
         return True
-    transformed = any(choice.key_mean is not None or choice.key_scale is not None for choice in layers.values())
+    transformed = any(choice.key.mean is not None or choice.key.scale is not None for choice in layers.values())
     return name != SORTED and bool(transformed or FORMATS[dtype].outlier_bits)
 
 

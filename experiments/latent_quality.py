@@ -19,7 +19,7 @@ import csv
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 import transformers
 from packed_kv import FORMATS, get_codec
 from packed_kv.calibration_file import LayerCalibration, load
+from packed_kv.channel_calibration import UNCALIBRATED
 from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv_quality.recall import recall_prompts
@@ -106,15 +107,11 @@ def packed(
 ) -> Coding | Windowed:
     """A dtype, by the codec of its pages, with RoPE channels as `ROPE_BYTES` names them; with a window, by that of the
     ring, too."""
-    known: dict = {}
+    known = UNCALIBRATED
     if layer is not None:
-        fmt = FORMATS[name]
-        known = {"mean": layer.key_mean and layer.key_mean[0], "scale": layer.key_scale and layer.key_scale[0]}
-        if fmt.outlier_bits:
-            known["outliers"] = layer.key_outlier_channels[0]
-        elif fmt.rotation in ("quaternion", "givens"):
-            known["channel_order"] = layer.key_channel_order and layer.key_channel_order[0]
-    codec = LatentCodec(FORMATS[name], rank, rope_dim, device, rope_bits=8 if rope == "8" else 16, **known)
+        known = layer.key.taken_by(FORMATS[name], "key").map_rows(lambda rows: rows[0])
+        known = replace(known, first_mean=None, rope=None)
+    codec = LatentCodec(FORMATS[name], rank, rope_dim, device, known, 8 if rope == "8" else 16)
     of_rope = rope_of(rope, codec)
 
     def coded(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

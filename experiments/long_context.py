@@ -32,7 +32,7 @@ import torch
 import transformers
 from format_error import print_table
 from packed_kv import FORMATS
-from packed_kv.calibration_file import Calibration, fields_for, load
+from packed_kv.calibration_file import Calibration, LayerCalibration, load
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.layout import RECENT_TOKENS
@@ -93,14 +93,11 @@ def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> M
     """A codec for each layer of the cache, with what it takes of a calibration file."""
     if dtype == FP8:
         return dict.fromkeys(range(len(cache.layers)), SimpleNamespace(key=Fp8(), value=Fp8()))
-    return {
-        number: PagedCodec(
-            FORMATS[dtype],
-            layer.keys.shape[-1],
-            **({name: getattr(file.layers[number], name) for name in fields_for(FORMATS[dtype])} if file else {}),
-        )
-        for number, layer in enumerate(cache.layers)
-    }
+    fmt, found = FORMATS[dtype], {}
+    for number, layer in enumerate(cache.layers):
+        known = file.layers[number].taken_by(fmt) if file else LayerCalibration()
+        found[number] = PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value)
+    return found
 
 
 def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
@@ -108,9 +105,8 @@ def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
     left = []
     for number, layer in enumerate(cache.layers):
         keys, known = layer.keys[0].transpose(0, 1)[1:], file.layers[number]
-        transform = ChannelTransform(
-            file.head_size, file.head_size, known.key_mean, None, known.key_first_mean, keys.device, known.key_rope
-        )
+        means = replace(known.key, scale=None)
+        transform = ChannelTransform(file.head_size, file.head_size, means, keys.device)
         rest = keys - transform.means(torch.arange(1, len(keys) + 1)[:, None])
         sizes = (x.square().sum((1, 2)).split(BAND) for x in (rest, keys))
         left.append([float(part.sum() / whole.sum()) for part, whole in zip(*sizes, strict=True)])

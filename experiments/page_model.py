@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from packed_kv import FORMATS
-from packed_kv.calibration_file import Calibration, fields_for
+from packed_kv.calibration_file import Calibration, LayerCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv_quality.teacher_forced import through_e4m3
 from safetensors.torch import load_file
@@ -134,13 +134,10 @@ class Store:
 
     def __init__(self, dtype: str, model: Llama, file: Calibration | None = None) -> None:
         self.dtype = dtype
-        self.codecs = [
-            PagedCodec(
-                FORMATS[dtype], model.size, device=model.device,
-                **({name: getattr(file.layers[layer], name) for name in fields_for(FORMATS[dtype])} if file else {}),
-            )
-            for layer in range(model.layers if dtype in FORMATS else 0)
-        ]  # fmt: skip
+        self.codecs = []
+        for layer in range(model.layers if dtype in FORMATS else 0):
+            known = file.layers[layer].taken_by(FORMATS[dtype]) if file else LayerCalibration()
+            self.codecs.append(PagedCodec(FORMATS[dtype], model.size, known.key, known.value, model.device))
 
     def read(self, layer: int, role: str, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys or values bf16 [KV heads, tokens, size] at `positions` -> the same, as they are read back."""

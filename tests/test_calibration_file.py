@@ -235,8 +235,17 @@ def test_a_group_of_another_size(tmp_path: Path) -> None:
     assert "head 0 lists 64 channels, turboquant35 here takes 32 of 128" in line
 
 
-FIELDS = (*OUTLIERS, *ORDERS, *MEANS, *SCALES)
-"""Of a layer in the file, as `LayerCalibration` has them."""
+FIELDS = {
+    "key_outlier_channels": OUTLIERS[0],
+    "value_outlier_channels": OUTLIERS[1],
+    "key_channel_order": ORDERS[0],
+    "value_channel_order": ORDERS[1],
+    "key_mean": MEANS[0],
+    "key_first_mean": MEANS[1],
+    "key_scale": SCALES[0],
+    "value_scale": SCALES[1],
+}
+"""Names of `LayerCalibration.known`, which fingerprints hold -> fields of a layer in the file."""
 
 
 @pytest.mark.parametrize("recipe", outliers.RECIPES)
@@ -248,7 +257,7 @@ def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
     assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, (2,))
     for number, layer in calibration.layers.items():
         entry = file["layers"][f"model.layers.{number}.self_attn"]
-        assert [*vars(layer).values()] == [*(entry[field] for field in FIELDS), None]
+        assert layer.known() == {name: entry[field] for name, field in FIELDS.items()}
     assert [*calibration.layers] == [0, 1, 2]
 
 
@@ -259,11 +268,11 @@ def test_means_before_rope_are_read(tmp_path: Path) -> None:
     entries[1]["rope"], entries[2]["rope"] = 1, None  # and one layer without RoPE
     entries[2]["key_channel_mean"] = entries[2].pop(BEFORE_ROPE)
     read = load(write(tmp_path, file))
-    assert [layer.key_rope for layer in read.layers.values()] == [
+    assert [layer.key.rope for layer in read.layers.values()] == [
         Rope(tuple(file["ropes"][0]["frequencies"]), False), Rope((0.0, 3.14159), True), None,
     ]  # fmt: skip
     means = [entries[0][BEFORE_ROPE], entries[1][BEFORE_ROPE], entries[2]["key_channel_mean"]]
-    assert [layer.key_mean for layer in read.layers.values()] == means
+    assert [layer.key.mean for layer in read.layers.values()] == means
     assert read.version == 3 and len(read.ropes) == 2
 
 
@@ -303,19 +312,19 @@ def test_files_of_others(tmp_path: Path) -> None:
         del file[field]
     layers = load(write(tmp_path, file)).layers
     assert [*layers] == [0, 7, 12]
-    assert layers[7].key_outlier_channels == entry[KEYS]
-    assert layers[7].key_channel_order is layers[7].value_channel_order is None
+    assert layers[7].key.outlier_channels == entry[KEYS]
+    assert layers[7].key.channel_order is layers[7].value.channel_order is None
 
 
 def test_version_1_and_absent_fields(tmp_path: Path) -> None:
     layer = load(write(tmp_path, content())).layers[1]
-    assert layer.key_mean is layer.key_first_mean is layer.key_scale is layer.value_scale is None
+    assert layer.key.mean is layer.key.first_mean is layer.key.scale is layer.value.scale is None
     file = content(version=2)
     for field in (MEANS[1], *SCALES):
         file["layers"][LAYER][field] = None
     layer = load(write(tmp_path, file)).layers[1]
-    assert layer.key_mean == file["layers"][LAYER]["key_channel_mean"]
-    assert layer.key_first_mean is layer.key_scale is layer.value_scale is None
+    assert layer.key.mean == file["layers"][LAYER]["key_channel_mean"]
+    assert layer.key.first_mean is layer.key.scale is layer.value.scale is None
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

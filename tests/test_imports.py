@@ -12,8 +12,8 @@ from checkout import REPO
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals",
-    "calibration_file", "codecs", "reference", "kernels", "vllm_compat", "settings", "window", "attention", "sharing",
-    "engine", "plugin",
+    "channel_calibration", "calibration_file", "codecs", "reference", "kernels", "vllm_compat", "settings", "window",
+    "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
@@ -51,7 +51,7 @@ PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
     "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals",
-    "planning", "commands",
+    "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 

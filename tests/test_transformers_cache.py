@@ -11,7 +11,7 @@ import transformers_cache
 from calibration_files import content, write
 from checkout import DEMO_MODEL
 from packed_kv import FORMATS, get_codec
-from packed_kv.calibration_file import CalibrationError, fields_for, load
+from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
@@ -98,8 +98,9 @@ def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
     ours = torch.einsum("hgt,htd->hgd", scores.softmax(-1), read_value[0]).reshape(1, HEADS * group, HEAD_DIM)
 
     fmt = FORMATS[name]
-    rows = {field: getattr(load(file).layers[0], field) for field in fields_for(fmt)} if file else {}
-    codec, blocks, positions = PagedCodec(fmt, HEAD_DIM, **rows), -(-tokens // 16), torch.arange(tokens)
+    known = load(file).layers[0].taken_by(fmt) if file else LayerCalibration()
+    codec = PagedCodec(fmt, HEAD_DIM, known.key, known.value)
+    blocks, positions = -(-tokens // 16), torch.arange(tokens)
     flat = [x[0].transpose(0, 1) for x in (key, value)]
     pages = torch.zeros(blocks, HEADS, 16, fmt.slot_bytes(HEAD_DIM), dtype=torch.uint8)
     codec.write(pages, positions, *flat, positions=positions)

@@ -11,10 +11,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+from .channel_calibration import UNCALIBRATED, ChannelCalibration
 from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, Format, fits_value_dim
 from .json_file import printable, read_json, shown
 from .model_shape import EXPANDED_LATENTS, Model, word
@@ -34,8 +35,6 @@ TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
-MIXES_NEIGHBOURS = ("quaternion", "givens")
-"""Rotations of a few channels at a time, for which it matters which channels share a scale."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 
 Row = TypeVar("Row")
@@ -49,31 +48,30 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """A layer's channels, by KV head of the whole model.
+    """A layer's channels of K and V, by KV head of the whole model: rows are `[KV heads][channels]`.
 
-    `key_outlier_channels`, `value_outlier_channels`: `[KV heads][outlier channels]`, ascending. `key_channel_order`,
-    `value_channel_order`: all channels in packing order, `[KV heads][head_size]`, for values
-    `[KV heads][value_head_size]`, or None.
-
-    The rest has such shapes, too, in the model's order of channels, or is None. A key is stored less `key_mean`
-    (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
-    `value_scale`. With `key_rope`, which is of all heads, `key_mean` is the mean before RoPE, and what is taken off is
-    what RoPE makes of it at the key's position.
+    Both have `outlier_channels`. A `first_mean` is never without a `mean`; V has no means.
     """
 
-    key_outlier_channels: list[list[int]]
-    value_outlier_channels: list[list[int]]
-    key_channel_order: list[list[int]] | None = None
-    value_channel_order: list[list[int]] | None = None
-    key_mean: list[list[float]] | None = None
-    key_first_mean: list[list[float]] | None = None
-    key_scale: list[list[float]] | None = None
-    value_scale: list[list[float]] | None = None
-    key_rope: Rope | None = None
+    key: ChannelCalibration = UNCALIBRATED
+    value: ChannelCalibration = UNCALIBRATED
 
     @property
     def kv_heads(self) -> int:
-        return len(self.key_outlier_channels)
+        return len(self.key.outlier_channels)
+
+    def taken_by(self, fmt: Format) -> LayerCalibration:
+        """The parts that a format stores K and V with."""
+        return LayerCalibration(self.key.taken_by(fmt, "key"), self.value.taken_by(fmt, "value"))
+
+    def map_rows(self, change: Callable[[Any], Any]) -> LayerCalibration:
+        """The same with `change` of every part that has rows."""
+        return LayerCalibration(self.key.map_rows(change), self.value.map_rows(change))
+
+    def known(self) -> dict[str, Any]:
+        """The parts that are not None: "key_mean", "value_scale" and so on. Fingerprints hold these names."""
+        roles = (("key", self.key), ("value", self.value))
+        return {f"{role}_{name}": part for role, channels in roles for name, part in channels.known().items()}
 
 
 @dataclass(frozen=True)
@@ -139,14 +137,6 @@ class Calibration:
     def refuse(self, fault: str) -> NoReturn:
         """Raise CalibrationError about this file."""
         _refuse(self.path, fault)
-
-
-def fields_for(fmt: Format) -> tuple[str, ...]:
-    """Fields of a `LayerCalibration` that a format takes; arguments of a `PagedCodec`."""
-    centred = ("key_mean", "key_first_mean", "key_scale", "key_rope")
-    if fmt.outlier_bits:
-        return ("key_outlier_channels", "value_outlier_channels", *centred, "value_scale")
-    return ("key_channel_order", "value_channel_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
 
 
 def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
@@ -304,19 +294,13 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         raise _FaultError(f"expected an object, got {shown(entry)}")
     count = FORMATS[recipe].outlier_channels(sizes[0])
     roles = tuple(zip(("key", "value"), sizes, strict=True))
-    key_outlier_channels, value_outlier_channels = (
-        _outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles
-    )
-    if len(key_outlier_channels) != len(value_outlier_channels):
-        raise _FaultError(
-            f"lists {len(key_outlier_channels)} heads of keys and {len(value_outlier_channels)} of values"
-        )
-    heads = len(key_outlier_channels)
-    key_channel_order, value_channel_order = (
-        _order(entry, f"{role}_channel_order", (heads, size)) for role, size in roles
-    )
+    outliers = [_outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles]
+    if len(outliers[0]) != len(outliers[1]):
+        raise _FaultError(f"lists {len(outliers[0])} heads of keys and {len(outliers[1])} of values")
+    shapes = tuple((len(outliers[0]), size) for size in sizes)
+    orders = [_order(entry, f"{role}_channel_order", shape) for (role, _), shape in zip(roles, shapes, strict=True)]
     if version == 1:
-        return LayerCalibration(key_outlier_channels, value_outlier_channels, key_channel_order, value_channel_order)
+        return LayerCalibration(*map(ChannelCalibration, outliers, orders))
     before = {"key_channel_mean_before_rope", "rope"} & {name for name, value in entry.items() if value is not None}
     name = "key_channel_mean"
     if version < FIRST_WITH_ROPES:
@@ -328,20 +312,18 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         if entry.get(name) is not None:
             raise _FaultError(f"has both {name} and {name}_before_rope, and may have one")
         name += "_before_rope"
-    layer = LayerCalibration(
-        key_outlier_channels,
-        value_outlier_channels,
-        key_channel_order,
-        value_channel_order,
-        key_mean=_numbers(entry, name, (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
-        key_first_mean=_numbers(entry, "key_first_token_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
-        key_scale=_numbers(entry, "key_channel_scale", (heads, sizes[0]), *SCALE_BOUNDS),
-        value_scale=_numbers(entry, "value_channel_scale", (heads, sizes[1]), *SCALE_BOUNDS),
-        key_rope=_rope_of_layer(entry["rope"], ropes) if before else None,
+    key = ChannelCalibration(
+        outliers[0],
+        orders[0],
+        mean=_numbers(entry, name, shapes[0], -LARGEST_MEAN, LARGEST_MEAN),
+        first_mean=_numbers(entry, "key_first_token_mean", shapes[0], -LARGEST_MEAN, LARGEST_MEAN),
+        scale=_numbers(entry, "key_channel_scale", shapes[0], *SCALE_BOUNDS),
+        rope=_rope_of_layer(entry["rope"], ropes) if before else None,
     )
-    if layer.key_first_mean is not None and layer.key_mean is None:
+    if key.first_mean is not None and key.mean is None:
         raise _FaultError("key_first_token_mean is there without key_channel_mean")
-    return layer
+    value_scale = _numbers(entry, "value_channel_scale", shapes[1], *SCALE_BOUNDS)
+    return LayerCalibration(key, ChannelCalibration(outliers[1], orders[1], scale=value_scale))
 
 
 def _ropes(listed: Any, head_size: int) -> list[tuple[Rope, Parameters]]:

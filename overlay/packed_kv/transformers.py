@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .calibration_file import Calibration, fields_for, heads_in_words, load
+from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
 from .layout import RECENT_TOKENS
@@ -48,17 +48,17 @@ class _Settings:
     def codec(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> PagedCodec:
         """That of a layer with keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
         sizes = key.shape[1], key.shape[-1], value.shape[-1]
-        rows = {} if self.calibration is None else self._rows(self.calibration, layer, sizes)
-        return PagedCodec(self.fmt, key.shape[-1], device=key.device, value_dim=value.shape[-1], **rows)
+        known = LayerCalibration() if self.calibration is None else self._known(self.calibration, layer, sizes)
+        return PagedCodec(self.fmt, key.shape[-1], known.key, known.value, key.device, value.shape[-1])
 
-    def _rows(self, file: Calibration, layer: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    def _known(self, file: Calibration, layer: int, sizes: tuple[int, int, int]) -> LayerCalibration:
         """`sizes`: KV heads, and their channels in keys and values."""
         if layer not in file.layers:
             file.refuse(f"has no entry for layer {layer}")
         if (file.layers[layer].kv_heads, file.head_size, file.value_head_size) != sizes:
             ours = heads_in_words([sizes[0]], *sizes[1:])
             file.refuse(f"made for another model: {file.heads}, layer {layer} has {ours}")
-        return {name: getattr(file.layers[layer], name) for name in fields_for(self.fmt)}
+        return file.layers[layer].taken_by(self.fmt)
 
 
 class PackedCache(Cache):

@@ -17,6 +17,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK, ring_slot_bytes
 from packed_kv.reference.attention import AttentionOptions
 from packed_kv.rope import Rope
+from page_codecs import page_codec
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's attention op is that of its CPU platform")
@@ -179,7 +180,7 @@ def test_heads(head_dim: int, value_dim: int) -> None:
         "key_rope": Rope(tuple(10000.0 ** (-i / head_dim) for i in range(head_dim // 2))),
         "positions": 3 * MEAN_BLOCK,
     }
-    codec = PagedCodec(FORMATS["turboquant35"], head_dim, value_dim=value_dim, **calibration)
+    codec = page_codec(FORMATS["turboquant35"], head_dim, value_dim=value_dim, **calibration)
     batch = Batch(codec, OPTIONS["plain"], torch.bfloat16)
     prefill = CpuPrefill(codec, HEADS, KV_HEADS, OPTIONS["plain"], 1300, torch.bfloat16, engine=3)
     check(batch.attend(prefill, with_ring=True), batch.expected(with_ring=True, shared=False))

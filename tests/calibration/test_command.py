@@ -64,7 +64,7 @@ def test_the_file_follows_the_schema_and_is_read_by_the_runtime(calibrated: Path
     assert all(None not in vars(layer).values() for layer in calibration.layers.values())
     assert file["version"] == 3
     frequencies = tuple((1 / 1e4 ** (torch.arange(0, 128, 2).float() / 128)).tolist())
-    assert {layer.key_rope for layer in calibration.layers.values()} == {Rope(frequencies)}
+    assert {layer.key.rope for layer in calibration.layers.values()} == {Rope(frequencies)}
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     assert [rope["parameters"] for rope in file["ropes"]] == [*rope_parameters(config).values()]
     assert file["model_name"] == "demo-7m" and file["recipe"] == "turboquant35"
@@ -130,7 +130,7 @@ def test_keys_have_one_mean_where_rope_depends_on_the_context(
     lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "one mean" in line]
     assert len(lines) == 1 and reason in lines[0] and "contexts of 2,048 tokens" in lines[0]
     assert load(out).ropes == ()
-    assert all(layer.key_mean and layer.key_rope is None for layer in load(out).layers.values())
+    assert all(layer.key.mean and layer.key.rope is None for layer in load(out).layers.values())
 
 
 def test_weights_only_finds_no_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_weights_only_finds_no_means(tmp_path: Path, capsys: pytest.CaptureFixtu
     calibration = load(out)
     calibration.check_model(layers=6, kv_heads=2, head_size=128)
     for layer in calibration.layers.values():
-        assert layer.key_mean is layer.key_first_mean is None and layer.key_scale and layer.value_scale
+        assert layer.key.mean is layer.key.first_mean is None and layer.key.scale and layer.value.scale
 
 
 def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv import FORMATS
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import ROPE_BITS
@@ -21,8 +22,8 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def centred(name: str, rank: int = 512) -> LatentCodec:
-    scale = gaussian(rank, seed=8).mul(0.5).exp()
-    return LatentCodec(FORMATS[name], rank, 64, mean=gaussian(rank, seed=7), scale=scale)
+    channels = ChannelCalibration(mean=gaussian(rank, seed=7), scale=gaussian(rank, seed=8).mul(0.5).exp())
+    return LatentCodec(FORMATS[name], rank, 64, channels=channels)
 
 
 @every_dtype

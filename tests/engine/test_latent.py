@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from fake_codecs import register_null_format
 from harness import engine, keep_chunks, kv_tokens, mean_kl, teacher_forced_logits
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
@@ -50,7 +51,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def coded(name: str, **known: object):
     """Latents through a codec, for K and, with its gain, for V."""
-    codec = LatentCodec(FORMATS[name], 512, 64, **known)
+    codec = LatentCodec(FORMATS[name], 512, 64, channels=ChannelCalibration(**known))
 
     def latents(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))

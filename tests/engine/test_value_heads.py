@@ -101,9 +101,9 @@ def test_calibrated_channels(model: str, tmp_path: Path) -> None:
     def channels(number: int, role: str) -> dict:
         layer = file.layers[number]
         if role == "value":
-            return {"outliers": layer.value_outlier_channels, "scale": layer.value_scale}
-        means = {"mean": layer.key_mean, "first_mean": layer.key_first_mean, "rope": layer.key_rope}
-        return {"outliers": layer.key_outlier_channels, "scale": layer.key_scale, **means}
+            return {"outliers": layer.value.outlier_channels, "scale": layer.value.scale}
+        means = {"mean": layer.key.mean, "first_mean": layer.key.first_mean, "rope": layer.key.rope}
+        return {"outliers": layer.key.outlier_channels, "scale": layer.key.scale, **means}
 
     with start(model, "turboquant35", additional_config={"packed_kv": {"calibration": str(path)}}) as llm:
         ours = teacher_forced_logits(llm, IDS, CHUNK)

@@ -8,7 +8,6 @@ import latent_quality
 import pytest
 import torch
 from checkout import LATENT_MODEL
-from packed_kv.attention.latent.impl import CODEC_ARGUMENTS
 from packed_kv.calibration_file import LayerCalibration
 from packed_kv.formats import FORMATS
 from packed_kv.settings import calibration
@@ -37,7 +36,7 @@ def test_tq4_of_the_file_costs_less_than_fp8(found: calibration.RankCalibration)
     model = latent_quality.Model(str(LATENT_MODEL), "cpu")
     layers = range(len(model.layers))
     entries = [found.channels(ENTRY.format(i), 1, RANK, RANK) for i in layers]
-    assert all({CODEC_ARGUMENTS[name] for name in entry} >= {"mean", "scale"} for entry in entries)
+    assert all({*entry.key.known()} >= {"mean", "scale"} for entry in entries)
     ids = AutoTokenizer.from_pretrained(LATENT_MODEL).encode(PROSE.read_text(), add_special_tokens=False)
     rows = torch.tensor([ids[:TOKENS]])
     truth = model.logits(rows, [None] * len(layers)).log_softmax(-1)[0]
@@ -48,7 +47,7 @@ def test_tq4_of_the_file_costs_less_than_fp8(found: calibration.RankCalibration)
     def tq4(known: list[LayerCalibration | None]) -> float:
         return kl([latent_quality.packed("tq4", RANK, ROPE, layer, "16", "cpu") for layer in known])
 
-    calibrated = tq4([LayerCalibration([], [], **entry) for entry in entries])
+    calibrated = tq4(entries)
     fp8, without = kl([latent_quality.fp8] * len(layers)), tq4([None] * len(layers))
     loss = -truth[:-1].gather(-1, rows[0, 1:, None]).mean()
     print(f"KL: tq4 {calibrated:.5f}, without the file {without:.5f}, fp8 {fp8:.5f}; loss {loss:.2f}")

@@ -21,6 +21,7 @@ from packed_kv.attention.triton_store import TritonPairStore
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.reference.attention import AttentionOptions
+from page_codecs import page_codec
 from test_decode import DEVICE, relative_rms, rope, transforms
 from test_gather import flash_attention
 from vllm.v1.worker import workspace
@@ -179,7 +180,7 @@ def test_two_ranks_are_as_one(
     channels["value_scale"] = channels["value_scale"][:, :value_dim]
     if options.get("turns"):
         channels |= {"key_rope": rope(HEAD_DIM // 2), "positions": 1000}
-    codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
+    codec = page_codec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
     attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
     vectors = [torch.randn(2, tokens, 1, HEAD_DIM, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
     new = [x[:, -count:] for x, (_, count) in zip(vectors, lengths, strict=True)]

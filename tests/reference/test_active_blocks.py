@@ -18,6 +18,7 @@ from packed_kv.layout import MEAN_BLOCK
 from packed_kv.reference import attention as active_blocks
 from packed_kv.reference.attention import AttentionOptions, attend
 from packed_kv.rope import Rope
+from page_codecs import page_codec
 
 HEAD_DIM = 64
 SINKS = torch.tensor([-1.0, 1.5, 3.0, 6.0])
@@ -44,7 +45,7 @@ class Request:
 
     def __init__(self, name: str, seq_len: int, heads: tuple[int, int] = (4, 2), block_size: int = 16, **codec) -> None:
         query_heads, kv_heads = heads
-        self.codec = PagedCodec(FORMATS[name], HEAD_DIM, **codec)
+        self.codec = page_codec(FORMATS[name], HEAD_DIM, **codec)
         blocks = -(-seq_len // block_size)
         self.cache = torch.full((blocks + 3, kv_heads, block_size, self.codec.slot_bytes), 0xFF, dtype=torch.uint8)
         self.table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(5))[:blocks].to(torch.int32)
@@ -251,8 +252,7 @@ CENTRED = {
 @every_option
 def test_without_quantisation_centred_and_scaled_attention_is_plain_attention(options, chosen, monkeypatch):
     monkeypatch.setattr(active_blocks, "KV_TILE", 64)
-    monkeypatch.setitem(Request.__init__.__globals__, "PagedCodec", ExactCodec)
-    request = Request("tq4", MEAN_BLOCK + 50, **chosen)
+    request = Request("tq4", MEAN_BLOCK + 50, kind=ExactCodec, **chosen)
     request.key, request.value = request.raw_key, request.raw_value
     assert relative_rms(request.attend(options), request.naive(options, torch.float64)) < 1e-6
 

@@ -12,7 +12,7 @@ import torch
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.calibration_file import CalibrationError
+from packed_kv.calibration_file import CalibrationError, LayerCalibration
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.rope import Rope, rope_parameters
@@ -315,7 +315,7 @@ def test_layers_of_a_draft_take_first_channels(name: str, has_draft: bool, tmp_p
     path = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM))
     rank = calibration.RankCalibration(calibration.load(path), FORMATS["turboquant25"], 1, 0, has_draft)
     if has_draft:
-        assert rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM) == {}
+        assert rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM) == LayerCalibration()
     else:
         with pytest.raises(CalibrationError, match=f"has no entry for the model's layer {name}; make"):
             rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM)

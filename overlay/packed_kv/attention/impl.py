@@ -7,13 +7,14 @@ prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyT
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
+from ..calibration_file import LayerCalibration
 from ..codecs.pages import PagedCodec
 from ..facts import Facts
 from ..formats import FORMATS
@@ -149,10 +150,9 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             return
         name = self.kv_sharing_target_layer_name or layer_name
         sizes = self.num_kv_heads, self.head_size, self.head_size_v
-        channels: dict[str, Any] = {} if self.calibration is None else self.calibration.channels(name, *sizes)
-        channels["positions"] = longest_sequence(self.config)
-        fmt = FORMATS[self.kv_cache_dtype]
-        codec = PagedCodec(fmt, self.head_size, device=self.device, value_dim=self.head_size_v, **channels)
+        known = LayerCalibration() if self.calibration is None else self.calibration.channels(name, *sizes)
+        head, positions = (self.head_size, known.key, known.value), longest_sequence(self.config)
+        codec = PagedCodec(FORMATS[self.kv_cache_dtype], *head, self.device, self.head_size_v, positions)
         store, decode, prefill = self._kernels(codec)
         writes = PairStore(store, None if decode is None else decode.kind)
         layer = codec, self.num_heads, self.num_kv_heads, self.options, writes, decode, prefill

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..channel_calibration import UNCALIBRATED, ChannelCalibration
 from ..formats import CODES, GROUP_SIZE, Format, runs, stored_dim
 from ..layout import MEAN_BLOCK
 from . import bitpack, scalar
-from .rope import Rope
 from .rotations import ROTATIONS
-from .transform import INPUT_LIMIT, ChannelTransform, Numbers
+from .transform import INPUT_LIMIT, ChannelTransform
 
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
@@ -30,18 +30,14 @@ class Codec:
         fmt: the format.
         head_dim: channels of a head, a multiple of 16.
         role: "key" or "value": the order of codes in a page, and V is decoded times `Code.value_gain`.
-        outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
-            inputs [..., heads, head_dim], with n = `fmt.outlier_channels(layout_dim)`. None: the first n channels.
-            Must be None for a format without an outlier group.
+        channels: what is known of the channels, for all heads or for the heads of inputs [..., heads, head_dim].
+            `outlier_channels` are strictly ascending, n = `fmt.outlier_channels(layout_dim)` of them (None: the first
+            n), and None for a format without an outlier group. `channel_order` is for such a format: a permutation
+            (None: as they come). `encode` stores (x - mean) * scale, `decode` gives x back; see `ChannelTransform`.
         device: where the constants live; inputs must be on it.
-        channel_order: for a format without an outlier group: the channels in packing order, a permutation [head_dim]
-            for all heads or [heads, head_dim]; 32 in a row share a scale. None: as they come.
-        mean, scale, first_mean: of the channels, [head_dim] or [heads, head_dim] in the model's order; see
-            `ChannelTransform`. `encode` stores (x - mean) * scale, `decode` gives x back.
-        rope, positions: what turns the vectors with their position, and how many positions there are; see
-            `ChannelTransform`.
         layout_dim: head_dim of the vectors whose size these have when packed, at least `head_dim`: V of fewer channels
             than K takes K's. None: `head_dim`.
+        positions: most positions of a sequence; see `ChannelTransform`.
 
     Raises:
         ValueError: unsupported head_dim, role, outliers, channel order, means, scales or RoPE.
@@ -52,14 +48,9 @@ class Codec:
         fmt: Format,
         head_dim: int,
         role: str = "key",
-        outliers: Channels | None = None,
+        channels: ChannelCalibration = UNCALIBRATED,
         device: torch.device | str = "cpu",
-        channel_order: Channels | None = None,
-        mean: Numbers | None = None,
-        scale: Numbers | None = None,
-        first_mean: Numbers | None = None,
         layout_dim: int | None = None,
-        rope: Rope | None = None,
         positions: int | None = None,
     ) -> None:
         if role not in ("key", "value"):
@@ -76,13 +67,13 @@ class Codec:
         self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
         self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
         order = None
-        if outliers is not None:
-            order = self._outliers_first(outliers)
-        if channel_order is not None:
-            order = self._permutation(channel_order)
+        if channels.outlier_channels is not None:
+            order = self._outliers_first(channels.outlier_channels)
+        if channels.channel_order is not None:
+            order = self._permutation(channels.channel_order)
         self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
-        self.transform = ChannelTransform(head_dim, self.stored_dim, mean, scale, first_mean, device, rope, positions)
+        self.transform = ChannelTransform(head_dim, self.stored_dim, channels, device, positions)
         self.heads = self._heads()
         # For kernels: the rotations' constants by packed channel, and the channels in packing order,
         # [heads, stored_dim] or [stored_dim].

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import torch
 
+from ..channel_calibration import UNCALIBRATED, ChannelCalibration
 from ..formats import BYTE_CODE, GROUP_SIZE, ROPE_BITS, Format, code_of
 from ..layout import MICRO_BLOCK, ROPE, latent_layout, ring_slot_bytes
 from . import ring
-from .codec import Channels, Codec
+from .codec import Codec
 from .pages import micro_blocks_of, pack_codes, pack_scales, unpack_codes, unpack_scales
-from .transform import INPUT_LIMIT, Numbers
+from .transform import INPUT_LIMIT
 
 
 class LatentCodec:
@@ -33,7 +34,7 @@ class LatentCodec:
         rank: channels of a latent vector, vLLM's `kv_lora_rank`; a multiple of 32.
         rope_dim: channels of RoPE, `qk_rope_head_dim`; a multiple of 32.
         device: where the constants live; inputs must be on it.
-        outliers, channel_order, mean, scale: of the latent's channels, [n] or [rank]; see `Codec`.
+        channels: what is known of the latent's channels, [n] or [rank]; without `first_mean` and `rope`. See `Codec`.
         rope_bits: of RoPE channels: 16, or 8 as in the ring (`ring.py`).
 
     Raises:
@@ -46,14 +47,11 @@ class LatentCodec:
         rank: int,
         rope_dim: int,
         device: torch.device | str = "cpu",
-        outliers: Channels | None = None,
-        channel_order: Channels | None = None,
-        mean: Numbers | None = None,
-        scale: Numbers | None = None,
+        channels: ChannelCalibration = UNCALIBRATED,
         rope_bits: int = ROPE_BITS[0],
     ) -> None:
         self.layout = latent_layout(fmt, rank, rope_dim, rope_bits)
-        self.latent = Codec(fmt, rank, "key", outliers, device, channel_order, mean, scale)
+        self.latent = Codec(fmt, rank, "key", channels, device)
         if self.latent.heads is not None:
             raise ValueError(f"latent vectors have no heads; expected channels, means and scales [{rank}]")
         self.fmt, self.rank, self.rope_dim, self.device = fmt, rank, rope_dim, self.latent.device

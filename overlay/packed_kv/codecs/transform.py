@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..channel_calibration import ChannelCalibration
 from ..layout import MEAN_BLOCK
 from .rope import Rope, block_table, partner
 
@@ -31,13 +32,12 @@ class ChannelTransform:
     Args:
         head_dim: channels of a head.
         stored_dim: channels that are stored of it.
-        mean, scale, first_mean: finite numbers [head_dim] for all heads or [heads, head_dim] for inputs
-            [..., heads, head_dim], in the model's order of channels; None: 0, 1, and the mean of its block.
-            `first_mean` takes the place of the mean in the first token of a sequence. Rounded to fp32.
+        channels: `mean`, `scale` and `first_mean` are finite numbers [head_dim] for all heads or [heads, head_dim] for
+            inputs [..., heads, head_dim], in the model's order of channels; None: 0, 1, and the mean of its block.
+            Rounded to fp32. With `rope`, `mean` is the mean of the keys before RoPE.
         device: where they live; inputs must be on it.
-        rope: what turns the keys with their position; `mean` is that of the keys before it. None: nothing does.
-        positions: of a sequence, at most; those beyond have the mean of the last block. None: there is no bound, and
-            `spectrum` grows with the positions that come.
+        positions: most positions of a sequence; those beyond have the mean of the last block. None: there is no bound,
+            and `spectrum` grows with the positions that come.
 
     Attributes:
         spectrum: fp32 [blocks, 2, stored_dim], contiguous, in the model's order; one tensor for all layers of a RoPE.
@@ -51,17 +51,15 @@ class ChannelTransform:
         self,
         head_dim: int,
         stored_dim: int,
-        mean: Numbers | None,
-        scale: Numbers | None,
-        first_mean: Numbers | None,
+        channels: ChannelCalibration,
         device: torch.device,
-        rope: Rope | None = None,
         positions: int | None = None,
     ) -> None:
+        rope = channels.rope
         self.head_dim, self.stored_dim, self.device, self.rope = head_dim, stored_dim, device, rope
-        self.mean = self._numbers(mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
-        self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
-        self.first_mean = self._numbers(first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
+        self.mean = self._numbers(channels.mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
+        self.scale = self._numbers(channels.scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
+        self.first_mean = self._numbers(channels.first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
         if rope is None:
             self.spectrum = torch.tensor([[[1.0], [0.0]]], device=device).expand(1, 2, stored_dim).contiguous()
         elif self.mean is None:

@@ -13,15 +13,14 @@ from vllm.logger import init_logger
 from ..calibration_file import (
     FILE_NAME,
     FIRST_WITH_ROPES,
-    MIXES_NEIGHBOURS,
     Calibration,
     LayerCalibration,
-    fields_for,
     heads_of_rank,
     layer_number,
     load,
     why_no_file,
 )
+from ..channel_calibration import MIXES_NEIGHBOURS
 from ..formats import Format
 from ..model_shape import BadInput, parse
 from ..rope import VARYING, rope_parameters
@@ -41,7 +40,7 @@ WORDS = {
     "key_scale": "scales of keys",
     "value_scale": "scales of values",
 }
-"""What the log calls fields of a `LayerCalibration`."""
+"""What the log calls the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
 DRAFTS = {"mtp", "draft_model"}
 """Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
 
@@ -56,39 +55,33 @@ class RankCalibration:
     tp_rank: int
     has_draft: bool
 
-    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> dict[str, Any]:
-        """Arguments of a layer's `PagedCodec`, for the `kv_heads` heads of this rank; those that the file has.
+    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> LayerCalibration:
+        """What the format takes of the file for a layer, for the `kv_heads` heads of this rank.
 
         Empty for the layers of a draft model, which the file does not describe. Raises CalibrationError for a layer
         that it should describe and does not.
         """
         layer = self._layer(layer_name)
         if layer is None:
-            return {}
+            return LayerCalibration()
         if head_size != self.file.head_size:
             self.file.refuse(f"head_size {self.file.head_size}, but {layer_name} has {head_size}")
         if head_size_v != self.file.value_head_size:
             self.file.refuse(f"value_head_size {self.file.value_head_size}, but {layer_name} has {head_size_v}")
-        rows = {name: row for name in self.arguments if (row := getattr(layer, name)) is not None}
-        rope = {"key_rope": rows.pop("key_rope")} if "key_rope" in rows else {}  # of all heads
-        mine = {name: heads_of_rank(row, kv_heads, self.tp_size, self.tp_rank) for name, row in rows.items()}
-        if any(len(row) != kv_heads for row in mine.values()):
-            rank = f"rank {self.tp_rank} of {self.tp_size}"
-            self.file.refuse(f"{layer.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}")
-        return mine | rope
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """What the format takes of a `LayerCalibration`."""
-        return fields_for(self.fmt)
+        def mine(rows: list[Any]) -> list[Any]:
+            found = heads_of_rank(rows, kv_heads, self.tp_size, self.tp_rank)
+            if len(found) != kv_heads:
+                rank = f"rank {self.tp_rank} of {self.tp_size}"
+                heads = f"{layer.kv_heads} KV heads"
+                self.file.refuse(f"{heads} do not deal out to the {kv_heads} of {layer_name} on {rank}")
+            return found
+
+        return layer.taken_by(self.fmt).map_rows(mine)
 
     def uses(self) -> str:
         """What of the file is used, in words; empty if nothing is."""
-        there = {
-            name
-            for name in self.arguments
-            if any(getattr(layer, name) is not None for layer in self.file.layers.values())
-        }
+        there = {name for layer in self.file.layers.values() for name in layer.taken_by(self.fmt).known()}
         if "key_rope" in there:
             there.remove("key_mean")
         words = [*dict.fromkeys(text for name, text in WORDS.items() if name in there)]
@@ -135,7 +128,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         get_tensor_model_parallel_rank(),
         has_draft=config.speculative_config is not None,
     )
-    no_means = all(layer.key_mean is None for layer in calibration.layers.values())
+    no_means = all(layer.key.mean is None for layer in calibration.layers.values())
     hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
     turns = any(rope["rope_type"] not in VARYING for rope in ropes.values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
@@ -195,7 +188,7 @@ def _why_no_file(model: ModelConfig) -> str:
 
 
 def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, Any]]:
-    """What calibration does to the pages of a format: layer -> arguments of its `PagedCodec` for all heads.
+    """What calibration does to the pages of a format: layer -> `LayerCalibration.known` of all heads.
 
     Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
     CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
@@ -209,10 +202,10 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)
     sizes = file.head_size, file.value_head_size
     layers = {
-        number: whole.channels(f"layers.{number}", layer.kv_heads, *sizes)
+        number: whole.channels(f"layers.{number}", layer.kv_heads, *sizes).known()
         for number, layer in sorted(file.layers.items())
     }
-    return {layer: arguments for layer, arguments in layers.items() if arguments}
+    return {layer: known for layer, known in layers.items() if known}
 
 
 def model_folder(model: str, revision: str | None) -> Path:

@@ -8,12 +8,12 @@ import torch
 from packed_kv import FORMATS
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.codecs import ring as ring_codec
-from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cpu.compiler import Target
 from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.layout import ring_slot_bytes
 from packed_kv.reference.attention import AttentionOptions, RecentTokens, attend
+from page_codecs import page_codec
 
 POISON = 0xFF
 
@@ -51,7 +51,7 @@ class Batch:
         key_offset: float = 0.0,
         **codec: Any,
     ) -> None:
-        self.codec = PagedCodec(FORMATS[name], head_dim, **codec)
+        self.codec = page_codec(FORMATS[name], head_dim, **codec)
         self.query_heads, self.kv_heads = heads
         self.shard = shard
         pairs = [(length, 1) if isinstance(length, int) else length for length in lengths]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launchers import gather, unrotate
 from packed_kv.attention.metadata import Batch
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill, takes_two_sizes
 from packed_kv.attention.prefix import key_part, prefix_parts
@@ -13,10 +14,10 @@ from packed_kv.attention.step import StepCache
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.combine import combine
-from packed_kv.kernels.triton.gather import gather, unrotate
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.reference.attention import AttentionOptions
+from page_codecs import page_codec
 from test_decode import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,7 +68,7 @@ def test_unrotated_vectors_are_the_decoded_ones(name: str, dtype: torch.dtype) -
     outliers = None
     if FORMATS[name].outlier_bits:
         outliers = torch.stack([torch.randperm(128, generator=generator)[:32].sort().values for _ in range(2)])
-    codec = PagedCodec(FORMATS[name], 128, outliers, outliers, device=DEVICE).key
+    codec = page_codec(FORMATS[name], 128, key_outlier_channels=outliers, device=DEVICE).key
     packed = codec.encode(torch.randn(50, 2, 128, generator=generator).to(DEVICE))
     rotated = codec.dequantize(*codec.unpack(packed)).half()
     result = unrotate(rotated, rotation_matrix(codec, 2, inverse=True), dtype)
@@ -89,7 +90,7 @@ def test_unrotated_vectors_have_their_mean_again(per_head: bool, turns: bool) ->
     given = {name: x if per_head else x[0] for name, x in transforms(2, 80).items()}
     if turns:
         given |= {"key_rope": rope(30, interleaved=per_head), "positions": 600}
-    codec = PagedCodec(FORMATS["turboquant35"], 80, device=DEVICE, **given).key
+    codec = page_codec(FORMATS["turboquant35"], 80, device=DEVICE, **given).key
     positions = torch.cat((torch.arange(5), 23 * torch.arange(65))).to(DEVICE)
     x = torch.randn(70, 2, 80, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     packed = codec.encode(x, positions[:, None])
@@ -209,7 +210,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
         given |= {"key_rope": rope(head_dim // 2), "positions": 1000}
     if given:
         given["value_scale"] = given["value_scale"][:, :value_dim]
-    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)
+    codec = page_codec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)
     seq_lens = tuple(a + b for a, b in zip(query_lens, prefixes, strict=True))
     cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
     options["sinks"] = SINKS if options.pop("sinks", False) else None

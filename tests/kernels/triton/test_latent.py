@@ -5,11 +5,12 @@ from __future__ import annotations
 import null_code
 import pytest
 import torch
+from launchers import decode_latents, store_latents
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS, Format
-from packed_kv.kernels.triton.latent_decode import decode_latents
 from packed_kv.kernels.triton.latent_gather import gather_latents
-from packed_kv.kernels.triton.latent_store import bind_store_latents, store_latents
+from packed_kv.kernels.triton.latent_store import bind_store_latents
 from packed_kv.reference.latent_attention import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +31,8 @@ def codec_of(fmt: Format, rank: int, rope_dim: int, rope_bits: int = 16, seed: i
     outliers = None
     if count := fmt.outlier_channels(rank):
         outliers = torch.randperm(rank, generator=random)[:count].sort().values
-    return LatentCodec(fmt, rank, rope_dim, DEVICE, outliers, None, mean, (0.3 * scale).exp(), rope_bits)
+    channels = ChannelCalibration(outliers, mean=mean, scale=(0.3 * scale).exp())
+    return LatentCodec(fmt, rank, rope_dim, DEVICE, channels, rope_bits)
 
 
 def tokens(codec: LatentCodec, count: int, seed: int, dtype: torch.dtype = torch.bfloat16):

@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+from launchers import decode_latents, store_latents
 from packed_kv.attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.triton import latent_store
-from packed_kv.kernels.triton.latent_decode import decode_latents, latent_shape
+from packed_kv.kernels.triton.latent_decode import latent_shape
 from packed_kv.kernels.triton.latent_ring import (
     attend_latent_ring_arguments,
     attend_latent_ring_grid,
@@ -21,7 +22,6 @@ from packed_kv.kernels.triton.latent_ring import (
     gather_latent_ring,
     split_lens,
 )
-from packed_kv.kernels.triton.latent_store import store_latents
 from packed_kv.reference.latent_attention import attend, page_lens
 from packed_kv.window.slots import fill_slots
 from test_latent import DEVICE, SCALE, codec_of, filled, poisoned, tokens

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launchers import decode, gather
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.decode import decode
-from packed_kv.kernels.triton.gather import gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEAD_DIM, BLOCK_SIZE, TOKENS = 2, 128, 16, 64

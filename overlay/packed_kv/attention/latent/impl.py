@@ -13,6 +13,7 @@ Where ranks split the tokens of a request, vLLM gathers the queries of decodes; 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     reorg_kvcache,
 )
 
+from ...channel_calibration import UNCALIBRATED, ChannelCalibration
 from ...codecs.latent import LatentCodec
 from ...facts import Facts
 from ...formats import FORMATS
@@ -47,15 +49,6 @@ from .metadata import LatentMetadata
 
 if TYPE_CHECKING:
     from .prefix import TritonLatentPrefix
-
-
-CODEC_ARGUMENTS = {
-    "key_outlier_channels": "outliers",
-    "key_channel_order": "channel_order",
-    "key_mean": "mean",
-    "key_scale": "scale",
-}
-"""What a calibration file has of keys -> argument of `LatentCodec`."""
 
 
 class LatentParts(NamedTuple):
@@ -148,17 +141,16 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
         rope_bits = read_options(self.config.additional_config).latent_rope_bits
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
-        codec = LatentCodec(fmt, *sizes, self.device, rope_bits=rope_bits, **self._channels(layer_name))
+        codec = LatentCodec(fmt, *sizes, self.device, self._channels(layer_name), rope_bits)
         self.weights = FoldedWeights(codec, layer)
         self.parts = self._parts(codec, self.weights.constant)
 
-    def _channels(self, layer_name: str) -> dict[str, Any]:
-        """What the calibration file has of a layer's latents, which are one KV head: arguments of its codec. Raises
-        CalibrationError."""
+    def _channels(self, layer_name: str) -> ChannelCalibration:
+        """What the calibration file has of a layer's latents, which are one KV head. Raises CalibrationError."""
         if self.calibration is None:
-            return {}
+            return UNCALIBRATED
         found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
-        return {CODEC_ARGUMENTS[name]: rows[0] for name, rows in found.items() if name in CODEC_ARGUMENTS}
+        return replace(found.key.map_rows(lambda rows: rows[0]), first_mean=None, rope=None)
 
     def _parts(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentParts:
         """With the kernels of CUDA, where they serve."""

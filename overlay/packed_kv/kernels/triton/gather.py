@@ -120,28 +120,6 @@ def gather_grid(micro_blocks: torch.Tensor, kv_heads: int) -> tuple[int, int, in
     return -(-len(micro_blocks) // 2), kv_heads, 1
 
 
-def gather(
-    page: PageLayout,
-    cache: torch.Tensor,
-    micro_blocks: torch.Tensor,
-    rows: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    """Dequantise micro-blocks, still rotated: the values of `PagedCodec.read` as fp16, which holds those of K exactly.
-
-    Args:
-        page: layout of the cache.
-        cache: uint8 [blocks, KV heads, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
-        micro_blocks: int32 [n], each (block * block_size + offset) / 16.
-        rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
-        key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
-    """
-    kv_heads = key.shape[1]
-    launch = bind_gather(page, cache, kv_heads)
-    launch(gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, rows, key, value))
-
-
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def _unrotate_kernel(
     vectors, positions, result, rows, matrix, means, spectrum, matrix_head_stride, means_head_stride,
@@ -217,29 +195,3 @@ def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, positions: tor
 
 def unrotate_grid(vectors: torch.Tensor) -> tuple[int, int, int]:
     return -(-len(vectors) // ROWS_A_PROGRAM), vectors.shape[1], 1
-
-
-def unrotate(
-    vectors: torch.Tensor,
-    matrix: torch.Tensor,
-    dtype: torch.dtype,
-    means: Means | None = None,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Turn what `gather` wrote back into the model's basis, in place.
-
-    Args:
-        vectors: fp16 [rows, KV heads, head_dim], contiguous; overwritten.
-        matrix: `rotation_matrix(..., inverse=True)` of the codec.
-        dtype: fp16 or bf16.
-        means: of keys, added to the rows by their positions; None without means.
-        positions: with `means`: int32 [rows], contiguous, each row's place in its sequence.
-
-    Returns:
-        the memory of `vectors` as `dtype`, [rows, KV heads, head_dim].
-    """
-    assert (means is None) == (positions is None)
-    _, kv_heads, head_dim = vectors.shape
-    launch = bind_unrotate(matrix, kv_heads, head_dim, means)
-    launch(unrotate_grid(vectors), (), unrotate_arguments(vectors, dtype, positions))
-    return vectors.view(dtype)

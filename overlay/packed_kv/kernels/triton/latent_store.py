@@ -100,36 +100,6 @@ def store_latents_grid(codec: LatentCodec, tokens: int) -> tuple[int, int, int]:
     return programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
 
 
-def store_latents(
-    codec: LatentCodec,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    ring: torch.Tensor | None = None,
-    ring_slots: torch.Tensor | None = None,
-    *,
-    only_ring: bool = False,
-) -> None:
-    """Store tokens: `LatentCodec.write` and `write_ring` in one launch, with no host sync and no allocation.
-
-    Args:
-        codec: the codec of the layer, on the device of the tensors.
-        cache: uint8 [blocks, block_size, slot_bytes]; the last two dimensions contiguous, block_size a multiple of 16,
-            address and stride of blocks multiples of 4.
-        slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
-            are distinct.
-        latent, rope: fp16, bf16 or fp32 [tokens or more, rank] and [tokens or more, rope_dim], channels contiguous.
-        ring: uint8 [blocks, 1, block_size, ring_slot_bytes], or None: none.
-        ring_slots: int32 [up to tokens]: where the first tokens go there, likewise.
-        only_ring: whether pages are left alone.
-    """
-    assert len(latent) >= len(slots) and len(rope) >= len(slots), (latent.shape, rope.shape, slots.shape)
-    launch = bind_store_latents(codec, cache, latent, rope, ring, only_ring=only_ring)
-    if len(slots):
-        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(codec, slots, ring_slots))
-
-
 @triton.jit(
     do_not_specialize=["tokens", "ring_tokens", "split"], do_not_specialize_on_alignment=["slots_ptr", "ring_slots_ptr"]
 )

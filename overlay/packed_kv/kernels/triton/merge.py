@@ -134,30 +134,3 @@ def merge_arguments(
 
 def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
     return -(-tokens * group // tile[1]), kv_heads, 1
-
-
-def merge(
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-    matrix: torch.Tensor,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Combine the splits of `decode` and rotate the result back, once.
-
-    Args:
-        partial_output: fp32 [tokens, query heads, up to 128 splits, stored_dim].
-        partial_stats: fp32 [tokens, query heads, splits, 2].
-        matrix: `rotation_matrix(..., inverse=True)` of the V codec.
-        output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, value_dim], unit stride over channels and the
-            heads evenly strided; filled.
-        sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
-        lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exp of the scores, sinks included;
-            -inf where a query sees no key. None: nobody asks.
-    """
-    tokens, kv_heads, group, _ = output.shape
-    tile = merge_tile(partial_output.shape[2])
-    step = merge_arguments(partial_output, partial_stats, group, lse)
-    launch = bind_merge(output, matrix, tile, sinks, has_lse=lse is not None)
-    launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)

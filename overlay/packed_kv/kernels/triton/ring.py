@@ -377,20 +377,6 @@ def gather_ring_arguments(ring: Ring, spans: torch.Tensor, key: torch.Tensor, va
     return Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
 
 
-def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the tokens that the ring has over those that `gather` read from the pages, still rotated.
-
-    Args:
-        ring: of the layer; `spans` count its requests.
-        spans: int32 [n, 4], contiguous: request, row of its token 0 (maybe negative), tokens low .. end - 1; those
-            before `ring.first` are left alone.
-        key, value: fp16 [rows, KV heads, head_dim], contiguous.
-    """
-    _, kv_heads, head_dim = key.shape
-    launch = bind_gather_ring(ring, head_dim)
-    launch((len(spans), kv_heads, 1), (), gather_ring_arguments(ring, spans, key, value))
-
-
 def check_ring(ring: Ring, kv_heads: int, head_dim: int) -> None:
     """Assert the layout that the kernels need."""
     cache = ring.cache

@@ -223,32 +223,3 @@ def rotate_query_grid(rotated: torch.Tensor, rotation: QueryRotation) -> tuple[i
     tokens, kv_heads, group, stored_dim = rotated.shape
     parts = power_of_2(stored_dim) // QUERY_CHANNELS
     return -(-tokens * group // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
-
-
-def rotate_query(
-    query: torch.Tensor,
-    matrix: torch.Tensor,
-    rotated: torch.Tensor,
-    scale: float,
-    means: Means | None = None,
-    positions: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Rotate queries and multiply them by `scale` and log2 e, once.
-
-    Args:
-        query: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels.
-        matrix: `rotation_matrix` of the K codec.
-        rotated: fp16 [tokens, KV heads, queries a KV head, stored_dim], contiguous; filled.
-        scale: attention scale.
-        means: of the keys, or None.
-        positions: int64 [tokens], contiguous, of the queries; needed where `means` has several blocks.
-        bias: with `means`: fp32 [tokens, query heads, 1 + blocks], contiguous; filled with what scores lack, times
-            `scale` and log2 e too: for the key of position 0, beyond what the others of block 0 lack; for the keys of
-            each block of positions, up to the last that this step reads.
-    """
-    assert (bias is None) == (means is None)
-    assert means is None or bias is None or bias.shape[2] == 1 + means.blocks, bias.shape
-    rotation = QueryRotation(matrix, scale, means)
-    launch = bind_rotate_query(query, rotated.shape[1], rotation)
-    launch(rotate_query_grid(rotated, rotation), (query,), rotate_query_arguments(rotated, positions, bias))

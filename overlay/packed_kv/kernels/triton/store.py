@@ -140,42 +140,6 @@ def store_grid(
     return programs + -(-of_queries // 2), 2, 1
 
 
-def store_tokens(
-    codec: PagedCodec,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    *,
-    ring: torch.Tensor | None = None,
-    ring_slots: torch.Tensor | None = None,
-    only_ring: bool = False,
-) -> None:
-    """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation; and `codecs.ring.write`.
-
-    Args:
-        codec: the codec of the layer, on the device of the tensors.
-        cache: uint8 [blocks, KV heads, block_size, slot_bytes]; the last two dimensions contiguous, block_size a
-            multiple of 16, address and other strides multiples of 4.
-        slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
-            are distinct.
-        key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] and [.., .., value_dim] of one dtype,
-            channels contiguous; rows beyond the slots are padding.
-        positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the mean of keys depends
-            on it, else not looked at.
-        ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], or None: none.
-        ring_slots: int32 [up to tokens], contiguous: where the first so many tokens go in the ring; as `slots`.
-        only_ring: leave the pages alone.
-    """
-    assert len(key) >= len(slots), (key.shape, slots.shape)
-    assert (ring is None) == (ring_slots is None)
-    launch = bind_store(codec, cache, key, value, ring, only_ring=only_ring)
-    if len(slots):
-        grid = store_grid(codec, len(slots), cache.shape[1])
-        launch(grid, (key, value, key), store_arguments(codec, slots, positions, ring_slots))
-
-
 def rows_of(layout: KernelLayout) -> int:
     """Rows of a program: a vector's section fits."""
     return max(ROWS, *(power_of_2(section.groups) for section in layout.sections))
