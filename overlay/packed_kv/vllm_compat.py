@@ -1,8 +1,8 @@
-"""What differs between the versions of vLLM that are served. No other module asks which version it runs in."""
+"""Versions of vLLM, and private names of vLLM that packed-kv uses. No other module asks for either."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import vllm
@@ -110,6 +110,35 @@ def lengths_on_host(common: CommonAttentionMetadata) -> torch.Tensor | None:
     exact: torch.Tensor | None = getattr(common, "_seq_lens_cpu", None)
     bounds: torch.Tensor | None = common.seq_lens_cpu_upper_bound
     return bounds if exact is None or bounds is None else exact
+
+
+class TierInternals:
+    """Private parts of vLLM's disk tier that `sharing/file_tier.py` works with. A vLLM that lacks one fails here, at
+    the start, and not in a thread later."""
+
+    def __init__(self, tier: FileSystemTierManager) -> None:
+        self.store_keys: dict[int, list[Any]] = tier._store_job_keys
+        self.load_keys: dict[int, list[Any]] = tier._load_job_keys
+        self.load_progress: dict[int, int] = tier._load_progress
+        """Job -> chunks before the first that failed."""
+        self.pool: Any = tier._pool
+        self.use_o_direct: bool = tier._use_o_direct
+
+
+def wrap_adapter_keys(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrap` of vLLM's function in its place: the one that makes a request's LoRA keys for block hashes."""
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils._gen_lora_extra_hash_keys = wrap(kv_cache_utils._gen_lora_extra_hash_keys)
+
+
+def register_cache_spec(spec: type[KVCacheSpec], manager: type[Any]) -> None:
+    """Register the spec of a cache group and its manager. vLLM registers its own only while there are none, so they
+    come first."""
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(spec, manager, spec)
 
 
 def count_chunks(tier: FileSystemTierManager, job: TransferJob) -> None:

@@ -38,6 +38,8 @@ HEAD_DIM, GROUP = 128, 4
 PROBE_SECONDS = 300
 OWN_SOURCES = b"packed_kv/kernels/"
 """In the path of each of our kernels' sources, which Triton keeps beside what it compiled."""
+BEGINNING = 4096
+"""Bytes read of each file of Triton's cache, which may be shared and hold thousands."""
 
 
 @dataclass(frozen=True)
@@ -236,15 +238,17 @@ def _triton_kernels() -> str:
     one for each of its compilations."""
     home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
-    number = sum(OWN_SOURCES in _content(file) for file in folder.glob("*/*.ttir"))
+    number = sum(OWN_SOURCES in _beginning(file) for file in folder.glob("*/*.ttir"))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
     return f"Triton kernels: {state} {folder}"
 
 
-def _content(file: Path) -> bytes:
-    """Of a file in a cache, which may go or be another user's."""
+def _beginning(file: Path) -> bytes:
+    """The first bytes of a file in a cache, where Triton names the kernel's source; none of a file that cannot be
+    read, which may have gone or be another user's."""
     try:
-        return file.read_bytes()
+        with open(file, "rb") as opened:
+            return opened.read(BEGINNING)
     except OSError:
         return b""
 

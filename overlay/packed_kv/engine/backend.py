@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -117,14 +118,16 @@ def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:
     return None
 
 
+@functools.cache
 def backend_of(name: str) -> type[PackedAttentionBackend]:
     """The backend class of a dtype, made on first use."""
     fmt = FORMATS[name]
-    if class_name(fmt) not in globals():
-        members = {"fmt": fmt, "__module__": __name__}
-        globals()[class_name(fmt)] = type(class_name(fmt), (PackedAttentionBackend,), members)
-    return globals()[class_name(fmt)]
+    return type(class_name(fmt), (PackedAttentionBackend,), {"fmt": fmt, "__module__": __name__})
 
 
-for _name in FORMATS:
-    backend_of(_name)
+def __getattr__(name: str) -> type[PackedAttentionBackend]:
+    """The backend class of this name, by which vLLM's registry looks it up."""
+    for fmt in FORMATS.values():
+        if class_name(fmt) == name:
+            return backend_of(fmt.name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

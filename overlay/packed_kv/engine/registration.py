@@ -64,7 +64,10 @@ def register_formats() -> None:
 
 def _remedy(version: str) -> str:
     """What makes vLLM of a version serve the dtypes."""
-    pins = import_module("packed_kv_patches.pins")  # beside this package
+    try:
+        pins = import_module("packed_kv_patches.pins")  # beside this package
+    except ImportError as error:
+        return f"reinstall packed-kv, whose patches are missing here ({error}), then run: packed-kv-patch apply"
     is_pinned = version.split("+")[0] in (table := pins.load())
     return "run: packed-kv-patch apply" if is_pinned else pins.choose(table, version)
 

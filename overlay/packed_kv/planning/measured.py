@@ -20,6 +20,7 @@ from .cache import Serving, dtype_of, recent_window
 from .cards import CARDS, Card
 from .weights import Weights
 
+# Read at import (4 KB), by `packed-kv plan` and `doctor` alone: no engine imports this module.
 MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
 STEP, KL, RECALL = MEASURED["step"], MEASURED["kl"], MEASURED["recall"]
 

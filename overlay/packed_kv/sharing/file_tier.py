@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from ..vllm_compat import chunk_ids, count_chunks
+from ..vllm_compat import TierInternals, chunk_ids, count_chunks
 from .tiers import private_folder
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ class PackedFileTier(FileSystemTierManager):
             parallel=replace(config.parallel, is_parallelism_agnostic=portable),
         )
         super().__init__(spec, primary_kv_view, tier_type, root_dir=root_dir, n_read_threads=n_read_threads, **options)
-        self.root, self.threads = Path(root_dir), n_read_threads
+        self.root, self.threads, self.internals = Path(root_dir), n_read_threads, TierInternals(self)
+        self.pages, self.chunk_bytes = primary_kv_view.cast("B"), primary_kv_view.nbytes // len(primary_kv_view)
         own = Path(self.file_mapper.base_path)
         with contextlib.suppress(PermissionError):  # vLLM makes them by the umask
             own.chmod(0o700)
@@ -186,17 +187,17 @@ class PackedFileTier(FileSystemTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
         if self.events is not None:
-            self._store_job_keys[job] = list(job_metadata.keys)
+            self.internals.store_keys[job] = list(job_metadata.keys)
         count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._store)
-        self._pool.enqueue_store(job, len(tasks), tasks)
+        self.internals.pool.enqueue_store(job, len(tasks), tasks)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
-        self._load_job_keys[job] = list(job_metadata.keys)
+        self.internals.load_keys[job] = list(job_metadata.keys)
         count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._load)
-        self._pool.enqueue_load(job, len(tasks), tasks)
+        self.internals.pool.enqueue_load(job, len(tasks), tasks)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for result in super().get_finished_jobs():
@@ -206,7 +207,7 @@ class PackedFileTier(FileSystemTierManager):
 
     def _tasks(self, job: TransferJob, run: Callable[..., None]) -> list[Callable[[], None]]:
         """A part of a job's chunks for each thread, in order: (path, pages) and the number of the first of them."""
-        view, size = self._primary_kv_view.cast("B"), self._block_size
+        view, size = self.pages, self.chunk_bytes
         chunks = [
             (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
             for key, chunk in zip(job.keys, chunk_ids(job), strict=True)
@@ -221,10 +222,10 @@ class PackedFileTier(FileSystemTierManager):
         """In a thread. What cannot be written is not there later: one line, until something can be written again."""
         try:
             for path, pages in chunks:
-                write_pages(path, self.root, pages, self._use_o_direct)
+                write_pages(path, self.root, pages, self.internals.use_o_direct)
         except OSError as error:
             self.failed_stores.add(job)
-            self._store_job_keys.pop(job, None)  # of which vLLM would tell others
+            self.internals.store_keys.pop(job, None)  # of which vLLM would tell others
             if self._is_news(can_write=False):
                 logger.warning(
                     "KV pages on disk: cannot write into %s (%s); serving goes on without new ones", self.root, error
@@ -246,11 +247,12 @@ class PackedFileTier(FileSystemTierManager):
         failed: list[tuple[int, OSError]] = []
         for number, (path, pages) in enumerate(chunks, start=first):
             try:
-                read_pages(path, self.root, pages, self._use_o_direct)
+                read_pages(path, self.root, pages, self.internals.use_o_direct)
             except OSError as error:
                 failed.append((number, error))
         if failed:
             number, reason = failed[0]
             with self.lock:
-                self._load_progress[job] = min(number, self._load_progress.get(job, number))
+                progress = self.internals.load_progress
+                progress[job] = min(number, progress.get(job, number))
             raise OSError(f"{reason} (and {len(failed) - 1} more)") if failed[1:] else reason

@@ -20,10 +20,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..layout import choose_ring_block, ring_slot_bytes
-from ..vllm_compat import ScratchSpec
+from ..vllm_compat import ScratchSpec, register_cache_spec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,7 +150,7 @@ class RingManager(SingleTypeKVCacheManager):
     ) -> None:  # fmt: skip
         computed = num_local_computed_tokens + num_external_computed_tokens
         table = self.req_to_blocks[request_id]
-        table.extend([self._null_block] * cdiv(computed, self.block_size))
+        table.extend([self.block_pool.null_block] * cdiv(computed, self.block_size))
         self.first[request_id] = len(table)
 
     def allocate_external_computed_blocks(self, *_args: object, **_kwargs: object) -> None:
@@ -165,7 +164,7 @@ class RingManager(SingleTypeKVCacheManager):
         added = []
         for index in range(len(table), end):
             if index < end - self.ring_blocks:  # of a long chunk: out of the window before anyone reads it
-                added.append(self._null_block)
+                added.append(self.block_pool.null_block)
                 continue
             number = index % self.ring_blocks
             if number not in ring:
@@ -217,7 +216,5 @@ class RingManager(SingleTypeKVCacheManager):
         """Blocks stay with the request until it ends."""
 
 
-# A scheduler in a process of its own learns of both by unpickling the spec, which imports this module. vLLM registers
-# its own specs only while there are none, so they come first.
-KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(RingSpec, RingManager, RingSpec)
+# At import: a scheduler in a process of its own learns of both by unpickling the spec, which imports this module.
+register_cache_spec(RingSpec, RingManager)

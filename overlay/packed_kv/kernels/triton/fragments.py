@@ -27,7 +27,8 @@ from ...layout import SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
 from .. import units
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""
+"""True under Triton's interpreter, which has no inline assembly: plain Triton computes the same values there. Read at
+import, as `triton.jit` reads it when it decorates; a process cannot have both."""
 _SIGN_WORD_SHIFT, _SIGN_PARITY_SHIFT = tl.constexpr(SIGN_WORD_SHIFT), tl.constexpr(SIGN_PARITY_SHIFT)
 
 
