@@ -37,7 +37,7 @@ FLOOR = 1e-9
 
 @dataclass
 class LayerChoice:
-    """What the file lists of one layer: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
+    """A layer's entry in the file: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
     float64 [KV heads, head_size] or None; those of V are of its own head_size. `key.mean` is the mean before `rope`, if
     there is one; `key.rope` is not used."""
 

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 CONTEXT = 1 << 15
 """Tokens of a model whose configuration does not tell."""
 CLEARLY = 1.02
-"""How many times a RoPE's energy the mean behind RoPE must have to be taken for a layer's without RoPE."""
+"""Least ratio of the energy of the mean behind RoPE to a RoPE's at which a layer counts as one without RoPE."""
 
 
 class ModelRope(NamedTuple):
@@ -172,7 +172,7 @@ def _joined(first: torch.Tensor, second: torch.Tensor, rest: torch.Tensor, rope:
 
 
 def _split(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim / 2]."""
+    """Split sums of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim / 2]."""
     size = means.shape[-1] * 2 // 5
     mean, squares, products = means.split((size, size, size // 2), -1)
     return mean, squares, products

@@ -24,7 +24,8 @@ from .rope import Parameters, Rope, normalised, rope_in_words
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
 VERSION = 3
-"""Of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before RoPE."""
+"""Version of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before
+RoPE."""
 FIRST_WITH_ROPES = 3
 LARGEST_HEAD_SIZE = 4096
 LARGEST_MEAN = 32768.0
@@ -90,7 +91,7 @@ class Calibration:
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """How many a layer has; more than one number where layers differ."""
+        """Numbers of KV heads that a layer has; several where layers differ."""
         return tuple(sorted({layer.kv_heads for layer in self.layers.values()}))
 
     @property
@@ -180,7 +181,7 @@ def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
 
 
 class _FaultError(Exception):
-    """What is wrong with a file's content."""
+    """A fault in a file's content."""
 
 
 def _refuse(path: str, fault: str) -> NoReturn:

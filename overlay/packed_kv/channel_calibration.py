@@ -1,4 +1,4 @@
-"""What calibration knows of the channels of K or V, in the shapes that codecs take. Imports no torch and no vLLM."""
+"""Calibrated channels of K or V, in the shapes that codecs take. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 

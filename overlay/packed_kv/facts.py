@@ -1,4 +1,4 @@
-"""What is known of an engine, its model and one of its layers: what the rules of `refusals.py` read. No torch."""
+"""Facts about an engine, its model and one of its layers, read by the rules of `refusals.py`. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Connector(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of an engine, of its model and of one of its layers; None: not known.
+    """Facts about an engine, its model and one of its layers; None: not known.
 
     Of the engine:
         capability: compute capability of the GPU.

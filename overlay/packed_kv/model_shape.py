@@ -18,8 +18,8 @@ Config = dict[str, Any]
 
 DENSE, FP8 = "bf16", "fp8"
 MAX_PADDING = 1.5
-"""How many times its content a packed page may take. Layers with pages of several sizes share a pool, and vLLM pads the
-smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
+"""Largest ratio of a packed page's bytes to its content. Layers with pages of several sizes share a pool, and vLLM pads
+the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 KINDS = {
@@ -68,7 +68,7 @@ class BadInput(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
+    """A layer's part of a request's cache: `kind` is "full", "sliding", "chunked" or "state".
 
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
     `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: of RoPE in packed pages.
@@ -92,7 +92,7 @@ class Layer:
 
     @property
     def channels(self) -> int:
-        """Of a head's K and V together."""
+        """Channels of a head's K and V together."""
         if self.rope_size:
             return self.head_size + self.rope_size
         return self.head_size + (self.value_size or self.head_size)
@@ -119,7 +119,7 @@ class Model:
 
     @property
     def rope_bits(self) -> int | None:
-        """Of RoPE beside latents, in packed pages; None: the model has no latents."""
+        """Bits of RoPE channels in packed pages of latents; None: the model has no latents."""
         return next((layer.rope_bits for layer in self.layers if layer.rope_size), None)
 
     def with_rope_bits(self, bits: int) -> Model:
@@ -190,7 +190,7 @@ def text_config(config: Config) -> Config:
 
 
 def reads_latents(text: Config) -> bool:
-    """Whether vLLM serves the model with latent attention (MLA)."""
+    """True if vLLM serves the model with latent attention (MLA)."""
     return whole(text, "kv_lora_rank") > 0 and word(text, "model_type") not in EXPANDED_LATENTS
 
 
@@ -279,7 +279,8 @@ def layer_config(text: Config, number: int) -> Config:
 
 
 def _per_layer(text: Config) -> dict[int, Config]:
-    """Of layers that differ, by number: `per_layer_config`, as transformers 5.19 writes it. Raises BadInput."""
+    """Settings of layers that differ, by number: `per_layer_config`, as transformers 5.19 writes it. Raises
+    BadInput."""
     layers, number = part(text, "per_layer_config"), text["num_hidden_layers"]
     found = {int(key): part(layers, key) for key in layers if key.isdecimal() and len(key) < 6 and int(key) < number}
     if len(found) < len(layers):
@@ -305,8 +306,7 @@ def _layers_with_weights(text: Config) -> int:
 
 
 def layer_runs(text: Config) -> list[int]:
-    """How often each layer runs for a token: in vLLM each run has a cache of its own, unless they share one. Raises
-    BadInput."""
+    """Runs of each layer per token: in vLLM each run has a cache of its own, unless they share one. Raises BadInput."""
     number = text["num_hidden_layers"]
     if word(text, "model_type") == "hrm_text":
         high, low = whole(text, "H_cycles", default=2), whole(text, "L_cycles", default=3)
@@ -368,7 +368,7 @@ def layer_letters(text: Config) -> str:
 
 
 def layer_kinds(text: Config) -> list[tuple[str, ...]]:
-    """What each layer keeps in one run, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
+    """Kind of each layer in one run, one of `KINDS`' values. Raises BadInput for a word that is not known."""
     kinds = _kinds(text)
     return [kept * 2 for kept in kinds] if word(text, "model_type").startswith("longcat_flash") else kinds
 
@@ -492,7 +492,7 @@ def mamba_channels(config: Config) -> int:
 
 
 def _recurrent_dtype(config: Config) -> str:
-    """What vLLM keeps recurrent states in where the model says so, else ""."""
+    """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
     kind = word(config, "model_type")
     if kind == "nemotron_h":
         return word(config, "mamba_ssm_cache_dtype") or "float32"

@@ -1,10 +1,8 @@
-"""What packed pages cannot serve: one ordered table for the engine, `packed-kv plan`, `packed-kv doctor` and the docs.
+"""Refusals of packed pages: one ordered table for the engine, `packed-kv plan`, `packed-kv doctor` and the docs.
 
-A rule reads a record of facts and says in words what it read; no words, no refusal. A fact that nobody knows is None
-and refuses nothing. The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from
-config.json.
-`python -m packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM.
-"""
+A rule reads a record of facts and returns what it objects to, or nothing. An unknown fact is None and never refuses.
+The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from config.json. `python -m
+packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ from .model_shape import (
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
-"""What to do about a draft that packed pages cannot serve: the model keeps its dtype."""
+"""Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
 LEAST_CAPABILITY = (8, 0)
 
 CONNECTORS = (
@@ -379,7 +377,7 @@ WINDOW_RULES: tuple[Rule, ...] = (
 
 
 def facts_of_config(config: Config) -> Facts:
-    """What a config.json says of a model's architecture. Raises BadInput."""
+    """Facts from a config.json about a model's architecture. Raises BadInput."""
     text, kind = text_config(config), word(config, "model_type")
     names = listed(config, "architectures", of=str) or listed(text, "architectures", of=str)
     kinds = {kind, word(text, "model_type")}
@@ -411,7 +409,7 @@ def facts_of_config(config: Config) -> Facts:
 
 
 def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusal]:
-    """What a config.json tells of a model, and of its layers if `model` has them. Each rule refuses once. Raises
+    """Refusals by a config.json of a model, and of its layers if `model` has them. Each rule refuses once. Raises
     BadInput."""
     facts = facts_of_config(config)
     found = refusals_of(facts)
@@ -422,8 +420,8 @@ def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusa
 
 
 def untried(config: Config) -> str:
-    """What to know of a model that no rule refuses and that nobody tried, in one line; "": it was tried, or its config
-    does not name it. Raises BadInput."""
+    """A line about a model that no rule refuses and that is untested; "": it is tested, or its config does not name it.
+    Raises BadInput."""
     name = facts_of_config(config).architecture
     if name is None or name in TRIED:
         return ""

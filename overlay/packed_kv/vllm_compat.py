@@ -25,7 +25,7 @@ ScratchSpec: Any = getattr(cache_interface, "CircularBufferSpec", cache_interfac
 
 
 def is_patched() -> bool:
-    """Whether vLLM has the whole series of vllm_patches/: this function is of the last patch, in all versions."""
+    """True if vLLM has the whole series of vllm_patches/: this function is of the last patch, in all versions."""
     return hasattr(cache_config, "prepare_kv_cache_dtype")
 
 
@@ -55,7 +55,7 @@ def no_latents() -> str:
 
 
 def groups_stay() -> bool:
-    """Whether a spec can keep its cache group from KV connectors: a patch that older packages of ours lack."""
+    """True if a spec can keep its cache group from KV connectors: a patch that older packages of ours lack."""
     return "__post_init__" in vars(cache_interface.KVCacheGroupSpec)
 
 
@@ -67,7 +67,8 @@ def cache_layouts(*names: str) -> tuple[KVCacheLayout, ...]:
 
 
 class PagesByShape:
-    """What a vLLM without `KVCacheLayout`, as 0.28, asks a backend for. Later ones ask `customize_spec` alone."""
+    """Methods that a vLLM without `KVCacheLayout`, such as 0.28, asks of a backend. Later ones ask `customize_spec`
+    alone."""
 
     fmt: ClassVar[Format]
 
@@ -85,7 +86,7 @@ class PagesByShape:
 
 
 def has_draft_cache(speculative: SpeculativeConfig | None) -> bool:
-    """Whether a draft has layers with a KV cache of their own."""
+    """True if a draft has layers with a KV cache of their own."""
     if speculative is None:
         return False
     if hasattr(speculative, "uses_draft_kv_cache"):
@@ -96,7 +97,7 @@ def has_draft_cache(speculative: SpeculativeConfig | None) -> bool:
 
 
 def builds_draft() -> bool:
-    """Whether vLLM is building a part beside the model, as a draft, which it marks for its compilation."""
+    """True if vLLM is building a part beside the model, such as a draft, which it marks for its compilation."""
     from vllm.compilation import backends
 
     return getattr(backends, "model_tag", "backbone") != "backbone"

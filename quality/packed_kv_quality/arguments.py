@@ -30,7 +30,7 @@ LEAST = {
     "context": 1, "windows": 1, "top_k": 1, "facts": 1, "kv_cache_memory": 1, "parallel": 1,
     "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0, "batched_tokens": 1,
 }  # fmt: skip
-"""Of numbers among the options, the least that makes sense."""
+"""Least sensible values of the options that are numbers."""
 CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
 """Command -> whether it runs text, and whether it measures recall."""
 

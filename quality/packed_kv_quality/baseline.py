@@ -37,8 +37,8 @@ class BaselineError(ValueError):
 
 @dataclass(frozen=True)
 class Scores:
-    """How well the true tokens were predicted, and how close to the baseline: KL divergence from it in nats, shares of
-    positions with the same likeliest token, and of the five likeliest tokens that are the same. `kl_error` is the
+    """Quality of predictions of the true tokens, and closeness to the baseline: KL divergence from it in nats, shares
+    of positions with the same likeliest token, and of the five likeliest tokens that are the same. `kl_error` is the
     standard error of `kl_mean` (uncertainty.py); None if there is too little text."""
 
     positions: int

@@ -159,7 +159,7 @@ def describe_row(row: Generation) -> str:
 
 
 def describe(options: argparse.Namespace, settings: GenerationSettings, identity: dict[str, Any]) -> dict[str, Any]:
-    """What the run was, for whoever reads its results."""
+    """Description of the run, for readers of its results."""
     words = [f"{options.windows} prompts a text and length, {options.tokens} tokens forced behind each"]
     if settings.tasks:
         words.append(f"{options.tasks} tasks a kind and length")

@@ -59,7 +59,7 @@ def markdown(report: GenerationReport) -> str:
 
 
 def tokens_a_step(acceptance: Sequence[Sequence[int]]) -> float:
-    """Of all prompts together."""
+    """Tokens per step of all prompts together."""
     return sum(tokens for tokens, _ in acceptance) / sum(steps for _, steps in acceptance)
 
 

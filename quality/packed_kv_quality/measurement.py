@@ -34,8 +34,8 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class EngineSettings(Protocol):
-    """How an engine is started. `dtype` is that of weights and activations, `additional_config` is for packed-kv's
-    dtypes, and `parallel` engines run on the device at a time."""
+    """Settings with which an engine is started. `dtype` is that of weights and activations, `additional_config` is for
+    packed-kv's dtypes, and `parallel` engines run on the device at a time."""
 
     @property
     def model(self) -> str: ...
@@ -221,7 +221,7 @@ def _measurement(dtype: str, llm: LLM, settings: Settings, positions: Positions)
 
 
 def _bytes_per_value(llm: LLM) -> int:
-    """Of the baseline's cache; fp8 takes one."""
+    """Bytes per value of the baseline's cache; fp8 takes one."""
     return llm.llm_engine.vllm_config.model_config.dtype.itemsize
 
 

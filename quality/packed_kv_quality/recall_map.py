@@ -54,12 +54,12 @@ class RecallSettings:
     seed: int
 
     def prompts(self, tokenizer, length: int) -> list[RecallPrompt]:
-        """Of one length. Raises ValueError if it cannot hold a fact and its question."""
+        """Prompts of one length. Raises ValueError if it cannot hold a fact and its question."""
         places = [depth for depth in self.depths for _ in range(self.facts)]
         return recall_prompts(tokenizer, len(places), length, self.seed, places, self.chat)
 
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(self.lengths) * len(self.depths) * self.facts
 
 

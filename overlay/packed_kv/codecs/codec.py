@@ -109,7 +109,7 @@ class Codec:
         return codes.flatten(-2), scales
 
     def prepare(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """What `quantize` quantises: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
+        """The input of quantisation: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
         [..., stored_dim]. NaN and infinities become 0, and numbers are clamped to +-INPUT_LIMIT before the rotation:
         neither reaches a neighbour."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
@@ -123,7 +123,7 @@ class Codec:
         return self.rotate(x)
 
     def gain(self, bits: int) -> float:
-        """What values of a width are multiplied by when they are read."""
+        """The factor on decoded values of a width: V's gain, 1 for K."""
         return CODES[bits].value_gain if self.role == "value" else 1.0
 
     def restore(self, rotated: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,8 +131,8 @@ class Codec:
         return self.transform.inverse(self.unrotate(rotated), positions)[..., : self.head_dim]
 
     def prepared_means(self, positions: torch.Tensor) -> torch.Tensor:
-        """What `prepare` takes off vectors of tokens at `positions`, int [tokens], scaled and rotated as they are:
-        fp32 [tokens, heads or 1, stored_dim]. With it added, they have the scores of whole vectors."""
+        """Means that `prepare` subtracts at `positions`, int [tokens], scaled and rotated like the vectors: fp32
+        [tokens, heads or 1, stored_dim]. Added to stored vectors, they give the scores of whole ones."""
         block = torch.where(positions == 0, -1, positions // MEAN_BLOCK)  # tokens of a block have one mean
         blocks, of_token = torch.unique(block, return_inverse=True)
         some = torch.where(blocks < 0, 0, (blocks * MEAN_BLOCK).clamp(min=1))

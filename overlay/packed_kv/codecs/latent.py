@@ -117,8 +117,8 @@ class LatentCodec:
         ring.write(cache, slots, whole.unsqueeze(1))
 
     def read_ring(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `write_ring` stored in slots int [tokens]: latents as `read` returns them, but that V's gain is not for
-        them, fp32 [tokens, rank], and RoPE channels, fp32 [tokens, rope_dim]."""
+        """Read the ring's slots int [tokens]: latents as `read` returns them, except that V's gain is not for them,
+        fp32 [tokens, rank], and RoPE channels, fp32 [tokens, rope_dim]."""
         (whole,) = ring.read(cache, slots, vectors=1)
         latent, rope = whole.squeeze(1).split([self.rank, self.rope_dim], dim=-1)
         return latent, rope
@@ -143,7 +143,8 @@ class LatentCodec:
         return folded.to(key_up.dtype)
 
     def lacking(self, folded: torch.Tensor, nope_dim: int) -> torch.Tensor | None:
-        """What `folded` times a stored latent lacks of K and V, fp32 [heads, nope_dim + value_dim]; None: nothing."""
+        """The constant that `folded` times a stored latent lacks of K and V, fp32 [heads, nope_dim + value_dim]; None:
+        nothing."""
         mean, constant = self.stored_mean(), self.output_constant()
         if mean is None or constant is None:
             return None
@@ -156,15 +157,15 @@ class LatentCodec:
         return torch.tensor(gains, device=self.device).repeat_interleave(GROUP_SIZE)
 
     def stored_mean(self) -> torch.Tensor | None:
-        """What stored latents lack of whole ones, R diag(scale) mean, fp32 [rank]; None: nothing."""
+        """The mean that stored latents lack, R diag(scale) mean, fp32 [rank]; None: there is none."""
         transform = self.latent.transform
         if transform.mean is None:
             return None
         return self.latent.rotate(transform.mean if transform.scale is None else transform.mean * transform.scale)
 
     def output_constant(self) -> torch.Tensor | None:
-        """What sums of stored latents with weights of sum 1 lack before the folded `W_UV`, fp32 [rank]; None:
-        nothing. V's gain, which is for the codes, is taken off it."""
+        """The constant that sums of stored latents, with weights of sum 1, lack before the folded `W_UV`, fp32 [rank];
+        None: there is none. V's gain, which is for the codes, is taken off it."""
         mean = self.stored_mean()
         return None if mean is None else mean / self.value_gain()
 

@@ -98,8 +98,8 @@ class PagedCodec:
     def prepare(
         self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads, stored_dim]. See
-        `write`."""
+        """The vectors that `write` quantises and that a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads,
+        stored_dim]. See `write`."""
         return self.key.prepare(key, None if positions is None else positions.unsqueeze(1)), self.value.prepare(value)
 
     def read(
@@ -240,7 +240,7 @@ def unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
 
 
 def _sign_shifts(device: torch.device) -> torch.Tensor:
-    """Of the two groups of a sign word, int32 [2, 1, 16]."""
+    """Bit positions of the signs of a sign word's two groups, int32 [2, 1, 16]."""
     return torch.stack([_shifts(SIGN_WORD_SHIFT, device) + parity * SIGN_PARITY_SHIFT for parity in (0, 1)])[:, None]
 
 

@@ -60,7 +60,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
-    """What a ring gives back of the rotated vectors `x`, fp32 [..., head_dim]."""
+    """The rotated vectors `x` as a ring gives them back, fp32 [..., head_dim]."""
     return dequantize(*quantize(x))
 
 

@@ -50,8 +50,8 @@ def block_table(
 
 
 def partner(rope: Rope, mean: torch.Tensor) -> torch.Tensor:
-    """Of the mean before RoPE, fp32 [..., head_dim], what Im g multiplies, of the same shape; 0 for channels that do
-    not turn."""
+    """The factor of Im g for a mean before RoPE, fp32 [..., head_dim] -> the same shape; 0 for channels that do not
+    turn."""
     first, second = (list(channels) for channels in zip(*rope.pairs(), strict=True))
     turned = torch.zeros_like(mean)
     turned[..., first], turned[..., second] = -mean[..., second], mean[..., first]

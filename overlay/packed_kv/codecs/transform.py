@@ -79,7 +79,7 @@ class ChannelTransform:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether tokens differ by their position."""
+        """True if the means depend on a token's position."""
         return self.first_mean is not None or self.rope is not None
 
     @property
@@ -109,7 +109,7 @@ class ChannelTransform:
         return x if self.scale is None else x / self.scale
 
     def means(self, positions: torch.Tensor | None) -> torch.Tensor:
-        """What `forward` takes off vectors at `positions`: fp32, broadcastable to [..., stored_dim]."""
+        """Means that `forward` subtracts from vectors at `positions`: fp32, broadcastable to [..., stored_dim]."""
         if not self.needs_positions:
             return self._mean_or_zero()
         if positions is None:

@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: numbers, sizes, and errors of one line."""
+"""Types of the commands' arguments: numbers and sizes, with errors of one line."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser
 
 LEAST_PYTHON = (3, 11)
 HEAD_DIM, GROUP = 128, 4
-"""Of the heads for which kernels are named where no model is given; query heads a KV head."""
+"""Head size and query heads per KV head for which kernels are named if no model is given."""
 PROBE_SECONDS = 300
 OWN_SOURCES = b"packed_kv/kernels/"
 """In the path of each of our kernels' sources, which Triton keeps beside what it compiled."""
@@ -143,7 +143,7 @@ def _vllm() -> Finding:
 
 
 def _entry_point() -> Finding:
-    """Whether vLLM finds the plugin; VLLM_PLUGINS may leave it out."""
+    """Check that vLLM finds the plugin; VLLM_PLUGINS may exclude it."""
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "packed_kv" not in names:
         return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
@@ -154,7 +154,7 @@ def _entry_point() -> Finding:
 
 
 def _engine(model: Model | None) -> Iterator[Finding]:
-    """What a process finds that loads vLLM: plugin, device, FlashAttention, decode kernel."""
+    """Findings of a process that loads vLLM: plugin, device, FlashAttention, decode kernel."""
     head_dim, group = _heads(model)
     command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(head_dim)]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
@@ -202,7 +202,7 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
 
 
 def _cpu_kernels() -> Finding:
-    """Whether kernels can be compiled for this processor, and whether some are."""
+    """Check that kernels can be compiled for this processor, and count those that are."""
     try:
         compiler, target = find_compiler(), best_target()
     except BuildError as error:
@@ -234,8 +234,8 @@ def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> st
 
 
 def _triton_kernels() -> str:
-    """What is compiled of the kernels that all models need, in Triton's cache. With torch.compile, vLLM keeps another
-    one for each of its compilations."""
+    """Count the variants of our kernels in Triton's cache. With torch.compile, vLLM keeps another one for each of its
+    compilations."""
     home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     number = sum(OWN_SOURCES in _beginning(file) for file in folder.glob("*/*.ttir"))
@@ -287,13 +287,13 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
 
 
 def _cache_root() -> Path:
-    """Of vLLM, as its `envs.py` finds it."""
+    """vLLM's cache folder, found as its `envs.py` finds it."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm").expanduser()
 
 
 def _tier(folder: Path) -> Finding:
-    """Whether pages can be written into a folder."""
+    """Check that pages can be written into a folder."""
     if not folder.is_dir():
         return Finding(False, f"--tiers {folder} is no folder; run: mkdir -p {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -80,7 +80,7 @@ def _discard_output() -> None:
 
 
 def parser() -> Parser:
-    """Of the first word alone."""
+    """A parser of the first word alone."""
     made = Parser("packed-kv", description="KV-cache dtypes for vLLM that store keys and values in 2.5 to 4.25 bits.")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS.values():

@@ -80,7 +80,7 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
 
 
 def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
-    """What is planned, and what of it was not asked for in these words. Raises BadInput."""
+    """The target of the plan, and its parts that the command line does not state literally. Raises BadInput."""
     if not 0 < options.gpu_memory_utilization <= 1:
         raise BadInput(f"--gpu-memory-utilization {options.gpu_memory_utilization:g} is no share; give 0 to 1, as 0.9")
     config, folder = load(options.model)

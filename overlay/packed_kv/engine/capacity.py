@@ -1,4 +1,4 @@
-"""How much the packed cache holds: the start-up line that says it, and a refusal where it would not be more."""
+"""Capacity of the packed cache: its start-up line, and a refusal if it holds no more than bf16."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 class Request(NamedTuple):
-    """What vLLM takes from the cache for a request as long as the model's context.
+    """Blocks that vLLM allocates for a request as long as the model's context.
 
     `blocks`, and their bytes on this rank: `size`, with `ring_bytes` for the recent window's blocks, in whole blocks as
     vLLM counts them. `dense_size`: bytes of the same request in bf16. Blocks of layers that attend to everything grow
@@ -81,7 +81,7 @@ def longest_request(vllm_config: VllmConfig) -> Request:
 
 
 def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int, int]:
-    """Of a request, by vLLM's own grouping of these layers: all blocks, those of rings, and the bytes of a block, which
+    """Blocks of a request by vLLM's own grouping of these layers: all, those of rings, and the bytes of a block, which
     has one size in all groups."""
     blocks, ring_blocks, widths = 0, 0, []
     for group in get_kv_cache_groups(vllm_config, specs):

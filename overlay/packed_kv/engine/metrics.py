@@ -121,7 +121,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
 
 def _has_cpu_kernels(config: VllmConfig) -> bool:
-    """Whether a CPU can compile the kernels of its layers, which have none for latents."""
+    """True on a CPU that can compile the kernels of the model's layers; there are none for latents."""
     from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 
     try:

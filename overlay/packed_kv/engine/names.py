@@ -11,10 +11,10 @@ def registry_name(fmt: Format) -> str:
 
 
 def class_name(fmt: Format) -> str:
-    """Of the class in `backend.py`."""
+    """Name of the class in `backend.py`."""
     return f"{fmt.name.capitalize()}Backend"
 
 
 def latent_registry_name(fmt: Format) -> str:
-    """What `get_name` of the format's backends of latent attention returns."""
+    """Result of `get_name` of the format's backends of latent attention."""
     return f"PACKED_KV_LATENT_{fmt.name.upper()}"

@@ -63,7 +63,7 @@ def register_formats() -> None:
 
 
 def _remedy(version: str) -> str:
-    """What makes vLLM of a version serve the dtypes."""
+    """The command that makes vLLM of this version serve the dtypes."""
     try:
         pins = import_module("packed_kv_patches.pins")  # beside this package
     except ImportError as error:
@@ -96,7 +96,7 @@ def _at_debug(of_vllm: logging.Logger) -> Iterator[None]:
 
 
 class PackedDTypeHandler:
-    """What vLLM asks a registered `--kv-cache-dtype`."""
+    """Handler of a registered `--kv-cache-dtype`, which vLLM asks."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""How many tokens and requests a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
+"""Tokens and requests that a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
 
 Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33), which need torch and a started
 engine. Those that our backends meet are reimplemented here. A request's blocks of all groups come from one
@@ -28,7 +28,7 @@ DTYPES = (DENSE, FP8, *FORMATS)
 
 @dataclass(frozen=True)
 class Serving:
-    """How the model is served.
+    """Options with which the model is served.
 
     `context`: tokens of a request (`--max-model-len`). `recent_tokens`: of the packed dtypes' recent window, None:
     their default. `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks.
@@ -75,7 +75,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a cache of some bytes holds. `tokens` is vLLM's figure: its blocks in requests, times their context."""
+    """Contents of a cache of some bytes. `tokens` is vLLM's figure: its blocks in requests, times their context."""
 
     tokens: int
     requests: int
@@ -110,7 +110,7 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
 
 
 def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
-    """What `memory` bytes of KV cache on each rank hold. Raises Refused."""
+    """Capacity of `memory` bytes of KV cache on each rank. Raises Refused."""
     if dtype in FORMATS and model.has_latents:
         refuse(Facts(is_mla=True, skip_layers=_skipped(serving)), dtype)
     groups = _groups(_specs(model, dtype, serving))
@@ -124,7 +124,7 @@ def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacit
 
 
 def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
-    """Of all layers with a cache of their own, rings behind them."""
+    """Specs of all layers with a cache of their own, then those of rings."""
     attention_block, shared_page = _block_and_page(model, dtype, serving)
     window, _ = recent_window(model, dtype, serving)
     found, rings = [], []
@@ -165,7 +165,7 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
 
 
 def _is_uniform(specs: Sequence[Spec]) -> bool:
-    """Whether vLLM would keep all layers in one group, whatever the size of their pages."""
+    """True if vLLM would keep all layers in one group, whatever the size of their pages."""
     return len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1
 
 

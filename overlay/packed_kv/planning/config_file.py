@@ -67,7 +67,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _answers() -> bool:
-    """Whether the Hugging Face Hub can be reached within seconds, through a proxy if one is set."""
+    """True if the Hugging Face Hub can be reached within seconds, through a proxy if one is set."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,5 +1,5 @@
-"""What was measured, from `measured.json` (tests hold it to benchmarks/results/ and docs/measured.md), and the estimate
-of a decode step that it gives.
+"""Measured figures from `measured.json` (tests hold it to benchmarks/results/ and the docs), and the estimate of a
+decode step that they give.
 
     step = fixed + requests * request / ranks + collectives + reading
     reading = weights / rate of bf16 + KV / rate of the dtype                        bytes of one rank

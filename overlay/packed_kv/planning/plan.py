@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for. `users`: requests at once, None: not said. `kv_memory`: bytes of KV cache a card."""
+    """Requirements of a plan. `users`: requests at once, None: not given. `kv_memory`: bytes of KV cache per card."""
 
     model: Model
     serving: Serving
@@ -123,7 +123,7 @@ def _most_room(target: Target, rows: dict[str, Row]) -> str:
 
 
 def _least_loss(target: Target, rows: dict[str, Row], users: int) -> str:
-    """What costs least of the dtypes that hold so many requests."""
+    """The dtype of least loss that holds so many requests."""
     dense, wanted = rows[DENSE], f"{users} requests of {target.serving.context:,} tokens"
     enough = [row for row in rows.values() if row.requests >= users]
     if not enough:
@@ -152,7 +152,7 @@ def _cost(row: Row) -> float:
 
 
 def assumptions(target: Target, said: list[str]) -> list[str]:
-    """What stands under the table: what was read, and what was taken for granted. `said`: of the arguments."""
+    """Lines under the table: values that were read, and assumptions. `said`: those of the arguments."""
     model, serving = target.model, target.serving
     window, reason = recent_window(model, next(iter(FORMATS)), serving)
     lines = [
@@ -211,7 +211,7 @@ def decodes(model: Model, card: Card) -> str:
 
 
 def _folded_bytes(model: Model) -> int:
-    """Of one layer's up-projections from latents to K and V, in the model's dtype, on all ranks."""
+    """Bytes of one layer's up-projections from latents to K and V, in the model's dtype, on all ranks."""
     channels = sum(whole(model.config, name) for name in ("qk_nope_head_dim", "v_head_dim"))
     return model.config["num_attention_heads"] * channels * whole(model.config, "kv_lora_rank") * model.dtype_bytes
 

@@ -52,7 +52,7 @@ class Weights:
 
 
 def weights(model: Model, form: str | float | None, folder: Path | None) -> Weights:
-    """Of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
+    """Weights of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
     linear, again, experts, vocabulary = parameters(model)
     share = min(1.0, _experts_per_token(model.config) / max(1, _experts(model.config)))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
@@ -100,7 +100,8 @@ def _bits(config: Config, form: str | None) -> tuple[float, str]:
 
 
 def _keeps_weights(quantization: Config) -> bool:
-    """Whether a `quantization_config` is of the KV cache or activations alone, in the words of the tools that do so."""
+    """True if a `quantization_config` is of the KV cache or activations alone, by the fields of the tools that write
+    one."""
     method = word(quantization, "quant_method")
     if method == "compressed-tensors":
         return not _weight_groups(quantization)
@@ -108,7 +109,7 @@ def _keeps_weights(quantization: Config) -> bool:
 
 
 def _weight_groups(quantization: Config) -> list[Config]:
-    """What `config_groups` of compressed-tensors say of weights; groups of attention alone are the KV cache's."""
+    """Settings of weights in `config_groups` of compressed-tensors; groups of attention alone are the KV cache's."""
     groups = part(quantization, "config_groups")
     parts = [part(groups, name) for name in groups]
     return [

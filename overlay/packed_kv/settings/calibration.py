@@ -40,7 +40,7 @@ WORDS = {
     "key_scale": "scales of keys",
     "value_scale": "scales of values",
 }
-"""What the log calls the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
+"""Names in the log of the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
 DRAFTS = {"mtp", "draft_model"}
 """Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
 
@@ -56,7 +56,7 @@ class RankCalibration:
     has_draft: bool
 
     def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> LayerCalibration:
-        """What the format takes of the file for a layer, for the `kv_heads` heads of this rank.
+        """The parts of the file that the format takes for a layer, for the `kv_heads` heads of this rank.
 
         Empty for the layers of a draft model, which the file does not describe. Raises CalibrationError for a layer
         that it should describe and does not.
@@ -80,7 +80,7 @@ class RankCalibration:
         return layer.taken_by(self.fmt).map_rows(mine)
 
     def uses(self) -> str:
-        """What of the file is used, in words; empty if nothing is."""
+        """The parts of the file that are used, in words; empty if none is."""
         there = {name for layer in self.file.layers.values() for name in layer.taken_by(self.fmt).known()}
         if "key_rope" in there:
             there.remove("key_mean")
@@ -188,7 +188,7 @@ def _why_no_file(model: ModelConfig) -> str:
 
 
 def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, Any]]:
-    """What calibration does to the pages of a format: layer -> `LayerCalibration.known` of all heads.
+    """Calibration that the pages of a format depend on: layer -> `LayerCalibration.known` of all heads.
 
     Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
     CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
@@ -209,7 +209,7 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
 
 
 def model_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files are: its own folder, that of its file, or the snapshot of one of the Hugging Face Hub."""
+    """Folder of a model's files: its own, that of its file, or its snapshot of the Hugging Face Hub."""
     path = Path(model)
     if path.exists():
         return path.parent if path.is_file() else path

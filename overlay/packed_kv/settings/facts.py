@@ -1,4 +1,4 @@
-"""What vLLM's configuration tells of an engine, for the rules of `refusals.py`."""
+"""Facts about an engine from vLLM's configuration, for the rules of `refusals.py`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engine_facts(config: VllmConfig) -> Facts:
 
 
 def is_draft(config: VllmConfig) -> bool:
-    """Whether the model that is being built is a draft. Some have a configuration of their own, others the engine's."""
+    """True if the model that is being built is a draft. Some have a configuration of their own, others the engine's."""
     return config.model_config.runner_type == "draft" or (config.speculative_config is not None and builds_draft())
 
 

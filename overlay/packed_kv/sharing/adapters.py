@@ -59,8 +59,8 @@ class AdapterKeys:
 
 
 def adapter_identity(path: str) -> str:
-    """What tells an adapter's weights from another's: the commit of one of the Hugging Face Hub, or the content of a
-    folder's files, wherever they lie; of one that is nowhere yet its name."""
+    """Identity of an adapter's weights: the commit of one of the Hugging Face Hub, or the content of a folder's files,
+    wherever they lie; of one that is nowhere yet its name."""
     folder = Path(path).expanduser()
     if not folder.exists():
         config = try_to_load_from_cache(path, CONFIG)

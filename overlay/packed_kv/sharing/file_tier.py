@@ -89,7 +89,7 @@ def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
 
 
 def _read(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
-    """Whether `pages` are now those of a regular file. Raises OSError."""
+    """Fill `pages`; True if they are whole and of a regular file. Raises OSError."""
     footer = mmap.mmap(-1, FOOTER)
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (O_DIRECT if direct else 0))
     try:
@@ -124,7 +124,7 @@ def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
 
 
 def _folder_name(model: str) -> str:
-    """Of a model's path or name, what fits into a folder's name. `page_format` says which model it is."""
+    """The part of a model's path or name that fits into a folder's name. `page_format` says which model it is."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:64]
 
 

@@ -1,4 +1,4 @@
-"""Where an engine's settings name a folder for KV pages: packed ones get files with a checksum, in a folder that works.
+"""Folders for KV pages in an engine's settings: packed pages get files with a checksum, in a folder that works.
 
 Before an engine starts, vLLM's tier `fs` in `--kv-transfer-config` becomes `file_tier.PackedFileTier`.
 """

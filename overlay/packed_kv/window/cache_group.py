@@ -75,7 +75,7 @@ class RingSpec(ScratchSpec):
 
 
 def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool, side_by_side: bool) -> RingSpec:
-    """Of the ring beside a layer with the spec `packed`, in blocks that take no more than its bytes.
+    """Spec of the ring for a layer with the spec `packed`, in blocks that take no more than its bytes.
 
     Several ring blocks lie in one where all layers' pages have one size, or pages of any size lie side by side in a
     block (BLHNC). Else vLLM pads or scales pages, to distances that are not known here.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SUFFIX = ".recent"
-"""Of a window layer's name, behind that of the layer whose tokens it keeps."""
+"""Ending of a window layer's name, after the name of the layer whose tokens it keeps."""
 
 
 class WindowLayer(AttentionLayerBase):
@@ -45,7 +45,7 @@ class WindowLayer(AttentionLayerBase):
         self.layer_name, self.window, self.slack = layer_name, window, slack
         self.config = config
         self.spec: RingSpec | None = None
-        """Of the cache that vLLM lays out, once it has asked."""
+        """Spec of the cache that vLLM lays out, once it has asked."""
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -120,7 +120,7 @@ def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) 
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Of all layers but the window layers."""
+    """Specs of all layers except the window layers."""
     specs = {}
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
         shares = getattr(layer, "kv_sharing_target_layer_name", None)
@@ -135,7 +135,7 @@ def _have_one_size(specs: dict[str, KVCacheSpec]) -> bool:
 
 
 def _lie_side_by_side(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> bool:
-    """Whether pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
+    """True if pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
     draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads all pages to the
     largest; BLHNC packs pages of any size side by side. A pipeline's stage does not see the layers of the others, so
     there it is so beside any skipped layers."""
@@ -145,7 +145,7 @@ def _lie_side_by_side(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> bool
 
 
 class WindowBackend(AttentionBackend):
-    """Of the window layers: pages and metadata, no attention."""
+    """Backend of the window layers: pages and metadata, no attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -169,7 +169,7 @@ class WindowBackend(AttentionBackend):
 
 
 class MixedPagesWindowBackend(WindowBackend):
-    """Where the pages of a block differ in size: see `_lie_side_by_side`."""
+    """Backend for pages of different sizes in one block: see `_lie_side_by_side`."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -86,10 +86,10 @@ class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):
 
 
 class ChunkedWindowMetadataBuilder(WindowMetadataBuilder):
-    """Of layers of chunked attention, which see a request as one of each chunk: a ring's table is cut as theirs.
+    """Builder for layers of chunked attention, which see a request as one of each chunk: a ring's table is cut as
+    theirs.
 
-    Where tokens go is decided for the whole request, as its chunks share the ring.
-    """
+    The slots of tokens are decided for the whole request, as its chunks share the ring."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     chunk_size: ClassVar[int]

@@ -1,4 +1,4 @@
-"""How many of a request's newest tokens an engine keeps at 8 bits, and why it keeps none."""
+"""The number of a request's newest tokens that an engine keeps at 8 bits, and the reason for none."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .. import power_of_2
 from .launch import Arguments, Launch
 
 SHARE_ELEMENTS = 8192
-"""Of an output that a program weighs: 64 of a thread."""
+"""Elements of an output that a program weighs: 64 per thread."""
 
 
 @triton.jit(do_not_specialize=["lse_stride", "part_lse_stride"], do_not_specialize_on_alignment=["lse", "part_lse"])

@@ -31,13 +31,12 @@ MAX_REGISTERS = 128
 93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
 head_dim 128 with 8 columns."""
 WIDE_REGISTERS = 255
-"""Of tiles with more outputs. At 200, an SM has no more programs: each of its four schedulers has registers of its own,
-512 for a lane."""
+"""Register limit of wide tiles. 200 would not raise occupancy: a scheduler has 512 registers per lane."""
 OUTPUTS = 8 * 128
 """Columns times channels of a tile that fits `MAX_REGISTERS`."""
 TILE_TOKENS = 32
 COLUMNS = 8, 16, 32
-"""Of a tile. 8 are the right operand of `mma.m16n8k16`; more unpack once for several of these."""
+"""Columns of a tile. 8 are the right operand of `mma.m16n8k16`; wider tiles unpack once for several of these."""
 WIDE_HEAD_DIM = 128
 """Most channels of a head with tiles of more than 8 columns: above, they would not fit the registers."""
 PROGRAMS_PER_SM, WIDE_PROGRAMS_PER_SM = 16, 8
@@ -291,7 +290,7 @@ def min_window(recent, window):
 
 @triton.jit
 def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
-    """Of a query that sees the tokens below `limit`: those below the result it reads from pages, the rest in the
+    """End of the tokens that a query reads from pages, of those below `limit` that it sees; the rest it reads from the
     ring, which has none below `recent`."""
     if RING_BLOCK > 0:
         limit = tl.minimum(limit, tl.maximum(limit - RECENT, recent))
@@ -315,7 +314,7 @@ def _tile_bases(
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What decides the variant of the kernel, beside the cache: heads of a rank, and a layer's options.
+    """Shape and options that, with the cache, decide the variant of the kernel.
 
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
     softmax, or None; `mean_blocks`: blocks of positions for which queries come with a bias (`rotate_query`), 0: with
@@ -341,7 +340,7 @@ class DecodeShape:
         return tile, -(-columns // tile)
 
     def is_wide(self, columns: int) -> bool:
-        """Whether tiles of so many columns take `WIDE_REGISTERS`."""
+        """True if tiles of so many columns take `WIDE_REGISTERS`."""
         return columns > COLUMNS[0] and columns * self.head_dim > OUTPUTS
 
     def splits(self, requests: int, max_query_len: int, sm_count: int) -> int:

@@ -22,9 +22,9 @@ from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, l
 from .launch import Arguments, Launch
 
 MICRO_BLOCKS = 4
-"""Of a tile: one for each warp."""
+"""Micro-blocks of a tile: one per warp."""
 MAX_ROWS = 32
-"""Of a program. 16 at least: the left operand of `mma.m16n8k16`."""
+"""Most rows of a program. 16 at least: the left operand of `mma.m16n8k16`."""
 MAX_SPLITS = 128
 PROGRAMS_PER_SM = 2
 MERGED_CHANNELS = 64
@@ -34,8 +34,8 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @dataclass(frozen=True)
 class LatentShape:
-    """What decides the variant of the kernel, beside the page: `heads` of this rank, `rows` of a program, `scale` of
-    the scores."""
+    """Shape that, with the page, decides the variant of the kernel: `heads` of this rank, `rows` of a program, `scale`
+    of the scores."""
 
     heads: int
     rows: int

@@ -17,7 +17,7 @@ from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, l
 from .launch import Arguments, Launch
 
 MICRO_BLOCKS = 4
-"""Of a tile: one for each warp."""
+"""Micro-blocks of a tile: one per warp."""
 TILE_TOKENS = MICRO_BLOCKS * MICRO_BLOCK
 
 

@@ -16,7 +16,8 @@ from .pages import KEY
 from .ring import key_pairs, ring_step
 
 LATENT_UNIT = tl.constexpr(2.0**-7)
-"""What a latent's value of 1 is: so its products of magnitude and scale are exact in fp16 for scales from 2^-7 on."""
+"""The number to which a latent's value of 1 is decoded: so its products of magnitude and scale are exact in fp16 for
+scales from 2^-7 on."""
 _MAX_SCALE_BYTE = tl.constexpr(0xA7)
 """The largest scale below 64, which is the most that `LATENT_UNIT` leaves room for: a larger scale, and what padding
 holds, count as it. A latent behind its RMS norm has none (docs/formats.md)."""

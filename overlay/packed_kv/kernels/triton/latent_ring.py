@@ -24,11 +24,11 @@ from .pages import KEY
 from .ring import ring_slots, ring_step
 
 TILE_TOKENS = 64
-"""Of the ring, at a time: the default window of a query."""
+"""Ring tokens per tile: the default recent window."""
 WARPS = 8
-"""Of a program; with 4 registers do not suffice."""
+"""Warps of a program; with 4, registers do not suffice."""
 REQUESTS_A_PROGRAM = 128
-"""Of `split_lens`."""
+"""Requests per program of `split_lens`."""
 _LOG2_E = tl.constexpr(LOG2_E)
 _MASKED = tl.constexpr(-1.0e30)
 

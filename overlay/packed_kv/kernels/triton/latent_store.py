@@ -24,7 +24,7 @@ from .words import word_index
 
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 ROPE_CHANNELS = 256
-"""That a program writes."""
+"""RoPE channels that a program writes."""
 SPLIT_TOKENS = 256
 """Up to so many, two programs a vector have no more than 4 warps on an SM."""
 

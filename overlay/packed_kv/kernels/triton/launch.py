@@ -90,7 +90,7 @@ class Launch:
         return self.kernel[grid](*values, **self.constants, **self.options)
 
     def variant(self, tensors: tuple[torch.Tensor, ...], step: Arguments) -> tuple[Any, ...]:
-        """What the JIT compiles for these arguments, as a key."""
+        """Key of the variant that the JIT compiles for these arguments."""
         kernel, unspecialized = self.kernel, self._names("do_not_specialize")
         any_address = unspecialized | self._names("do_not_specialize_on_alignment")
         kinds: list[Any] = []
@@ -105,8 +105,8 @@ class Launch:
     def _compilation(
         self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments
     ) -> Callable[[], None]:
-        """What compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter compiles
-        nothing."""
+        """A function that compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter
+        compiles nothing."""
         warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *step.values, *self.fixed.values)
         device = next((x.device.index for x in values if isinstance(x, torch.Tensor) and x.is_cuda), -1)
         values = tuple(_stand_in(x) if isinstance(x, torch.Tensor) else x for x in values)
@@ -152,7 +152,7 @@ class Launch:
 
 
 class Launches:
-    """What a layer has bound, by name, and for which tensors.
+    """Launches that a layer has bound, by name, with the tensors that each is bound to.
 
     A launch does not look at dtypes and strides again, so `held_for` has all that its kernel was bound to: of tensors
     that stay, addresses and strides; of those that come with each call, dtypes and strides.
@@ -162,8 +162,8 @@ class Launches:
         self.held: dict[Any, tuple[Any, Any]] = {}
 
     def get(self, name: Any, held_for: Any, bind: Callable[[], Bound]) -> Bound:
-        """What `bind` returned when it was last asked for `name`, if for the same tensors; else it is asked again. Only
-        the last ones are kept, as vLLM may have freed those before."""
+        """The launch bound last under `name`, if for the same tensors; else bind again. Only the last ones are kept, as
+        vLLM may have freed those before."""
         held = self.held.get(name)
         if held is None or held[0] != held_for:
             held = self.held[name] = held_for, bind()

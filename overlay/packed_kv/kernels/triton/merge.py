@@ -1,4 +1,4 @@
-"""What stands behind `decode.py`: combine the splits and rotate the output back.
+"""Merge the splits after the decode kernel and rotate the output back.
 
 The rotation is a product with the matrix of `rotate.py`, in tf32 with fp32 sums.
 """

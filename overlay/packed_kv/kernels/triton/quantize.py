@@ -199,7 +199,7 @@ def _by_lane(words: tl.constexpr, like):
 
 @triton.jit
 def _inverse(step, BINS: tl.constexpr):
-    """What absolute values are multiplied by to find their bins. With a step of 0 all but 0 are in the last one."""
+    """The factor from absolute values to their bins. With a step of 0 all but 0 are in the last one."""
     inverse = (BINS.magic - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return tl.where(step > 0, inverse, float("inf"))
 

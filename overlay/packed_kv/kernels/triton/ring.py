@@ -35,7 +35,7 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 _LARGEST_HALF = tl.constexpr(65504.0)
 _LOG2_E = tl.constexpr(LOG2_E)
 TOKENS_A_PROGRAM = 1024
-"""Of `plan_ring`, at a time."""
+"""Tokens per program of `plan_ring`."""
 
 
 @triton.jit

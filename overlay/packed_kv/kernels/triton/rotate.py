@@ -1,4 +1,4 @@
-"""What stands before `decode.py`: rotate the query.
+"""Rotate the query before the decode kernel.
 
 It is a product with the head_dim x head_dim matrix of the rotation, in fp16 with fp32 sums: a query is rotated once a
 step, so exactness to the bit, which the codec needs, would buy nothing here. Where the layer stores tokens too,
@@ -21,10 +21,10 @@ from .launch import Arguments, Launch, head_stride
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
-"""Of a program: the least that the tensor core takes. A row is a query head of a token."""
+"""Rows of a program: the least that the tensor core takes. A row is a query head of a token."""
 QUERY_CHANNELS = 32
-"""Of a program: 78 registers a thread on sm_90, where 64 take 108, and the programs of `store.py` that store have as
-many."""
+"""Channels of a program: 78 registers per thread on sm_90, where 64 channels take 108, and the programs of `store.py`
+that store have as many."""
 
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
@@ -39,8 +39,8 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 
 @dataclass(frozen=True)
 class QueryRotation:
-    """Of a layer: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and `means` of its keys or
-    None."""
+    """Rotation of a layer's queries: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and
+    `means` of its keys or None."""
 
     matrix: torch.Tensor
     scale: float
