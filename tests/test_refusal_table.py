@@ -37,7 +37,10 @@ class Connector(NamedTuple):
 REFUSED = [
     (Facts(platform="rocm"), "this platform: rocm, and"),
     (Facts(capability=(7, 5)), "this GPU: compute capability 7.5, and"),
-    (Facts(architecture="RWForCausalLM"), "models whose attention layers are not told the dtype: RWForCausalLM, whose"),
+    (
+        Facts(architecture="RWForCausalLM"),
+        "models that do not pass cache_config to their attention layers: RWForCausalLM, whose",
+    ),
     (Facts(is_sparse=True), "sparse attention: the model, whose"),
     (
         Facts(layer="layers.0", latent_layer="MLA"),
@@ -47,8 +50,8 @@ REFUSED = [
         Facts(is_mla=True, architecture="KimiLinearForCausalLM"),
         "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose",
     ),
-    (Facts(is_mla=True, has_states=True), "latent attention (MLA) beside state layers: the model, whose"),
-    (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels beside 64 of RoPE, and"),
+    (Facts(is_mla=True, has_states=True), "latent attention (MLA) with state layers: the model, whose"),
+    (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
     (
         Facts(latent_size=576, built_latent_size=512),
         "latent attention (MLA) of this size: 576 channels with RoPE's",
@@ -77,8 +80,8 @@ REFUSED = [
     ),
     (Facts(head_size=72), "this head size: 72 channels, and packed pages need a multiple of 16"),
     (Facts(head_size=0), "this head size: 0 channels, and"),
-    (Facts(head_size=128, value_size=192), "this head size of V: V of 192 channels beside K of 128; V may"),
-    (Facts(head_size=128, value_size=72), "this head size of V: V of 72 channels beside K of 128; V may"),
+    (Facts(head_size=128, value_size=192), "this head size of V: V of 192 channels with K of 128; V may"),
+    (Facts(head_size=128, value_size=72), "this head size of V: V of 72 channels with K of 128; V may"),
     (
         Facts(layer="layers.0", head_size=128, value_size=64, built_value_size=128),
         "this head size of V: layers.0 has",
@@ -189,7 +192,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 
 NO_WINDOW = [
-    (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) beside other pages"),
+    (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) with other pages"),
     (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
     (Facts(dcp=2), "decode context parallelism (it deals"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
@@ -242,7 +245,8 @@ def test_a_config_is_refused_where_the_engine_refuses(architecture: str, result:
 @pytest.mark.parametrize(
     ("config", "subject"),
     [
-        ({"architectures": [IGNORES_KV_CACHE_DTYPE[0]]}, "models whose attention layers are not told the dtype"),
+        ({"architectures": [IGNORES_KV_CACHE_DTYPE[0]]}, "models that do not pass cache_config to their attention "
+         "layers"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "models that choose their own attention backend"),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "sparse attention"),
         ({"kv_lora_rank": 512, "model_type": "deepseek_v3"}, "latent attention (MLA) of this size"),

@@ -14,7 +14,7 @@ OWN_BACKENDS = (
 )  # fmt: skip
 """Architectures whose layers choose an attention backend themselves, or write and read their pages themselves."""
 SPARSE = ("DeepseekV32", "Glm5Next", "GlmMoeDsa")
-"""Architectures whose layers read some tokens of the cache, whatever their configs say."""
+"""Architectures whose layers read only some tokens of the cache, whatever their configs say."""
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 OWN_LATENTS = ("BailingMoe", "KimiK3", "KimiLinear")

@@ -216,7 +216,7 @@ def _calibration(path: str, content: Any) -> Calibration:
         raise _FaultError(f"{rule}, got {shown(value_size)}")
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:
-        raise _FaultError(f"layers must be an object with an entry a layer, got {shown(listed)}")
+        raise _FaultError(f"layers must be an object with an entry per layer, got {shown(listed)}")
     numbers_of_heads: Any = content.get("kv_heads")
     if numbers_of_heads is not None and not (
         isinstance(numbers_of_heads, list)
@@ -390,7 +390,7 @@ def _numbers(entry: dict, field: str, shape: tuple[int, int], least: float, larg
     if heads is None:
         return None
     if not isinstance(heads, list):
-        raise _FaultError(f"{field} must be a list with a list of numbers a KV head, got {shown(heads)}")
+        raise _FaultError(f"{field} must be a list with a list of numbers per KV head, got {shown(heads)}")
     _check_heads(heads, field, shape[0])
     for head, numbers in enumerate(heads):
         if not isinstance(numbers, list) or len(numbers) != shape[1]:
@@ -412,7 +412,7 @@ def _check_heads(heads: list, field: str, expected: int) -> None:
 
 def _integers(value: Any, field: str) -> list[list[int]]:
     if not isinstance(value, list) or not value:
-        raise _FaultError(f"{field} must be a list with a list of channels a KV head, got {shown(value)}")
+        raise _FaultError(f"{field} must be a list with a list of channels per KV head, got {shown(value)}")
     for head, channels in enumerate(value):
         if not isinstance(channels, list) or not all(type(channel) is int for channel in channels):
             raise _FaultError(f"{field}: head {head} must be a list of integers, got {shown(channels)}")

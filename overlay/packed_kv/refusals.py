@@ -152,14 +152,14 @@ def _value_size(facts: Facts) -> str | None:
     key, value = facts.head_size, facts.value_size
     if key is None or value is None or key % HEAD_DIM_STEP or fits_value_dim(key, value):
         return None
-    return f"V of {value} channels beside K of {key}; V may have up to as many as K, in multiples of {HEAD_DIM_STEP}"
+    return f"V of {value} channels with K of {key}; V may have at most as many as K, in multiples of {HEAD_DIM_STEP}"
 
 
 def _latent_size(facts: Facts) -> str | None:
     """Latents and their RoPE channels come in whole groups, and of one size in a model."""
     rank, rope = facts.latent_rank, facts.rope_size
     if rank is not None and rope is not None and (rank <= 0 or rank % GROUP_SIZE or rope <= 0 or rope % GROUP_SIZE):
-        return f"{rank} channels beside {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
+        return f"{rank} channels and {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
     if facts.built_latent_size is not None and facts.latent_size != facts.built_latent_size:
         return f"{facts.latent_size} channels with RoPE's in a layer, and the model's have {facts.built_latent_size}"
     return None
@@ -188,7 +188,7 @@ def _padded(facts: Facts) -> str | None:
     if not facts.skip_layers or not facts.page or facts.page[0] <= MAX_PADDING * facts.page[1]:
         return None
     return (
-        f"--kv-cache-dtype-skip-layers {' '.join(facts.skip_layers)}, beside which a packed page of {facts.page[1]} "
+        f"--kv-cache-dtype-skip-layers {' '.join(facts.skip_layers)}, with which a packed page of {facts.page[1]} "
         f"bytes would take {facts.page[0]}, as layers of several kinds share pages of one size"
     )
 
@@ -235,18 +235,19 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.capability is not None and f.capability < LEAST_CAPABILITY
          and "compute capability {}.{}, and packed pages need 8.0 or later".format(*f.capability),
          "use another GPU, or --kv-cache-dtype auto"),
-    Rule("models whose attention layers are not told the dtype", "`architectures`",
+    Rule("models that do not pass cache_config to their attention layers", "`architectures`",
          lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
          is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
-         lambda f: (f.is_sparse or _is_named(f, SPARSE)) and f"{_model(f)}, whose layers read some tokens of the cache",
+         lambda f: (f.is_sparse or _is_named(f, SPARSE))
+         and f"{_model(f)}, whose layers read only some tokens of the cache",
          is_of_model=True),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
          or (f.is_mla and _is_named(f, OWN_LATENTS)
-             and f"{f.architecture}, whose layers write their cache themselves or lie beside state layers"),
+             and f"{f.architecture}, whose layers write their cache themselves or stand with state layers"),
          is_of_model=True),
-    Rule("latent attention (MLA) beside state layers", "the model",
+    Rule("latent attention (MLA) with state layers", "the model",
          lambda f: f.is_mla and f.has_states and f"{_model(f)}, whose pages vLLM would size as plain ones"),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
@@ -274,7 +275,7 @@ RULES: tuple[Rule, ...] = (
          or (_is_named(f, OWN_BACKENDS) and f"{f.architecture}, whose backend reads other pages"),
          is_of_model=True),
     Rule("static attention sinks", "`param_sink_number`; a layer's KV-cache spec",
-         lambda f: f.has_static_sinks and f"{_model(f)}, which puts parameters before the keys of every request",
+         lambda f: f.has_static_sinks and f"{_model(f)}, which prepends learned key/value parameters to every request",
          is_of_model=True),
     Rule("this kind of KV cache", "`rswa_window`; a layer's KV-cache spec",
          lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones",
@@ -338,13 +339,13 @@ RULES: tuple[Rule, ...] = (
     Rule("--decode-context-parallel-size with means of keys by position", "a calibration file", _cut_mean_block,
          "use 2, 4, 8 or 16 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
     Rule("this word of --kv-cache-dtype-skip-layers", "the option; the model's layers", _names_no_layer,
-         f"write numbers of layers, one a word, as 0 35, or {SLIDING}"),
+         f"write layer numbers separated by spaces, such as 0 35, or {SLIDING}"),
     Rule("skipped layers that share a KV cache", "`--kv-cache-dtype-skip-layers`; `kv_sharing_target_layer_name`",
          lambda f: f.unlike_its_cache and f"{f.layer} reads the cache of {f.cache_of}, which is {f.unlike_its_cache}",
          "name both or none of them in --kv-cache-dtype-skip-layers"),
     Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
-         and f"a layer with {f.skipped_dtype} pages, which cannot lie beside packed ones",
+         and f"a layer with {f.skipped_dtype} pages, which cannot share a block with packed ones",
          "name other layers in --kv-cache-dtype-skip-layers"),
     Rule("these skipped layers", "`--kv-cache-dtype-skip-layers`", _padded, "leave out --kv-cache-dtype-skip-layers"),
     Rule("this configuration", "what vLLM says of the backend",
@@ -355,11 +356,11 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("this vLLM", "its version",
          lambda f: f.without_scratch_groups and f"{f.without_scratch_groups}, in which all layers' blocks take part in "
          "the prefix cache; 0.31.0 has groups that do not"),
-    Rule("latent attention (MLA) beside other pages", "the draft's dtype and its layers",
+    Rule("latent attention (MLA) with other pages", "the draft's dtype and its layers",
          lambda f: f.is_mla and (f.has_other_dtypes or (f.has_draft_cache and f.speculative_method != "mtp"))
          and "vLLM cannot pad pages of latents to one size"),
     Rule("decode context parallelism", "`--decode-context-parallel-size`",
-         lambda f: (f.dcp or 1) > 1 and "it deals a request's tokens out to ranks"),
+         lambda f: (f.dcp or 1) > 1 and "it distributes a request's tokens over ranks"),
     Rule("--disable-hybrid-kv-cache-manager", "the option",
          lambda f: f.has_one_cache_manager and "some KV connectors imply it"),
     Rule("this KV connector", "`--kv-transfer-config`",
@@ -370,7 +371,7 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
          lambda f: (f.pipeline or 1) > 1
          and bool(f.has_draft_cache or (f.has_other_dtypes and (f.has_states or f.has_several_kinds)))
-         and "its stages would lay out their pages differently beside "
+         and "its stages would lay out their pages differently with "
          + ("layers of another KV-cache dtype" if f.has_other_dtypes else "a draft's layers")),
 )  # fmt: skip
 """With which an engine has no recent window; it serves without, and its log says so."""

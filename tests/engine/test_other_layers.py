@@ -184,7 +184,7 @@ WORDS = {
 def test_skipped_layers_that_do_not_exist(word: str, plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = refusal_before_weights(plain, monkeypatch, kv_cache_dtype_skip_layers=["0", word])
     assert f"this word of --kv-cache-dtype-skip-layers: {WORDS[word]}" in line
-    assert line.endswith("; write numbers of layers, one a word, as 0 35, or sliding_window")
+    assert line.endswith("; write layer numbers separated by spaces, such as 0 35, or sliding_window")
 
 
 @pytest.mark.parametrize(

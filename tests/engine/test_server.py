@@ -125,8 +125,8 @@ def test_startup_line(server: Server) -> None:
     stored = 6 * 2 * FORMATS[DTYPE].slot_bytes(128)
     found = re.fullmatch(
         rf"KV cache dtype {DTYPE}: {stored} bytes per token \(bf16: {6 * 2 * 512}\), {reported} KV tokens, "
-        r"(\d\.\d\d) times the tokens of bf16 in requests of ([\d,]+) tokens with ([\d,]+) bytes of recent window "
-        r"each, page format [0-9a-f]{16}",
+        r"(\d\.\d\d) x bf16 capacity at ([\d,]+) tokens per request \(recent window: ([\d,]+) bytes per "
+        r"request\), page format [0-9a-f]{16}",
         line,
     )
     assert found, line

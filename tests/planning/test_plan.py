@@ -383,7 +383,7 @@ def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     text = " ".join(capsys.readouterr().out.split())
     assert "?" not in text
     assert "47 layers of latents of 512 channels and 64 of RoPE" in text
-    assert "a packed dtype keeps 0.20 GiB of folded weights a card" in text
+    assert "a packed dtype keeps 0.20 GiB of folded weights per card" in text
     assert "cannot serve latent attention (MLA) with skipped layers: 0, whose" in text
 
 
@@ -418,17 +418,17 @@ BAD_CONFIGS = {
     "not a model": ({"a": 1}, "has no attention that its config describes"),
     "MLA": (
         {**SHAPE_8B, "kv_lora_rank": 512},
-        "cannot serve latent attention (MLA) of this size: 512 channels beside 0",
+        "cannot serve latent attention (MLA) of this size: 512 channels and 0",
     ),
     "encoder": ({**SHAPE_8B, "is_encoder_decoder": True}, "cannot serve encoders: encoder_decoder attention"),
     "head size": (
         {**SHAPE_8B, "head_dim": 72},
         "cannot serve this head size: 72 channels, and packed pages need",
     ),
-    "K and V": ({**SHAPE_8B, "v_head_dim": 192}, "cannot serve this head size of V: V of 192 channels beside K of 128"),
+    "K and V": ({**SHAPE_8B, "v_head_dim": 192}, "cannot serve this head size of V: V of 192 channels with K of 128"),
     "size of V": (
         {**SHAPE_8B, "v_head_dim": 72},
-        "V of 72 channels beside K of 128; V may have",
+        "V of 72 channels with K of 128; V may have",
     ),
     "Falcon": ({**SHAPE_8B, "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM, whose pages would stay dense"),
     "kinds": ({**SHAPE_8B, "layer_types": ["full_attention"]}, "layer_types has 1 entries, and the model 36 layers"),
@@ -458,19 +458,25 @@ def test_a_config_that_cannot_be_planned(name: str, tmp_path: Path, capsys: pyte
             "nobody/nothing is neither a folder nor a file, and its config.json cannot be fetched",
         ),
         ((str(DEMO_MODEL),), "no card is named; give --gpu NAME (one of B200, H200"),
-        (("{falcon}",), "cannot serve models whose attention layers are not told the dtype"),
+        (("{falcon}",), "cannot serve models that do not pass cache_config to their attention layers"),
         ((str(DEMO_MODEL), "--gpu", "H300"), "--gpu H300 is not known; known: B200, H200"),
-        (("{8b}", "--gpu", "L4", "--weights", "30GiB"), "30.0 GiB of weights a card (as given) and 3 GiB for the rest"),
+        (
+            ("{8b}", "--gpu", "L4", "--weights", "30GiB"),
+            "30.0 GiB of weights per card (as given) and 3 GiB for the rest",
+        ),
         (("{8b}", "--gpu-memory", "12GiB"), "give a larger --gpu, --tensor-parallel N or --weights fp8"),
         (("{8b}", "--gpu", "H200", "--tensor-parallel", "5"), "--tensor-parallel 5 does not divide the 32"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "40"), "--skip-layers 40: no attention layer of"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "0,1"), "expected a whole number, got '0,1'"),
         (("{8b}", "--gpu", "H200", "--skip-layers", "model.layers.0"), "a whole number, got 'model.layers.0'"),
-        (("{8b}", "--gpu", "H200", "--gpu-memory-utilization", "2"), "--gpu-memory-utilization 2 is no share"),
-        (("{8b}", "--gpu", "H200", "--context", "long"), "expected a number of tokens, as 32k, got 'long'"),
-        (("{8b}", "--gpu-memory", "80 bananas"), "expected a size, as 80GiB, got '80 bananas'"),
+        (
+            ("{8b}", "--gpu", "H200", "--gpu-memory-utilization", "2"),
+            "--gpu-memory-utilization 2 must be between 0 and 1",
+        ),
+        (("{8b}", "--gpu", "H200", "--context", "long"), "expected a number of tokens, such as 32k, got 'long'"),
+        (("{8b}", "--gpu-memory", "80 bananas"), "expected a size, such as 80GiB, got '80 bananas'"),
         (("{8b}", "--gpu", "H200", "--users", "0"), "expected a whole number of at least 1, got '0'"),
-        (("{8b}", "--gpu", "H200", "--weights", "fp7"), "expected a size, as 80GiB, got 'fp7'"),
+        (("{8b}", "--gpu", "H200", "--weights", "fp7"), "expected a size, such as 80GiB, got 'fp7'"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -126,15 +126,15 @@ def test_a_file_with_one_mean_is_read(name: str, model: Path, log: list[str]) ->
 @pytest.mark.parametrize("name", FORMATS)
 def test_first_channels_in_their_order_are_what_is_taken_without_a_file(name: str, model: Path, log: list[str]) -> None:
     without = logits(model, name)
-    missing = f"KV cache calibration: no {model / 'turboquant_kv.json'}, so {name}"
+    missing = f"KV cache calibration: no {model / 'turboquant_kv.json'}; {name}"
     if FORMATS[name].outlier_bits:
         line = (
-            f"warning: {missing} stores keys as they are and the first 32 channels of each head with more bits, "
-            f"whichever are large; to choose them run: tq-calibrate model {model}"
+            f"warning: {missing} gives its extra bits to the first 32 channels of each head. To choose them, run: "
+            f"tq-calibrate model {model}"
         )
     else:
         order = "" if FORMATS[name].rotation == "hadamard" else ", in the model's order of channels"
-        line = f"info: {missing} stores keys as they are{order}; tq-calibrate model {model} would improve it"
+        line = f"info: {missing} serves uncalibrated{order}. To lower its error, run: tq-calibrate model {model}"
     assert {*log} == {line}
     path = write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))
     assert torch.equal(logits(model, name), without)
@@ -220,7 +220,7 @@ def test_heads_that_cannot_be_calibrated_get_no_advice(config: PretrainedConfig,
     assert not log
     calibration._say_that_there_is_none(Path("file"), FORMATS["turboquant25"], model)
     (line,) = log
-    assert line.startswith("warning: ") and "; none can be made (" in line and line.endswith("), and tq4 needs none")
+    assert line.startswith("warning: ") and ". None can be made (" in line and line.endswith("); tq4 needs none")
     assert "tq-calibrate" not in line
 
 
@@ -324,7 +324,7 @@ def test_layers_of_a_draft_take_first_channels(name: str, has_draft: bool, tmp_p
 @pytest.mark.parametrize(
     ("kv_heads", "head_sizes", "words"),
     [
-        (3, (64, 64), "2 KV heads do not deal out to the 3 of"),
+        (3, (64, 64), "2 KV heads cannot be split into the 3 of"),
         (2, (96, 96), "head_size 64, but model.layers.1.attn has 96"),
         (2, (64, 32), "value_head_size 64, but model.layers.1.attn has 32"),
     ],

@@ -177,7 +177,7 @@ def test_pages_on_disk_come_back_after_a_restart(tmp_path: Path, monkeypatch: py
     content[100] ^= 1
     assert path.read_bytes() == content
     (line,) = lines
-    assert f"{path} is truncated, corrupted or another engine's: taken for a miss, and removed" in line
+    assert f"{path} is truncated, corrupted or another engine's: treated as a cache miss and deleted" in line
 
 
 def path_of_block(root: Path, number: int) -> Path:

@@ -149,7 +149,7 @@ def _entry_point() -> Finding:
         return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "packed_kv" not in allowed.split(","):
-        return Finding(False, f"VLLM_PLUGINS={allowed} leaves the plugin out; add packed_kv to it")
+        return Finding(False, f"VLLM_PLUGINS={allowed} excludes the plugin; add packed_kv to it")
     return Finding(True, "plugin installed")
 
 
@@ -224,7 +224,7 @@ def _latent_kernel(capability: tuple[int, ...]) -> str:
 
 def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> str:
     refused = refusal((capability[0], capability[1]), head_dim, group, query_len=1)
-    heads = f"heads of {head_dim} channels, {group} query heads a KV head"
+    heads = f"heads of {head_dim} channels, {group} query heads per KV head"
     if refused:
         return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not serve {refused})"
     folder = cache_folder()
@@ -295,7 +295,7 @@ def _cache_root() -> Path:
 def _tier(folder: Path) -> Finding:
     """Check that pages can be written into a folder."""
     if not folder.is_dir():
-        return Finding(False, f"--tiers {folder} is no folder; run: mkdir -p {folder}")
+        return Finding(False, f"--tiers {folder} is not a folder; run: mkdir -p {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         return Finding(False, f"--tiers {folder} cannot be written; give it to the user who serves, or name another")
     state = os.statvfs(folder)

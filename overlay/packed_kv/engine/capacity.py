@@ -129,11 +129,11 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
         vllm_config.cache_config, cache.block_size = cache, block_size
     context, request = vllm_config.model_config.max_model_len, longest_request(vllm_config)
     tokens = int(cache.num_gpu_blocks / request.blocks * context)
-    window = f" with {request.ring_bytes:,} bytes of recent window each" if request.ring_bytes else ""
+    window = f" (recent window: {request.ring_bytes:,} bytes per request)" if request.ring_bytes else ""
     fmt = FORMATS.get(cache.cache_dtype)  # None where only a draft's layers are packed
     logger.info_once(
-        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16 in requests of "
-        "%s tokens%s%s",
+        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f x bf16 capacity at %s tokens "
+        "per request%s%s",
         cache.cache_dtype,
         stored,
         dense,
@@ -152,7 +152,7 @@ def log_match_unit(vllm_config: VllmConfig) -> None:
     is_coarse = vllm_config.model_config.is_hybrid and cache.block_size > MICRO_BLOCK
     if is_coarse and cache.enable_prefix_caching and cache.prefix_match_unit is None:
         logger.info_once(
-            "KV cache: the prefix cache finds whole blocks, %d tokens here; --prefix-match-unit %d finds parts of them",
+            "KV cache: prefix-cache hits are whole blocks of %d tokens; --prefix-match-unit %d allows partial hits",
             cache.block_size,
             MICRO_BLOCK,
             scope="local",

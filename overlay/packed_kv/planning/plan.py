@@ -63,8 +63,8 @@ def cache_memory(card: Card, weights: Weights, ranks: int, utilization: float, r
     left = int(card.memory * utilization - weights.total / ranks - reserve)
     if left <= 0:
         raise BadInput(
-            f"{weights.total / ranks / GIB:.1f} GiB of weights a card ({weights.source}) and {reserve / GIB:g} GiB for "
-            f"the rest do not fit {utilization:g} of {card.memory / GIB:.1f} GiB; give a larger --gpu, "
+            f"{weights.total / ranks / GIB:.1f} GiB of weights per card ({weights.source}) and {reserve / GIB:g} GiB "
+            f"for the rest do not fit {utilization:g} of {card.memory / GIB:.1f} GiB; give a larger --gpu, "
             "--tensor-parallel N or --weights fp8"
         )
     return left
@@ -142,7 +142,7 @@ def _least_loss(target: Target, rows: dict[str, Row], users: int) -> str:
     packed = min((row for row in enough if row.dtype not in (DENSE, FP8)), key=_cost, default=dense)
     also = ""
     if packed.step_ms and dense.step_ms and packed.step_ms < WORTH_SAYING * dense.step_ms:
-        also = f"; {packed.dtype} would take {packed.step_ms:.1f} ms a step instead of {dense.step_ms:.1f}"
+        also = f"; {packed.dtype} would take {packed.step_ms:.1f} ms per step instead of {dense.step_ms:.1f}"
     return f"{DENSE}: it holds the {wanted} without any loss{also}."
 
 
@@ -157,7 +157,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     window, reason = recent_window(model, next(iter(FORMATS)), serving)
     lines = [
         f"{model.name}: {layers(model)}; weights {target.weights.total / 1e9:.2f} GB ({target.weights.source})",
-        f"KV cache {target.kv_memory / GIB:.2f} GiB a card; blocks of {serving.block_size} tokens",
+        f"KV cache {target.kv_memory / GIB:.2f} GiB per card; blocks of {serving.block_size} tokens",
         *filter(None, [said_of_cache(part(model.config, "quantization_config"))]),
         *said,
         f"recent window of {window} tokens" if window else f"no recent window{f': {reason}' if reason else ''}",
@@ -167,15 +167,15 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if not model.has_latents:
         lines.append(decodes(model, target.card))
     if serving.skip_layers:
-        lines.append("vLLM enlarges blocks beside skipped layers; by how much depends on whether the first is skipped")
+        lines.append("vLLM enlarges blocks if layers are skipped; by how much depends on whether the first one is")
         if len({(layer.kv_heads, layer.head_size) for layer in model.attention}) > 1:
             lines.append("not counted: how much, where layers have heads of several sizes or numbers")
     if model.is_hybrid:
         number = max(layer.states for layer in model.layers)
-        lines.append(f"a request has {number} states a state layer (prefix caching); a page is as large as a state")
+        lines.append(f"a request has {number} states per state layer (prefix caching); a page is as large as a state")
     if model.has_latents:
         copies = len(model.layers) * _folded_bytes(model) / model.ranks
-        lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights a card beside this (kv_b_proj)")
+        lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights per card in addition (kv_b_proj)")
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
     lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (and in brackets without)")
     if window and not model.has_latents:
@@ -205,8 +205,8 @@ def decodes(model: Model, card: Card) -> str:
     )  # fmt: skip
     longest, kernel = longest_fused(group, by_cuda=by_cuda), "CUDA" if by_cuda else "Triton"
     return (
-        f"decodes of packed pages: {group} query heads a KV head; the {kernel} kernel takes steps of up to "
-        f"{longest} new tokens a request (drafts included), {group * longest} columns; others run outside CUDA graphs"
+        f"decodes of packed pages: {group} query heads per KV head; the {kernel} kernel takes steps of up to "
+        f"{longest} new tokens per request (drafts included), {group * longest} columns; others run outside CUDA graphs"
     )
 
 

@@ -88,7 +88,7 @@ def _bits(config: Config, form: str | None) -> tuple[float, str]:
         return BITS[form], f"linear layers in {form}"
     quantization = part(config, "quantization_config")
     if not quantization or _keeps_weights(quantization):
-        said = "not quantized, but for the KV cache" if quantization else "not quantized"
+        said = "not quantized, except for the KV cache" if quantization else "not quantized"
         return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), said
     method, bits = printable(quantization.get("quant_method", ""), 60), whole(quantization, "bits")
     if groups := _weight_groups(quantization):

@@ -74,7 +74,7 @@ class RankCalibration:
             if len(found) != kv_heads:
                 rank = f"rank {self.tp_rank} of {self.tp_size}"
                 heads = f"{layer.kv_heads} KV heads"
-                self.file.refuse(f"{heads} do not deal out to the {kv_heads} of {layer_name} on {rank}")
+                self.file.refuse(f"{heads} cannot be split into the {kv_heads} of {layer_name} on {rank}")
             return found
 
         return layer.taken_by(self.fmt).map_rows(mine)
@@ -156,17 +156,16 @@ def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None
     reason = _why_no_file(model)
     if fmt.outlier_bits:
         logger.warning_once(
-            "KV cache calibration: no %s, so %s stores keys as they are and the first %d channels of each head with "
-            "more bits, whichever are large; %s",
+            "KV cache calibration: no %s; %s gives its extra bits to the first %d channels of each head. %s",
             path,
             fmt.name,
             fmt.outlier_channels(heads_of(model)[1]),
-            f"none can be made ({reason}), and tq4 needs none" if reason else f"to choose them run: {_command(model)}",
+            f"None can be made ({reason}); tq4 needs none" if reason else f"To choose them, run: {_command(model)}",
             scope="local",
         )
     elif not reason:
         logger.info_once(
-            "KV cache calibration: no %s, so %s stores keys as they are%s; %s would improve it",
+            "KV cache calibration: no %s; %s serves uncalibrated%s. To lower its error, run: %s",
             path,
             fmt.name,
             ", in the model's order of channels" if fmt.rotation in MIXES_NEIGHBOURS else "",

@@ -84,8 +84,8 @@ def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
         is_whole = False
     if not is_whole:
         moved = _clear(path)
-        what = f"moved to {moved.name}" if moved else "removed"
-        raise OSError(f"{path} is truncated, corrupted or another engine's: taken for a miss, and {what}")
+        what = f"moved to {moved.name}" if moved else "deleted"
+        raise OSError(f"{path} is truncated, corrupted or another engine's: treated as a cache miss and {what}")
 
 
 def _read(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
@@ -178,8 +178,8 @@ class PackedFileTier(FileSystemTierManager):
         others = [entry for entry in self.root.iterdir() if os.path.isfile(entry / "config.json")]
         if len(others) > 1 and not own.with_name(f"{own.name}_r{self.file_mapper.rank}").is_dir():
             logger.warning(
-                "KV pages on disk: %s has pages of other models, dtypes, calibrations, versions or ranks only "
-                "(%s is this engine's folder); they are not read",
+                "KV pages on disk: %s holds only pages of other models, dtypes, calibrations, versions or ranks "
+                "(this engine's folder is %s); they are not read",
                 self.root,
                 own.name,
             )
@@ -228,11 +228,11 @@ class PackedFileTier(FileSystemTierManager):
             self.internals.store_keys.pop(job, None)  # of which vLLM would tell others
             if self._is_news(can_write=False):
                 logger.warning(
-                    "KV pages on disk: cannot write into %s (%s); serving goes on without new ones", self.root, error
+                    "KV pages on disk: cannot write into %s (%s); new pages are not stored", self.root, error
                 )
         else:
             if self._is_news(can_write=True):
-                logger.info("KV pages on disk: written again, into %s", self.root)
+                logger.info("KV pages on disk: writing into %s works again", self.root)
 
     def _is_news(self, can_write: bool) -> bool:
         with self.lock:

@@ -45,7 +45,7 @@ def check_tiers(config: VllmConfig, fmt: Format) -> None:
             elif not isinstance(tier.get("root_dir"), str) or not tier["root_dir"]:
                 raise ValueError(f'--kv-transfer-config: the tier {tier} has no folder; write "root_dir": "PATH"')
             elif reason := _unusable(tier["root_dir"]):
-                logger.warning("KV pages on disk: none (%s); serving goes on without", reason)
+                logger.warning("KV pages on disk: tier disabled (%s)", reason)
             else:
                 checked.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
         connector.options["secondary_tiers"] = checked
