@@ -91,8 +91,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "layer_name": (rename("model.layers.one\n.self_attn"), r'layer name "model.layers.one\n.self_attn" is not model'),
     "layer_twice": (rename("model.layers.0.self_attn.attn"), "layer 0 is listed twice"),
     "layer_is_a_list": (lambda file: file["layers"].update({LAYER: []}), "layer 1: expected an object, got []"),
-    "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels a KV head"),
-    "no_heads": (set_in_layer(**{VALUES: []}), f"layer 1: {VALUES} must be a list with a list of channels a KV head"),
+    "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels per KV head"),
+    "no_heads": (set_in_layer(**{VALUES: []}), f"layer 1: {VALUES} must be a list with a list of channels per KV head"),
     "one_head_less": (set_in_layer(**{VALUES: [FIRST]}), "layer 1: lists 2 heads of keys and 1 of values"),
     "other_heads": (
         set_in_layer(**{KEYS: [FIRST], VALUES: [FIRST], "key_channel_order": None, "value_channel_order": None}),
@@ -124,7 +124,7 @@ SCALE = "must be a number from 0.000976562 to 1024, got"
 NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
     "heads": (set_in_layer(key_channel_mean=[[0.0] * 64]), "key_channel_mean lists 1 heads, key_high_"),
     "no_heads": (set_in_layer(key_channel_scale=[]), "key_channel_scale lists 0 heads, key_high_precision_indices 2"),
-    "not_a_list": (set_in_layer(key_channel_mean=0.5), "key_channel_mean must be a list with a list of numbers a KV"),
+    "not_a_list": (set_in_layer(key_channel_mean=0.5), "key_channel_mean must be a list with a list of numbers per KV"),
     "channels": (set_head("key_channel_mean", [0.0] * 65), "head 1 must be a list of 64 numbers, got 65"),
     "head": (set_head("value_channel_scale", 1.0), "value_channel_scale: head 1 must be a list of 64 numbers, got 1.0"),
     "mean_nan": (set_number("key_first_token_mean", float("nan")), f"head 1, channel 5 {MEAN} NaN"),

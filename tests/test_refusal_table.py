@@ -72,7 +72,7 @@ REFUSED = [
         "models that choose their own attention backend: layers.0 has",
     ),
     (Facts(architecture="Step5ForCausalLM"), "models that choose their own attention backend: Step5ForCausalLM, whose"),
-    (Facts(has_static_sinks=True), "static attention sinks: the model, which puts"),
+    (Facts(has_static_sinks=True), "static attention sinks: the model, which prepends"),
     (Facts(cache_kind="RSWASpec"), "this kind of KV cache: a RSWASpec, whose tokens"),
     (
         Facts(layer="draft.0", cache_of="layers.3"),
@@ -194,7 +194,7 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 NO_WINDOW = [
     (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) with other pages"),
     (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
-    (Facts(dcp=2), "decode context parallelism (it deals"),
+    (Facts(dcp=2), "decode context parallelism (it distributes"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
     (
         Facts(connectors=(Connector("NixlConnector"), Connector("NixlPushConnector"))),
