@@ -30,7 +30,7 @@ from packed_kv.kernels.cuda import latent_launch as cuda
 from packed_kv.kernels.cuda import latent_ring_launch as cuda_ring
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
 from packed_kv.kernels.triton import latent_ring
-from packed_kv.kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
+from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
 
 SHAPES = ((8, 1024), (64, 8192), (8, 32768), (64, 4096))
 LAYERS, STORES = 8, (8, 64, 256, 512, 8192)
@@ -78,13 +78,13 @@ class Case:
         parts = cuda.Parts(shape, schedule, *(torch.empty(rows, size, device="cuda") for size in (RANK, 2)))
         step = cuda.make_step(self.heads, 1, SCALE, self.table, self.start, lens, parts)
         of_ring = (self.start, self.seq_lens, self.page_lens, parts)
-        of_store = store_latents_arguments(self.codec, self.slots, self.ring_slots)
+        store_grid, of_store = StoreLatentsLaunch.step(self.codec, self.slots, self.ring_slots)
         layers: list[tuple[Any, ...]] = []
         dtype, gain = self.output.dtype, 1 / self.codec.value_gain()
         for cache, ring, new in zip(self.caches, self.rings, self.new, strict=True):
             layers.append(
                 (
-                    bind_store_latents(self.codec, cache, *new, ring.cache),
+                    StoreLatentsLaunch(self.codec, cache, *new, ring.cache),
                     cuda.CudaLatentDecode(self.codec.layout, cache, self.heads, dtype, None if has_window else dtype),
                     cuda_ring.CudaLatentRing(ring.cache, self.heads, dtype, dtype, gain, None),
                     cuda_ring.make_step(self.heads, 1, SCALE, self.sm_count, ring, *of_ring),
@@ -96,7 +96,7 @@ class Case:
                 query, output = self.query[number], self.output[number]
                 both = query[..., :RANK], query[..., RANK:]
                 if "store" in launches:
-                    store(store_latents_grid(self.codec, self.requests), self.new[number], of_store)
+                    store(store_grid, self.new[number], of_store)
                 if "pages" in launches:
                     attend(step, *both, None if has_window else output)
                 if one_by_one:

@@ -15,7 +15,7 @@ from packed_kv.attention.layer import PairParts
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
-from packed_kv.kernels.triton.launch import Launches
+from packed_kv.kernels.triton.launch import Arguments, Launches, Step
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 
@@ -140,10 +140,14 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 class Binder:
-    """Stands for `bind_...`: counts its calls, and returns a launch that does nothing."""
+    """Stands for the class of a kernel: counts the launches that it makes, which do nothing."""
 
     def __init__(self) -> None:
         self.calls = 0
+
+    @staticmethod
+    def step(*_arguments: object, **_options: object) -> Step:
+        return Step((1, 1, 1), Arguments())
 
     def __call__(self, *_arguments: object, **_options: object) -> Callable[..., None]:
         self.calls += 1
@@ -167,10 +171,10 @@ def other_strides(x: torch.Tensor) -> torch.Tensor:
 
 def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    monkeypatch.setattr(triton_store, "bind_store", binder)
+    monkeypatch.setattr(triton_store, "StoreLaunch", binder)
     layer: Any = object.__new__(triton_store.TritonPairStore)
     layer.bound, layer.codec, layer.rotation = Launches(), None, None
-    step: Any = triton_store.StoreStep((1, 1, 1), None, only_ring=False, rotates=True)
+    step: Any = triton_store.StoreStep(Step((1, 1, 1), Arguments()), only_ring=False, rotates=True)
 
     def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
         layer.write(step, cache, key, value, ring, query)
@@ -185,7 +189,7 @@ def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
     layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
     layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
     layer._bind = binder
-    step: Any = decode.HopperPairStep(None, 1, None, None, 1, 1, b"", ())
+    step: Any = decode.HopperPairStep(None, None, None, 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
         layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)
@@ -195,25 +199,24 @@ def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
 
 def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    for name in ("bind_gather", "bind_gather_ring", "bind_unrotate"):
+    for name in ("GatherLaunch", "GatherRingLaunch", "UnrotateLaunch"):
         monkeypatch.setattr(prefill, name, binder)
     layer: Any = object.__new__(prefill.FlashPrefill)
     codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
     layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
     layer.flash_attention = SimpleNamespace(value_dim=32)
+    step = Step((1, 1, 1), Arguments())
 
     def read(cache: torch.Tensor, ring: torch.Tensor, key: torch.Tensor) -> None:
-        layer._read(cache, prefill.PartRead(None, key, key, (), (), ((), ())), Ring(ring, ring, ring, 8))
+        layer._read(cache, prefill.PartRead(None, key, key, step, step, (step, step)), Ring(ring, ring, ring, 8))
 
     return binder, read, {"cache": cache_of(), "ring": cache_of(), "key": heads(2)}
 
 
 def of_latents(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    for name in ("bind_gather_latents", "bind_gather_latent_ring"):
+    for name in ("GatherLatentsLaunch", "GatherLatentRingLaunch"):
         monkeypatch.setattr(latents, name, binder)
-    for name in ("gather_latents", "gather_latent_ring"):
-        monkeypatch.setattr(latents, name, lambda *_, **__: None)
     layer: Any = object.__new__(latents.TritonLatentPrefix)
     layer.bound, layer.codec, layer.inverse_gain = Launches(), SimpleNamespace(layout=None), None
     chunk = SimpleNamespace(starts=None, cu_seq_lens=None, max_seq_len=0)

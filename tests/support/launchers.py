@@ -10,36 +10,22 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import power_of_2
-from packed_kv.kernels.triton.decode import DecodeShape, bind_decode, decode_arguments, decode_grid
-from packed_kv.kernels.triton.gather import (
-    bind_gather,
-    bind_unrotate,
-    gather_arguments,
-    gather_grid,
-    unrotate_arguments,
-    unrotate_grid,
-)
-from packed_kv.kernels.triton.latent_decode import (
-    bind_decode_latents,
-    bind_merge_latents,
-    decode_latents_arguments,
-    latent_shape,
-    merge_latents_arguments,
-    merge_latents_grid,
-    row_tiles,
-)
-from packed_kv.kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
+from packed_kv.kernels.triton.decode import DecodeLaunch, DecodeShape
+from packed_kv.kernels.triton.gather import GatherLaunch, UnrotateLaunch
+from packed_kv.kernels.triton.latent_decode import DecodeLatentsLaunch, MergeLatentsLaunch, latent_shape
+from packed_kv.kernels.triton.latent_gather import GatherLatentsLaunch
+from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
+from packed_kv.kernels.triton.launch import Launch, Step
 from packed_kv.kernels.triton.means import Means
-from packed_kv.kernels.triton.merge import bind_merge, merge_arguments, merge_grid, merge_tile
-from packed_kv.kernels.triton.ring import bind_gather_ring, gather_ring_arguments
-from packed_kv.kernels.triton.rotate import (
-    QueryRotation,
-    bind_rotate_query,
-    rotate_query_arguments,
-    rotate_query_grid,
-)
-from packed_kv.kernels.triton.store import bind_store, store_arguments, store_grid
+from packed_kv.kernels.triton.merge import MergeLaunch, merge_tile
+from packed_kv.kernels.triton.ring import GatherRingLaunch
+from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch
+from packed_kv.kernels.triton.store import StoreLaunch
 from packed_kv.layout import PageLayout
+
+
+def run(launch: Launch, step: Step, *tensors: torch.Tensor) -> None:
+    launch(step.grid, tensors, step.arguments)
 
 
 def rotate_query(
@@ -56,8 +42,8 @@ def rotate_query(
     assert (bias is None) == (means is None)
     assert means is None or bias is None or bias.shape[2] == 1 + means.blocks, bias.shape
     rotation = QueryRotation(matrix, scale, means)
-    launch = bind_rotate_query(query, rotated.shape[1], rotation)
-    launch(rotate_query_grid(rotated, rotation), (query,), rotate_query_arguments(rotated, positions, bias))
+    step = RotateQueryLaunch.step(rotated, rotation, positions, bias)
+    run(RotateQueryLaunch(query, rotated.shape[1], rotation), step, query)
 
 
 def store_tokens(
@@ -78,10 +64,9 @@ def store_tokens(
     """
     assert len(key) >= len(slots), (key.shape, slots.shape)
     assert (ring is None) == (ring_slots is None)
-    launch = bind_store(codec, cache, key, value, ring, only_ring=only_ring)
+    launch = StoreLaunch(codec, cache, key, value, ring, only_ring=only_ring)
     if len(slots):
-        grid = store_grid(codec, len(slots), cache.shape[1])
-        launch(grid, (key, value, key), store_arguments(codec, slots, positions, ring_slots))
+        run(launch, StoreLaunch.step(codec, cache.shape[1], slots, positions, ring_slots), key, value, key)
 
 
 def decode(
@@ -112,12 +97,9 @@ def decode(
     blocks = 0 if query_bias is None else query_bias.shape[2] - 1
     options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers)
     shape = DecodeShape(kv_heads, group, head_dim, *options)
-    launch = bind_decode(page, shape, shape.tiles(max_query_len)[0], cache, ring)
-    grid = decode_grid(shape, partial_output.shape[2], seq_lens.shape[0], max_query_len)
-    step = decode_arguments(
-        query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
-    )  # fmt: skip
-    launch(grid, (), step)
+    tensors = query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
+    launch = DecodeLaunch(page, shape, shape.tiles(max_query_len)[0], cache, ring)
+    run(launch, DecodeLaunch.step(shape, max_query_len, *tensors))
 
 
 def merge(
@@ -130,11 +112,8 @@ def merge(
 ) -> None:
     """Merge the parts of `decode` into `output` [tokens, KV heads, queries per KV head, value_dim], rotated back by
     `matrix`; fill `lse` fp32 [tokens, query heads] with the natural log-sum-exps, sinks included."""
-    tokens, kv_heads, group, _ = output.shape
-    tile = merge_tile(partial_output.shape[2])
-    step = merge_arguments(partial_output, partial_stats, group, lse)
-    launch = bind_merge(output, matrix, tile, sinks, has_lse=lse is not None)
-    launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)
+    launch = MergeLaunch(output, matrix, merge_tile(partial_output.shape[2]), sinks, has_lse=lse is not None)
+    run(launch, MergeLaunch.step(partial_output, partial_stats, output.shape[2], lse), output)
 
 
 def gather(
@@ -149,9 +128,7 @@ def gather(
 
     rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
     """
-    kv_heads = key.shape[1]
-    launch = bind_gather(page, cache, kv_heads)
-    launch(gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, rows, key, value))
+    run(GatherLaunch(page, cache, key.shape[1]), GatherLaunch.step(micro_blocks, rows, key, value))
 
 
 def unrotate(
@@ -167,8 +144,7 @@ def unrotate(
     """
     assert (means is None) == (positions is None)
     _, kv_heads, head_dim = vectors.shape
-    launch = bind_unrotate(matrix, kv_heads, head_dim, means)
-    launch(unrotate_grid(vectors), (), unrotate_arguments(vectors, dtype, positions))
+    run(UnrotateLaunch(matrix, kv_heads, head_dim, means), UnrotateLaunch.step(vectors, dtype, positions))
     return vectors.view(dtype)
 
 
@@ -177,9 +153,7 @@ def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch
 
     spans: int32 [n, 4]: request, row of its token 0 (maybe negative), tokens low .. end - 1.
     """
-    _, kv_heads, head_dim = key.shape
-    launch = bind_gather_ring(ring, head_dim)
-    launch((len(spans), kv_heads, 1), (), gather_ring_arguments(ring, spans, key, value))
+    run(GatherRingLaunch(ring, key.shape[2]), GatherRingLaunch.step(ring, spans, key, value))
 
 
 def store_latents(
@@ -198,9 +172,9 @@ def store_latents(
     only_ring: leave the pages alone.
     """
     assert len(latent) >= len(slots) and len(rope) >= len(slots), (latent.shape, rope.shape, slots.shape)
-    launch = bind_store_latents(codec, cache, latent, rope, ring, only_ring=only_ring)
+    launch = StoreLatentsLaunch(codec, cache, latent, rope, ring, only_ring=only_ring)
     if len(slots):
-        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(codec, slots, ring_slots))
+        run(launch, StoreLatentsLaunch.step(codec, slots, ring_slots), latent, rope)
 
 
 def decode_latents(
@@ -228,8 +202,22 @@ def decode_latents(
     shape = latent_shape(heads, max_query_len, scale)
     partial = torch.empty((tokens, heads, splits, rank), dtype=torch.float32, device=output.device)
     stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=output.device)
-    step = decode_latents_arguments(block_table, query_start, seq_lens, partial, stats)
-    decode = bind_decode_latents(page, shape, cache, q_latent, q_rope)
-    decode((splits, row_tiles(shape, max_query_len), len(seq_lens)), (q_latent, q_rope), step)
-    merge = bind_merge_latents(output, constant, power_of_2(splits), has_lse=lse is not None)
-    merge(merge_latents_grid(output), (output,), merge_latents_arguments(partial, stats, lse))
+    step = DecodeLatentsLaunch.step(shape, max_query_len, block_table, query_start, seq_lens, partial, stats)
+    run(DecodeLatentsLaunch(page, shape, cache, q_latent, q_rope), step, q_latent, q_rope)
+    merge = MergeLatentsLaunch(output, constant, power_of_2(splits), has_lse=lse is not None)
+    run(merge, MergeLatentsLaunch.step(partial, stats, lse), output)
+
+
+def gather_latents(
+    page: PageLayout,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    first_rows: torch.Tensor,
+    longest: int,
+    rows: torch.Tensor,
+) -> None:
+    """Dequantise some tokens of each request into `rows` [tokens, rank + rope_dim]; see `GatherLatentsLaunch.step`."""
+    run(
+        GatherLatentsLaunch(page, cache), GatherLatentsLaunch.step(rows, block_table, starts, first_rows, longest), rows
+    )

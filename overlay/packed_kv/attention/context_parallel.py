@@ -18,7 +18,7 @@ from .layer import PairParts
 from .metadata import Batch
 
 if TYPE_CHECKING:
-    from ..kernels.triton.launch import Launch
+    from ..kernels.triton.combine import WeighByLseLaunch
     from .prefill import FlashPrefill
 
 
@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self, shard: ContextShard) -> None:
         self.shard, self.group = shard, get_dcp_group()
-        self.launch: Launch | None = None
+        self.launch: WeighByLseLaunch | None = None
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
         """[tokens, query heads, head_dim] of this rank -> those of all ranks' heads, contiguous. All ranks have the
@@ -74,11 +74,11 @@ class Ranks:
             weights = (rank_lse[self.shard.rank] - total_lse).exp().nan_to_num(0.0)
             output.mul_(weights.unsqueeze(-1))
             return total_lse
-        from ..kernels.triton.combine import bind_weigh_by_lse, weigh_by_lse
+        from ..kernels.triton.combine import WeighByLseLaunch
 
         if self.launch is None:
-            self.launch = bind_weigh_by_lse(output, self.shard.ranks, self.shard.rank)
-        return weigh_by_lse(output, rank_lse, self.shard.rank, self.launch)
+            self.launch = WeighByLseLaunch(output, self.shard.ranks, self.shard.rank)
+        return self.launch.weigh(output, rank_lse)
 
 
 class ContextParallelAttention:

@@ -17,26 +17,16 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import longest_query, refusal
-from ..kernels.triton.decode import (
-    MAX_REGISTERS,
-    TILE_TOKENS,
-    DecodeShape,
-    bind_decode,
-    decode_arguments,
-    decode_grid,
-)
-from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, DecodeShape
+from ..kernels.triton.launch import Launches, Step
 from ..kernels.triton.means import Means
-from ..kernels.triton.merge import bind_merge, merge_arguments, merge_grid, merge_tile
-from ..kernels.triton.rotate import QueryRotation, rotate_query_arguments, rotate_query_grid, rotation_matrix
+from ..kernels.triton.merge import MergeLaunch, merge_tile
+from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
 from ..reference.attention import AttentionOptions
 from .choice import Limits, takes_cuda
 from .context_shard import UNSHARDED, ContextShard
 from .protocols import DecodeBatch, DecodeKernel
 from .routes import longest_fused
-
-Grid = tuple[int, int, int]
-Rotation = tuple[Grid, Arguments]
 
 
 @dataclass(frozen=True)
@@ -72,35 +62,31 @@ class PairKind:
     mean_blocks: int
 
 
-def _none_yet() -> tuple[dict[int, Launch], dict[tuple[int, int], Launch]]:
+def _none_yet() -> tuple[dict[int, DecodeLaunch], dict[tuple[int, int], MergeLaunch]]:
     """Launches of the Triton kernel by columns, and of the merge by tile."""
     return {}, {}
 
 
 class Merge(NamedTuple):
-    """Grid and arguments of the launch that merges splits, and its tile."""
+    """The launch that merges splits, and its tile."""
 
-    grid: Grid
-    arguments: Arguments
+    launch: Step
     tile: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class PairStep:
-    """What both kernels have of a step: grid and arguments of the rotation, query rows per KV head, and the merge, if
-    one follows."""
+    """Launches that both kernels have of a step: the rotation, and the merge, if one follows."""
 
-    rotate: Rotation
-    rows: int
+    rotate: Step
     merge: Merge | None
 
 
 @dataclass(frozen=True)
 class TritonPairStep(PairStep):
-    """Grid and arguments of the decode kernel, and the columns of its tiles."""
+    """The launch of the decode kernel, and the columns of its tiles."""
 
-    grid: Grid
-    arguments: Arguments
+    launch: Step
     columns: int
 
 
@@ -164,25 +150,24 @@ class Splits:
         rows = max(n * length * self.count(n, length) for n in range(1, most + 1) for length in lengths)
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
-    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> Rotation:
+    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> Step:
         """Return the launch that only rotates; the store's are made from it."""
         assert batch.positions is not None and self.has_lse == (batch.lse is not None)
-        return rotate_query_grid(rotated, self.rotation), rotate_query_arguments(rotated, batch.positions, bias)
+        return RotateQueryLaunch.step(rotated, self.rotation, batch.positions, bias)
 
     def prepare_merge(self, partial: torch.Tensor, stats: torch.Tensor, lse: torch.Tensor | None) -> Merge:
         """Return the merge of fp32 [tokens, query heads, splits, head_dim] and [tokens, query heads, splits, 2]."""
-        tokens, _, splits, _ = partial.shape
-        tile = merge_tile(splits)
-        arguments = merge_arguments(partial, stats, self.shape.group, lse)
-        return Merge(merge_grid(tokens, self.shape.kv_heads, self.shape.group, tile), arguments, tile)
+        return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse), merge_tile(partial.shape[2]))
 
-    def merge(self, merge: Merge, merges: dict[tuple[int, int], Launch], output: torch.Tensor) -> None:
+    def merge(self, merge: Merge, merges: dict[tuple[int, int], MergeLaunch], output: torch.Tensor) -> None:
         """Launch it. `merges`: what is bound to such outputs, by tile."""
         launch = merges.get(merge.tile)
         if launch is None:
             apart, sinks = self.heads_apart(output), self.layer.options.sinks
-            launch = merges[merge.tile] = bind_merge(apart, self.from_rotated, merge.tile, sinks, has_lse=self.has_lse)
-        launch(merge.grid, (output,), merge.arguments)
+            launch = MergeLaunch(apart, self.from_rotated, merge.tile, sinks, has_lse=self.has_lse)
+            merges[merge.tile] = launch
+        grid, arguments = merge.launch
+        launch(grid, (output,), arguments)
 
     def heads_apart(self, output: torch.Tensor) -> torch.Tensor:
         """[tokens, query heads, value_dim] -> [tokens, KV heads, group, value_dim]."""
@@ -225,10 +210,8 @@ class TritonPairs(DecodeKernel[None]):
         tables = batch.block_table, batch.query_start, batch.seq_lens
         return TritonPairStep(
             rotate=splits.prepare_rotation(rotated, batch, bias),
-            rows=batch.tokens * self.shape.group,
             merge=splits.prepare_merge(partial, stats, batch.lse),
-            grid=decode_grid(self.shape, count, requests, query_len),
-            arguments=decode_arguments(rotated, *tables, partial, stats, bias, batch.ring),
+            launch=DecodeLaunch.step(self.shape, query_len, rotated, *tables, partial, stats, bias, batch.ring),
             columns=self.shape.tiles(query_len)[0],
         )
 
@@ -240,9 +223,10 @@ class TritonPairs(DecodeKernel[None]):
         kernels, merges = self.bound.get("decode", self.splits.held_for(cache, ring, output), _none_yet)
         decode = kernels.get(step.columns)
         if decode is None:
-            decode = bind_decode(self.layer.codec.layout, self.shape, step.columns, cache, ring)
+            decode = DecodeLaunch(self.layer.codec.layout, self.shape, step.columns, cache, ring)
             kernels[step.columns] = decode
-        decode(step.grid, (), step.arguments)
+        grid, arguments = step.launch
+        decode(grid, (), arguments)
         self.splits.merge(step.merge, merges, output)
 
     def batches_to_compile(self) -> list[tuple[int, int]]:
@@ -292,7 +276,6 @@ class HopperPairs(DecodeKernel[None]):
         tensors = (rotated, *tables, partial, stats, bias, batch.ring, batch.lse, schedule)
         return HopperPairStep(
             rotate=self.splits.prepare_rotation(rotated, batch, bias),
-            rows=batch.tokens * self.shape.group,
             merge=None if grid.is_final else self.splits.prepare_merge(partial, stats, batch.lse),
             grid=grid,
             max_query_len=query_len,

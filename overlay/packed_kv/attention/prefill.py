@@ -17,18 +17,11 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.triton.combine import apply_sinks, bind_combine, bind_sinks, combine
-from ..kernels.triton.gather import (
-    bind_gather,
-    bind_unrotate,
-    gather_arguments,
-    gather_grid,
-    unrotate_arguments,
-    unrotate_grid,
-)
-from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.combine import CombineLaunch, SinksLaunch
+from ..kernels.triton.gather import GatherLaunch, UnrotateLaunch
+from ..kernels.triton.launch import Launches, Step
 from ..kernels.triton.means import Means
-from ..kernels.triton.ring import bind_gather_ring, gather_ring_arguments
+from ..kernels.triton.ring import GatherRingLaunch
 from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
 from ..reference.attention import AttentionOptions
@@ -45,8 +38,6 @@ PREFIX_TOKENS = 32768
 MAX_HEAD_DIM = {2: 256, 3: 256, 4: 512}
 """FlashAttention version -> the largest head_dim that it serves."""
 
-Launched = tuple[tuple[int, int, int], tuple[torch.Tensor, ...], Arguments]
-"""What a `Launch` is called with."""
 NOTHING = -1.0e30
 """A finite lse that counts for nothing beside any other."""
 
@@ -62,15 +53,15 @@ class FlashAttention:
 
 @dataclass(frozen=True)
 class PartRead:
-    """A part of a step's prefill, and how its keys are read: grid, tensors and arguments of each launch. `key`,
+    """A part of a step's prefill, and how its keys are read. `key`,
     `value`: where they are then, in the model's dtype [tokens, KV heads, stored_dim]."""
 
     part: KeyPart
     key: torch.Tensor
     value: torch.Tensor
-    gather: Launched
-    ring: Launched | None
-    unrotate: tuple[Launched, Launched]
+    gather: Step
+    ring: Step | None
+    unrotate: tuple[Step, Step]
 
     @classmethod
     def of(
@@ -78,22 +69,16 @@ class PartRead:
     ) -> PartRead:
         """`key`, `value`: fp16 memory for at least the part's tokens."""
         key, value = key[: part.tokens], value[: part.tokens]
-        kv_heads = key.shape[1]
-        micro_blocks = part.micro_blocks
         of_ring = None
         if ring is not None and part.recent is not None:
-            arguments = gather_ring_arguments(ring, part.recent, key, value)
-            of_ring = ((len(part.recent), kv_heads, 1), (), arguments)
+            of_ring = GatherRingLaunch.step(ring, part.recent, key, value)
         return cls(
             part,
             key.view(dtype),
             value.view(dtype),
-            (gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, part.rows, key, value)),
+            GatherLaunch.step(part.micro_blocks, part.rows, key, value),
             of_ring,
-            (
-                (unrotate_grid(key), (), unrotate_arguments(key, dtype, part.positions)),
-                (unrotate_grid(value), (), unrotate_arguments(value, dtype)),
-            ),
+            (UnrotateLaunch.step(key, dtype, part.positions), UnrotateLaunch.step(value, dtype)),
         )
 
 
@@ -156,8 +141,8 @@ class FlashPrefill(PrefillKernel):
         self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
             held_for = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
-            launch = self.bound.get("sinks", held_for, lambda: bind_sinks(output, sinks))
-            apply_sinks(output, lse, launch)
+            launch = self.bound.get("sinks", held_for, lambda: SinksLaunch(output, sinks))
+            launch.apply(output, lse)
 
     def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
         """Attention of the requests from `first` on over what this rank has of their prefixes.
@@ -184,7 +169,7 @@ class FlashPrefill(PrefillKernel):
         rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
         part, part_lse = (x[rows] for x in over_prefixes)
         lse = self._attend_chunks(query, batch.key[rows], batch.value[rows], step, output)
-        combine(output, lse, part, part_lse.T.contiguous(), self._combine(output, part.shape[2]))
+        self._combine(output, part.shape[2]).combine(output, lse, part, part_lse.T.contiguous())
 
     def _attend_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: PrefillStep, output: torch.Tensor
@@ -216,17 +201,17 @@ class FlashPrefill(PrefillKernel):
             over_part = step.over_parts[: seen.stop - seen.start]
             # Keys follow one another without a mask: to the right of its position a row sees all there are.
             part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            combine(output[seen], lse[:, seen], over_part, part_lse, self._combine(output, over_part.shape[2]))
+            self._combine(output, over_part.shape[2]).combine(output[seen], lse[:, seen], over_part, part_lse)
 
     def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and output of the requests from `first` on."""
         rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
         return batch.query[rows], batch.output[rows]
 
-    def _combine(self, output: torch.Tensor, part_dim: int) -> Launch:
+    def _combine(self, output: torch.Tensor, part_dim: int) -> CombineLaunch:
         held_for = (output.shape[1], output.stride(), output.dtype)
         name = ("combine", output.shape[1], part_dim)
-        return self.bound.get(name, held_for, lambda: bind_combine(output, part_dim))
+        return self.bound.get(name, held_for, lambda: CombineLaunch(output, part_dim))
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Workspace for gathered K and V, for the attention over them and, if V is padded, for a chunk's V and output.
@@ -277,15 +262,18 @@ class FlashPrefill(PrefillKernel):
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
         stored_dim = self.codec.key.stored_dim
         held_for = (cache.data_ptr(), cache.stride())
-        self.bound.get("gather", held_for, lambda: bind_gather(self.codec.layout, cache, self.kv_heads))(*read.gather)
+        launch = self.bound.get("gather", held_for, lambda: GatherLaunch(self.codec.layout, cache, self.kv_heads))
+        grid, arguments = read.gather
+        launch(grid, (), arguments)
         if ring is not None and read.ring is not None:
             held_for = (ring.cache.data_ptr(), ring.cache.stride())
-            self.bound.get("ring", held_for, lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
-        for name, arguments, matrix, means in zip(
+            grid, arguments = read.ring
+            self.bound.get("ring", held_for, lambda: GatherRingLaunch(ring, stored_dim))(grid, (), arguments)
+        for name, (grid, arguments), matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):
-            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means)
-            self.bound.get(name, read.key.dtype, bind)(*arguments)
+            bind = functools.partial(UnrotateLaunch, matrix, self.kv_heads, stored_dim, means)
+            self.bound.get(name, read.key.dtype, bind)(grid, (), arguments)
         return read.key[..., : self.codec.key.head_dim], read.value[..., : self.flash_attention.value_dim]
 
     def _flash(

@@ -9,24 +9,21 @@ import torch
 
 from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
-from ..kernels.triton.latent_store import bind_store_latents, store_latents_arguments, store_latents_grid
-from ..kernels.triton.launch import Arguments, Launches
-from ..kernels.triton.rotate import QueryRotation, bind_rotate_query
-from ..kernels.triton.store import bind_store, store_arguments, store_grid
+from ..kernels.triton.latent_store import StoreLatentsLaunch
+from ..kernels.triton.launch import Launches, Step
+from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch
+from ..kernels.triton.store import StoreLaunch
 from .protocols import NewTokens, StoreKernel
 
 if TYPE_CHECKING:
     from .decode import PairStep
 
-Grid = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class StoreStep:
-    """Grid and arguments of a step's launch, whether it leaves the pages alone, and whether it rotates queries."""
+    """A step's launch, whether it leaves the pages alone, and whether it rotates queries."""
 
-    grid: Grid
-    arguments: Arguments
+    launch: Step
     only_ring: bool
     rotates: bool = False
 
@@ -49,10 +46,9 @@ class TritonPairStore(StoreKernel):
             return None
         slots, decodes = tokens.slots, tokens.decodes
         assert tokens.positions is not None
-        rotate, rows = (None, 0) if decodes is None else (decodes.rotate[1], decodes.rows)
-        grid = store_grid(self.codec, len(slots), self.kv_heads, rows, self.rotation.bias_programs)
-        arguments = store_arguments(self.codec, slots, tokens.positions, tokens.ring_slots, rotate)
-        return StoreStep(grid, arguments, tokens.only_ring, rotate is not None)
+        rotate = None if decodes is None else decodes.rotate
+        step = StoreLaunch.step(self.codec, self.kv_heads, slots, tokens.positions, tokens.ring_slots, rotate)
+        return StoreStep(step, tokens.only_ring, rotate is not None)
 
     def write(
         self, step: StoreStep | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -70,14 +66,16 @@ class TritonPairStore(StoreKernel):
         launch = self.bound.get(
             ("store", ring is None, step.rotates, step.only_ring),
             held_for,
-            lambda: bind_store(self.codec, cache, key, value, ring, queries, only_ring=step.only_ring),
+            lambda: StoreLaunch(self.codec, cache, key, value, ring, queries, only_ring=step.only_ring),
         )
-        launch(step.grid, (key, value, read), step.arguments)
+        grid, arguments = step.launch
+        launch(grid, (key, value, read), arguments)
 
     def rotate(self, query: torch.Tensor, decodes: PairStep) -> None:
         held_for = (query.stride(), query.dtype)
-        launch = self.bound.get("rotate", held_for, lambda: bind_rotate_query(query, self.kv_heads, self.rotation))
-        launch(decodes.rotate[0], (query,), decodes.rotate[1])
+        launch = self.bound.get("rotate", held_for, lambda: RotateQueryLaunch(query, self.kv_heads, self.rotation))
+        grid, arguments = decodes.rotate
+        launch(grid, (query,), arguments)
 
 
 class TritonLatentStore(StoreKernel):
@@ -89,8 +87,8 @@ class TritonLatentStore(StoreKernel):
     def prepare(self, tokens: NewTokens) -> StoreStep | None:
         if not len(tokens.slots):
             return None
-        arguments = store_latents_arguments(self.codec, tokens.slots, tokens.ring_slots)
-        return StoreStep(store_latents_grid(self.codec, len(tokens.slots)), arguments, tokens.only_ring)
+        step = StoreLatentsLaunch.step(self.codec, tokens.slots, tokens.ring_slots)
+        return StoreStep(step, tokens.only_ring)
 
     def write(
         self, step: StoreStep | None, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -102,6 +100,7 @@ class TritonLatentStore(StoreKernel):
         launch = self.bound.get(
             ("store", ring is None, step.only_ring),
             (cache.data_ptr(), cache.stride(), of_ring, key.stride(), value.stride(), key.dtype, value.dtype),
-            lambda: bind_store_latents(self.codec, cache, key, value, ring, only_ring=step.only_ring),
+            lambda: StoreLatentsLaunch(self.codec, cache, key, value, ring, only_ring=step.only_ring),
         )
-        launch(step.grid, (key, value), step.arguments)
+        grid, arguments = step.launch
+        launch(grid, (key, value), arguments)

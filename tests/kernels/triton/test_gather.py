@@ -13,7 +13,7 @@ from packed_kv.attention.prefix import key_part, prefix_parts
 from packed_kv.attention.step import StepCache
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.combine import combine
+from packed_kv.kernels.triton.combine import CombineLaunch
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.reference.attention import AttentionOptions
@@ -115,7 +115,7 @@ def test_combine(infinity: float) -> None:
     part, part_lse = over(slice(12, 20))
     part[4], part_lse[:, 4] = float("nan"), infinity
     before = output[4].clone()
-    combine(output, lse, part, part_lse)
+    CombineLaunch(output, part.shape[2]).combine(output, lse, part, part_lse)
     expected, expected_lse = over(slice(0, 20))
     others = [i for i in range(9) if i != 4]
     torch.testing.assert_close(output[others], expected[others], rtol=1e-5, atol=1e-5)

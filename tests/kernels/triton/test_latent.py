@@ -5,12 +5,11 @@ from __future__ import annotations
 import null_code
 import pytest
 import torch
-from launchers import decode_latents, store_latents
+from launchers import decode_latents, gather_latents, store_latents
 from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS, Format
-from packed_kv.kernels.triton.latent_gather import gather_latents
-from packed_kv.kernels.triton.latent_store import bind_store_latents
+from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
 from packed_kv.reference.latent_attention import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,5 +186,5 @@ def test_a_launch_owns_no_memory(name: str) -> None:
     """CUDA graphs keep its addresses when another launch has taken its place, so all are of tensors that others own."""
     codec = codec_of(FORMATS[name], 96, 32)
     cache, inputs = poisoned(codec, 2, 16), tokens(codec, 3, seed=1)
-    first, second = (bind_store_latents(codec, cache, *inputs) for _ in range(2))
+    first, second = (StoreLatentsLaunch(codec, cache, *inputs) for _ in range(2))
     assert first.fixed.raw == second.fixed.raw

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from launchers import decode_latents, store_latents
+from launchers import decode_latents, run, store_latents
 from packed_kv.attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
@@ -15,11 +15,8 @@ from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.triton import latent_store
 from packed_kv.kernels.triton.latent_decode import latent_shape
 from packed_kv.kernels.triton.latent_ring import (
-    attend_latent_ring_arguments,
-    attend_latent_ring_grid,
-    bind_attend_latent_ring,
-    bind_gather_latent_ring,
-    gather_latent_ring,
+    AttendLatentRingLaunch,
+    GatherLatentRingLaunch,
     split_lens,
 )
 from packed_kv.reference.latent_attention import attend, page_lens
@@ -169,9 +166,9 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, bat
         attend_ring(cuda_step, *queries, output)
     else:
         shape = latent_shape(heads, longest, SCALE)
-        launch = bind_attend_latent_ring(codec, shape, made.ring.cache, *queries, output, *bound)
-        step = attend_latent_ring_arguments(made.ring, made.starts, made.seq_lens, lens, part, lse)
-        launch(attend_latent_ring_grid(shape, rank, longest, len(lens)), (*queries, output), step)
+        launch = AttendLatentRingLaunch(codec, shape, made.ring.cache, (*queries, output), *bound)
+        step = AttendLatentRingLaunch.step(shape, longest, made.ring, made.starts, made.seq_lens, lens, part, lse)
+        run(launch, step, *queries, output)
     error = (output - expected).norm() / (expected - constant).norm()
     print(f"relative error {error:.1e}")
     assert error < 2e-3
@@ -238,9 +235,10 @@ def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int, 
     rows = torch.full((121, rank + rope_dim), 3.0, dtype=torch.float32, device=DEVICE)
     expected, gain = rows.clone(), 1 / codec.value_gain()
     for as_values in (False, True):
-        launch = bind_gather_latent_ring(codec, made.ring, gain, as_values=as_values)
+        launch = GatherLatentRingLaunch(codec, made.ring, gain, as_values=as_values)
         spans = (chunk.starts, chunk.cu_seq_lens, context)
-        gather_latent_ring(codec, made.ring, *spans, rows, launch, as_values=as_values)
+        step = GatherLatentRingLaunch.step(codec, rows, made.ring, *spans, as_values=as_values)
+        run(launch, step, rows)
         plain._read_ring(chunk, expected, recent, codec.value_gain() if as_values else 1.0)
         changed = (rows != 3).any(-1)
         assert changed.tolist() == [118 <= 112 + i < 132 or 20 + 60 <= i < 89 or i >= 90 for i in range(121)]

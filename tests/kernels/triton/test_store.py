@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launchers import rotate_query, store_tokens
+from launchers import rotate_query, run, store_tokens
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels.triton import store
 from packed_kv.kernels.triton.means import Means
-from packed_kv.kernels.triton.rotate import QueryRotation, rotate_query_arguments, rotation_matrix
+from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
 from packed_kv.kernels.units import LOG2_E
 from packed_kv.layout import MEAN_BLOCK
 from page_codecs import page_codec
@@ -274,7 +274,7 @@ def test_a_launch_owns_no_memory():
     """CUDA graphs keep its addresses when another launch has taken its place, so all are of tensors that others own."""
     codec = page_codec(FORMATS["tq4"], 64, device=DEVICE, **transforms(64))
     cache, key = poisoned(codec, 2, 16).to(DEVICE), vectors(20, 64)[0].to(DEVICE)
-    first, second = (store.bind_store(codec, cache, key, key) for _ in range(2))
+    first, second = (store.StoreLaunch(codec, cache, key, key) for _ in range(2))
     assert first.fixed.raw == second.fixed.raw
 
 
@@ -346,10 +346,9 @@ def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
     key, value = map(to_device, vectors(40, head_dim)[:, :tokens].contiguous())
     pages, alone = (to_device(poisoned(codec, 3, 16)) for _ in range(2))
     store_tokens(codec, alone, slots, key, value, positions)
-    launch = store.bind_store(codec, pages, key, value, None, (query, rotation))
-    rotate = rotate_query_arguments(rotated, positions, bias)
-    grid = store.store_grid(codec, tokens, HEADS, decodes * group, rotation.bias_programs)
-    launch(grid, (key, value, query), store.store_arguments(codec, slots, positions, None, rotate))
+    launch = store.StoreLaunch(codec, pages, key, value, None, (query, rotation))
+    rotate = RotateQueryLaunch.step(rotated, rotation, positions, bias)
+    run(launch, store.StoreLaunch.step(codec, HEADS, slots, positions, None, rotate), key, value, query)
     assert torch.equal(pages, alone)
     assert torch.equal(rotated, expected) if DEVICE == "cpu" else torch.allclose(rotated, expected, atol=2e-3)
     assert bias is None or torch.allclose(bias, expected_bias, rtol=1e-5, atol=1e-5)

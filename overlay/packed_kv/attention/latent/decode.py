@@ -21,26 +21,17 @@ from ...kernels.cuda import latent_launch as cuda
 from ...kernels.cuda import latent_ring_launch as cuda_ring
 from ...kernels.cuda.latent_schedule import LatentScheduler
 from ...kernels.triton.latent_decode import (
-    bind_decode_latents,
-    bind_merge_latents,
-    decode_latents_arguments,
+    DecodeLatentsLaunch,
+    MergeLatentsLaunch,
     latent_shape,
-    merge_latents_arguments,
-    merge_latents_grid,
     row_tiles,
     split_count,
 )
-from ...kernels.triton.latent_ring import (
-    attend_latent_ring_arguments,
-    attend_latent_ring_grid,
-    bind_attend_latent_ring,
-    split_lens,
-)
-from ...kernels.triton.launch import Arguments, Launches
+from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
+from ...kernels.triton.launch import Launches, Step
 from ..choice import Limits, takes_cuda
 from ..protocols import DecodeBatch, DecodeKernel
 
-Grid = tuple[int, int, int]
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -140,14 +131,13 @@ class PageResults:
 
 
 class TritonLatentStep(NamedTuple):
-    """Grid and arguments of a step's launches, and its splits, a power of 2. `ring`: of the launch for it, if any."""
+    """A step's launches, and its splits, a power of 2. `ring`: the launch for it, if any."""
 
     memory: LatentMemory
-    grid: Grid
-    decode: Arguments
-    merge: Arguments
+    decode: Step
+    merge: Step
     splits: int
-    ring: tuple[Grid, Arguments] | None
+    ring: Step | None
 
 
 class TritonLatents(DecodeKernel[Attended]):
@@ -175,14 +165,14 @@ class TritonLatents(DecodeKernel[Attended]):
         lens = self.results.count_tokens(batch)
         if batch.ring is not None:
             assert memory.lse is not None
-            arguments = batch.query_start, batch.seq_lens, lens, memory.pages, memory.lse
-            grid = attend_latent_ring_grid(self.shape, self.layer.codec.rank, query_len, requests)
-            ring = grid, attend_latent_ring_arguments(batch.ring, *arguments)
+            tensors = batch.ring, batch.query_start, batch.seq_lens, lens, memory.pages, memory.lse
+            ring = AttendLatentRingLaunch.step(self.shape, query_len, *tensors)
         return TritonLatentStep(
             memory,
-            (splits, row_tiles(self.shape, query_len), requests),
-            decode_latents_arguments(batch.block_table, batch.query_start, lens, memory.partial, memory.stats),
-            merge_latents_arguments(memory.partial, memory.stats, memory.lse),
+            DecodeLatentsLaunch.step(
+                self.shape, query_len, batch.block_table, batch.query_start, lens, memory.partial, memory.stats
+            ),
+            MergeLatentsLaunch.step(memory.partial, memory.stats, memory.lse),
             power_of_2(splits),
             ring,
         )
@@ -197,16 +187,18 @@ class TritonLatents(DecodeKernel[Attended]):
         decode = self.bound.get(
             "decode",
             (cache.data_ptr(), strides, q_latent.dtype, q_rope.dtype),
-            lambda: bind_decode_latents(self.layer.codec.layout, self.shape, cache, q_latent, q_rope),
+            lambda: DecodeLatentsLaunch(self.layer.codec.layout, self.shape, cache, q_latent, q_rope),
         )
-        decode(step.grid, (q_latent, q_rope), step.decode)
+        grid, arguments = step.decode
+        decode(grid, (q_latent, q_rope), arguments)
         has_lse, constant = self.results.are_parts, self.results.constant
         merge = self.bound.get(
             ("merge", step.splits),
             (pages.stride(), pages.dtype),
-            lambda: bind_merge_latents(pages, constant, step.splits, has_lse=has_lse),
+            lambda: MergeLatentsLaunch(pages, constant, step.splits, has_lse=has_lse),
         )
-        merge(merge_latents_grid(pages), (pages,), step.merge)
+        grid, arguments = step.merge
+        merge(grid, (pages,), arguments)
         if ring is not None:
             self._add_ring(step, ring.cache, q_latent, q_rope)
         return self.results.of_layer(step.memory)
@@ -221,8 +213,8 @@ class TritonLatents(DecodeKernel[Attended]):
         launch = self.bound.get(
             "ring",
             (ring.data_ptr(), ring.stride(), strides, q_latent.dtype, q_rope.dtype, output.dtype),
-            lambda: bind_attend_latent_ring(
-                layer.codec, self.shape, ring, q_latent, q_rope, output, self.results.inverse_gain, layer.constant
+            lambda: AttendLatentRingLaunch(
+                layer.codec, self.shape, ring, (q_latent, q_rope, output), self.results.inverse_gain, layer.constant
             ),
         )
         grid, arguments = step.ring

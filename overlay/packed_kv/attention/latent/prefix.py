@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...codecs.latent import LatentCodec
-from ...kernels.triton.latent_gather import bind_gather_latents, gather_latents
-from ...kernels.triton.latent_ring import bind_gather_latent_ring, gather_latent_ring
+from ...kernels.triton.latent_gather import GatherLatentsLaunch
+from ...kernels.triton.latent_ring import GatherLatentRingLaunch
 from ...kernels.triton.launch import Launches
 from .in_pytorch import RecentContext
 
@@ -26,9 +26,10 @@ class TritonLatentPrefix:
     ) -> None:  # fmt: skip
         """See `ReferenceLatentPrefix`."""
         held_for = (cache.data_ptr(), cache.stride(), rows.dtype)
-        launch = self.bound.get("gather", held_for, lambda: bind_gather_latents(self.codec.layout, cache))
-        layout, spans = self.codec.layout, (chunk.starts, chunk.cu_seq_lens, chunk.max_seq_len)
-        gather_latents(layout, cache, block_table, *spans, rows, launch)
+        launch = self.bound.get("gather", held_for, lambda: GatherLatentsLaunch(self.codec.layout, cache))
+        spans = chunk.starts, chunk.cu_seq_lens, chunk.max_seq_len
+        grid, arguments = GatherLatentsLaunch.step(rows, block_table, *spans)
+        launch(grid, (rows,), arguments)
         if recent is not None:
             self._gather_ring(chunk, rows, recent, as_values=False)
 
@@ -41,7 +42,8 @@ class TritonLatentPrefix:
         launch = self.bound.get(
             ("ring", as_values),
             (ring.cache.data_ptr(), ring.cache.stride(), ring.window, rows.dtype),
-            lambda: bind_gather_latent_ring(codec, ring, self.inverse_gain, as_values=as_values),
+            lambda: GatherLatentRingLaunch(codec, ring, self.inverse_gain, as_values=as_values),
         )
         spans = (chunk.starts, chunk.cu_seq_lens, recent.context_lens)
-        gather_latent_ring(codec, ring, *spans, rows, launch, as_values=as_values)
+        grid, arguments = GatherLatentRingLaunch.step(codec, rows, ring, *spans, as_values=as_values)
+        launch(grid, (rows,), arguments)

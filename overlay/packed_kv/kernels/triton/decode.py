@@ -19,7 +19,7 @@ from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, Step
 from .means import add_first_bias, bias_of_block, bias_step, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
@@ -317,9 +317,9 @@ class DecodeShape:
     """Shape and options that, with the cache, decide the variant of the kernel.
 
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
-    softmax, or None; `mean_blocks`: blocks of positions for which queries come with a bias (`rotate_query`), 0: with
-    none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of a
-    thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned; of tiles with more than `OUTPUTS`
+    softmax, or None; `mean_blocks`: blocks of positions for which queries have a bias (`RotateQueryLaunch`), 0: they
+    have none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of
+    a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned; of tiles with more than `OUTPUTS`
     outputs and 8 columns `WIDE_REGISTERS`.
     """
 
@@ -353,55 +353,55 @@ class DecodeShape:
         return max(1, min(128, programs * sm_count // (requests * self.kv_heads * tiles)))
 
 
-def bind_decode(page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None) -> Launch:
-    """The kernel for tiles of so many columns, bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and
-    to `ring.cache`, uint8 [blocks, KV heads, block_size, ring_slot_bytes], of which a query sees `ring.window`
-    tokens."""
-    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    if ring is not None:
-        check_ring(ring, shape.kv_heads, shape.head_dim)
-    of_ring = cache if ring is None else ring.cache
-    soft_cap = shape.logits_soft_cap or 0.0
-    registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None
-    return Launch(
-        _decode_kernel,
-        Arguments(
-            cache, of_ring, cache.stride(0) // 4, cache.stride(1) // 4, of_ring.stride(0), of_ring.stride(1),
-            soft_cap * LOG2_E,
-        ),
-        dict(
-            KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
-            HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
-            MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
-            RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
-        ),
-        num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
-    )  # fmt: skip
+class DecodeLaunch(Launch):
+    """The decode kernel for tiles of `columns` columns, over a layer's `cache` and, for the recent tokens, its `ring`.
+    Called without tensors."""
 
+    def __init__(
+        self, page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None
+    ) -> None:
+        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+        assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+        if ring is not None:
+            check_ring(ring, shape.kv_heads, shape.head_dim)
+        of_ring = cache if ring is None else ring.cache
+        soft_cap = shape.logits_soft_cap or 0.0
+        registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None
+        super().__init__(
+            _decode_kernel,
+            Arguments(
+                cache, of_ring, cache.stride(0) // 4, cache.stride(1) // 4, of_ring.stride(0), of_ring.stride(1),
+                soft_cap * LOG2_E,
+            ),
+            dict(
+                KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
+                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
+                MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
+                RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
+            ),
+            num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
+        )  # fmt: skip
 
-def decode_arguments(
-    query: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-    query_bias: torch.Tensor | None,
-    ring: Ring | None,
-) -> Arguments:
-    """A step's arguments: `query` fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; int32 `block_table`
-    and `ring.block_table` [requests, blocks], `query_start` [requests + 1], `seq_lens` and `ring.first` [requests];
-    fp32 `partial_output` [tokens, query heads, splits, head_dim], `partial_stats` [tokens, query heads, splits, 2] and
-    `query_bias` [tokens, query heads, 1 + blocks], contiguous."""
-    assert query.is_contiguous(), query.stride()
-    table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
-    return Arguments(
-        query, partial_stats if query_bias is None else query_bias, block_table, query_start, seq_lens,
-        partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
-    )  # fmt: skip
-
-
-def decode_grid(shape: DecodeShape, splits: int, requests: int, max_query_len: int) -> tuple[int, int, int]:
-    """Programs of the kernel; `max_query_len` is known on the host, so that a CUDA graph can hold the launch."""
-    return splits, shape.kv_heads * shape.tiles(max_query_len)[1], requests
+    @staticmethod
+    def step(
+        shape: DecodeShape,
+        max_query_len: int,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        partial_output: torch.Tensor,
+        partial_stats: torch.Tensor,
+        query_bias: torch.Tensor | None,
+        ring: Ring | None,
+    ) -> Step:
+        """`max_query_len`: most query tokens of a request, known on the host, so that a CUDA graph can hold the
+        launch. `query_bias`: of `RotateQueryLaunch`, or None. `ring`: the step's block table and first tokens."""
+        assert query.is_contiguous(), query.stride()
+        table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
+        arguments = Arguments(
+            query, partial_stats if query_bias is None else query_bias, block_table, query_start, seq_lens,
+            partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
+        )  # fmt: skip
+        tiles = shape.kv_heads * shape.tiles(max_query_len)[1]
+        return Step((partial_output.shape[2], tiles, len(seq_lens)), arguments)

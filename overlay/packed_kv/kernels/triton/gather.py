@@ -15,7 +15,7 @@ from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, Step, head_stride
 from .means import Means
 from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
@@ -93,31 +93,29 @@ def _value_scales(word):
     return as_value(tl.broadcast_to(scales, [8, 4, 2, 2, 2, 2, 2]))
 
 
-def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], 16-byte aligned."""
-    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    return Launch(
-        _gather_kernel,
-        Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),
-        dict(
-            KV_HEADS=kv_heads, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK, LAYOUT=kernel_layout(page)
-        ),
-        num_warps=1, num_stages=1,
-    )  # fmt: skip
+class GatherLaunch(Launch):
+    """Dequantises micro-blocks of a layer's `cache`, still rotated: the values of `PagedCodec.read` as fp16, which
+    holds those of K exactly. Called without tensors."""
 
+    def __init__(self, page: PageLayout, cache: torch.Tensor, kv_heads: int) -> None:
+        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+        assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+        super().__init__(
+            _gather_kernel,
+            Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),
+            dict(
+                KV_HEADS=kv_heads, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK, LAYOUT=kernel_layout(page)
+            ),
+            num_warps=1, num_stages=1,
+        )  # fmt: skip
 
-def gather_arguments(
-    micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Arguments:
-    """A step's arguments: int32 `micro_blocks` [n] and `rows` [n + 1], `key` and `value` fp16 [rows, KV heads,
-    head_dim]."""
-    assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
-    return Arguments(micro_blocks, rows, len(micro_blocks), key, value)
-
-
-def gather_grid(micro_blocks: torch.Tensor, kv_heads: int) -> tuple[int, int, int]:
-    return -(-len(micro_blocks) // 2), kv_heads, 1
+    @staticmethod
+    def step(micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Step:
+        """The first `rows[i + 1] - rows[i]` (at most 16) tokens of `micro_blocks[i]` go to rows `rows[i]` and on of
+        `key` and `value`."""
+        assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
+        count = len(micro_blocks)
+        return Step((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
@@ -166,32 +164,32 @@ def _unrotate_kernel(
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
-def bind_unrotate(matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> Launch:
-    """The kernel bound to one layer's `matrix` of K or V, fp16 [1 or KV heads, head_dim, head_dim], and `means`."""
-    rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)
-    assert rows.is_contiguous() and spectrum.is_contiguous(), (rows.stride(), spectrum.stride())
-    return Launch(
-        _unrotate_kernel,
-        Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows)),
-        dict(
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
-            MEAN_BLOCKS=0 if means is None else means.blocks,
-            MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens,
-        ),
-        num_warps=4,
-    )  # fmt: skip
+class UnrotateLaunch(Launch):
+    """Turns what `GatherLaunch` wrote back into the model's basis, in place, by a layer's `matrix` of K or V
+    (`rotation_matrix`), and adds the `means` of keys. Called without tensors."""
 
+    def __init__(self, matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> None:
+        rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)
+        assert rows.is_contiguous() and spectrum.is_contiguous(), (rows.stride(), spectrum.stride())
+        super().__init__(
+            _unrotate_kernel,
+            Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows)),
+            dict(
+                KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
+                MEAN_BLOCKS=0 if means is None else means.blocks,
+                MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens,
+            ),
+            num_warps=4,
+        )  # fmt: skip
 
-def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> Arguments:
-    """A step's arguments: `vectors` fp16 [rows, KV heads, head_dim], contiguous, overwritten as `dtype` (fp16 or bf16);
-    `positions` int32 [rows], needed with means."""
-    assert vectors.is_contiguous(), vectors.stride()
-    if positions is None:
-        positions = vectors.view(torch.int32)  # not read
-    else:
-        assert positions.shape == (len(vectors),) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
-    return Arguments(vectors, positions, vectors.view(dtype), len(vectors))
-
-
-def unrotate_grid(vectors: torch.Tensor) -> tuple[int, int, int]:
-    return -(-len(vectors) // ROWS_A_PROGRAM), vectors.shape[1], 1
+    @staticmethod
+    def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> Step:
+        """`vectors` are overwritten as `dtype`, fp16 or bf16; `positions` are needed with means."""
+        assert vectors.is_contiguous(), vectors.stride()
+        rows, kv_heads, _ = vectors.shape
+        if positions is None:
+            positions = vectors.view(torch.int32)  # not read
+        else:
+            assert positions.shape == (rows,) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
+        arguments = Arguments(vectors, positions, vectors.view(dtype), rows)
+        return Step((-(-rows // ROWS_A_PROGRAM), kv_heads, 1), arguments)

@@ -9,7 +9,7 @@ layers of a step is made once a step (`Arguments`), and only addresses change wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -27,8 +27,22 @@ class Arguments:
         self.raw: tuple[Any, ...] = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
 
 
+Grid = tuple[int, int, int]
+
+
+class Step(NamedTuple):
+    """A step's part of a launch, which its layers share."""
+
+    grid: Grid
+    arguments: Arguments
+
+
 class Launch:
     """A kernel with the arguments and constants that stay.
+
+    Each kernel has a class derived from this: the constructor binds a layer's tensors, the static method `step` makes
+    the grid and the arguments that a step's layers share, a call launches. Its docstring names the tensors of the call;
+    the kernel's own docstring has the shapes and dtypes of all.
 
     Args:
         kernel: a JIT function, whose parameters come in this order: tensors that differ from call to call, what a step
@@ -45,11 +59,11 @@ class Launch:
     def __init__(self, kernel: Any, fixed: Arguments, constants: dict[str, Any], **options: Any) -> None:
         self.kernel, self.fixed, self.constants, self.options = kernel, fixed, constants, options
         self.compiled: Any = None
-        self.step: Arguments | None = None
+        self.checked: Arguments | None = None
         self.has_met_odd_address = False
         self.last: tuple[Any, ...] = ()
 
-    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
+    def __call__(self, grid: Grid, tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
         """Launch on the current stream of the current device, which must be that of the tensors.
 
         Args:
@@ -70,10 +84,10 @@ class Launch:
         unaligned = 0
         for i in self.aligned:
             unaligned |= addresses[i]
-        if step is not self.step:  # the layers of a step share it
-            self.step = step
-            self.step_is_aligned = not any(step.raw[i] % 16 for i in self.aligned_of_step)
-        if unaligned & 15 or not self.step_is_aligned:
+        if step is not self.checked:  # the layers of a step share it
+            self.checked = step
+            self.checked_is_aligned = not any(step.raw[i] % 16 for i in self.aligned_of_step)
+        if unaligned & 15 or not self.checked_is_aligned:
             if not self.has_met_odd_address:
                 self.has_met_odd_address = True
                 wait_for(self.variant(tensors, step), self.kernel.__name__)
@@ -85,7 +99,7 @@ class Launch:
             *addresses, *step.raw, *self.last
         )  # fmt: skip
 
-    def _by_jit(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> Any:
+    def _by_jit(self, grid: Grid, tensors: tuple[torch.Tensor, ...], step: Arguments) -> Any:
         values = (*tensors, *step.values, *self.fixed.values)
         return self.kernel[grid](*values, **self.constants, **self.options)
 
@@ -102,9 +116,7 @@ class Launch:
                 kinds.append((type(x), is_special and x == 1, is_special and x % 16 == 0))
         return kernel, *kinds, *self.constants.items(), *self.options.items()
 
-    def _compilation(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments
-    ) -> Callable[[], None]:
+    def _compilation(self, grid: Grid, tensors: tuple[torch.Tensor, ...], step: Arguments) -> Callable[[], None]:
         """A function that compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter
         compiles nothing."""
         warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *step.values, *self.fixed.values)
@@ -122,7 +134,7 @@ class Launch:
 
         return compile_variant
 
-    def _first(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
+    def _first(self, grid: Grid, tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
         """Compile, launch and keep what later calls need. Under the interpreter there is nothing to keep."""
         compiled = self._by_jit(grid, tensors, step)
         unspecialized = self._names("do_not_specialize")
@@ -138,7 +150,7 @@ class Launch:
             return  # compiled for less than later calls will bring: the next one compiles again
         self.aligned = [i for i in aligned if i < len(tensors)]
         self.aligned_of_step = [i - len(tensors) for i in aligned if i >= len(tensors)]
-        self.step, self.step_is_aligned = step, True
+        self.checked, self.checked_is_aligned = step, True
         constants = [self.constants[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr]
         self.last = (*self.fixed.raw, *constants)
         driver = triton.runtime.driver.active

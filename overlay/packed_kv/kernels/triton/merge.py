@@ -13,7 +13,7 @@ from ...formats import stored_dim
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import to_tf32
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, Step, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -91,46 +91,46 @@ def merge_tile(splits: int) -> tuple[int, int]:
     return next(tile for tile in MERGE_TILES if splits <= tile[0])
 
 
-def bind_merge(
-    output: torch.Tensor,
-    matrix: torch.Tensor,
-    tile: tuple[int, int],
-    sinks: torch.Tensor | None = None,
-    *,
-    has_lse: bool = False,
-) -> Launch:
-    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, KV heads, queries a KV
-    head, value_dim]) and a tile of `merge_tile`, bound to `matrix`, fp16 [1 or KV heads, stored_dim, stored_dim], and
-    `sinks`, fp16, bf16 or fp32 [query heads]. `has_lse`: fill the step's lse."""
-    _, kv_heads, group, output_dim = output.shape
-    assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
-    assert output.stride(-1) == 1, output.stride()
-    assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
-    head_dim = matrix.shape[2]
-    padded_dim = power_of_2(stored_dim(output_dim))
-    padded_splits, rows = tile
-    return Launch(
-        _merge_kernel,
-        Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), matrix if sinks is None else sinks),
-        dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
-            PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-            ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
-        ),
-        num_warps=8 if rows >= 8 or head_dim > 128 else 4,
-    )  # fmt: skip
+class MergeLaunch(Launch):
+    """Merges the splits of `DecodeLaunch` for a tile of `merge_tile` and rotates the result back by a layer's `matrix`;
+    `has_lse`: fill the step's lse, sinks included. Called with an output of the dtype and strides of `output`."""
 
+    def __init__(
+        self,
+        output: torch.Tensor,
+        matrix: torch.Tensor,
+        tile: tuple[int, int],
+        sinks: torch.Tensor | None = None,
+        *,
+        has_lse: bool = False,
+    ) -> None:
+        _, kv_heads, group, output_dim = output.shape
+        assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
+        assert output.stride(-1) == 1, output.stride()
+        assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
+        head_dim = matrix.shape[2]
+        padded_dim = power_of_2(stored_dim(output_dim))
+        padded_splits, rows = tile
+        of_sinks = matrix if sinks is None else sinks
+        super().__init__(
+            _merge_kernel,
+            Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), of_sinks),
+            dict(
+                KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
+                PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
+                ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
+            ),
+            num_warps=8 if rows >= 8 or head_dim > 128 else 4,
+        )  # fmt: skip
 
-def merge_arguments(
-    partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
-) -> Arguments:
-    """A step's arguments: `partial_output` fp32 [tokens, query heads of `group` a KV head, splits, stored_dim],
-    `partial_stats` fp32 [tokens, query heads, splits, 2] and `lse` fp32 [tokens, query heads], contiguous."""
-    lse = partial_stats if lse is None else lse
-    assert lse.is_contiguous(), lse.stride()
-    rows, splits = partial_output.shape[0] * group, partial_output.shape[2]
-    return Arguments(partial_output, partial_stats, lse, rows, splits)
-
-
-def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
-    return -(-tokens * group // tile[1]), kv_heads, 1
+    @staticmethod
+    def step(
+        partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
+    ) -> Step:
+        """`group`: query heads per KV head. `lse`: for the kernel that fills it."""
+        lse = partial_stats if lse is None else lse
+        assert lse.is_contiguous(), lse.stride()
+        tokens, heads, splits, _ = partial_output.shape
+        rows = tokens * group
+        grid = -(-rows // merge_tile(splits)[1]), heads // group, 1
+        return Step(grid, Arguments(partial_output, partial_stats, lse, rows, splits))

@@ -19,7 +19,7 @@ from ...layout import ring_layout, ring_slot_bytes
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, Step
 from .means import add_first_bias, bias_of_block, bias_step, block_of
 from .pages import KEY, VALUE
 from .quantize import of, product
@@ -358,23 +358,26 @@ def _gather_ring_kernel(
                 tl.store(out, x, mask=there[:, None])
 
 
-def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
-    """The kernel bound to `ring.cache`, uint8 [blocks, KV heads, block_size, ring_slot_bytes]."""
-    cache = ring.cache
-    check_ring(ring, cache.shape[1], head_dim)
-    return Launch(
-        _gather_ring_kernel,
-        Arguments(cache, cache.stride(0), cache.stride(1)),
-        dict(KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)),
-        num_warps=4,
-    )
+class GatherRingLaunch(Launch):
+    """Writes the tokens that a layer's ring has over those that `GatherLaunch` read from the pages, still rotated.
+    Called without tensors."""
 
+    def __init__(self, ring: Ring, head_dim: int) -> None:
+        cache = ring.cache
+        check_ring(ring, cache.shape[1], head_dim)
+        constants = dict(
+            KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)
+        )
+        fixed = Arguments(cache, cache.stride(0), cache.stride(1))
+        super().__init__(_gather_ring_kernel, fixed, constants, num_warps=4)
 
-def gather_ring_arguments(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Arguments:
-    """A step's arguments: `ring.block_table` int32 [requests, blocks], `ring.first` int32 [requests], `spans` int32
-    [n, 4], `key` and `value` fp16 [rows, KV heads, head_dim]."""
-    assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
-    return Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
+    @staticmethod
+    def step(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Step:
+        """A row of `spans`: request, row of its token 0 (maybe negative), tokens low .. end - 1; those before
+        `ring.first` are left alone."""
+        assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
+        arguments = Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
+        return Step((len(spans), key.shape[1], 1), arguments)
 
 
 def check_ring(ring: Ring, kv_heads: int, head_dim: int) -> None:

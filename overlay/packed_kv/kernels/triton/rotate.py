@@ -17,7 +17,7 @@ from ...codecs.codec import Codec
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import opaque
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, Step, head_stride
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
@@ -185,41 +185,41 @@ def _rotate_query_kernel(
         )  # fmt: skip
 
 
-def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> Launch:
-    """The kernel for queries of the dtype and strides of `query` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
-    bound to `rotation`."""
-    head_dim, means = rotation.matrix.shape[2], rotation.means
-    spectrum = rotation.matrix if means is None else means.spectrum
-    return Launch(
-        _rotate_query_kernel,
-        Arguments(*rotation.fixed(query), spectrum),
-        dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-            PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS,
-            BIAS_PROGRAMS=rotation.bias_programs, MEAN_BLOCKS=0 if means is None else means.blocks,
-            MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
-        ),
-        num_warps=1,
-    )  # fmt: skip
+class RotateQueryLaunch(Launch):
+    """Rotates queries by a layer's `rotation`, times its scale and log2 e, and fills their biases. Called with queries
+    of the dtype and strides of `query`."""
 
+    def __init__(self, query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> None:
+        head_dim, means = rotation.matrix.shape[2], rotation.means
+        spectrum = rotation.matrix if means is None else means.spectrum
+        super().__init__(
+            _rotate_query_kernel,
+            Arguments(*rotation.fixed(query), spectrum),
+            dict(
+                KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
+                PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS,
+                BIAS_PROGRAMS=rotation.bias_programs, MEAN_BLOCKS=0 if means is None else means.blocks,
+                MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
+            ),
+            num_warps=1,
+        )  # fmt: skip
 
-def rotate_query_arguments(
-    rotated: torch.Tensor, positions: torch.Tensor | None = None, bias: torch.Tensor | None = None
-) -> Arguments:
-    """A step's arguments: `positions` int64 [tokens or more], contiguous, needed where keys have means by blocks of
-    positions; `rotated` fp16 [tokens, KV heads, queries a KV head, stored_dim]; `bias` fp32 [tokens, query heads,
-    1 + blocks]."""
-    tokens, kv_heads, group, _ = rotated.shape
-    assert rotated.is_contiguous(), rotated.stride()
-    assert bias is None or (bias.shape[:2] == (tokens, kv_heads * group) and bias.is_contiguous()), bias.shape
-    if positions is None:
-        assert bias is None or bias.shape[2] == 2, bias.shape
-        positions = rotated.view(torch.int64)  # not read
-    assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
-    return Arguments(positions, rotated, rotated if bias is None else bias, tokens * group)
-
-
-def rotate_query_grid(rotated: torch.Tensor, rotation: QueryRotation) -> tuple[int, int, int]:
-    tokens, kv_heads, group, stored_dim = rotated.shape
-    parts = power_of_2(stored_dim) // QUERY_CHANNELS
-    return -(-tokens * group // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
+    @staticmethod
+    def step(
+        rotated: torch.Tensor,
+        rotation: QueryRotation,
+        positions: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Step:
+        """`rotated`: fp16 [tokens, KV heads, queries per KV head, stored_dim]. `positions` are needed where keys have
+        means by blocks of positions."""
+        tokens, kv_heads, group, stored_dim = rotated.shape
+        assert rotated.is_contiguous(), rotated.stride()
+        assert bias is None or (bias.shape[:2] == (tokens, kv_heads * group) and bias.is_contiguous()), bias.shape
+        if positions is None:
+            assert bias is None or bias.shape[2] == 2, bias.shape
+            positions = rotated.view(torch.int64)  # not read
+        assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
+        rows, parts = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
+        grid = -(-rows // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
+        return Step(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))
