@@ -1,7 +1,7 @@
 """Gather kernel: micro-blocks of packed pages, wherever they lie, as plain K and V side by side.
 
 What vLLM's FlashAttention reads when a prompt continues: a long prefix is dequantised once for all queries of a chunk
-(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `unrotate` turns
+(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `UnrotateLaunch` turns
 the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
 """
 
@@ -21,7 +21,7 @@ from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
 
 ROWS_A_PROGRAM = 64
-"""Vectors that `unrotate` turns with one load of the matrix."""
+"""Vectors that a program turns with one load of the matrix."""
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["micro_blocks", "rows"])
