@@ -1,8 +1,8 @@
 """Gather kernel: micro-blocks of packed pages, wherever they lie, as plain K and V side by side.
 
 What vLLM's FlashAttention reads when a prompt continues: a long prefix is dequantised once for all queries of a chunk
-(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `UnrotateLaunch` turns
-the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
+(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `UnrotateLaunch`
+turns the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
 """
 
 from __future__ import annotations
