@@ -73,9 +73,8 @@ class StoreLaunch(Launch):
             assert part.heads in (None, heads), (part.heads, heads)
         if ring is not None:
             assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
-            assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, (
-                ring.stride()
-            )
+            assert ring.stride()[2:] == (ring.shape[3], 1), ring.stride()
+            assert ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
         channels = [codec.key.channels, codec.value.channels]
         transform = codec.key.transform
         tables = channels if codec.transform_tables is None else codec.transform_tables
