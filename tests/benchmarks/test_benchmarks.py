@@ -293,7 +293,7 @@ def test_a_made_up_calibration_fits_its_model(means: str, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "config.json").read_text())
     found.check_model(layers=config["num_hidden_layers"], kv_heads=8, head_size=128)
     found.check_rope(rope_parameters(config))
-    assert all((layer.key_rope is not None) == (means == "blocks") for layer in found.layers.values())
+    assert all((layer.key.rope is not None) == (means == "blocks") for layer in found.layers.values())
 
 
 FAKE_NCU = """
