@@ -6,7 +6,6 @@ weighted by their log-sum-exp (lse), as in vLLM's FlashAttention backend.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -107,7 +106,7 @@ class ContextParallelAttention:
         over_shard = queries.new_empty((*queries.shape[:2], parts.codec.value.head_dim), dtype=torch.float32)
         assert metadata.lse is not None
         lse = metadata.lse[: page_rows * queries.shape[1]].view(page_rows, -1)
-        of_shard = replace(batch, query=queries, output=over_shard)
+        of_shard = batch._replace(query=queries, output=over_shard)
         decode_step = parts.prepare_decodes(metadata, None, lse[:decode_rows]) if decodes else None
         parts.store.store(of_shard, decodes, decode_step)
         if decode_step is not None:

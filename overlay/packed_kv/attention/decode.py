@@ -50,8 +50,7 @@ class PairLayout:
         return QueryRotation(rotation_matrix(self.codec.key, self.kv_heads), self.options.scale, means)
 
 
-@dataclass(frozen=True)
-class PairKind:
+class PairKind(NamedTuple):
     """What kernels have in common whose layers share a step: the kernel, heads and their channels, and blocks of
     positions for which queries have a bias."""
 

@@ -230,10 +230,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
                 self._profile(attention, query, key, value, None if shared else window_layer)
             return output.zero_()
         own = None if reads_only else key, None if reads_only else value
-        batch = Batch(query, *own, kv_cache, attn_metadata, output)
-        if self.shard == UNSHARDED:
-            batch = replace(batch, window=WindowStep.of(window_layer, reads_only))
-        attention.forward(batch)
+        window = WindowStep.of(window_layer, reads_only) if self.shard == UNSHARDED else None
+        attention.forward(Batch(query, *own, kv_cache, attn_metadata, output, window))
         return output
 
     def _profile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -101,8 +101,7 @@ class PackedMetadata(AttentionMetadata):
         )
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What a layer of pairs is given in a step.
 
     `query`: [tokens, query heads, head_dim], fp16, bf16 or fp32. `key`, `value`: [tokens, KV heads, head_dim] and

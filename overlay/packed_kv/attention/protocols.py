@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -126,8 +126,7 @@ class DecodeKernel(Protocol[Result]):
         return []
 
 
-@dataclass(frozen=True)
-class PrefillKind:
+class PrefillKind(NamedTuple):
     """What layers have in common that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
     workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
     they read (1: none), and queries' dtype, where it matters."""

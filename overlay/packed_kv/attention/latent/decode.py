@@ -55,8 +55,7 @@ class LatentLayout:
     is_shard: bool = False
 
 
-@dataclass(frozen=True)
-class LatentKind:
+class LatentKind(NamedTuple):
     """What kernels have in common whose layers share a step."""
 
     by_cuda: bool
