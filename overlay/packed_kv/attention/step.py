@@ -12,8 +12,8 @@ Made = TypeVar("Made")
 
 
 class StepKey(NamedTuple):
-    """Names a thing that the layers of one kind share. A tuple, as dataclasses take 1 to 2 us longer to make and find:
-    with those, a layer's mixed step took 10 us more of the host.
+    """Names a thing that the layers of one kind share. Kinds and keys are tuples: a layer's
+    mixed step takes 7 us less of the host than with dataclasses.
 
     `what`: the thing. `kind`: of the layer's kernel; kernels of equal kinds make equal things. `first`: the request
     from which on it is for. `window`: the step's rings that it is for, or None. They are equal to themselves alone, and
