@@ -119,14 +119,14 @@ def _repeated(
     part = "decode" if batch.decodes == len(batch.requests) else "gather"
     repeats = REPEATS[layer.kernel]
     expected = [x.clone() for x in tensors]
-    differ = _rounds_that_differ(run, restore, tensors, expected, repeats)
+    differ = rounds_that_differ(run, restore, tensors, expected, repeats)
     if cache.is_cuda and part == "decode":
         differ += _replays_that_differ(run, restore, tensors, expected, repeats)
         repeats *= 2
     return Check(part, case, 0.0, 0.0, repeats, differ)
 
 
-def _rounds_that_differ(
+def rounds_that_differ(
     run: Callable[[], None], restore: Callable[[], None], tensors: list[torch.Tensor], expected: list[torch.Tensor],
     repeats: int, beside: Callable[[int], None] = lambda _: None,
 ) -> int:  # fmt: skip
@@ -159,4 +159,4 @@ def _replays_that_differ(
             with torch.cuda.stream(stream):
                 target.copy_(source)
 
-    return _rounds_that_differ(graph.replay, restore, tensors, expected, repeats, beside)
+    return rounds_that_differ(graph.replay, restore, tensors, expected, repeats, beside)

@@ -27,14 +27,15 @@ def attention(query: torch.Tensor, sources: list[Source], scale: float) -> torch
 
     query: [rows, query heads, channels].
     """
+    kv_heads = sources[0].key.shape[1]
+    rows = query.double().unflatten(1, (kv_heads, -1))  # [rows, KV heads, query heads of each, channels]
     scores, values = [], []
     for key, value, seen in sources:
-        group = query.shape[1] // key.shape[1]
-        keys, of_value = (x.double().repeat_interleave(group, dim=1) for x in (key, value))
-        products = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+        products = torch.einsum("qhgd,khd->hgqk", rows, key.double()) * scale
         scores.append(products.masked_fill(~seen, float("-inf")))
-        values.append(of_value)
-    return torch.einsum("hqk,khd->qhd", torch.cat(scores, dim=-1).softmax(-1), torch.cat(values))
+        values.append(value.double())
+    weights = torch.cat(scores, dim=-1).softmax(-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, torch.cat(values)).flatten(1, 2)
 
 
 def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -120,6 +121,4 @@ class Reference:
     def _recent(self, request: int) -> list[torch.Tensor]:
         """K and V as a ring gives them back, in the model's basis."""
         prepared = self.codec.prepare(*self.raw[request])
-        return [
-            part.restore(rings.round_trip(x)) for part, x in zip(self.codec.codecs, prepared, strict=True)
-        ]
+        return [part.restore(rings.round_trip(x)) for part, x in zip(self.codec.codecs, prepared, strict=True)]
