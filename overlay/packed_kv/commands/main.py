@@ -34,6 +34,7 @@ COMMANDS = {
     for command in (
         Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs, by dtype"),
         Command("doctor", "packed_kv.commands.doctor", "check what a server needs, and say what to do"),
+        Command("selftest", "packed_kv.commands.selftest", "compare this machine's kernels with the reference"),
         Command("patch", "packed_kv_patches.patcher", "patch the installed vLLM (packed-kv-patch)"),
         Command("calibrate", "tq_calibrate.cli", "write a calibration file (tq-calibrate)", "torch transformers tqdm"),
         Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "vllm"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
@@ -24,18 +26,20 @@ from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
 from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, Batch, Shape
 
+HEAD_DIMS = (64, 128)
 PYTORCH = "PyTorch"
 """The route of layers that no kernel serves."""
 
 
-def prepare(device: torch.device) -> None:
-    """What vLLM's workers do before they make layers: its workspace, and its ops for CPUs."""
+def prepare(device: torch.device, formats: Iterable[Format]) -> None:
+    """What vLLM's workers do before they make layers: its workspace; on a CPU its ops, and the compilation of ours."""
     if device.type == "cuda":
         init_workspace_manager(device)
-    else:
-        from vllm.platforms import current_platform
-
-        current_platform.import_kernels()
+        return
+    current_platform.import_kernels()
+    for fmt in formats:
+        for head_dim in HEAD_DIMS:
+            cpu.compile_ahead(fmt, head_dim, attends=True)
 
 
 class PairLayer:
