@@ -20,6 +20,7 @@ BESIDE = {
     "__init__": {"formats", "codecs"},
     "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
     "lmcache": {"formats", "codecs"},
+    "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "window", "attention"},
     "planning": {
         "formats",
         "layout",
@@ -46,7 +47,7 @@ BESIDE = {
     },
 }
 """Rooms that no floor imports, and what they import besides themselves."""
-KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin"}
+KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin", "selftest"}
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {

@@ -68,6 +68,7 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked == ["128"]
     assert "OK    2 x NVIDIA H200, compute capability 9.0, 140.0 GiB" in found
     assert "OK    FlashAttention 3" in found
+    assert "OK    whether these kernels are right here: packed-kv selftest" in found
     heads = "heads of 128 channels, 2 query heads per KV head"
     served = f"OK    decodes of {heads} are served by the CUDA kernel"
     assert f"{served}, to be compiled at the first start, into {tmp_path}" in found

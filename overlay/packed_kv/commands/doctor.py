@@ -36,6 +36,7 @@ LEAST_PYTHON = (3, 11)
 HEAD_DIM, GROUP = 128, 4
 """Head size and query heads per KV head for which kernels are named if no model is given."""
 PROBE_SECONDS = 300
+SELFTEST = "whether these kernels are right here: packed-kv selftest"
 OWN_SOURCES = b"packed_kv/kernels/"
 """In the path of each of our kernels' sources, which Triton keeps beside what it compiled."""
 BEGINNING = 4096
@@ -179,6 +180,7 @@ def _engine(model: Model | None) -> Iterator[Finding]:
 def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool = False) -> Iterator[Finding]:
     if found["platform"] == "cpu":
         yield _cpu_kernels()
+        yield Finding(True, SELFTEST)
         return
     if found["platform"] != "cuda" or not found["devices"]:
         yield Finding(False, f"no CUDA device answers (platform {found['platform']}); look at: nvidia-smi")
@@ -199,6 +201,7 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
     else:
         yield Finding(True, _decode_kernel(capability, head_dim, group))
     yield Finding(True, _triton_kernels())
+    yield Finding(True, SELFTEST)
 
 
 def _cpu_kernels() -> Finding:
