@@ -47,8 +47,8 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             return start(["bash", "-c", waiting.pop(0)], **options)
 
         monkeypatch.setattr(selftest.subprocess, "Popen", popen)
-        monkeypatch.setattr(selftest, "versions", lambda: {"vllm": "vllm 0.33.0", "triton": "triton 3.6.0",
-                                                           "packed_kv": "packed-kv 0.1.0", "commit": "abc"})  # fmt: skip
+        versions = {"vllm": "vllm 0.33.0", "triton": "triton 3.6.0", "packed_kv": "packed-kv 0.1.0", "commit": "abc"}
+        monkeypatch.setattr(selftest, "versions", lambda: versions)
         return asked
 
     return give
@@ -65,10 +65,12 @@ def test_a_table(process, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked == [{"dtypes": ["tq4"], "device": "cuda:1", "done": []}]
     first, heads, by_cuda, by_triton, *_, last = capsys.readouterr().out.splitlines()
     assert first == "packed-kv selftest on NVIDIA L4; the first run compiles kernels"
-    assert heads.split() == ["dtype", "kernel", "compared", "largest", "error", "and", "its", "bound", "differ", "us",
-                             "/", "bf16"]  # fmt: skip
-    assert by_cuda.split() == "tq4 CUDA 105 decode 1.2e-03 of 2.0e-03 0 of 412 30 0.38".split()
-    assert by_triton.split() == "tq4 Triton 105 decode 1.2e-03 of 2.0e-03 0 of 412 40 0.50".split()
+    words = [" ".join(line.split()) for line in (heads, by_cuda, by_triton)]
+    assert words == [
+        "dtype kernel compared largest error and its bound differ us / bf16",
+        "tq4 CUDA 105 decode 1.2e-03 of 2.0e-03 0 of 412 30 0.38",
+        "tq4 Triton 105 decode 1.2e-03 of 2.0e-03 0 of 412 40 0.50",
+    ]
     assert last == (
         "packed-kv 0.1.0 (commit abc), vllm 0.33.0, torch 2.11.0, triton 3.6.0, NVIDIA L4 (compute capability 8.9): "
         "2 rows right"
