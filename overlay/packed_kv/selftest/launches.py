@@ -60,20 +60,9 @@ class PairLayer:
         self.shape, self.dtype = shape, dtype
         self.codec = PagedCodec(fmt, shape.head_dim, device=device)
         layer = (self.codec, shape.query_heads, shape.kv_heads, AttentionOptions(shape.head_dim**-0.5))
-        decode: DecodeRoute | None
-        prefill: PrefillRoute | None
-        if device.type == "cuda":
-            from ..attention.decode import FusedDecode
-            from ..attention.prefill import FlashPrefill, find_flash_attention
-
-            decode = fused = FusedDecode(*layer, LONGEST_DECODE, max_requests, kernel)
-            flash = find_flash_attention(shape.head_dim, shape.head_dim, dtype, None)
-            prefill = None if flash is None else FlashPrefill(*layer, max_tokens, max_requests, flash)
-            self.kernel = "Triton" if fused.of_cuda is None else "CUDA"
-        else:
-            sizes = cpu.Sizes(max_tokens, dtype, engine=0)
-            decode, prefill = cpu.find_routes(fmt, shape.head_dim, *layer, sizes)
-            self.kernel = PYTORCH if decode is None else "C++"
+        sizes = (dtype, max_requests, max_tokens)
+        routes = cuda_routes(layer, kernel, *sizes) if device.type == "cuda" else cpu_routes(fmt, layer, *sizes)
+        decode, prefill, self.kernel = routes
         self.attention = PlainAttention(*layer, decode, prefill)
         self.own_is_raw = prefill is not None
         """Whether a prompt's rows read the step's own tokens before quantisation."""
@@ -133,18 +122,10 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape.window) if shape.window else None
-        self.pages: Any
+        self.pages: Any = PlainLatents(self.codec, self.scale, None)
+        self.kernel = PYTORCH
         if device.type == "cuda":
-            from ..attention.latent import decode
-            from ..attention.latent.fused import FusedLatents, latent_decode
-            from ..attention.latent.hopper import HopperLatentDecode
-
-            sizes = (shape.group, self.scale, dtype, LONGEST_DECODE, max_requests)
-            attends = latent_decode(kernel, decode.LatentLayer(self.codec, *sizes, None, shape.window))
-            self.pages = FusedLatents(attends)
-            self.kernel = "CUDA" if isinstance(attends, HopperLatentDecode) else "Triton"
-        else:
-            self.pages, self.kernel = PlainLatents(self.codec, self.scale, None), PYTORCH
+            self.pages, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
@@ -189,6 +170,48 @@ class LatentLayer:
     def _bounds(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
         return starts.to(self.codec.device), lengths.to(self.codec.device)
+
+
+Routes = tuple[DecodeRoute | None, PrefillRoute | None, str]
+"""Of decodes and of prefills, and the name of the decode kernel."""
+
+
+def cuda_routes(
+    layer: tuple[PagedCodec, int, int, AttentionOptions], kernel: str, dtype: torch.dtype, max_requests: int,
+    max_tokens: int,
+) -> Routes:  # fmt: skip
+    """As `PackedAttentionImpl` makes them on a GPU."""
+    from ..attention.decode import FusedDecode  # imports Triton, which the CPU platform may lack
+    from ..attention.prefill import FlashPrefill, find_flash_attention
+
+    head_dim = layer[0].key.head_dim
+    decode = FusedDecode(*layer, LONGEST_DECODE, max_requests, kernel)
+    flash = find_flash_attention(head_dim, head_dim, dtype, None)
+    prefill = None if flash is None else FlashPrefill(*layer, max_tokens, max_requests, flash)
+    return decode, prefill, "Triton" if decode.of_cuda is None else "CUDA"
+
+
+def cpu_routes(
+    fmt: Format, layer: tuple[PagedCodec, int, int, AttentionOptions], dtype: torch.dtype, max_requests: int,
+    max_tokens: int,
+) -> Routes:  # fmt: skip
+    """As `PackedAttentionImpl` makes them on a CPU; none without a C++ compiler."""
+    sizes = cpu.Sizes(max_tokens, dtype, engine=0)
+    decode, prefill = cpu.find_routes(fmt, layer[0].key.head_dim, *layer, sizes)
+    return decode, prefill, PYTORCH if decode is None else "C++"
+
+
+def cuda_latents(
+    codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
+) -> tuple[Any, str]:
+    """`FusedLatents` as an engine makes them, and the name of the decode kernel."""
+    from ..attention.latent import decode
+    from ..attention.latent.fused import FusedLatents, latent_decode
+    from ..attention.latent.hopper import HopperLatentDecode
+
+    sizes = (shape.group, shape.head_dim**-0.5, dtype, LONGEST_DECODE, max_requests)
+    attends = latent_decode(kernel, decode.LatentLayer(codec, *sizes, None, shape.window))
+    return FusedLatents(attends), "CUDA" if isinstance(attends, HopperLatentDecode) else "Triton"
 
 
 def _window_layer(window: int) -> WindowLayer:
