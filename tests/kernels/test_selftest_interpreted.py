@@ -11,6 +11,7 @@ from packed_kv.attention import decode as fused
 from packed_kv.attention import prefill
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.formats import FORMATS
+from packed_kv.kernels.ahead import Ahead
 from packed_kv.selftest import checks, latents, launches
 from packed_kv.selftest.requests import Shape
 from test_gather import flash_attention
@@ -46,20 +47,30 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents, "ROPE_DIM", 32)
 
 
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Variants that would be compiled ahead."""
+    found: list[Any] = []
+    monkeypatch.setattr(Ahead, "_compile", lambda block: found.extend(block.jobs))
+    return found
+
+
 def check_pairs(window: int) -> list[checks.Check]:
     fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, window)
     layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
     assert layer.kernel == "Triton" and layer.own_is_raw
+    layer.compile_ahead()
     return list(checks.check_pairs(fmt, layer, CPU))
 
 
-def test_pairs() -> None:
+def test_pairs(noted: list[Any]) -> None:
     found = check_pairs(window=16)
+    assert len(noted) > 6
     assert {check.part for check in found} == {"store", "gather", "decode", "merge"}
     assert not [check for check in found if not check.is_right]
 
 
-def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the merge of splits."""
     bind = fused.bind_merge
 
@@ -76,10 +87,12 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check.part for check in check_pairs(window=0) if not check.is_right} >= {"merge"}
 
 
-def test_latents() -> None:
+def test_latents(noted: list[Any]) -> None:
     fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
     layer.pages, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
+    layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))
+    assert len(noted) > 4
     assert layer.kernel == "Triton" and len(found) > 8
     assert not [check for check in found if not check.is_right]
