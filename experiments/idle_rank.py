@@ -4,10 +4,10 @@
     idle_rank.py [--dtype NAME] [--window TOKENS] [--activations float16|float32]
 
 On two GPUs, or on a CPU, where `ExpertsOnCpu` supplies what vLLM's communicator lacks for experts of two ranks. A small
-random Mixtral. First both ranks serve; then all requests go to rank 0, so that rank 1 runs steps without requests (`execute_dummy_batch`)
-beside it; then all go to rank 1. Tokens are compared with those where both serve, and with those of one engine, which sums experts in another
-order: in fp16 an answer may part there. Then the idle rank's engine gets SIGKILL
-while requests run: their clients have to be told, and no process may stay.
+random Mixtral. First both ranks serve; then all requests go to rank 0, so that rank 1 runs steps without requests
+(`execute_dummy_batch`) beside it; then all go to rank 1. Tokens are compared with those where both serve, and with
+those of one engine, which sums experts in another order: in fp16 an answer may part there. Then the idle rank's engine
+gets SIGKILL while requests run: their clients have to be told, and no process may stay.
 """
 
 from __future__ import annotations

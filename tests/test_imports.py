@@ -20,7 +20,7 @@ BESIDE = {
     "__init__": {"formats", "codecs"},
     "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
     "lmcache": {"formats", "codecs"},
-    "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "window", "attention"},
+    "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "reference", "window", "attention"},
     "planning": {
         "formats",
         "layout",

@@ -10,7 +10,8 @@ import pytest
 import torch
 import vllm.platforms
 from packed_kv.attention import cpu
-from packed_kv.attention.latent.plain import PlainLatents
+from packed_kv.attention.latent.in_pytorch import ReferenceLatents
+from packed_kv.attention.store import reference_pair_store
 from packed_kv.codecs import scalar
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.decode import CpuDecode
@@ -125,7 +126,7 @@ FAULTS = {
     "an output": (CpuDecode, "__call__", behind(spoil_output), "decode", "relative error"),
     "now and then": (CpuDecode, "__call__", behind(Now(7, flip_a_bit)), "decode", "launches left other bits"),
     "a prefix": (CpuGather, "__call__", behind(spoil_prefix), "gather", "relative error"),
-    "latents": (PlainLatents, "attend", behind(spoil_latents), "latents", "relative error"),
+    "latents": (ReferenceLatents, "attend", behind(spoil_latents), "latents", "relative error"),
     "the window's edge": (metadata, "fill_slots", behind(read_ring_later), "decode", "relative error"),
     "the codec": (scalar, "quantize", before_scaled, "store", "of the bytes differ"),
 }
@@ -145,7 +146,9 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_cpu
 def test_without_a_compiler_pytorch_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "find_routes", lambda *_arguments: (None, None))
+    monkeypatch.setattr(
+        cpu, "find_kernels", lambda _fmt, _dim, codec, *_rest: (reference_pair_store(codec), None, None)
+    )
     (row,) = rows_of(["turboquant25"])
     assert row["is_right"] and row["kernel"] == "PyTorch"
 

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention.decode import FusedDecode
+from packed_kv.attention.decode import HopperPairs, TritonPairs
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import CAPABILITY
 from packed_kv.selftest import __main__ as process
@@ -36,15 +37,18 @@ def test_all_is_right_in_time() -> None:
     assert seconds < SECONDS
 
 
-def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one row's output, inside and outside of graphs."""
-    attend = FusedDecode.attend
-
-    def spoiled(self: FusedDecode, cache: torch.Tensor, step: Any, output: torch.Tensor, *rest: Any) -> None:
-        attend(self, cache, step, output, *rest)
+def spoiled(attend: Callable[..., None]) -> Callable[..., None]:
+    def attend_and_spoil(self: Any, step: Any, cache: Any, queries: Any, ring: Any, output: torch.Tensor) -> None:
+        attend(self, step, cache, queries, ring, output)
         output[-1] *= 1.01
 
-    monkeypatch.setattr(FusedDecode, "attend", spoiled)
+    return attend_and_spoil
+
+
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one row's output, inside and outside of graphs."""
+    for kernel in (TritonPairs, HopperPairs):
+        monkeypatch.setattr(kernel, "attend", spoiled(kernel.attend))
     said: list[dict[str, Any]] = []
     process.run(said.append, ["tq4"], "cuda", [("tq4", "triton")])
     (row,) = (what["row"] for what in said if "row" in what)

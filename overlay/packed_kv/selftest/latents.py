@@ -11,7 +11,8 @@ from ..codecs import ring as rings
 from ..codecs.latent import LatentCodec
 from ..formats import Format
 from ..layout import MICRO_BLOCK
-from ..window.slots import fill_slots, page_lens
+from ..reference.latent_attention import page_lens
+from ..window.slots import fill_slots
 from .checks import DTYPE, MOST, REPEATS, STEPS, Check, rounds_that_differ, share_of_bytes, vectors
 from .launches import LatentLayer
 from .reference import Source, attention, relative_rms

@@ -11,16 +11,18 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
-from ..attention.active_blocks import AttentionOptions
-from ..attention.latent.metadata import LatentDecodeMetadata
-from ..attention.latent.plain import PlainLatents, RecentContext, Span
+from ..attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
+from ..attention.layer import PairAttention, PairParts
+from ..attention.metadata import Batch as LayerBatch
 from ..attention.metadata import PackedMetadata
-from ..attention.plain import PlainAttention
-from ..attention.protocols import DecodeRoute, PrefillRoute
+from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
+from ..attention.store import LatentStore, PairStore, reference_latent_store
+from ..attention.warmup import PairWarmup, warm_up_latents
 from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..formats import Format
+from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
@@ -61,21 +63,24 @@ class PairLayer:
         self.codec = PagedCodec(fmt, shape.head_dim, device=device)
         layer = (self.codec, shape.query_heads, shape.kv_heads, AttentionOptions(shape.head_dim**-0.5))
         sizes = (dtype, max_requests, max_tokens)
-        routes = cuda_routes(layer, kernel, *sizes) if device.type == "cuda" else cpu_routes(fmt, layer, *sizes)
-        decode, prefill, self.kernel = routes
-        self.attention = PlainAttention(*layer, decode, prefill)
+        kernels = cuda_kernels(layer, kernel, *sizes) if device.type == "cuda" else cpu_kernels(fmt, layer, *sizes)
+        store, decode, prefill, self.kernel = kernels
+        writes = PairStore(store, None if decode is None else decode.kind)
+        self.attention = PairAttention(PairParts(*layer, writes, decode, prefill))
         self.own_is_raw = prefill is not None
         """Whether a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape.window) if shape.window else None
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
+        if self.kernel in (PYTORCH, "C++"):
+            return
         shape, device = self.shape, self.codec.key.device
         query, key, value = (
             torch.zeros(BLOCK, heads, shape.head_dim, dtype=self.dtype, device=device)
             for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
         )
-        self.attention.profile(query, key, value, BLOCK, self.window)
+        PairWarmup(self.attention, query, key, value, BLOCK, self.window).run(shares_cache=False)
 
     def forward(
         self, batch: Batch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
@@ -109,7 +114,7 @@ class PairLayer:
             slots, first = _fill_slots(self.window, batch, starts, lengths)
             self.window.kv_cache = ring
             window = WindowStep(self.window, WindowMetadata(batch.ring_table, slots, first), is_shared=False)
-        self.attention.forward(query, key, value, cache, metadata, output, window)
+        self.attention.forward(LayerBatch(query, key, value, cache, metadata, output, window))
 
 
 class LatentLayer:
@@ -122,30 +127,31 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape.window) if shape.window else None
-        self.pages: Any = PlainLatents(self.codec, self.scale, None)
+        self.parts: tuple[LatentStore, Any, Any] = (
+            LatentStore(reference_latent_store(self.codec)),
+            ReferenceLatents(self.codec, self.scale, None),
+            ReferenceLatentPrefix(self.codec),
+        )
         self.kernel = PYTORCH
         if device.type == "cuda":
-            self.pages, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
+            self.parts, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
-        if self.kernel == PYTORCH:
-            return
-        from ..attention.latent.compile_ahead import compile_ahead
-
-        self.pages.reserve_any_batch()
-        compile_ahead(self.pages, BLOCK, self.shape.head_dim, self.window)
+        if self.kernel != PYTORCH:
+            self.parts[1].reserve()
+            warm_up_latents(self.parts, BLOCK, self.shape.head_dim, self.window)
 
     def store(
         self, batch: Batch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None
     ) -> Ring | None:
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
-        if self.window is None or ring is None:
-            self.pages.store(cache, batch.slots, latent, rope)
-            return None
-        slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
-        self.pages.store(cache, batch.slots, latent, rope, ring, slots)
-        return Ring(ring, batch.ring_table, first, self.shape.window)
+        kernel, slots, held = self.parts[0].kernel, None, None
+        if self.window is not None and ring is not None:
+            slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
+            held = Ring(ring, batch.ring_table, first, self.shape.window)
+        kernel.write(kernel.prepare(NewTokens(batch.slots, ring_slots=slots)), cache, latent, rope, ring)
+        return held
 
     def gather(self, batch: Batch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
         """Fill rows [tokens of all requests, rank + rope_dim], as behind these a chunk would read them."""
@@ -153,18 +159,16 @@ class LatentLayer:
         ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
         chunk = Span(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
         recent = None if ring is None else RecentContext(ring, lengths)
-        self.pages.gather(cache, batch.block_table, chunk, rows, recent)
+        self.parts[2].gather(cache, batch.block_table, chunk, rows, recent)
 
     def decode(
         self, batch: Batch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
     ) -> torch.Tensor:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
         starts, lengths = self._bounds(batch)
-        metadata = LatentDecodeMetadata(
-            block_table=batch.block_table, seq_lens=lengths, dcp_tot_seq_lens=None, query_start=starts,
-            query_starts=starts.cpu(), max_query_len=batch.longest,
-        )  # fmt: skip
-        output, _ = self.pages.attend(cache, metadata, q_latent, q_rope, ring)
+        decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
+        kernel = self.parts[1]
+        output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
 
     def _bounds(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,46 +176,49 @@ class LatentLayer:
         return starts.to(self.codec.device), lengths.to(self.codec.device)
 
 
-Routes = tuple[DecodeRoute | None, PrefillRoute | None, str]
-"""Of decodes and of prefills, and the name of the decode kernel."""
+Kernels = tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None, str]
+"""What stores, decodes and prefills, and the name of the decode kernel."""
+PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
+"""Codec, query heads, KV heads and options of a layer."""
 
 
-def cuda_routes(
-    layer: tuple[PagedCodec, int, int, AttentionOptions], kernel: str, dtype: torch.dtype, max_requests: int,
-    max_tokens: int,
-) -> Routes:  # fmt: skip
+def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
     """As `PackedAttentionImpl` makes them on a GPU."""
-    from ..attention.decode import FusedDecode  # imports Triton, which the CPU platform may lack
+    from ..attention.choice import Limits  # these import Triton, which the CPU platform may lack
+    from ..attention.decode import HopperPairs, PairLayout, pair_kernel
     from ..attention.prefill import FlashPrefill, find_flash_attention
+    from ..attention.triton_store import TritonPairStore
 
-    head_dim = layer[0].key.head_dim
-    decode = FusedDecode(*layer, LONGEST_DECODE, max_requests, kernel)
-    flash = find_flash_attention(head_dim, head_dim, dtype, None)
+    codec, _, kv_heads, _ = layer
+    layout = PairLayout(*layer, Limits(LONGEST_DECODE, max_requests))
+    rotation = layout.rotation()
+    decode = pair_kernel(layout, rotation, kernel)
+    flash = find_flash_attention(codec.key.head_dim, codec.value.head_dim, dtype, None)
     prefill = None if flash is None else FlashPrefill(*layer, max_tokens, max_requests, flash)
-    return decode, prefill, "Triton" if decode.of_cuda is None else "CUDA"
+    name = "CUDA" if isinstance(decode, HopperPairs) else "Triton"
+    return TritonPairStore(codec, kv_heads, rotation), decode, prefill, name
 
 
-def cpu_routes(
-    fmt: Format, layer: tuple[PagedCodec, int, int, AttentionOptions], dtype: torch.dtype, max_requests: int,
-    max_tokens: int,
-) -> Routes:  # fmt: skip
-    """As `PackedAttentionImpl` makes them on a CPU; none without a C++ compiler."""
+def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
+    """As `PackedAttentionImpl` makes them on a CPU: without a C++ compiler, in PyTorch."""
     sizes = cpu.Sizes(max_tokens, dtype, engine=0)
-    decode, prefill = cpu.find_routes(fmt, layer[0].key.head_dim, *layer, sizes)
-    return decode, prefill, PYTORCH if decode is None else "C++"
+    store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
+    return store, decode, prefill, PYTORCH if decode is None else "C++"
 
 
 def cuda_latents(
     codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
-) -> tuple[Any, str]:
-    """`FusedLatents` as an engine makes them, and the name of the decode kernel."""
-    from ..attention.latent import decode
-    from ..attention.latent.fused import FusedLatents, latent_decode
-    from ..attention.latent.hopper import HopperLatentDecode
+) -> tuple[tuple[LatentStore, Any, Any], str]:
+    """`LatentParts` as `LatentAttentionImpl` makes them on a GPU, and the name of the decode kernel."""
+    from ..attention.choice import Limits
+    from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
+    from ..attention.latent.prefix import TritonLatentPrefix
+    from ..attention.triton_store import TritonLatentStore
 
-    sizes = (shape.group, shape.head_dim**-0.5, dtype, LONGEST_DECODE, max_requests)
-    attends = latent_decode(kernel, decode.LatentLayer(codec, *sizes, None, shape.window))
-    return FusedLatents(attends), "CUDA" if isinstance(attends, HopperLatentDecode) else "Triton"
+    sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(LONGEST_DECODE, max_requests)
+    decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
+    parts = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
+    return parts, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
 
 
 def _window_layer(window: int) -> WindowLayer:
