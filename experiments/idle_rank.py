@@ -50,8 +50,8 @@ class ExpertsOnCpu:
         """Steps without requests that this worker has run."""
         return self.__dict__.get("idle", 0)
 
-    def count_idle_steps(self) -> None:
-        run = self.execute_dummy_batch  # type: ignore[attr-defined]
+    def count_idle_steps(self: Any) -> None:
+        run = self.execute_dummy_batch
 
         def run_and_count() -> None:
             self.__dict__["idle"] = self.idle_steps() + 1

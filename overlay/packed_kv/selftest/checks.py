@@ -24,12 +24,12 @@ STEPS: tuple[tuple[str, dict[int, int]], ...] = (
 one decode that splits its request."""
 MOST = [sum(new.get(request, 0) for _, new in STEPS) for request in range(4)]
 DTYPE = torch.float16
-"""Of activations: the finer of the two that engines take."""
+"""Dtype of activations: the finer of the two that engines take."""
 DECODE_BOUND = {"C++": 3e-4 + 2.0**-11, PYTORCH: 2.0**-11, "CUDA": 2e-3, "Triton": 2e-3}
 """Relative RMS error of decodes by kernel, as tests/kernels has it: on a CPU that of fp32 outputs, then rounded."""
 PREFILL_BOUND = 4 * torch.finfo(DTYPE).eps
 REPEATS = {"C++": 20, PYTORCH: 2, "CUDA": 50, "Triton": 50}
-"""Of each step's launches; on CUDA, decodes are also replayed as often from a graph."""
+"""Repetitions of each step's launches; on CUDA, decodes are also replayed as often from a graph."""
 BUSY_BYTES = 1 << 27
 """Copied beside every second replay."""
 

@@ -70,7 +70,7 @@ def _check_memory(asked: str, free: int, kind: str, remedy: str) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What names the machine in a report: card and capability, or processor and compiler."""
+    """Return the machine's name in a report: card and capability, or processor and compiler."""
     found = {"pytorch": torch.__version__, "threads": str(torch.get_num_threads())}
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)

@@ -72,7 +72,7 @@ class LatentReference:
         return rings.round_trip(torch.cat((self.codec.latent.prepare(latent), rope), dim=-1))
 
     def gathered(self, batch: Batch, first: torch.Tensor) -> torch.Tensor:
-        """What chunks behind the requests would read, fp32 [tokens of all, rank + rope_dim]."""
+        """Return what chunks behind the requests would read, fp32 [tokens of all, rank + rope_dim]."""
         rows = []
         for index, request in enumerate(batch.requests):
             end = batch.lengths[index]

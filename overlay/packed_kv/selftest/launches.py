@@ -34,7 +34,7 @@ PYTORCH = "PyTorch"
 
 
 def prepare(device: torch.device, formats: Iterable[Format]) -> None:
-    """What vLLM's workers do before they make layers: its workspace; on a CPU its ops, and the compilation of ours."""
+    """Do what vLLM's workers do before they make layers: its workspace; on a CPU its ops, and our compilation."""
     if device.type == "cuda":
         init_workspace_manager(device)
         return
@@ -68,7 +68,7 @@ class PairLayer:
         writes = PairStore(store, None if decode is None else decode.kind)
         self.attention = PairAttention(PairParts(*layer, writes, decode, prefill))
         self.own_is_raw = prefill is not None
-        """Whether a prompt's rows read the step's own tokens before quantisation."""
+        """Return whether a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape.window) if shape.window else None
 
     def compile_ahead(self) -> None:
@@ -177,7 +177,7 @@ class LatentLayer:
 
 
 Kernels = tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None, str]
-"""What stores, decodes and prefills, and the name of the decode kernel."""
+"""Return what stores, decodes and prefills, and the name of the decode kernel."""
 PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
 """Codec, query heads, KV heads and options of a layer."""
 
@@ -234,7 +234,7 @@ def _window_layer(window: int) -> WindowLayer:
 def _fill_slots(
     window: WindowLayer, batch: Batch, starts: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each row goes in its ring, and the first token that each ring has; int32 [rows] and [requests]."""
+    """Return where each row goes in its ring, and the first token that each ring has; int32 [rows] and [requests]."""
     slots = torch.zeros(batch.starts[-1], dtype=torch.int32, device=starts.device)
     first = torch.zeros(len(lengths), dtype=torch.int32, device=starts.device)
     fill, sizes = slot_filler(window.spec, starts.device)

@@ -12,7 +12,7 @@ BLOCK, RING_BLOCK = 32, 8
 LONGEST_DECODE = 4
 """Query tokens of a decode, drafts included."""
 POISON = 0xFF
-"""What pages and rings hold before anything is stored: scales of the largest numbers."""
+"""Byte that pages and rings hold before anything is stored: scales of the largest numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Batch:
 
 
 class Requests:
-    """Where the tokens of some requests lie: blocks in any order, and a ring of a few blocks each.
+    """The places of some requests' tokens: blocks in any order, and a ring of a few blocks each.
 
     Args:
         most: tokens of each request at its end.
