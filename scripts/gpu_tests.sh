@@ -84,7 +84,7 @@ engine() {
 # errors: cuda-bindings, which the CUDA kernel is loaded with, asks the driver for functions that it may not have.
 checked() {
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 9 \
-        python3 -m pytest -q -p no:cacheprovider "$@"
+        python3 -m pytest -q --tb=short -p no:cacheprovider "$@"
 }
 
 memcheck() {

@@ -13,7 +13,7 @@ from checkout import REPO
 SCRIPT = REPO / "scripts" / "gpu_tests.sh"
 PYTHON = """#!/bin/bash
 if [[ $1 == -m ]]; then
-    echo "ran ${*:6}"
+    echo "ran ${*:7}"
     [[ "$*" != *"$FAILING"* ]]
 fi
 """
@@ -50,20 +50,10 @@ def test_parts_one_after_the_other(path: str) -> None:
 
 
 @pytest.mark.parametrize("failing", ["test_drafts.py", "test_combine[inf]"])
-def test_a_failure_is_told(path: str, failing: str, tmp_path: Path) -> None:
+def test_a_failure_is_told(path: str, failing: str) -> None:
     part = "engine" if "drafts" in failing else "memcheck"
-    for arguments in ((), ("--together", str(tmp_path / "logs"))):
-        done = run(path, *arguments, failing=failing)
-        assert done.returncode == 1 and done.stderr == f"gpu_tests.sh: failed: {part}\n"
-
-
-def test_parts_side_by_side(path: str, tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    done = run(path, "--together", str(logs), "memcheck", "engine")
-    assert done.returncode == 0, done.stderr
-    names = ["engine", "memcheck", *(f"memcheck.{i}" for i in range(4))]
-    assert sorted(file.name for file in logs.iterdir()) == names
-    assert done.stdout == "".join(f"== {part}\n{(logs / part).read_text()}" for part in ("memcheck", "engine"))
+    done = run(path, failing=failing)
+    assert done.returncode == 1 and done.stderr == f"gpu_tests.sh: failed: {part}\n"
 
 
 def test_unknown_parts_are_refused(path: str) -> None:

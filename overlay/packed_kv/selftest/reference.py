@@ -1,4 +1,4 @@
-"""The reference of what the self-test's layers store and return: PyTorch on the CPU, `PagedCodec` and attention in fp64."""
+"""The reference of what the self-test's layers store and return, on the CPU: `PagedCodec` and attention in fp64."""
 
 from __future__ import annotations
 
