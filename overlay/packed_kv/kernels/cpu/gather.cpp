@@ -3,10 +3,7 @@
 // them as they are stored, as queries and weights meet them: equal to `LatentCodec.read` and `.read_ring`.
 //
 // 16 tokens of a head are worked on side by side (columns.h).
-#include "calibration.h"
-#include "columns.h"
-#include "constants.h"
-#include "numbers.h"
+#include "restore.h"
 #include "threads.h"
 
 struct Gather {
@@ -39,12 +36,8 @@ static void unpack(const uint8_t* from, const Plane* planes, uint32_t (*codes)[C
   }
 }
 template <class C> static void decode(const uint32_t (*codes)[COLUMNS], const uint8_t* bytes, float gain, Row* x) {
-  float levels[16];
-  for (int code = 0; code < 16; code++) {
-    float magnitude = C::MAGNITUDES[code % C::LEVELS];
-    levels[code] = code & C::LEVELS ? -magnitude : magnitude;
-  }
-  Levels level(levels);
+  const SignedLevels<C> levels;
+  Levels level(levels.at);
   for (int lane = 0; lane < 16; lane += VECTOR_FLOATS) {
     Floats scale = scale_of(load_bytes(bytes + lane)) * broadcast(gain);
     for (int c = 0; c < 32; c++) store_floats(x[c] + lane, level(load(codes[c] + lane)) * scale);
@@ -95,7 +88,7 @@ struct MicroBlock {
       if (call.ring.data && token + n >= call.ring_from)
         for (int c = 0; c < layer.rope; c++) rope[c] = x[layer.channels + c][n];
       else read_rope(from, n, rope);
-      if (!in_place) write(vectors[n], 0, 0, token + n, layer.all_channels());
+      if (!in_place) write_elements(place(0, 0, token + n), vectors[n], call.dtype, layer.all_channels());
     }
   }
   void read_rope(const uint8_t* from, int n, float* to) {
@@ -128,24 +121,11 @@ struct MicroBlock {
   }
 
   void restore(float* vector, int role, int head, int token) {
-    const int size = layer.channels;
-    const int32_t* order = order_of(layer, role, head);
-    const float *table = table_of(layer, role, head), *result = vector;
-    if (layer.scales[role])
-      for (int i = 0; i < size; i++) vector[i] /= table[3 * size + i];
-    if (layer.centres[role]) {
-      mean_of(layer, role, head, token, mean);
-      for (int i = 0; i < size; i++) vector[i] += mean[i];
-    }
-    if (order) {
-      for (int i = 0; i < size; i++) plain[order[i]] = vector[i];
-      result = plain;
-    }
-    write(result, role, head, token, layer.dim[role]);
+    restore_vector(layer, role, head, token, vector, place(role, head, token), call.dtype, plain, mean);
   }
-  void write(const float* vector, int role, int head, int token, int channels) {
+  void* place(int role, int head, int token) {
     int64_t at = (token - call.first) * call.token_stride[role] + head * call.head_stride[role];
-    write_elements((uint8_t*)call.vectors[role] + at * element_bytes(call.dtype), vector, call.dtype, channels);
+    return (uint8_t*)call.vectors[role] + at * element_bytes(call.dtype);
   }
 };
 

@@ -1,4 +1,4 @@
-"""What `store.cpp` and `gather.cpp` are told of a layer: where the bits of its codes lie, its rotation and calibration.
+"""What `store.cpp`, `gather.cpp` and `vectors.cpp` are told of a layer: where codes lie, its rotation and calibration.
 
 Positions are not derived here: indices are sent through the reference's own reshapes (`codecs/pages.py`).
 """
@@ -33,7 +33,10 @@ from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import BITS, ROTATIONS, codes_header
 
-HEADERS = (*SIMD, "threads.h", "numbers.h", "tables.h", "simd_columns.h", "columns.h", "calibration.h")
+HEADERS = (
+    *SIMD, "threads.h", "numbers.h", "tables.h", "simd_columns.h", "columns.h", "calibration.h", "quantize.h",
+    "restore.h",
+)  # fmt: skip
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """As `enum ElementType` of numbers.h."""
