@@ -19,6 +19,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import best_target, processor
 from packed_kv.kernels.cpu.latent import CpuLatentPages
+from packed_kv.kernels.cpu.latent_decode import CpuLatentDecode
 from packed_kv.reference.latent_attention import attend
 from rows import append, commit_here, machine
 
@@ -57,11 +58,14 @@ def packed_latents(name: str, shape: Shape) -> tuple[Callable[[], None], Callabl
     cache = torch.zeros(layer.table.numel(), BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8)
     pages.store(cache, layer.slots, *layer.rows.split([RANK, ROPE], dim=-1))
     batch = cache, layer.table, layer.starts, layer.lengths, *layer.query.split([RANK, ROPE], dim=-1), SCALE
-    found, wanted = pages.attend(*batch), attend(codec, *batch, None)
+    kernel, found = CpuLatentDecode(codec, SCALE), torch.empty(shape.requests, shape.heads, RANK)
+    kernel(*batch[:-1], found)
+    wanted = attend(codec, *batch, None)
     error = ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
     if error > BOUND:
         raise ValueError(f"{name}: the kernels' error is {error:.1e}, above {BOUND}")
-    return lambda: pages.attend(*batch), lambda: attend(codec, *batch, None)
+    output = found.bfloat16()
+    return lambda: kernel(*batch[:-1], output), lambda: attend(codec, *batch, None)
 
 
 def vllm_latents(shape: Shape) -> Callable[[], None]:

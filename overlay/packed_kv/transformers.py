@@ -14,7 +14,7 @@ bits; several tokens at once, a prompt or a part of one, those before them as th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -213,7 +213,7 @@ class _Vectors:
 
     def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
         """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
-        newest: tuple[torch.Tensor, ...]
+        newest: Sequence[torch.Tensor]
         if self.kernel is not None:
             packed, *newest = self.kernel.encode(self.role, x, positions.squeeze(-1), recent)
         else:

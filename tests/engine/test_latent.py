@@ -195,7 +195,7 @@ def test_half_precision_runs_in_cpp(name: str, rope_bits: int, model: str, tiny_
         assert all(isinstance(impl.parts.decode, CpuLatents) for impl in impls)
         found = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK)]
         for impl in impls:
-            decode = ReferenceLatents(impl.parts.decode.pages.codec, impl.scale, impl.weights.constant)
+            decode = ReferenceLatents(impl.parts.decode.decode.codec, impl.scale, impl.weights.constant)
             impl.parts = impl.parts._replace(decode=decode, prefix=ReferenceLatentPrefix(decode.codec))
         in_pytorch = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK)]
     errors = [mean_kl(expected, logits) for logits in (*found, *in_pytorch)]

@@ -79,7 +79,7 @@ class Batch:
         output = torch.full((len(query), self.heads, codec.rank), torch.nan, dtype=dtype)
         lse, wanted_lse = torch.full((2, *query.shape[:2]), torch.nan)
         batch = self.cache, self.table, self.starts, self.seq_lens
-        kernel = CpuLatentDecode(codec, self.heads, SCALE, target=target)
+        kernel = CpuLatentDecode(codec, SCALE, target=target)
         kernel(*batch, *parts, output, constant, self.ring, lse)
         wanted = attend(codec, *batch, *parts, SCALE, constant, self.ring, wanted_lse)
         seen = wanted_lse > -torch.inf
@@ -119,7 +119,7 @@ def test_a_rank_without_tokens() -> None:
     batch.seq_lens[0] = 0
     parts = batch.query.split([codec.rank, codec.rope_dim], dim=-1)
     output, lse = torch.full((2, 4, 96), torch.nan), torch.full((2, 4), torch.nan)
-    kernel = CpuLatentDecode(codec, 4, SCALE)
+    kernel = CpuLatentDecode(codec, SCALE)
     kernel(batch.cache, batch.table, batch.starts, batch.seq_lens, *parts, output, lse=lse)
     assert (output[0] == 0).all() and (lse[0] == -torch.inf).all()
     assert output[1].isfinite().all() and lse[1].isfinite().all()
@@ -129,7 +129,7 @@ def test_the_same_bits_with_any_number_of_threads_and_requests() -> None:
     codec = codec_of("turboquant25", 512, 64, 16)
     batch = Batch(codec, ((900, 1), (130, 2), (4, 1)), 16, window=64)
     parts = batch.query.split([codec.rank, codec.rope_dim], dim=-1)
-    kernel, results = CpuLatentDecode(codec, 16, SCALE), []
+    kernel, results = CpuLatentDecode(codec, SCALE), []
     before = torch.get_num_threads()
     for threads in (1, 2, 4):
         torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ from ...kernels.ahead import Ahead, wait_for
 from ...kernels.cpu import latent, tables
 from ...kernels.cpu.compiler import BuildError
 from ...kernels.cpu.latent import CpuLatentPages
-from ...reference.latent_attention import page_lens
+from ...kernels.cpu.latent_decode import CpuLatentDecode
 from ..cpu import warn_of_pytorch, without_error
 from ..protocols import DecodeBatch, DecodeKernel
 from ..store import DirectStore, reference_latent_store
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 LIBRARY = ("cpu", "latents")
-SLOWER = "5 to 20 times"
+SLOWER = "5 to 30 times"
 """What a decode step in PyTorch takes, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
 
 
@@ -38,25 +38,25 @@ class CpuLatents(DecodeKernel[Attended]):
     kind, longest = "cpu latents", 1 << 30
 
     def __init__(
-        self, pages: CpuLatentPages, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
+        self, codec: LatentCodec, scale: float, constant: torch.Tensor | None, *, is_shard: bool = False
     ) -> None:
-        self.pages, self.scale, self.constant, self.is_shard = pages, scale, constant, is_shard
+        """Raises BuildError."""
+        self.decode, self.constant, self.is_shard = CpuLatentDecode(codec, scale), constant, is_shard
 
     def attend(
         self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         q_latent, q_rope = queries
-        tables_ = (step.block_table, step.query_start, step.seq_lens)
-        batch = (cache, *tables_, q_latent, q_rope, self.scale)
+        batch = (cache, step.block_table, step.query_start, step.seq_lens, q_latent, q_rope)
+        shape = q_latent.shape
         if self.is_shard:
-            lse = torch.full(q_latent.shape[:2], float("-inf"))
-            return self.pages.attend(*batch, lse=lse), lse
-        lens = None if ring is None else page_lens(step.query_start, step.seq_lens, ring.first, ring.window)
-        found = self.pages.attend(*batch, ring, lens)
-        if self.constant is not None:
-            found += self.constant
-        return found.to(q_latent.dtype), None
+            found, lse = torch.zeros(shape), torch.full(shape[:2], float("-inf"))
+            self.decode(*batch, found, lse=lse)
+            return found, lse
+        found = torch.zeros(shape, dtype=q_latent.dtype)
+        self.decode(*batch, found, self.constant, ring)
+        return found, None
 
 
 class CpuLatentPrefix(ReferenceLatentPrefix):
@@ -88,13 +88,16 @@ def find_kernels(
         scale, constant, is_shard: see `ReferenceLatents`.
         dtype: of the model.
     """
+    decode: ReferenceLatents | CpuLatents
     in_pytorch = ReferenceLatents(codec, scale, constant, is_shard=is_shard)
     refused = tables.latent_refusal(fmt, codec.rank, codec.rope_dim)
     reason = f"the kernels do not serve {refused}" if refused else ""
     if not refused:
         wait_for(LIBRARY)
         try:
-            pages = CpuLatentPages(codec)
+            pages, decode = CpuLatentPages(codec), in_pytorch
+            if dtype != torch.float32:
+                decode = CpuLatents(codec, scale, constant, is_shard=is_shard)
         except BuildError as error:
             reason = str(error)
     if reason:
@@ -104,7 +107,6 @@ def find_kernels(
     def store(cache: Any, new: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
         pages.store(cache, slots, new, rope, ring, ring_slots)
 
-    decode = in_pytorch if dtype == torch.float32 else CpuLatents(pages, scale, constant, is_shard=is_shard)
     return DirectStore(store), decode, CpuLatentPrefix(pages)
 
 

@@ -1,6 +1,6 @@
 // A request's tokens, out of its pages and its ring, in the model's dtype, rounded once. K and V as the model made them,
 // rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents with their RoPE channels behind
-// them as they are stored, as queries and weights meet them: equal to `LatentCodec.read` and `.read_ring`.
+// them as they are stored, as queries and weights meet them: equal to `LatentCodec.read`.
 //
 // 16 tokens of a head are worked on side by side (columns.h).
 #include "restore.h"
@@ -15,7 +15,6 @@ struct Gather {
   int32_t first, end;         // tokens; `first` is a multiple of 16
   int32_t ring_from;          // the token from which on they are read from the ring
   int32_t kv_heads, dtype, threads;
-  int32_t as_values;          // latents from the ring are divided by V's gain, which folded weights have
 };
 
 // Codes [32][16 tokens] of a group.
@@ -85,9 +84,7 @@ struct MicroBlock {
     to_vectors(x, to, stride, layer.channels, whole(count));
     for (int n = 0; n < count; n++) {
       float* rope = to + n * stride + layer.channels;
-      if (call.ring.data && token + n >= call.ring_from)
-        for (int c = 0; c < layer.rope; c++) rope[c] = x[layer.channels + c][n];
-      else read_rope(from, n, rope);
+      read_rope(from, n, rope);
       if (!in_place) write_elements(place(0, 0, token + n), vectors[n], call.dtype, layer.all_channels());
     }
   }
@@ -112,11 +109,10 @@ struct MicroBlock {
     const int block_size = call.ring.block_size;
     const int64_t slot = (int64_t)call.ring_table[token / block_size] * block_size + token % block_size;
     const uint8_t* from = call.ring.slot(slot, head);
-    for (int g = 0; g < layer.all_groups(); g++) {
+    for (int g = 0; g < layer.groups; g++) {
       float step = step_of(from[layer.ring_scales[role] + g]);
       const uint8_t* of_group = from + layer.ring_codes[role] + 32 * g;
       for (int c = 0; c < 32; c++) x[32 * g + c][n] = (float)(of_group[layer.ring_byte[role][c]] - 128) * step;
-      for (int c = 0; call.as_values && g < layer.groups && c < 32; c++) x[32 * g + c][n] /= layer.gain[1][g];
     }
   }
 

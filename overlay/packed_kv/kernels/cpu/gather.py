@@ -31,7 +31,6 @@ class Gather(ctypes.Structure):
         ("kv_heads", Int),
         ("dtype", Int),
         ("threads", Int),
-        ("as_values", Int),
     )
 
 

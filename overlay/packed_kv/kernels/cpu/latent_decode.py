@@ -75,7 +75,6 @@ class CpuLatentDecode:
 
     Args:
         codec: of the layer, on the CPU.
-        heads: query heads; of all ranks, where these split the tokens.
         scale: of scores.
         target: what to compile for; None: the best of this processor.
 
@@ -83,8 +82,8 @@ class CpuLatentDecode:
         BuildError: there is no compiler, or it fails; one line.
     """
 
-    def __init__(self, codec: LatentCodec, heads: int, scale: float, *, target: Target | None = None) -> None:
-        self.codec, self.heads, self.scale = codec, heads, scale
+    def __init__(self, codec: LatentCodec, scale: float, *, target: Target | None = None) -> None:
+        self.codec, self.scale = codec, scale
         library = load_library(PROGRAM, latent_header(codec), target)
         self._decode, self._workspace_bytes = library.latent_decode, library.latent_workspace_bytes
         self._decode.restype, self._workspace_bytes.restype = None, ctypes.c_int64
@@ -119,14 +118,14 @@ class CpuLatentDecode:
             lse: fp32 [tokens or more, heads], contiguous, filled with the natural log-sum-exp of the scores; None: it
                 is not wanted.
         """
-        rank, rope_dim = self.codec.rank, self.codec.rope_dim
-        assert q_latent.shape[1:] == output.shape[1:] == (self.heads, rank), (q_latent.shape, output.shape)
-        assert q_rope.shape[1:] == (self.heads, rope_dim) and q_rope.dtype == q_latent.dtype, q_rope.shape
+        rank, rope_dim, heads = self.codec.rank, self.codec.rope_dim, q_latent.shape[1]
+        query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
+        assert q_latent.shape[1:] == output.shape[1:] == (heads, rank), (q_latent.shape, output.shape)
+        assert q_rope.shape[1:] == (heads, rope_dim) and q_rope.dtype == q_latent.dtype, q_rope.shape
         assert q_latent.stride(2) == q_rope.stride(2) == 1 and output.stride()[1:] == (rank, 1), output.stride()
         assert cache.dtype == torch.uint8 and cache.shape[2] == self.codec.slot_bytes, cache.shape
         assert cache.stride()[1:] == (cache.shape[2], 1), cache.stride()
         assert block_table.dtype == torch.int32 and block_table.stride(1) == 1, block_table.stride()
-        assert query_start.dtype == seq_lens.dtype == torch.int32 and seq_lens.is_contiguous()
         assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
         call = Arguments(
             cache=cache.data_ptr(), cache_block_stride=cache.stride(0), block_size=cache.shape[1],
@@ -135,7 +134,7 @@ class CpuLatentDecode:
             query=q_latent.data_ptr(), rope_query=q_rope.data_ptr(), query_type=ELEMENT_TYPES[q_latent.dtype],
             query_stride=q_latent.stride(0), query_head_stride=q_latent.stride(1), rope_stride=q_rope.stride(0),
             rope_head_stride=q_rope.stride(1), output=output.data_ptr(), output_type=ELEMENT_TYPES[output.dtype],
-            output_stride=output.stride(0), heads=self.heads, scale=self.scale, threads=torch.get_num_threads(),
+            output_stride=output.stride(0), heads=heads, scale=self.scale, threads=torch.get_num_threads(),
         )  # fmt: skip
         call.lse = None if lse is None else lse.data_ptr()
         if constant is not None:
