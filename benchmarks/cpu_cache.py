@@ -63,7 +63,7 @@ def measure(model: PreTrainedModel, context: int, options: argparse.Namespace) -
             model(prompt[:, :1], past_key_values=cache)
             if turn:  # the first one warms up
                 times[name].append(clock() - before)
-            cache.crop(context)
+            cache.crop(-1)
     own = statistics.median(times["auto"])
     rows: list[dict[str, object]] = []
     for name in options.dtypes:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 LIBRARY = ("cpu", "latents")
-SLOWER = "5 to 30 times"
+SLOWER = "5 to 20 times"
 """What a decode step in PyTorch takes, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
 
 

@@ -1,6 +1,6 @@
-// A request's tokens, out of its pages and its ring, in the model's dtype, rounded once. K and V as the model made them,
-// rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents with their RoPE channels behind
-// them as they are stored, as queries and weights meet them: equal to `LatentCodec.read`.
+// A request's tokens, out of its pages and its ring, in the model's dtype, rounded once. K and V as the model made
+// them, rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents with their RoPE
+// channels as they are stored, as queries and weights meet them: equal to `LatentCodec.read`.
 //
 // 16 tokens of a head are worked on side by side (columns.h).
 #include "restore.h"

@@ -8,13 +8,14 @@
 //   V        exponentials times the tokens' scales -> 16-bit weights, one factor a tile and group. Levels lie in K's
 //            order, tokens beside each other in other lanes, but for n3: with the two tokens of n3 brought together,
 //            pairs of products add up over tokens; what is left of the sum, over lanes, is done once a part
-// Arithmetic bounds it: 16 heads take 17,408 products a token, of which AVX-512 does 32 an instruction, while 402 bytes of
-// a token (tq4) are read. On one core (Zen 4) a token of 16 heads takes 0.26 us, in vLLM's bf16 op 0.58 us.
+// Arithmetic bounds it: 16 heads take 17,408 products a token, of which AVX-512 does 32 an instruction, while 400 bytes
+// of a token (tq4) are read. On one core (Zen 4) a token of 16 heads takes 0.26 us, in vLLM's bf16 op 0.58 us.
 #include "latent_tile.h"
 #include "threads.h"
 
 struct Request {
-  long query, tokens, end, pages, ring_first;  // rows of its queries; tokens in all, in the pages, and first in the ring
+  long query, tokens;           // first row of its queries, and how many tokens these are
+  long end, pages, ring_first;  // tokens in all and in the pages, and the first that is read in the ring
   long part_tokens, parts;
 };
 
@@ -110,10 +111,11 @@ static void read_queries(const LatentArguments& a, const Request& request, Colum
   alignas(64) float row[RANK + ROPE_DIM];
   for (int column = 0; column < to.count; column++) {
     long token = request.query + column / a.heads, head = column % a.heads;
-    const char* latent = (const char*)a.query + element_bytes(a.query_type) * (token * a.query_stride + head * a.query_head_stride);
-    const char* rope = (const char*)a.rope_query + element_bytes(a.query_type) * (token * a.rope_stride + head * a.rope_head_stride);
-    read_elements(row, latent, a.query_type, RANK);
-    read_elements(row + RANK, rope, a.query_type, ROPE_DIM);
+    const int bytes = element_bytes(a.query_type);
+    long latent = token * a.query_stride + head * a.query_head_stride;
+    long rope = token * a.rope_stride + head * a.rope_head_stride;
+    read_elements(row, (const char*)a.query + bytes * latent, a.query_type, RANK);
+    read_elements(row + RANK, (const char*)a.rope_query + bytes * rope, a.query_type, ROPE_DIM);
     for (int d = 0; d < RANK + ROPE_DIM; d++) row[d] *= (float)a.scale;
     float largest = 0;
     for (int d = 0; d < RANK; d++) largest = larger(largest, fabsf(row[d]));
@@ -126,7 +128,8 @@ static void read_queries(const LatentArguments& a, const Request& request, Colum
         int at = ((g * 4 + (d >> 1 & 3)) * 2 + (d >> 4)) * 4 * width + 4 * c + (d >> 3 & 1) * 2 + (d & 1);
         integers[at] = (int16_t)lrintf(row[g * GROUP_SIZE + d] * inverse);
       }
-    for (int i = 0; i < ROPE_DIM; i++) to.rope[(long)column * ROPE_DIM + i] = row[RANK + i / 32 * 32 + KEY_BYTES[i % 32]];
+    for (int i = 0; i < ROPE_DIM; i++)
+      to.rope[(long)column * ROPE_DIM + i] = row[RANK + i / 32 * 32 + KEY_BYTES[i % 32]];
     for (int i = 0; a.ring && i < RING_DIM; i++)
       to.ring_queries[(long)column * RING_DIM + i] = row[i / 32 * 32 + KEY_BYTES[i % 32]];
     to.hidden_from[column] = column / a.heads - (request.tokens - 1);  // less the tokens that a query does not see
@@ -138,7 +141,8 @@ static const uint8_t* micro_block_of(const LatentArguments& a, long r, long toke
   return a.cache + block * a.cache_block_stride + token % a.block_size / MICRO_BLOCK * MICRO_BLOCK_BYTES;
 }
 
-static void attend_pages(const LatentArguments& a, const Request& request, long r, Columns& columns, long first, long end) {
+static void attend_pages(const LatentArguments& a, const Request& request, long r, Columns& columns, long first,
+                         long end) {
   for (long tile = first; tile < end; tile += TILE) {
     int tokens = (int)least(TILE, end - tile), blocks = (tokens + MICRO_BLOCK - 1) / MICRO_BLOCK;
     for (int i = 0; i < blocks; i++) {
@@ -204,7 +208,8 @@ static void merge_parts(const Run& run, long r) {
   for (long c = 0; c < columns; c++) {
     long first = run.first_partial[r] + c, token = request.query + c / a.heads, head = c % a.heads;
     float maximum = -INFINITY, total = 0;
-    for (long part = 0; part < request.parts; part++) maximum = larger(maximum, run.partials[first + part * columns].maximum);
+    for (long part = 0; part < request.parts; part++)
+      maximum = larger(maximum, run.partials[first + part * columns].maximum);
     memset(row, 0, sizeof row);
     for (long part = 0; part < request.parts && maximum != -INFINITY; part++) {
       Softmax softmax = run.partials[first + part * columns];

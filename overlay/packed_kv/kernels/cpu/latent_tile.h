@@ -271,8 +271,10 @@ static void add_tile(const Columns& columns, int blocks) {
   for (int g = 0; g < GROUPS; g++) {
     Floats largest = broadcast(0);
     for (int i = 0; i < blocks; i++)
-      for (int part = 0; part < PARTS; part++)
-        largest = max_floats(largest, load_floats(columns.scales + (i * GROUPS + g) * MICRO_BLOCK + part * VECTOR_FLOATS));
+      for (int part = 0; part < PARTS; part++) {
+        const float* scales = columns.scales + (i * GROUPS + g) * MICRO_BLOCK + part * VECTOR_FLOATS;
+        largest = max_floats(largest, load_floats(scales));
+      }
     units[g] = horizontal_max(largest) / LARGEST_INT16;
   }
   for (int column = 0; column < columns.count; column++) {
@@ -314,8 +316,8 @@ static void add_ring_rows(const Columns& columns, int column, int count, float f
   }
 }
 
-// A column's sums over V, in packing order. Sums of tokens in the ring are divided by V's gain, which the weights behind
-// have for the codes.
+// A column's sums over V, in packing order. Sums of tokens in the ring are divided by V's gain, which the weights
+// behind have for the codes.
 static void collect_sums(const Columns& columns, int column, float* to) {
   const float* sums = columns.sums + (long)column * SUMS * VECTOR_FLOATS;
   for (int i = 0; i < SUMS; i++, sums += VECTOR_FLOATS) {
@@ -327,5 +329,6 @@ static void collect_sums(const Columns& columns, int column, float* to) {
     }
   }
   for (int i = 0; columns.ring_sums && i < RANK; i++)
-    to[i / 32 * 32 + KEY_BYTES[i % 32]] += columns.ring_sums[(long)column * RANK + i] / CODES[GROUP_TABLE[i / 32].code].gain;
+    to[i / 32 * 32 + KEY_BYTES[i % 32]] +=
+        columns.ring_sums[(long)column * RANK + i] / CODES[GROUP_TABLE[i / 32].code].gain;
 }
