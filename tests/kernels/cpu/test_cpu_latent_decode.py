@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import POISON, relative_rms
 from cpu_layers import targets
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -27,9 +28,8 @@ def codec_of(name: str, rank: int, rope_dim: int, rope_bits: int) -> LatentCodec
     outliers = None
     if count := fmt.outlier_channels(rank):
         outliers = torch.randperm(rank, generator=random)[:count].sort().values
-    return LatentCodec(
-        fmt, rank, rope_dim, outliers=outliers, mean=mean, scale=(0.3 * scale).exp(), rope_bits=rope_bits
-    )
+    channels = ChannelCalibration(outliers, mean=mean, scale=(0.3 * scale).exp())
+    return LatentCodec(fmt, rank, rope_dim, channels=channels, rope_bits=rope_bits)
 
 
 class Batch:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import relative_rms
 from cpu_layers import targets
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -36,7 +37,8 @@ def codec_of(name: str, rank: int = 512, rope_dim: int = 64, rope_bits: int = 16
     outliers = None
     if count := FORMATS[name].outlier_channels(rank):
         outliers = torch.randperm(rank, generator=random)[:count].sort().values
-    return LatentCodec(FORMATS[name], rank, rope_dim, "cpu", outliers, None, mean, (0.3 * scale).exp(), rope_bits)
+    channels = ChannelCalibration(outliers, mean=mean, scale=(0.3 * scale).exp())
+    return LatentCodec(FORMATS[name], rank, rope_dim, channels=channels, rope_bits=rope_bits)
 
 
 def tokens(codec: LatentCodec, count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
