@@ -52,9 +52,9 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_chunks(monkeypatch)
 
 
-def coded(name: str, **known: object):
+def coded(name: str, rope_bits: int = 16, **known: object):
     """Latents through a codec, for K and, with its gain, for V."""
-    codec = LatentCodec(FORMATS[name], 512, 64, channels=ChannelCalibration(**known))
+    codec = LatentCodec(FORMATS[name], 512, 64, channels=ChannelCalibration(**known), rope_bits=rope_bits)
 
     def latents(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))
