@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import generation_tables
-from measured_experiments import QUALITY, RELIABILITY, TRIED
+from measured_experiments import QUALITY, RELIABILITY
 from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
 from measured_tables import DOCS, README
 from tables import Table
@@ -72,7 +72,6 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
             REPO / "docs" / page: {name: partial(_made, make) for name, make in tables.items()}
             for page, tables in (
                 ("measured.md", DOCS),
-                ("tried.md", TRIED),
                 ("reliability.md", RELIABILITY),
                 ("quality.md", QUALITY),
             )

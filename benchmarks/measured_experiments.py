@@ -1,5 +1,5 @@
-"""The tables of docs/tried.md, docs/reliability.md and docs/quality.md that `measured.py` makes from results/. `TRIED`,
-`RELIABILITY` and `QUALITY` name them."""
+"""The tables of docs/reliability.md and docs/quality.md that `measured.py` makes from results/. `RELIABILITY` and
+`QUALITY` name them."""
 
 from __future__ import annotations
 
@@ -7,42 +7,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from measured_rows import ORDER, RESULTS, file_named, files, load
-from tables import Row, Table
-
-KINDS = {"single": "facts", "multi_key": "many keys", "variables": "variables", "quote": "quotes",
-         "common_words": "common words"}  # fmt: skip
-"""Questions of experiments/page_tasks.py, as heads of columns."""
-
-
-def page_selection() -> list[Table]:
-    """A decode that reads some pages, by what it reads: a table of each file. Bounds, the worse rule, are shown of one
-    size of pages."""
-    found = []
-    for name in (file.name for file in files() if file.name.startswith("page_selection")):
-        rows = [row for row in load(name) if row["rule"] != "bounds" or row["page"] == "16"]
-        kinds = {kind: head for kind, head in KINDS.items() if any(_asked(row[kind]) for row in rows)}
-        context = f"{int(rows[0]['length']):,} tokens" + (", YaRN" if float(rows[0]["stretch"]) > 1 else "")
-        figures = ("KL", "to all", "same top-1", "greedy tokens", *kinds.values(), "nats lost")
-        table = Table([context, "tokens read", *figures], 2)
-        for row in rows:
-            cells = [row["dtype"], _read(row), f"{float(row['kl']):.4f}"]
-            cells += [f"{float(row['kl_to_all']):.4f}" if row["rule"] else "", f"{float(row['top1']):.3f}"]
-            cells += [f"{float(row['greedy']):.0f}", *(row[kind].replace("/", " of ") for kind in kinds)]
-            table.add([*cells, f"{float(row['nats_lost']):.2f}"], [row])
-        found.append(table)
-    return found
-
-
-def _asked(cell: str) -> bool:
-    return not cell.endswith("/0")
-
-
-def _read(row: Row) -> str:
-    return f"{int(row['budget']):,} by {row['rule']}, pages of {row['page']}" if row["rule"] else "all"
+from tables import Table
 
 
 def soak_restarts() -> list[Table]:
-    """Runs of experiments/soak_restarts.py, a column each."""
+    """Runs of tests/soak/soak_restarts.py, a column each."""
     names = [file.name for file in files() if file.name.startswith("soak_restarts")]
     reports = [json.loads((RESULTS / name).read_text()) for name in names]
     rows = [{**file_named(name).runs[0], "file": name} for name in names]
@@ -93,7 +62,7 @@ ROPE_CODINGS = {"8": "RoPE at 8 bits", "8e4m3": "RoPE in e4m3, a scale a token",
 
 
 def latents() -> list[Table]:
-    """What latents cost, coded in ways that experiments/latent_quality.py names."""
+    """What latents cost, coded in ways that quality/latent_quality.py names."""
     rows = {(row["coding"], row["calibrated"]): row for row in load("latent_quality.csv")}
     table = Table(["coding", "file", "bytes", "KL", "of fp8", "of NVFP4-like", "perplexity"], 2)
     ropes = ("", *(f"-rope{rope}" for rope in ROPE_CODINGS))
@@ -132,6 +101,5 @@ def _kl(row: Mapping, bases: Sequence[Mapping]) -> list[str]:
     return [f"{kl:.5f} ± {float(row['kl_error']):.5f}", *ratios]
 
 
-TRIED: Mapping[str, Callable[[], Sequence[Table]]] = {"pages": page_selection}
 RELIABILITY: Mapping[str, Callable[[], Sequence[Table]]] = {"soak-restarts": soak_restarts}
 QUALITY: Mapping[str, Callable[[], Sequence[Table]]] = {"latents": latents, "latents-window": latents_window}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench_engine import MODEL_8B
 from measured_rows import in_order, load
-from tables import Row, Show, Table, figures, pivot, text
+from tables import Row, Table, figures, pivot, text
 
 LONG_CONTEXT = (("32", "8192"), ("128", "2048"), ("8", "32768"))
 """The requests and contexts of the README's table."""
@@ -19,8 +19,6 @@ LATENT_CASE = ("heads", "queries", "spread", "requests", "context", "commit")
 LLAMA = Path(__file__).with_name("shapes") / "llama-70b-tp4" / "config.json"
 VERIFIED = {"8b": MODEL_8B, "llama-70b-tp4": json.loads(LLAMA.read_text())}
 """Configs of the shapes whose steps with drafts have bounds."""
-BUSY = {"issued": "cycles in which it issues", "alu": "ALU", "fma": "FMA", "tensor": "tensor cores", "xu": "XU",
-        "shared": "shared memory and L1", "dram": "memory"}  # fmt: skip
 
 
 def kernels(name: str) -> list[Table]:
@@ -129,37 +127,8 @@ def latent_kernels(name: str) -> list[Table]:
     return [pivot(rows, down, ("requests", "context"), show, head)]
 
 
-def profile() -> list[Table]:
-    """What a scheduler does, and what of an SM is busy; then where the cycles between a warp's instructions go."""
-    rows = [{**row, "case": _profiled(row)} for row in load("profile.csv")]
-    busy: dict[str, Show] = {
-        "us": text("us"),
-        "warps of a scheduler": text("warps"),
-        "its instructions": text("instructions", ",.0f"),
-        **{title: text(name, ".0%") for name, title in BUSY.items()},
-    }
-    stalls = {name.removeprefix("stall_"): text(name) for name in rows[0] if name.startswith("stall_")}
-    return [figures(rows, {"case": "case"}, columns) for columns in (busy, stalls)]
-
-
-def _profiled(row: Row) -> str:
-    if row["kernel"] == "latent_decode":
-        return f"latents, {row['case']} heads"
-    columns, _, recent = row["case"].partition("+")
-    group, tokens = map(int, columns.split("x"))
-    return f"{group * tokens} columns: {group} x {tokens}" + (f", window {recent}" if recent else "")
-
-
 def store() -> list[Table]:
     return [pivot(in_order(load("store.csv")), ("dtype", "part"), ("tokens",), text("p50_us"), ["us, tokens:", "part"])]
-
-
-def routes() -> list[Table]:
-    def show(row: Row, _: Row | None) -> str:
-        return f"{float(row['decode_us']):.0f} / {float(row['prefill_us']):.0f}"
-
-    head = ["new tokens a request"]
-    return [pivot(load("routes.csv"), ("query_tokens",), ("requests", "context"), show, head)]
 
 
 KERNELS: Mapping[str, Callable[[], list[Table]]] = {
@@ -169,9 +138,7 @@ KERNELS: Mapping[str, Callable[[], list[Table]]] = {
     "verify-bounds": verify_bounds,
     "triton-columns": triton_columns,
     "kernel-batches": kernel_batches,
-    "profile": profile,
     "latent-kernels": partial(latent_kernels, "latent_kernels.csv"),
     "latent-kernels-h100": partial(latent_kernels, "h100/latent_kernels.csv"),
     "store": store,
-    "routes": routes,
 }

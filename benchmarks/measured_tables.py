@@ -193,20 +193,6 @@ def contexts() -> list[Table]:
     return [bf16(pivot(load("offload_contexts.csv"), ("dtype", "block"), ("source",), show, head))]
 
 
-BYTES_OF = {"39168": "isoquant4", "147456": "bf16"}
-"""Bytes of a token of the 8B shape's 36 layers, as eviction.csv names its caches."""
-
-
-def eviction() -> list[Table]:
-    """Share of the prompts' tokens that is found."""
-    loads = {"agents": "agents", "chat": "chat, arrivals/s", "documents": "chat and documents, arrivals/s"}
-    rows = []
-    for row in load("eviction.csv"):
-        cache = f"{BYTES_OF[row['token_bytes']]}, {row['policy']}"
-        rows.append({**row, "trace": f"{loads[row['trace']]}: {row['load']}", "cache": cache})
-    return [pivot(rows, ("trace",), ("cache",), text("found"), ["found of the prompts' tokens"])]
-
-
 def peers() -> list[Table]:
     rows = [{**row, "ranks": f"{row['prefill_ranks']} to {row['decode_ranks']}"} for row in load("peers.csv")]
     columns = {"bytes a prompt": text("bytes", ",.0f"), "descriptors": text("descriptors", ",.0f"),
@@ -372,7 +358,6 @@ DOCS: Mapping[str, Callable[[], Sequence[Table]]] = {
     "startup": startup,
     "copies": copies,
     "contexts": contexts,
-    "eviction": eviction,
     "peers": peers,
     **generation_tables.GENERATION,
     "quality": quality,

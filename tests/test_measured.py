@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     """What the tables are made from, and the pages with them."""
     shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
     (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/measured.md", "docs/tried.md", "docs/reliability.md", "docs/quality.md"):
+    for page in ("README.md", "docs/measured.md", "docs/reliability.md", "docs/quality.md"):
         shutil.copy(REPO / page, tmp_path / page)
     return tmp_path
 
@@ -45,7 +45,8 @@ def test_tables_are_those_of_the_rows() -> None:
          "docs/measured.md"),
         ("soak_restarts_cpu.json", '"errors": 0', '"errors": 1', "docs/reliability.md"),
         ("latent_quality.csv", "tq4,yes,400,0.000556", "tq4,yes,400,0.000656", "docs/quality.md"),
-        ("runs.toml", "benchmarks/routes.py", "benchmarks/roads.py", "docs/measured.md, benchmarks/results/README.md"),
+        ("runs.toml", "benchmarks/store.py --csv", "benchmarks/shop.py --csv",
+         "docs/measured.md, benchmarks/results/README.md"),
     ],
     ids=["step", "card", "quality", "teacher-forced", "soak", "latents", "command"],
 )  # fmt: skip
@@ -60,9 +61,9 @@ def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages
 
 def test_rows_without_a_command_are_refused(copy: Path) -> None:
     """A row whose commit runs.toml does not name."""
-    path = copy / "benchmarks" / "results" / "routes.csv"
-    path.write_text(path.read_text().replace("2e171f7", "1234abc", 1))
-    assert "runs.toml has no run for routes.csv at '1234abc'" in check(copy).stderr
+    path = copy / "benchmarks" / "results" / "store.csv"
+    path.write_text(path.read_text().replace("06b2a1e", "1234abc", 1))
+    assert "runs.toml has no run for store.csv at '1234abc'" in check(copy).stderr
 
 
 def test_pages_are_short_and_name_commits_in_tables_only() -> None:

@@ -296,37 +296,6 @@ def test_a_made_up_calibration_fits_its_model(means: str, tmp_path: Path) -> Non
     assert all((layer.key.rope is not None) == (means == "blocks") for layer in found.layers.values())
 
 
-FAKE_NCU = """
-import sys
-metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
-print("==PROF== Connected to process 1")
-launches = [[str(i), *(f"1,{i}00.5" for _ in metrics)] for i in LAUNCHES]
-for line in (["ID", *metrics], ["", *("%" for _ in metrics)], *launches):
-    print(",".join(f'"{cell}"' for cell in line))
-"""
-
-
-def test_profile_of_kernels(tmp_path: Path) -> None:
-    from rows import read
-
-    def profile(launches: str, code: int = 0) -> str:
-        ncu = tmp_path / "ncu"
-        ncu.write_text(f"#!{sys.executable}\n{FAKE_NCU.replace('LAUNCHES', launches)}")
-        ncu.chmod(0o755)
-        cases = ("--decode", "4x1", "4x4+64", "--latent", "16")
-        return run("profile_kernels.py", *cases, f"--ncu={ncu}", f"--csv={tmp_path / 'p.csv'}", "--commit=a", code=code)
-
-    assert "decode        4x4+64  us 1.2 warps 1200.50 issued 12.005 instructions 1200" in profile("(1, 2, 3)")
-    rows = read(tmp_path / "p.csv")
-    cases = [(row["kernel"], row["case"], row["alu"], row["stall_wait"]) for row in rows]
-    assert cases == [
-        ("decode", "4x1", "11.005", "1100.50"),
-        ("decode", "4x4+64", "12.005", "1200.50"),
-        ("latent_decode", "16", "13.005", "1300.50"),
-    ]
-    profile("(1, 2)", code=1)  # a launch is missing
-
-
 def test_rows_of_a_cpu(tmp_path: Path) -> None:
     from rows import read
 

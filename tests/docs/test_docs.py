@@ -11,7 +11,7 @@ from checkout import REPO
 PACKAGE = REPO / "overlay" / "packed_kv"
 PAGES = sorted(
     [*REPO.glob("docs/**/*.md"), *(REPO / name for name in ("README.md", "CONTRIBUTING.md"))]
-    + [REPO / folder / "README.md" for folder in ("benchmarks", "experiments", "vllm_patches")]
+    + [REPO / folder / "README.md" for folder in ("benchmarks", "vllm_patches")]
 )
 FOLDERS = {
     path.name: path.parent

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Soak a server with a disk tier, whose engine is killed (-9) while "auto" calibrates and twice while the tier writes.
 
-    python experiments/soak_restarts.py MODEL --folder DIR [--connector JSON] [options of soak.py]
+    python tests/soak/soak_restarts.py MODEL --folder DIR [--connector JSON] [options of soak.py]
 
 The first server is killed while it calibrates, into an empty cache of its own below --folder. The next one calibrates,
 answers a few prompts, and again with their pages cached; then clients come, and its engine is killed while files are

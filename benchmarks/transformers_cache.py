@@ -1,6 +1,6 @@
 """Cost of `packed_kv.transformers.PackedCache` on a model: KL divergence, agreement, memory and time by dtype.
 
-    python experiments/transformers_cache.py MODEL --text FILE... --dtypes tq4 --calibration turboquant_kv.json
+    python benchmarks/transformers_cache.py MODEL --text FILE... --dtypes tq4 --calibration turboquant_kv.json
 
 Windows of the texts are decoded token by token, all at once, over transformers' own cache and over a packed one beside
 it: `packed-kv-quality teacher-forced --chunk 1` through transformers instead of vLLM, with its windows, its scored

@@ -5,7 +5,7 @@ A random model with 3 gated delta nets per attention layer. State and token byte
 Qwen3.6-35B-A3B (2 MiB and 48 KiB of state; 2,048 bytes per token and attention layer in bf16), so blocks are as long as
 the large model's, and so are the hits. The tokens that the model generates do not matter.
 
-    python experiments/hybrid_hits.py
+    python benchmarks/hybrid_hits.py
 
 Conversations share a first prompt and run together. Each turn adds a question and an answer to the next prompt.
 Columns: dtype, match unit (`--prefix-match-unit`), tokens of a block, KV tokens of the cache by vLLM's count, tokens of

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what calibration files are worth at long contexts, by position, on a CPU.
 
-    python experiments/long_context.py MODEL --text FILE... --calibration OLD.json NEW.json
+    python quality/long_context.py MODEL --text FILE... --calibration OLD.json NEW.json
 
 Two figures, of a model of full attention that transformers runs in fp32 over windows of texts:
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare engines with two ranks (decode context, pipeline or data parallelism) to one without, with packed pages.
 
-    python experiments/parallel.py {dcp,latent-dcp,pp,dp} [--dtype NAME] [--activations float16]
+    python tests/soak/parallel.py {dcp,latent-dcp,pp,dp} [--dtype NAME] [--activations float16]
 
 On 2 GPUs; pp and dp on a CPU, too. Both engines run at once, in processes of their own, on the demo model; for decode
 context parallelism, which needs more ranks than KV heads, with its first KV head alone. `latent-dcp`: on
@@ -32,7 +32,7 @@ from packed_kv_quality.engines import KV_CACHE_BYTES, apart, attention_layers, e
 prepare_environment(small_model=True)
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # asking PyTorch for a GPU is too much before a fork
 VOCAB = 4096
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 """Not `CHECKOUT` of packed_kv_quality, which may be an installed copy."""
 DEMO_MODEL, MLA_DEMO, TEXT = REPO / "models" / "demo-7m", REPO / "models" / "mla-demo", REPO / "LICENSE"
 LENGTHS = (90, 37, 16, 3)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Soak a server with many clients for a long time: check that nothing breaks or leaks, and that tokens stay the same.
 
-    python experiments/soak.py MODEL [--dtype isoquant4] [--clients 100] [--tokens 10000] [--server-options ...]
+    python tests/soak/soak.py MODEL [--dtype isoquant4] [--clients 100] [--tokens 10000] [--server-options ...]
 
 A sample of prompts is served alone before and after the load; different tokens fail the soak. Between
 them `--clients` clients ask for `--tokens` tokens each (or for --seconds): shared prefixes, lengths up to --prompt and

@@ -1,6 +1,6 @@
 """What packed latents cost a trained model with latent attention (MLA): KL divergence, perplexity and recall.
 
-    python experiments/latent_quality.py MODEL --text FILE ... [--calibration FILE] [--out CSV --commit COMMIT]
+    python quality/latent_quality.py MODEL --text FILE ... [--calibration FILE] [--out CSV --commit COMMIT]
 
 MODEL runs in transformers, in fp32. A row's coding replaces latents and RoPE channels of every token before any token
 attends to them, its own included: what decodes of an engine read. With `-windowN` behind a dtype, a token reads the
