@@ -97,28 +97,30 @@ def test_tables_show_ratios_of_the_last_rows(tmp_path: Path) -> None:
 
     for dtype, tokens, rate in (("auto", 64, 10), ("auto", 64, 50), ("auto", 128, 40), (DTYPE, 64, 75)):
         append(tmp_path / "prefill.csv", {"dtype": dtype, "tokens": tokens, "tokens_s": rate})
-    assert run("tables.py", str(tmp_path)).splitlines() == [
+    assert run("measured.py", "--of", str(tmp_path)).splitlines() == [
         "| tokens/s, tokens: | 64 | 128 |",
         "| --- | ---: | ---: |",
-        "| auto | 50 | 40 |",
+        "| bf16 | 50 | 40 |",
         f"| {DTYPE} | 75 (1.50) | not run |",
     ]
 
 
-def test_tables_of_capacity_have_arithmetic_behind_what_was_measured(tmp_path: Path) -> None:
+def test_tables_of_capacity_show_the_last_row_of_a_case(tmp_path: Path) -> None:
     from rows import append
 
     seen = dict.fromkeys(("ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens"), 7)
     for engine, offload, rate in (("vllm", 0, 0.5), ("vllm", 0, 0.6), ("arithmetic", 0, 0.7), ("vllm", 24, 0.8)):
         row = {"engine": engine, "dtype": DTYPE, "agents": 16, "offload_gib": offload, "hit_rate": rate}
         append(tmp_path / "agentic.csv", {**row, **seen})
-    output = run("tables.py", str(tmp_path))
-    assert f"| 16 | {DTYPE} | 0.6 (0.7) | 7 (7) |" in output and f"| 16 | {DTYPE} | 0.8 | 7 |" in output
-    assert "| agents, 24 GiB of host memory | dtype |" in output
-    made = dict.fromkeys(("mean_requests", "ended", "preemptions", "first_half_tokens_s", "second_half_tokens_s"), 1)
+    output = run("measured.py", "--of", str(tmp_path))
+    cells = ((0, "vllm", 0.6), (0, "arithmetic", 0.7), (24, "vllm", 0.8))
+    assert [line for line in output.splitlines() if DTYPE in line] == [
+        f"| {offload} | 16 | {DTYPE} | {engine} | {rate} | 7 | 7 | 7 | 7 | 7 |" for offload, engine, rate in cells
+    ]
+    made = dict.fromkeys(("mean_requests", "ended", "preemptions"), 1)
     for dtype, rate in (("auto", 100), (DTYPE, 250)):
         append(tmp_path / "reasoning.csv", {"engine": "vllm", "dtype": dtype, "output_tokens_s": rate, **made})
-    assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("tables.py", str(tmp_path))
+    assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("measured.py", "--of", str(tmp_path))
 
 
 def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
