@@ -126,7 +126,8 @@ def without_others(rows: Sequence[Row]) -> list[Row]:
     if not any(name.startswith("tq4") for name in own):
         return list(rows)
     return [row for row, name in zip(rows, own, strict=True)
-            if not name.startswith(("isoquant", "planarquant")) or row.get("kernel") in ("bf16", "fp8") or "kills" in row]  # fmt: skip
+            if not name.startswith(("isoquant", "planarquant")) or row.get("kernel") in ("bf16", "fp8")
+            or "kills" in row]  # fmt: skip
 
 
 @cache
