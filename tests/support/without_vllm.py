@@ -10,6 +10,18 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 
+class _Anything(type):
+    """Classes whose every attribute is another one, and that any subscript leaves as they are."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
+
+    def __getitem__(cls, _item: Any) -> type:
+        return cls
+
+
 class _Names(ModuleType):
     """A module in which every public name is a class of its own."""
 
@@ -18,7 +30,7 @@ class _Names(ModuleType):
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = type(name, (), {"__class_getitem__": classmethod(lambda cls, _item: cls)})
+        made = _Anything(name, (), {})
         setattr(self, name, made)
         return made
 

@@ -59,6 +59,8 @@ template <int FIRST, int SECOND> static void hadamard_block(Row* x, const float*
 static void hadamard(Row* x, const float* signs, int size, int lane, bool inverse) {
   for (int n = MOST_CHANNELS; n >= 32; n /= 2)
     if (size & n) {
+      if constexpr (VECTOR_CHANNELS >= 512)
+        if (n == 512) hadamard_block<16, 32>(x, signs, lane, inverse);
       if (n == 256) hadamard_block<16, 16>(x, signs, lane, inverse);
       if (n == 128) hadamard_block<16, 8>(x, signs, lane, inverse);
       if (n == 64) hadamard_block<8, 8>(x, signs, lane, inverse);
@@ -103,7 +105,8 @@ static void rotate(const Layer& layer, Row* x, int count, bool inverse) {
 }
 
 // --- between vectors and columns ---
-typedef float Vector[MOST_CHANNELS];
+// VECTOR_CHANNELS is a flag of the compiler: 256 for K and V, 640 for latents with their RoPE channels.
+typedef float Vector[VECTOR_CHANNELS];
 
 // 4 x 4 numbers in each 128-bit lane.
 INLINE void transpose(Bytes a, Bytes b, Bytes c, Bytes d, Bytes* out) {

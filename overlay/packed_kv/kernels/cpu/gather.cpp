@@ -1,5 +1,6 @@
-// A request's prefix, out of its pages and its ring, as the model made it: unpacked, rotated back, in the model's
-// dtype. Equals the reference, `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`, rounded once.
+// A request's tokens, out of its pages and its ring, in the model's dtype, rounded once. K and V as the model made them,
+// rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents with their RoPE channels behind
+// them as they are stored, as queries and weights meet them: equal to `LatentCodec.read` and `.read_ring`.
 //
 // 16 tokens of a head are worked on side by side (columns.h).
 #include "calibration.h"
@@ -12,11 +13,12 @@ struct Gather {
   const Layer* layer;
   Cache pages, ring;          // ring without data: it is not read
   const int32_t *block_table, *ring_table;  // of the request; entry i has tokens i * block_size and on
-  void* vectors[2];           // K and V of token `first` and on, filled
+  void* vectors[2];           // K and V, or latents with RoPE channels, of token `first` and on, filled
   int64_t token_stride[2], head_stride[2];  // in numbers
   int32_t first, end;         // tokens; `first` is a multiple of 16
   int32_t ring_from;          // the token from which on they are read from the ring
   int32_t kv_heads, dtype, threads;
+  int32_t as_values;          // latents from the ring are divided by V's gain, which folded weights have
 };
 
 // Codes [32][16 tokens] of a group.
@@ -52,7 +54,7 @@ template <class C> static void decode(const uint32_t (*codes)[COLUMNS], const ui
 struct MicroBlock {
   const Gather& call;
   const Layer& layer;
-  alignas(64) Row x[MOST_CHANNELS];
+  alignas(64) Row x[VECTOR_CHANNELS];
   alignas(64) Vector vectors[COLUMNS], mean, plain;
   alignas(64) uint32_t codes[32][COLUMNS];
 
@@ -61,7 +63,7 @@ struct MicroBlock {
     const int block_size = call.pages.block_size;
     const int64_t slot = (int64_t)call.block_table[token / block_size] * block_size + token % block_size;
     const uint8_t* from = call.pages.micro_block(slot / 16, head, layer.micro_block_bytes);
-    for (int role = 0; role < 2; role++) {
+    for (int role = 0; role < layer.roles; role++) {
       for (int g = 0; g < layer.groups; g++) {
         uint8_t bytes[16];  // 0 of tokens that are not there: theirs may be any
         for (int n = 0; n < 16; n++) bytes[n] = n < count ? from[layer.scale_at[role][g][n]] : 0;
@@ -71,23 +73,44 @@ struct MicroBlock {
         if (layer.bits[g] == 3) decode<Code<3>>(codes, bytes, gain, x + 32 * g);
         if (layer.bits[g] == 2) decode<Code<2>>(codes, bytes, gain, x + 32 * g);
       }
+      for (int n = 0; layer.rope && n < count; n++) read_rope(from, n);
       for (int n = 0; n < count; n++)
         if (call.ring.data && token + n >= call.ring_from) from_ring(token + n, head, role, n);
-      rotate(layer, x, whole(count), true);
-      to_vectors(x, vectors, layer.channels, whole(count));
-      for (int n = 0; n < count; n++) restore(vectors[n], role, head, token + n);
+      if (!layer.rope) rotate(layer, x, whole(count), true);
+      to_vectors(x, vectors, layer.all_channels(), whole(count));
+      for (int n = 0; n < count; n++) {
+        if (layer.rope) write(vectors[n], role, head, token + n, layer.all_channels());
+        else restore(vectors[n], role, head, token + n);
+      }
     }
+  }
+
+  void read_rope(const uint8_t* from, int n) {
+    for (int g = 0; g < layer.rope / 32; g++) {
+      float step = layer.rope_bits == 8 ? step_of(from[layer.rope_scale_at[g][n]]) : 0;
+      for (int c = 32 * g; c < 32 * g + 32; c++) {
+        const uint8_t* at = from + layer.rope_at[c][n];
+        uint16_t half = 0;
+        memcpy(&half, at, layer.rope_bits / 8);
+        x[layer.channels + c][n] = layer.rope_bits == 8 ? (float)(*at - 128) * step : float16_to_float(half);
+      }
+    }
+  }
+  static float step_of(uint8_t scale) {
+    float step[VECTOR_FLOATS];
+    store_floats(step, scale_of(broadcast_32(scale)) * broadcast(RING_UNIT));
+    return step[0];
   }
 
   void from_ring(int token, int head, int role, int n) {
     const int block_size = call.ring.block_size;
     const int64_t slot = (int64_t)call.ring_table[token / block_size] * block_size + token % block_size;
     const uint8_t* from = call.ring.slot(slot, head);
-    for (int g = 0; g < layer.groups; g++) {
-      float step[VECTOR_FLOATS];
-      store_floats(step, scale_of(broadcast_32(from[layer.ring_scales[role] + g])) * broadcast(RING_UNIT));
+    for (int g = 0; g < layer.all_groups(); g++) {
+      float step = step_of(from[layer.ring_scales[role] + g]);
       const uint8_t* of_group = from + layer.ring_codes[role] + 32 * g;
-      for (int c = 0; c < 32; c++) x[32 * g + c][n] = (float)(of_group[layer.ring_byte[role][c]] - 128) * step[0];
+      for (int c = 0; c < 32; c++) x[32 * g + c][n] = (float)(of_group[layer.ring_byte[role][c]] - 128) * step;
+      for (int c = 0; call.as_values && g < layer.groups && c < 32; c++) x[32 * g + c][n] /= layer.gain[1][g];
     }
   }
 
@@ -105,8 +128,11 @@ struct MicroBlock {
       for (int i = 0; i < size; i++) plain[order[i]] = vector[i];
       result = plain;
     }
+    write(result, role, head, token, layer.dim[role]);
+  }
+  void write(const float* vector, int role, int head, int token, int channels) {
     int64_t at = (token - call.first) * call.token_stride[role] + head * call.head_stride[role];
-    write_elements((uint8_t*)call.vectors[role] + at * element_bytes(call.dtype), result, call.dtype, layer.dim[role]);
+    write_elements((uint8_t*)call.vectors[role] + at * element_bytes(call.dtype), vector, call.dtype, channels);
   }
 };
 

@@ -1,5 +1,5 @@
 // Store of new tokens: rotate, search the scales, code, pack into pages; and at 8 bits into the ring of recent tokens.
-// The bytes equal those of the reference, `PagedCodec.write` and `codecs/ring.py`.
+// The bytes equal those of the references: `PagedCodec.write`, `LatentCodec.write` and `codecs/ring.py`.
 //
 // Up to 16 vectors are worked on side by side (columns.h): a micro-block of K or V of one head, or vectors of several
 // micro-blocks and heads, of K and V, as in a step of decodes.
@@ -22,7 +22,7 @@ struct Store {
   const int64_t* slots;       // by token; negative: in no page
   const int32_t* ring_slots;  // of the first `ring_tokens` tokens; negative: not in the ring
   const int64_t* positions;   // by token; null where no mean depends on them
-  const void* vectors[2];     // K and V
+  const void* vectors[2];     // K and V, or latents and RoPE channels
   int64_t token_stride[2], head_stride[2];  // in numbers
   int32_t tokens, ring_tokens, kv_heads, dtype, threads;
 
@@ -135,9 +135,9 @@ struct Batch {
   const Layer& layer;
   const int32_t* kept;  // numbers of tokens
   alignas(64) Vector vectors[COLUMNS];
-  alignas(64) Row x[MOST_CHANNELS];
-  alignas(64) uint8_t codes[MOST_CHANNELS][COLUMNS], scales[MOST_GROUPS][COLUMNS];
-  alignas(64) uint8_t ring_codes[MOST_CHANNELS][COLUMNS], ring_scales[MOST_GROUPS][COLUMNS];
+  alignas(64) Row x[VECTOR_CHANNELS];
+  alignas(64) uint8_t codes[VECTOR_CHANNELS][COLUMNS], scales[VECTOR_CHANNELS / 32][COLUMNS];
+  alignas(64) uint8_t ring_codes[VECTOR_CHANNELS][COLUMNS], ring_scales[VECTOR_CHANNELS / 32][COLUMNS];
   alignas(64) Vector given, mean;
 
   // As `Codec.prepare`, but for the rotation.
@@ -160,6 +160,17 @@ struct Batch {
       for (int i = 0; i < size; i++) to[i] *= table[3 * size + i];
     for (int i = 0; i < size; i++) to[i] = to[i] > INPUT_LIMIT ? INPUT_LIMIT : to[i];
     for (int i = 0; i < size; i++) to[i] = to[i] < -INPUT_LIMIT ? -INPUT_LIMIT : to[i];
+    if (layer.rope) prepare_rope(to + size, token);
+  }
+  // As `halves_of` of codecs/latent.py.
+  void prepare_rope(float* to, int token) {
+    const uint8_t* from = (const uint8_t*)call.vectors[1] + token * call.token_stride[1] * element_bytes(call.dtype);
+    read_elements(to, from, call.dtype, layer.rope);
+    for (int i = 0; i < layer.rope; i++) {
+      float x = is_finite(to[i]) ? to[i] : 0.f;
+      x = x > INPUT_LIMIT ? INPUT_LIMIT : x;
+      to[i] = float16_to_float(float_to_float16(x < -INPUT_LIMIT ? -INPUT_LIMIT : x));
+    }
   }
 
   void run(const Item* items, int count) {
@@ -172,7 +183,7 @@ struct Batch {
       }
     const int all = whole(rows);
     memset(vectors[rows], 0, sizeof(Vector) * (all - rows));
-    to_columns(vectors, x, layer.channels, all);
+    to_columns(vectors, x, layer.all_channels(), all);
     rotate(layer, x, all, false);
     for (int g = 0; g < layer.groups; g++)
       for (int lane = 0; lane < all; lane += VECTOR_FLOATS) {
@@ -182,6 +193,9 @@ struct Batch {
         if (any_page && layer.bits[g] == 2) quantize<Code<2>>(group, lane, codes + 32 * g, scales[g]);
         if (any_ring) quantize_for_ring(group, lane, ring_codes + 32 * g, ring_scales[g]);
       }
+    for (int g = layer.groups; g < layer.all_groups(); g++)  // of RoPE channels, in the page as in the ring
+      for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
+        quantize_for_ring(x + 32 * g, lane, ring_codes + 32 * g, ring_scales[g]);
     for (int row = 0; count; row += items->end - items->first, items++, count--) {
       if (call.in_page(kept[items->first])) into_page(*items, row);
       if (any_ring) into_ring(*items, row);
@@ -208,13 +222,24 @@ struct Batch {
       for (const Plane& plane : layer.plane[role][g]) pack(to, plane, of_group, present, count);
       for (int i = 0; i < count; i++) to[layer.scale_at[role][g][present[i]]] = scales[g][row + i];
     }
+    for (int i = 0; layer.rope && i < count; i++) rope_into_page(to, present[i], row + i);
+  }
+  void rope_into_page(uint8_t* to, int token, int row) {
+    for (int c = 0; c < layer.rope; c++) {
+      uint8_t* at = to + layer.rope_at[c][token];
+      uint16_t half = float_to_float16(x[layer.channels + c][row]);
+      if (layer.rope_bits == 16) memcpy(at, &half, 2);
+      else *at = ring_codes[layer.channels + c][row];
+    }
+    for (int g = 0; layer.rope_bits == 8 && g < layer.rope / 32; g++)
+      to[layer.rope_scale_at[g][token]] = ring_scales[layer.groups + g][row];
   }
 
   void into_ring(const Item& item, int row) {
     for (int i = item.first; i < item.end; i++, row++) {
       if (!call.in_ring(kept[i])) continue;
       uint8_t* to = call.ring.slot(call.ring_slots[kept[i]], item.head);
-      for (int g = 0; g < layer.groups; g++) {
+      for (int g = 0; g < layer.all_groups(); g++) {
         to[layer.ring_scales[item.role] + g] = ring_scales[g][row];
         uint8_t* of_group = to + layer.ring_codes[item.role] + 32 * g;
         for (int c = 0; c < 32; c++) of_group[layer.ring_byte[item.role][c]] = ring_codes[32 * g + c][row];
@@ -243,7 +268,7 @@ struct Tasks {
     for (int first = 0, end; first < tokens; first = end) {
       for (end = first + 1; end < tokens && shares_micro_block(kept[first], kept[end]);) end++;
       for (int head = 0; head < call.kv_heads; head++)
-        for (int role = 0; role < 2; role++) {
+        for (int role = 0; role < call.layer->roles; role++) {
           if (rows + end - first > COLUMNS) batches[count++] = number, rows = 0;
           items[number++] = Item{first, end, head, role}, rows += end - first;
         }
