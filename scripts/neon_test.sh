@@ -38,7 +38,7 @@ if [[ ! -e $folder/done ]]; then
     for wheel in "$folder"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$folder/site"; done
     touch "$folder/done"
 fi
-(($#)) || set -- tests/kernels/cpu/test_cpu_{store,gather,decode}.py
+(($#)) || set -- tests/kernels/cpu/test_cpu_{store,gather,latents,decode}.py
 exec qemu-aarch64-static -L "$folder/root" -E PYTHONPATH="$folder/site:overlay:tests/support" \
     -E CXX=aarch64-linux-gnu-g++ -E PACKED_KV_CACHE="$folder/cache" -E OMP_NUM_THREADS=1 \
     "$folder/root/usr/bin/python3.11" -m pytest -p without_vllm -p no:cacheprovider -q "$@"
