@@ -8,14 +8,14 @@ import pytest
 import torch
 from batches import relative_rms
 from cpu_layers import targets
-from packed_kv.attention.latent.plain import attend
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu import latent
 from packed_kv.kernels.cpu.compiler import Target
-from packed_kv.kernels.cpu.latent import CpuLatents
-from packed_kv.window.slots import fill_slots, page_lens
+from packed_kv.kernels.cpu.latent import CpuLatentPages
+from packed_kv.reference.latent_attention import attend, page_lens
+from packed_kv.window.slots import fill_slots
 
 SCALE, BOUND = 0.07, 3e-4
 SIZES = ((512, 64), (96, 32), (448, 128))
@@ -65,7 +65,7 @@ def test_stored_bytes_equal_the_codecs(name: str, rope_bits: int, rank: int, rop
     rings = [torch.full((24, 2, 4, codec.ring_slot_bytes), 0xFF, dtype=torch.uint8)[:, :1] for _ in range(2)]
     codec.write(caches[0], slots, new, rope)
     codec.write_ring(rings[0], ring_slots, new[:60], rope[:60])
-    kernel = CpuLatents(codec, target=target)
+    kernel = CpuLatentPages(codec, target=target)
     kernel.store(caches[1], slots, new, rope, rings[1], ring_slots)
     assert torch.equal(*caches), "the pages differ"
     assert torch.equal(*rings), "the rings differ"
@@ -112,7 +112,7 @@ class Batch:
         lse, wanted_lse = (torch.full(self.query[0].shape[:2], -torch.inf) for _ in range(2))
         tables = self.cache, self.table, self.starts, self.seq_lens, *self.query, SCALE
         wanted = attend(self.codec, *tables, None, self.ring, wanted_lse)
-        kernel = CpuLatents(self.codec, target=target)
+        kernel = CpuLatentPages(self.codec, target=target)
         found = kernel.attend(*tables, self.ring, self.page_lens, lse)
         assert found.isfinite().all() and relative_rms(found, wanted) < BOUND
         torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-4)
@@ -147,7 +147,7 @@ def test_outputs_do_not_depend_on_the_threads() -> None:
     batch, found = Batch(codec_of("turboquant35"), ((900, 0), (33, 0)), (1, 2), 64), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        kernel = CpuLatents(batch.codec)
+        kernel = CpuLatentPages(batch.codec)
         rows = torch.full((900, 576), torch.nan)
         kernel.read(batch.cache, batch.table[0], 0, rows)
         found.append(rows)
@@ -156,6 +156,6 @@ def test_outputs_do_not_depend_on_the_threads() -> None:
 
 def test_a_codec_that_is_not_served() -> None:
     with pytest.raises(ValueError, match=r"tq4: the CPU's kernels do not serve latents of 544 channels"):
-        CpuLatents(LatentCodec(FORMATS["tq4"], 544, 64))
+        CpuLatentPages(LatentCodec(FORMATS["tq4"], 544, 64))
     with pytest.raises(ValueError, match=r"160 RoPE channels \(at most 128\)"):
-        CpuLatents(LatentCodec(FORMATS["tq4"], 512, 160))
+        CpuLatentPages(LatentCodec(FORMATS["tq4"], 512, 160))

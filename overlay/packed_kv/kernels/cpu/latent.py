@@ -30,7 +30,7 @@ def load(target: Target | None = None) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     return load_store(target, LATENT_CHANNELS), load_gather(target, LATENT_CHANNELS)
 
 
-class CpuLatents:
+class CpuLatentPages:
     """Stores, reads and attends to one layer's latents.
 
     Args:
@@ -133,8 +133,8 @@ class CpuLatents:
 
         Args:
             cache, block_table, query_start, seq_lens, q_latent, q_rope, scale, lse: see the reference,
-                `attention.latent.plain.attend`.
-            ring, page_lens: of the requests; `window.slots.page_lens` of them. None: all tokens are read in the pages.
+                `reference.latent_attention.attend`.
+            ring, page_lens: of the requests, and `reference.latent_attention.page_lens`; None: pages have all tokens.
 
         Returns:
             fp32 [tokens, heads, rank]; rows of no request are 0.
