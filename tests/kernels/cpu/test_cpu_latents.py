@@ -129,7 +129,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("window", [0, 5, 64])
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("piece", [64, 2048])
+@pytest.mark.parametrize("piece", [64, 1024])
 def test_decodes_equal_the_reference(batch: str, window: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece, and in several, which are merged."""
     monkeypatch.setattr(latent, "PIECE", piece)

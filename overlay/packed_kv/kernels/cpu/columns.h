@@ -127,7 +127,8 @@ static inline void to_columns(const Vector* vectors, Row* x, int channels, int c
       for (int i = 0; i < 4; i++) store(x[d + i] + lane, out[i]);
     }
 }
-static inline void to_vectors(const Row* x, Vector* vectors, int channels, int count) {
+// Vector n goes to `vectors` + n * stride.
+static inline void to_vectors(const Row* x, float* vectors, long stride, int channels, int count) {
   for (int lane = 0; lane < count; lane += VECTOR_FLOATS)
     for (int d = 0; d < channels; d += 4) {
       Bytes out[4];
@@ -135,7 +136,8 @@ static inline void to_vectors(const Row* x, Vector* vectors, int channels, int c
       for (int i = 0; i < 4; i++) {
         uint8_t lanes_of_4[VECTOR_BYTES];
         store(lanes_of_4, out[i]);
-        for (int l = 0; l < VECTOR_LANES; l++) memcpy(&vectors[lane + 4 * l + i][d], lanes_of_4 + 16 * l, 16);
+        for (int l = 0; l < VECTOR_LANES; l++)
+          memcpy(vectors + (lane + 4 * l + i) * stride + d, lanes_of_4 + 16 * l, 16);
       }
     }
 }

@@ -73,26 +73,39 @@ struct MicroBlock {
         if (layer.bits[g] == 3) decode<Code<3>>(codes, bytes, gain, x + 32 * g);
         if (layer.bits[g] == 2) decode<Code<2>>(codes, bytes, gain, x + 32 * g);
       }
-      for (int n = 0; layer.rope && n < count; n++) read_rope(from, n);
       for (int n = 0; n < count; n++)
         if (call.ring.data && token + n >= call.ring_from) from_ring(token + n, head, role, n);
-      if (!layer.rope) rotate(layer, x, whole(count), true);
-      to_vectors(x, vectors, layer.all_channels(), whole(count));
-      for (int n = 0; n < count; n++) {
-        if (layer.rope) write(vectors[n], role, head, token + n, layer.all_channels());
-        else restore(vectors[n], role, head, token + n);
+      if (layer.rope) {
+        write_latents(from, token, count);
+        continue;
       }
+      rotate(layer, x, whole(count), true);
+      to_vectors(x, vectors[0], VECTOR_CHANNELS, layer.channels, whole(count));
+      for (int n = 0; n < count; n++) restore(vectors[n], role, head, token + n);
     }
   }
 
-  void read_rope(const uint8_t* from, int n) {
+  void write_latents(const uint8_t* from, int token, int count) {
+    bool in_place = call.dtype == FLOAT32 && count == 16;  // a whole micro-block needs no copy
+    float* to = in_place ? (float*)call.vectors[0] + (token - call.first) * call.token_stride[0] : vectors[0];
+    const long stride = in_place ? call.token_stride[0] : VECTOR_CHANNELS;
+    to_vectors(x, to, stride, layer.channels, whole(count));
+    for (int n = 0; n < count; n++) {
+      float* rope = to + n * stride + layer.channels;
+      if (call.ring.data && token + n >= call.ring_from)
+        for (int c = 0; c < layer.rope; c++) rope[c] = x[layer.channels + c][n];
+      else read_rope(from, n, rope);
+      if (!in_place) write(vectors[n], 0, 0, token + n, layer.all_channels());
+    }
+  }
+  void read_rope(const uint8_t* from, int n, float* to) {
     for (int g = 0; g < layer.rope / 32; g++) {
       float step = layer.rope_bits == 8 ? step_of(from[layer.rope_scale_at[g][n]]) : 0;
       for (int c = 32 * g; c < 32 * g + 32; c++) {
         const uint8_t* at = from + layer.rope_at[c][n];
         uint16_t half = 0;
         memcpy(&half, at, layer.rope_bits / 8);
-        x[layer.channels + c][n] = layer.rope_bits == 8 ? (float)(*at - 128) * step : float16_to_float(half);
+        to[c] = layer.rope_bits == 8 ? (float)(*at - 128) * step : float16_to_float(half);
       }
     }
   }
