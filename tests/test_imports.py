@@ -18,7 +18,8 @@ FLOORS = (
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
+    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs", "packed_tokens"},
+    "packed_tokens": {"layout", "codecs", "kernels"},
     "lmcache": {"formats", "codecs"},
     "planning": {
         "formats",

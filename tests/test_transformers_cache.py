@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import transformers_cache
 from calibration_files import content, write
 from checkout import DEMO_MODEL
-from packed_kv import FORMATS, get_codec
+from packed_kv import FORMATS, get_codec, packed_tokens
 from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
-from packed_kv.layout import MEAN_BLOCK
+from packed_kv.kernels.cpu import build, tables
+from packed_kv.layout import MEAN_BLOCK, ring_slot_bytes
+from packed_kv.packed_tokens import PackedTokens
 from packed_kv.reference.attention import AttentionOptions, RecentTokens, attend
 from packed_kv.transformers import PackedCache, PackedLayer
 from transformers import (
@@ -120,7 +123,7 @@ def test_a_prompt_reads_itself_raw_and_what_was_there_as_stored(name):
     first = layer.update(key[:, :, :30], value[:, :, :30])
     assert torch.equal(first[0], key[:, :, :30])
     assert torch.equal(first[1], value[:, :, :30])
-    stored = [part.read(layer._positions_held(), torch.float32) for part in layer.parts]
+    stored = layer.tokens.read(torch.float32)
     second = layer.update(key[:, :, 30:], value[:, :, 30:])
     for found, held, raw in zip(second, stored, (key, value), strict=True):
         assert torch.equal(found[:, :, :30], held)
@@ -137,8 +140,15 @@ def test_what_is_stored_does_not_depend_on_the_steps(at_once, calibration):
     for cache, step in zip(caches, (40, at_once), strict=True):
         cache.update(key[:, :, :0], value[:, :, :0], 0)
         fill(cache.layers[0], key, value, at_once=step)
-    for ours, other in zip(*(cache.layers[0].all() for cache in caches), strict=True):
-        assert torch.equal(ours.held, other.held)
+    assert_same_bytes(*(cache.layers[0].tokens for cache in caches))
+
+
+def assert_same_bytes(ours: PackedTokens, other: PackedTokens) -> None:
+    assert ours.end == other.end
+    for a, b in ((ours.pages, other.pages), (ours.ring, other.ring)):
+        first, end = max(a.first, b.first), min(x.first + x.memory.shape[1] for x in (a, b))
+        assert end > first
+        assert torch.equal(a.memory[:, first - a.first : end - a.first], b.memory[:, first - b.first : end - b.first])
 
 
 def storages(thing: object, seen: set[int]) -> Iterator[torch.UntypedStorage]:
@@ -165,7 +175,7 @@ def held_bytes(thing: object) -> int:
 @pytest.mark.parametrize("sequences", [1, 3], ids="batch{}".format)
 def test_it_holds_packed_bytes_and_nothing_else(name, sequences):
     """All memory that the cache leads to, views and leftovers included, grows by a token's packed bytes and at most an
-    eighth of these."""
+    eighth of these, but for the rest of a micro-block of 16 tokens."""
     key, value = keys_and_values(300, sequences)
     cache = PackedCache(name, recent_tokens=WINDOW)
     cache.update(key[:, :, :0], value[:, :, :0], 0)
@@ -173,7 +183,7 @@ def test_it_holds_packed_bytes_and_nothing_else(name, sequences):
     for start, end in ((0, 100), (100, 101), (101, 300)):
         cache.update(key[:, :, start:end], value[:, :, start:end], 0)
         tokens = sequences * HEADS * end * FORMATS[name].slot_bytes(HEAD_DIM)
-        window = sequences * HEADS * WINDOW * 2 * (HEAD_DIM + HEAD_DIM // 32)
+        window = sequences * HEADS * WINDOW * ring_slot_bytes(HEAD_DIM)
         assert cache.nbytes == tokens + window
         assert cache.nbytes <= held_bytes(cache) - empty <= cache.nbytes * 9 / 8
     plain = DynamicCache()
@@ -181,7 +191,7 @@ def test_it_holds_packed_bytes_and_nothing_else(name, sequences):
     assert held_bytes(plain) / tokens == FORMATS[name].compression(HEAD_DIM)
     cache.crop(-280)
     assert cache.nbytes == sequences * HEADS * 20 * FORMATS[name].slot_bytes(HEAD_DIM)
-    assert cache.nbytes <= held_bytes(cache) - empty <= cache.nbytes * 9 / 8
+    assert held_bytes(cache) - empty == sequences * HEADS * 32 * FORMATS[name].slot_bytes(HEAD_DIM) + window
     cache.reset()
     assert cache.nbytes == cache.get_seq_length() == 0
 
@@ -198,13 +208,12 @@ def test_a_token_is_not_copied_with_each_that_follows():
         memory: list[torch.Tensor] = []
         for at in range(600):
             cache.update(key[:, :, at : at + 1], value[:, :, at : at + 1], 0)
-            packed = cache.layers[0].parts[0].packed
+            packed = cache.layers[0].tokens.pages
             if not memory or packed.memory is not memory[-1]:
                 memory.append(packed.memory)
         assert len(memory) <= (44 if window is None else 44 + 600 * 8 // window)
-        for ours, other in zip(cache.layers[0].all(), whole.layers[0].all(), strict=True):
-            kept = min(window or 600, other.held.shape[2])
-            assert torch.equal(ours.held, other.held[:, :, -kept:])
+        assert cache.layers[0].tokens.held == (window or 600)
+        assert_same_bytes(cache.layers[0].tokens, whole.layers[0].tokens)
 
 
 def test_padding_on_the_left_changes_nothing_that_is_stored(calibration):
@@ -239,10 +248,10 @@ def test_sequences_move_with_all_that_is_theirs(change, calibration):
     mask = torch.tensor([[0] * pad + [1] * (30 - pad) for pad in (0, 4, 9)])
     cache = PackedCache("turboquant35", recent_tokens=8, calibration=calibration, attention_mask=mask)
     cache.update(key, value, 0)
-    before = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
+    before = cache.layers[0].tokens.read(torch.float32)
     act(cache)
-    after = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
-    assert torch.equal(after, before[rows])
+    for after, x in zip(cache.layers[0].tokens.read(torch.float32), before, strict=True):
+        assert torch.equal(after, x[rows])
 
 
 def generate(model, inputs, cache, tokens: int = 24, **options) -> torch.Tensor:
@@ -341,8 +350,8 @@ def test_a_sliding_layer_holds_its_window(prompt):
     assert sliding.get_seq_length() == full.get_seq_length() == prompt + 30
     a_token = 2 * HEADS * FORMATS["tq4"].slot_bytes(64)
     assert full.nbytes - sliding.nbytes == (prompt + 30 - (window - 1)) * a_token
-    most = (window - 1) * 9 // 8 * HEADS * 34
-    assert sliding.layers[0].parts[0].packed.memory.untyped_storage().nbytes() <= most
+    most = 3 * 16 * HEADS * FORMATS["tq4"].slot_bytes(64)  # micro-blocks that 15 tokens lie in, and one to spare
+    assert sliding.layers[0].tokens.pages.memory.untyped_storage().nbytes() <= most
     with pytest.raises(NotImplementedError, match="cannot be cropped"):
         sliding.crop(-1)
 
@@ -366,7 +375,80 @@ def test_values_of_fewer_channels_are_those_of_their_codec(name):
     read_key, read_value = cache.update(key[:, :, 39:], value[:, :, 39:], 0)
     for role, x, read in (("key", key, read_key), ("value", value, read_value)):
         codec = get_codec(name, x.shape[-1], role, layout_dim=HEAD_DIM)
-        assert torch.equal(read, codec.decode(codec.encode(x.transpose(1, 2))).transpose(1, 2))
+        assert relative_rms(read, codec.decode(codec.encode(x.transpose(1, 2))).transpose(1, 2)) < 1e-6
+
+
+def by_both(monkeypatch, make: Callable[[], PackedCache]) -> tuple[PackedCache, PackedCache]:
+    """Caches whose first layer stores and reads by the library, and in PyTorch."""
+    caches = make(), make()
+    empty = keys_and_values(0, sequences=3)
+    caches[0].update(*empty, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_tokens, "library_for", lambda codec: None)
+        caches[1].update(*empty, 0)
+    assert caches[0].layers[0].tokens.library and not caches[1].layers[0].tokens.library
+    return caches
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("window", [None, 41], ids="sliding{}".format)
+def test_the_library_stores_and_reads_what_pytorch_does(name, dtype, window, calibration, monkeypatch):
+    """Padded on the left, about means by position, in steps that cross micro-blocks, behind a crop and a reorder."""
+    mask = torch.tensor([[1] * 30, [0] * 9 + [1] * 21, [0] * 20 + [1] * 10])
+    config = None if window is None else tiny_mistral(window).config
+    caches = by_both(
+        monkeypatch,
+        lambda: PackedCache(name, recent_tokens=12, calibration=calibration, attention_mask=mask, config=config),
+    )
+    key, value = (x.to(dtype) for x in keys_and_values(90, sequences=3))
+    at = 0
+    for count in (30, 1, 1, 17, 1, 20, 1):
+        ours, theirs = (cache.update(key[:, :, at : at + count], value[:, :, at : at + count], 0) for cache in caches)
+        at += count
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5 if dtype.itemsize > 2 else 2**-7, atol=1e-5)
+        assert_same_bytes(*(cache.layers[0].tokens for cache in caches))
+        if count == 20 and window is None:
+            for cache in caches:
+                cache.crop(-5)
+                cache.reorder_cache(torch.tensor([2, 1, 1]))
+            at -= 5
+            key, value = key[[2, 1, 1]], value[[2, 1, 1]]
+    copied = copy.deepcopy(caches[0])
+    for a, b in zip(*(cache.layers[0].tokens.read(dtype) for cache in (copied, caches[0])), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_stored_bytes_are_those_of_the_engines_pages(calibration):
+    key, value = keys_and_values(40)
+    cache = PackedCache("tq4", calibration=calibration)
+    cache.update(key, value, 0)
+    tokens, positions = cache.layers[0].tokens, torch.arange(40)
+    flat = [x[0].transpose(0, 1) for x in (key, value)]
+    pages = torch.zeros(3, HEADS, 16, tokens.slot_bytes, dtype=torch.uint8)
+    tokens.codec.write(pages, positions, *flat, positions=positions)
+    assert torch.equal(tokens.pages.memory[0, :3], pages)
+
+
+def test_no_compiler_is_one_line_and_pytorch(caplog, monkeypatch):
+    packed_tokens.reason_against_libraries.cache_clear()
+    packed_tokens.warn_of_pytorch.cache_clear()
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setattr(build, "load_library", build.load_library.__wrapped__)
+    monkeypatch.setattr(tables, "load_library", build.load_library)
+    try:
+        key, value = keys_and_values(20)
+        for cache in (PackedCache("tq4"), PackedCache("tq3")):
+            for layer in range(2):
+                found = cache.update(key, value, layer)
+                assert cache.layers[layer].tokens.library is None
+        assert torch.equal(found[0], key)
+    finally:
+        packed_tokens.reason_against_libraries.cache_clear()
+        packed_tokens.warn_of_pytorch.cache_clear()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "CXX=/nonexistent: there is no such program" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
     model.generate(**inputs, past_key_values=PackedCache("tq4"))
 
-Every token lies as the reference codec packs it (docs/formats.md), and the newest ones of a sequence once more in 8
-bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
-for as long as its attention takes, in PyTorch: this saves memory, not time.
+Every token lies as in the engine's pages (docs/formats.md), and the newest ones of a sequence once more in 8 bits
+(`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own, for as
+long as its attention takes: this saves memory, not time. On a CPU the C++ library of the engine stores and reads
+(`packed_tokens.py`), where there is a compiler; elsewhere PyTorch does, many times slower.
 
 What attention reads: a lone token, all of it as it is stored, its own key and value included, the newest from the 8
 bits; several tokens at once, a prompt or a part of one, those before them as they are stored and their own as they are.
@@ -21,18 +22,15 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
-from .codecs import format_named, ring
+from .codecs import format_named
 from .codecs.pages import PagedCodec
 from .layout import RECENT_TOKENS
+from .packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from .codecs import Codec
     from .formats import Format
-
-TILE = 1024
-"""Tokens that are unpacked at a time, through fp32."""
 
 
 @dataclass
@@ -101,8 +99,9 @@ class PackedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed tokens and of the recent ones. Memory has room for up to an eighth more."""
-        return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
+        """Bytes of all packed tokens and of the recent ones. Memory ends with a micro-block of 16 tokens, and has room
+        for up to an eighth more."""
+        return sum(layer.nbytes for layer in self.layers)
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
         """Drop all tokens. `attention_mask`: of the prompts that come next, as for the class."""
@@ -138,119 +137,26 @@ def _starts(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     return (attention_mask != 0).int().argmax(-1)
 
 
-class _Tokens:
-    """A tensor [sequences, KV heads, tokens, width] that gets tokens at its end and loses them at both ends.
-
-    Its memory has room for up to an eighth more, so a token is copied about 8 times in all, however many follow it.
-    """
-
-    def __init__(self, held: torch.Tensor) -> None:
-        self.memory, self.start, self.end = held, 0, held.shape[2]
-
-    @property
-    def held(self) -> torch.Tensor:
-        return self.memory[:, :, self.start : self.end]
-
-    def append(self, x: torch.Tensor) -> None:
-        if self.end + x.shape[2] > self.memory.shape[2]:
-            self._move(self.end - self.start + x.shape[2])
-        self.memory[:, :, self.end : self.end + x.shape[2]] = x
-        self.end += x.shape[2]
-
-    def keep_last(self, count: int) -> None:
-        self.start = max(self.start, self.end - count)
-        self._give_back()
-
-    def remove_last(self, count: int) -> None:
-        self.end = max(self.start, self.end - count)
-        self._give_back()
-
-    def _give_back(self) -> None:
-        """Move to smaller memory if this has more room than it should."""
-        tokens = self.end - self.start
-        if self.memory.shape[2] > _with_room(tokens):
-            self._move(tokens)
-
-    def _move(self, tokens: int) -> None:
-        """To memory for so many tokens and more."""
-        held = self.held
-        sequences, heads, count, width = held.shape
-        self.memory = held.new_empty((sequences, heads, _with_room(tokens), width))
-        self.memory[:, :, :count] = held
-        self.start, self.end = 0, count
-
-
-def _with_room(tokens: int) -> int:
-    return tokens + tokens // 8
-
-
-class _Vectors:
-    """The keys or the values of a layer.
-
-    `packed`: uint8 [sequences, KV heads, tokens, vector_bytes], all tokens. `codes`, `scales`: the newest ones as a
-    ring has them, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
-    """
-
-    def __init__(self, codec: Codec, sequences: int, heads: int) -> None:
-        def empty(dtype: torch.dtype, width: int) -> _Tokens:
-            return _Tokens(torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device))
-
-        self.codec = codec
-        self.packed = empty(torch.uint8, codec.vector_bytes)
-        self.codes = empty(torch.int8, codec.stored_dim)
-        self.scales = empty(torch.uint8, len(codec.group_bits))
-
-    def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
-        """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
-        x = x.transpose(1, 2)
-        self.packed.append(self.codec.encode(x, positions).transpose(1, 2))
-        if recent:
-            newest = ring.quantize(self.codec.prepare(x[:, -recent:], positions[:, -recent:]))
-            for kept, new in zip((self.codes, self.scales), newest, strict=True):
-                kept.append(new.transpose(1, 2))
-                kept.keep_last(recent)
-
-    def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """All tokens, [sequences, KV heads, tokens, head_dim]; `positions`: int64 [sequences, tokens, 1], of each in
-        its sequence."""
-        codec, packed = self.codec, self.packed.held
-        older = self.tokens - self.codes.held.shape[2]
-        found = torch.empty((*packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
-        for start in range(0, older, TILE):
-            part = slice(start, min(start + TILE, older))
-            found[:, :, part] = codec.decode(packed[:, :, part].transpose(1, 2), positions[:, part]).transpose(1, 2)
-        recent = ring.dequantize(self.codes.held, self.scales.held).transpose(1, 2)
-        found[:, :, older:] = codec.restore(recent, positions[:, older:]).transpose(1, 2)
-        return found
-
-    @property
-    def tokens(self) -> int:
-        return self.packed.held.shape[2]
-
-    def all(self) -> tuple[_Tokens, ...]:
-        return self.packed, self.codes, self.scales
-
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each tensor by `change` of it, in memory of its own."""
-        self.packed, self.codes, self.scales = (_Tokens(change(tokens.held)) for tokens in self.all())
-
-
 class PackedLayer(DynamicLayer):
     """One layer's keys and values. `keys` and `values` of its base stay None: nothing is held but packed bytes."""
 
     def __init__(self, settings: _Settings, number: int, **window: int) -> None:
         super().__init__(**window)
         self.settings, self.number = settings, number
-        self.parts: tuple[_Vectors, ...] = ()
+        self.tokens: PackedTokens | None = None
         self.cumulative_length = 0
         """Tokens that came in; a sliding window holds the last of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed tokens and of the recent ones."""
+        return 0 if self.tokens is None else self.tokens.nbytes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         codec = self.settings.codec(self.number, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
-        sequences, heads = key_states.shape[:2]
-        self.parts = tuple(_Vectors(part, sequences, heads) for part in (codec.key, codec.value))
-        self.starts = self._starts(sequences)
+        starts = self._starts(len(key_states))
+        self.tokens = PackedTokens(codec, key_states.shape[1], starts, self.settings.recent_tokens)
         self.is_initialized = True
 
     def update(
@@ -259,28 +165,32 @@ class PackedLayer(DynamicLayer):
         """Append tokens [sequences, KV heads, tokens, head_dim]; returns all, in the dtype of the first ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        states, new = (key_states, value_states), key_states.shape[2]
-        raw = [] if new == 1 else [self._whole(part, x) for part, x in zip(self.parts, states, strict=True)]
-        positions = self._positions(self.cumulative_length, new)
-        for part, x in zip(self.parts, states, strict=True):
-            part.append(x, positions, self.settings.recent_tokens)
-        self.cumulative_length += new
-        key, value = raw or [part.read(self._positions_held(), self.dtype) for part in self.parts]
+        tokens, states = self.tokens, (key_states, value_states)
+        assert tokens is not None
+        is_decode = key_states.shape[2] == 1
+        before = () if is_decode or not tokens.held else tokens.read(self.dtype)
+        tokens.append(*states)
+        self.cumulative_length = tokens.end
+        if is_decode:
+            return tokens.read(self.dtype)
+        if not before:
+            return states
+        key, value = (torch.cat(pair, dim=2) for pair in zip(before, states, strict=True))
         return key, value
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
 
     def reset(self) -> None:
-        self.parts, self.cumulative_length, self.is_initialized = (), 0, False
+        self.tokens, self.cumulative_length, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""
         length = self.cumulative_length
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
-        for tokens in self.all():
-            tokens.remove_last(remove)
-        self.cumulative_length = max(0, length - remove)
+        if self.tokens is not None:
+            self.tokens.remove_last(remove)
+            self.cumulative_length = self.tokens.end
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -291,30 +201,10 @@ class PackedLayer(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._change(lambda x: x[indices.to(x.device)])
 
-    def all(self) -> list[_Tokens]:
-        """All that grows with the tokens."""
-        return [tokens for part in self.parts for tokens in part.all()]
-
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace what sequences have by `change` of it."""
-        for part in self.parts:
-            part.change(change)
-        if self.is_initialized:
-            self.starts = change(self.starts)
-
-    def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
-        """What is held, and `x` behind it."""
-        held = self.parts[0].tokens
-        return torch.cat((part.read(self._positions_held(), self.dtype), x), dim=2) if held else x
-
-    def _positions_held(self) -> torch.Tensor:
-        held = self.parts[0].tokens
-        return self._positions(self.cumulative_length - held, held)
-
-    def _positions(self, column: int, count: int) -> torch.Tensor:
-        """int64 [sequences, count, 1], of the tokens from `column` on in their sequences; below 0: padding."""
-        columns = torch.arange(column, column + count, device=self.device)
-        return (columns - self.starts[:, None]).unsqueeze(-1)
+        if self.tokens is not None:
+            self.tokens.change(change)
 
     def _starts(self, sequences: int) -> torch.Tensor:
         """int64 [sequences], for beams each prompt's as often as it has beams."""
@@ -336,8 +226,8 @@ class PackedSlidingLayer(PackedLayer, DynamicSlidingWindowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().update(key_states, value_states)
-        for tokens in self.all():
-            tokens.keep_last(self.sliding_window - 1)
+        if self.tokens is not None:
+            self.tokens.keep_last(self.sliding_window - 1)
         return found
 
     def activate_past_recording(self) -> NoReturn:
