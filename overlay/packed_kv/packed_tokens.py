@@ -152,6 +152,7 @@ class PackedTokens:
         start, self.end = self.end, self.end + key.shape[2]
         self.first_recent = max(self.first_recent, self.end - self.recent)
         self._reserve()
+        self._reserve_means()
         positions = self._positions(start, self.end)
         slots = positions + (self.shifts - MICRO_BLOCK * self.pages.first)
         slots = slots + self.rows * (MICRO_BLOCK * self.pages.memory.shape[1])
@@ -274,6 +275,14 @@ class PackedTokens:
     def _reserve(self) -> None:
         self.pages.reserve(self.first // MICRO_BLOCK, -(-(self.end + self.lead) // MICRO_BLOCK))
         self.ring.reserve(0, min(self.recent, self.end), self.recent)
+
+    def _reserve_means(self) -> None:
+        """Have means of keys for all positions: the library has the address of a table, which PyTorch's code lets grow
+        as positions come."""
+        transform = self.codec.key.transform
+        if self.library and transform.grows and self.end >= transform.mean_blocks * transform.block_tokens:
+            transform.means(torch.tensor([self.end]))
+            self.library = Library(self.codec)
 
     def _positions(self, start: int, end: int) -> torch.Tensor:
         """int64 [sequences, columns], of the columns `start` .. `end` - 1 in their sequences; below 0: padding."""
