@@ -17,37 +17,17 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import packed_kv
 import torch
 from packed_kv import packed_tokens
+from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels.cpu.compiler import best_target, processor
+from packed_kv.packed_tokens import library_for
 from packed_kv.transformers import PackedCache
 from rows import append, commit_here, machine
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
-
-
-def in_pytorch(dtype: str) -> PackedCache:
-    """A cache whose layers have no library from their first token on."""
-    cache = PackedCache(dtype)
-    for number in range(LAYERS):
-        cache.layers.append(cache._next_layer())
-        cache.layers[number].lazy_initialization = without_library(cache.layers[number].lazy_initialization)
-    return cache
-
-
-LAYERS = 0
-
-
-def without_library(initialize: Any) -> Any:
-    def without(*states: torch.Tensor) -> None:
-        found, packed_tokens.library_for = packed_tokens.library_for, lambda codec: None
-        try:
-            initialize(*states)
-        finally:
-            packed_tokens.library_for = found
-
-    return without
 
 
 def older(file: Path) -> Any:
@@ -60,14 +40,21 @@ def older(file: Path) -> Any:
     return module
 
 
+def without(codec: PagedCodec) -> None:
+    """No library for any layer."""
+
+
 def measure(model: PreTrainedModel, caches: dict[str, Cache], context: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds of steps behind a prompt of `context` tokens, by side."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {side: [] for side in caches}
     ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        for cache in caches.values():
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for side, cache in caches.items():
+            with mock.patch.object(packed_tokens, "library_for", without if side == "pytorch" else library_for):
+                model(
+                    ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )  # layers choose with their first token
         for step in range(steps + 1):
             for side, cache in caches.items():
                 start = clock()
@@ -91,14 +78,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
-    global LAYERS
-    LAYERS = model.config.num_hidden_layers
     before = None if options.before is None else older(options.before)
     cpu = processor()[0].split()[-1]
     for name in options.dtypes:
         for context in options.contexts:
-            caches: dict[str, Cache] = {"transformers": DynamicCache(), "library": PackedCache(name)}
-            caches["pytorch"] = in_pytorch(name)
+            caches: dict[str, Cache] = {"transformers": DynamicCache()}
+            caches |= {side: PackedCache(name) for side in ("library", "pytorch")}
             if before is not None:
                 caches["before"] = before.PackedCache(name)
             times = {side: statistics.median(ms) for side, ms in measure(model, caches, context, options.steps).items()}

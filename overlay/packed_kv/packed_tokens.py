@@ -67,7 +67,7 @@ def reason_against_libraries() -> str | None:
 @functools.cache
 def warn_of_pytorch(reason: str) -> None:
     """Log, once a process, that PyTorch stores and reads."""
-    logger.warning("PackedCache stores and reads in PyTorch, many times slower: %s", reason)
+    logger.warning("PackedCache stores and reads in PyTorch, a decode step takes about 4 times as long: %s", reason)
 
 
 class Blocks:
