@@ -4,7 +4,8 @@
 
 Every token lies as the reference codec packs it (docs/formats.md), and the newest ones of a sequence once more in 8
 bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
-for as long as its attention takes, in PyTorch: this saves memory, not time.
+for as long as its attention takes: this saves memory, not time. On a CPU kernels in C++ pack and unpack
+(`kernels/cpu/vectors.py`), elsewhere, or without a compiler, PyTorch does.
 
 What attention reads: a lone token, all of it as it is stored, its own key and value included, the newest from the 8
 bits; several tokens at once, a prompt or a part of one, those before them as they are stored and their own as they are.
@@ -13,16 +14,20 @@ bits; several tokens at once, a prompt or a part of one, those before them as th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging
 
 from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
+from .kernels.cpu import tables
+from .kernels.cpu.compiler import BuildError
+from .kernels.cpu.vectors import CpuVectors
 from .layout import RECENT_TOKENS
 
 if TYPE_CHECKING:
@@ -31,8 +36,13 @@ if TYPE_CHECKING:
     from .codecs import Codec
     from .formats import Format
 
+logger = logging.get_logger(__name__)
+
+SLOWER = "3 to 5 times"
+"""What a generate step in PyTorch takes, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
+
 TILE = 1024
-"""Tokens that are unpacked at a time, through fp32."""
+"""Tokens that are unpacked at a time in PyTorch, through fp32."""
 
 
 @dataclass
@@ -191,29 +201,41 @@ class _Vectors:
     ring has them, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
     """
 
-    def __init__(self, codec: Codec, sequences: int, heads: int) -> None:
+    def __init__(self, codec: Codec, sequences: int, heads: int, kernel: CpuVectors | None) -> None:
+        """`kernel`: of the layer; None: PyTorch packs and unpacks."""
+
         def empty(dtype: torch.dtype, width: int) -> _Tokens:
             return _Tokens(torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device))
 
-        self.codec = codec
+        self.codec, self.kernel, self.role = codec, kernel, int(codec.role == "value")
         self.packed = empty(torch.uint8, codec.vector_bytes)
         self.codes = empty(torch.int8, codec.stored_dim)
         self.scales = empty(torch.uint8, len(codec.group_bits))
 
     def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
         """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
-        x = x.transpose(1, 2)
-        self.packed.append(self.codec.encode(x, positions).transpose(1, 2))
+        newest: Sequence[torch.Tensor]
+        if self.kernel is not None:
+            packed, *newest = self.kernel.encode(self.role, x, positions.squeeze(-1), recent)
+        else:
+            x = x.transpose(1, 2)
+            packed, newest = self.codec.encode(x, positions).transpose(1, 2), ()
+            if recent:
+                rotated = self.codec.prepare(x[:, -recent:], positions[:, -recent:])
+                newest = tuple(part.transpose(1, 2) for part in ring.quantize(rotated))
+        self.packed.append(packed)
         if recent:
-            newest = ring.quantize(self.codec.prepare(x[:, -recent:], positions[:, -recent:]))
             for kept, new in zip((self.codes, self.scales), newest, strict=True):
-                kept.append(new.transpose(1, 2))
+                kept.append(new)
                 kept.keep_last(recent)
 
     def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """All tokens, [sequences, KV heads, tokens, head_dim]; `positions`: int64 [sequences, tokens, 1], of each in
         its sequence."""
         codec, packed = self.codec, self.packed.held
+        if self.kernel is not None:
+            newest = self.codes.held, self.scales.held
+            return self.kernel.decode(self.role, packed, *newest, positions.squeeze(-1), dtype)
         older = self.tokens - self.codes.held.shape[2]
         found = torch.empty((*packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
         for start in range(0, older, TILE):
@@ -235,6 +257,18 @@ class _Vectors:
         self.packed, self.codes, self.scales = (_Tokens(change(tokens.held)) for tokens in self.all())
 
 
+def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
+    """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
+    key = codec.key
+    if key.device.type != "cpu" or dtype not in tables.ELEMENT_TYPES or tables.refusal(key.fmt, key.head_dim):
+        return None
+    try:
+        return CpuVectors(codec)
+    except BuildError as error:
+        logger.warning_once(f"PackedCache packs and unpacks in PyTorch, a step takes {SLOWER} as long: {error}")
+        return None
+
+
 class PackedLayer(DynamicLayer):
     """One layer's keys and values. `keys` and `values` of its base stay None: nothing is held but packed bytes."""
 
@@ -249,7 +283,8 @@ class PackedLayer(DynamicLayer):
         codec = self.settings.codec(self.number, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         sequences, heads = key_states.shape[:2]
-        self.parts = tuple(_Vectors(part, sequences, heads) for part in (codec.key, codec.value))
+        kernel = _kernel_of(codec, key_states.dtype)
+        self.parts = tuple(_Vectors(part, sequences, heads, kernel) for part in codec.codecs)
         self.starts = self._starts(sequences)
         self.is_initialized = True
 

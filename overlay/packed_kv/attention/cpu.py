@@ -1,8 +1,8 @@
 """The kernels of a CPU, in C++: which of them serve a layer, and its decodes. Prefill is in `cpu_prefill.py`.
 
-Stored bytes equal the reference's, so every layer that `kernels/cpu` knows is
-stored by it. Decodes run on it in fp16 and bf16: with fp32 activations a result must not depend on how the scheduler
-cut, batched or cached a request, and that only `reference/attention.py` gives.
+Stored bytes equal the reference's, so every layer that `kernels/cpu` knows is stored by it. Decodes run on it in fp16
+and bf16: with fp32 activations a result must not depend on how the scheduler cut, batched or cached a request, and that
+only `reference/attention.py` gives.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
         return
     with Ahead() as ahead:
         for name, load in _libraries(fmt, head_dim, attends=attends).items():
-            ahead.note(name, lambda load=load: _without_error(load))  # type: ignore[misc]
+            ahead.note(name, lambda load=load: without_error(load))  # type: ignore[misc]
 
 
 def wait_for_libraries(fmt: Format, head_dim: int, *, attends: bool) -> None:
@@ -141,17 +141,18 @@ def _libraries(fmt: Format, head_dim: int, *, attends: bool) -> dict[tuple[objec
     return {**of_decodes, **of_all, ("cpu", "gather"): gather.load}
 
 
-def _without_error(load: Callable[[], object]) -> None:
+def without_error(load: Callable[[], object]) -> None:
+    """Call `load`; whoever loads the library then is told why it cannot be built."""
     with suppress(BuildError):
         load()
 
 
-def warn_of_pytorch(name: str, reason: str) -> None:
+def warn_of_pytorch(name: str, reason: str, slower: str = SLOWER) -> None:
     """Log, once, that attention runs in PyTorch, why, and what it costs."""
     logger.warning_once(
         "KV cache dtype %s: attention runs in PyTorch, a decode step takes %s as long: %s",
         name,
-        SLOWER,
+        slower,
         reason,
         scope="local",
     )

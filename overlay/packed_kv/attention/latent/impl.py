@@ -111,6 +111,10 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.supports_quant_query_input = False
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
+        if self.device.type == "cpu":
+            from .cpu import compile_ahead
+
+            compile_ahead()
         self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
         self.recent_tokens = recent_tokens_of_model(self.config)
         self.layer_name = ""
@@ -153,8 +157,14 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         return replace(found.key.map_rows(lambda rows: rows[0]), first_mean=None, rope=None)
 
     def _parts(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentParts:
-        """With the kernels of CUDA, where they serve."""
+        """Return the kernels of the device, where they serve the layer, else PyTorch's."""
         dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
+        if self.device.type == "cpu":
+            from .cpu import find_kernels
+
+            fmt = FORMATS[self.kv_cache_dtype]
+            kernels = find_kernels(fmt, codec, self.scale, constant, dtype, is_shard=ranks > 1)
+            return LatentParts(LatentStore(kernels[0]), *kernels[1:])
         if self.device.type != "cuda" or dtype == torch.float32:
             decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
             return LatentParts(LatentStore(reference_latent_store(codec)), decode, ReferenceLatentPrefix(codec))
@@ -177,7 +187,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         if self.parts is None:
             return
         self.parts.decode.reserve()
-        if not isinstance(self.parts.decode, ReferenceLatents):
+        if self.device.type == "cuda" and not isinstance(self.parts.decode, ReferenceLatents):
             warm_up_latents(self.parts, block_size_of(self.config), self.qk_head_dim, self.window_layer)
         if self.ranks is not None and self.weights is not None and not self.weights.layer.kv_cache.numel():
             requests = self.config.scheduler_config.max_num_seqs

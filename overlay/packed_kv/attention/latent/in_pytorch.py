@@ -49,13 +49,14 @@ class ReferenceLatentPrefix:
             rows[row : row + count] = torch.cat(read_tokens(self.codec, cache, blocks, start, start + count), dim=-1)
             row += count
         if recent is not None:
-            self._read_ring(chunk, rows, recent, 1.0)
+            self.read_ring(chunk, rows, recent, 1.0)
 
     def gather_values(self, chunk: Any, rows: torch.Tensor, recent: RecentContext) -> None:
         """Divide latents in `rows` that `gather` read in the ring by V's gain, which the folded `W_UV` has."""
-        self._read_ring(chunk, rows, recent, self.codec.value_gain())
+        self.read_ring(chunk, rows, recent, self.codec.value_gain())
 
-    def _read_ring(self, chunk: Any, rows: torch.Tensor, recent: RecentContext, gain: torch.Tensor | float) -> None:
+    def read_ring(self, chunk: Any, rows: torch.Tensor, recent: RecentContext, gain: torch.Tensor | float) -> None:
+        """Put into `rows` what rings have of these tokens, latents divided by `gain`."""
         ring, row = recent.ring, 0
         for request, (start, count) in enumerate(zip(chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True)):
             low = max(int(ring.first[request]), int(recent.context_lens[request]) - ring.window + 1, start)

@@ -8,10 +8,10 @@ import torch
 
 from ...codecs.pages import PagedCodec
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .tables import ELEMENT_TYPES, VECTOR_CHANNELS, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
-class _Store(ctypes.Structure):
+class Store(ctypes.Structure):
     """`struct Store` of store.cpp."""
 
     _fields_ = (
@@ -32,9 +32,9 @@ class _Store(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None) -> ctypes.CDLL:
+def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
     """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("store", _Store, target)
+    return load_library_of_tables("store", Store, target, channels)
 
 
 class CpuStore:
@@ -53,7 +53,7 @@ class CpuStore:
         self.layer = layer_of(codec)
         self.needs_positions = codec.key.transform.needs_positions
         self.function = load(target).pk_store
-        self.function.argtypes = [ctypes.POINTER(_Store)]
+        self.function.argtypes = [ctypes.POINTER(Store)]
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class CpuStore:
         assert min(len(key), len(value)) >= len(slots), (key.shape, value.shape, slots.shape)
         assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
         assert not self.needs_positions or positions is not None, "the means of keys depend on their positions"
-        call = _Store(
+        call = Store(
             layer=ctypes.pointer(self.layer), pages=Cache.of(cache), slots=slots.data_ptr(), tokens=len(slots),
             kv_heads=key.shape[1], dtype=ELEMENT_TYPES[key.dtype], threads=torch.get_num_threads(),
         )  # fmt: skip
