@@ -57,7 +57,7 @@ WHISPERS = ("MoonshotKimiaForCausalLM", "MossTranscribeDiarizeForConditionalGene
 """Models with Whisper's encoder, whose decoder, and whose causal encoder but in VoxtralRealtime, they do not have."""
 OF_WHISPER = ("layer CrossAttention", "WhisperCausalAttentionWithBlockPooling", "create_whisper_attention_backend")
 VERSIONS = ("0.33.0", "0.31.0")
-"""Besides the installed one. 0.28.0 serves what 0.31.0 does, or less."""
+"""Besides the installed one."""
 
 
 def tree(version: str, folder: Path) -> Tree:

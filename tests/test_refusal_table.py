@@ -172,7 +172,7 @@ SERVED = Facts(
     dcp_run=1, has_own_queries=True, has_mean_blocks=True,
     has_several_kinds=True,
     has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
-    has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
+    has_one_cache_manager=True, without_latents="0.31.0", has_lora=True,
     groups_stay=True,
     is_draft=True, packs_draft=True, is_causal=True, auto_cache="fp8",
     latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
@@ -193,7 +193,6 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 NO_WINDOW = [
     (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) with other pages"),
-    (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
     (Facts(dcp=2), "decode context parallelism (it distributes"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
     (

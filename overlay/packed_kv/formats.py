@@ -40,7 +40,7 @@ class Code(NamedTuple):
     at all: a code is an fp16 number, and its scale 1 (`NULL_CODE`)."""
     search: tuple[int, int]
     """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error,
-    as `experiments/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
+    as `quality/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
     a group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
     value_gain: float
     """Factor on V when it is read, to offset the quantizer's shrinkage: a code of least squared error gives back

@@ -353,9 +353,6 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 WINDOW_RULES: tuple[Rule, ...] = (
-    Rule("this vLLM", "its version",
-         lambda f: f.without_scratch_groups and f"{f.without_scratch_groups}, in which all layers' blocks take part in "
-         "the prefix cache; 0.31.0 has groups that do not"),
     Rule("latent attention (MLA) with other pages", "the draft's dtype and its layers",
          lambda f: f.is_mla and (f.has_other_dtypes or (f.has_draft_cache and f.speculative_method != "mtp"))
          and "vLLM cannot pad pages of latents to one size"),

@@ -78,7 +78,7 @@ def test_a_wheel_and_these_checks_can_be_made_of_the_source_distribution(distrib
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "docs/formats.md", "scripts/release.sh"}
     assert needed <= names
-    for folder in (*ROOTS.values(), "docs", "examples", "experiments", "tests"):
+    for folder in (*ROOTS.values(), "docs", "examples", "tests"):
         ours = {path for path in (REPO / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
         assert {str(path.relative_to(REPO)) for path in ours} <= names
     assert not any(name.startswith(("models/", "benchmarks/")) for name in names)

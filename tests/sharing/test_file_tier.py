@@ -94,8 +94,7 @@ def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True, name:
         cache=OffloadingCacheConfig(16, 1),
         parallel=OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, agnostic),
     )
-    layout = {"kv_cache_layout": "LBHNC"} if hasattr(made, "kv_cache_layout") else {}  # vLLM 0.28 has none
-    return replace(made, canonical_layout=canonical, **layout)
+    return replace(made, canonical_layout=canonical, kv_cache_layout="LBHNC")
 
 
 @pytest.fixture

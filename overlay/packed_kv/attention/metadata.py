@@ -26,7 +26,6 @@ from ..kernels.cuda import refusal
 from ..layout import MICRO_BLOCK
 from ..refusals import refuse
 from ..settings.options import read_options
-from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import longest_fused
 from .step import StepCache, StepKey
@@ -178,7 +177,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         context = common.seq_lens
         speculative = self.vllm_config.speculative_config
         stays = self.decodes_fused and not (speculative and speculative.uses_draft_model())
-        bounds = lengths_on_host(common)
+        bounds = common.seq_lens_cpu_upper_bound
         if bounds is not None and (speculative is None or stays):
             context = bounds
         return PackedMetadata(

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
 from ..facts import Facts
 from ..formats import FORMATS, HEAD_DIM_STEP
 from ..refusals import refuse
-from ..vllm_compat import PagesByShape, cache_layouts
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
 from .page_backend import PackedPages
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SINK_SPEC = "SinkFullAttentionSpec"
 """KV-cache spec of layers with static sinks, which vLLM does not mention when it selects a backend."""
@@ -44,7 +40,7 @@ class ReportingMetadataBuilder(PackedMetadataBuilder):
         log_match_unit(vllm_config)
 
 
-class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
+class PackedAttentionBackend(PackedPages, AttentionBackend):
     """Base of the backends; `backend_of` makes one per format (vLLM asks the class, and gives it no dtype)."""
 
     forward_includes_kv_cache_update = True
@@ -101,7 +97,7 @@ class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("LBHNC", "BLHNC")
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
 
 def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:

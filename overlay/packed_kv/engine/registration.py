@@ -28,7 +28,7 @@ from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, no_latents, no_scratch_groups
+from ..vllm_compat import is_patched, no_latents
 from .names import class_name, latent_registry_name, registry_name
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def register_formats() -> None:
     for fmt in FORMATS.values():
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
             register_format(fmt)
-    if current_platform.is_cpu() and not no_scratch_groups():
+    if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.DenseCPUBackend")
 
 

@@ -10,7 +10,7 @@ from ..cache_scheme import asked_cache
 from ..facts import Facts
 from ..formats import FORMATS
 from ..refusals import refuse
-from ..vllm_compat import builds_draft, groups_stay, has_draft_cache, no_scratch_groups
+from ..vllm_compat import builds_draft, groups_stay
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def engine_facts(config: VllmConfig) -> Facts:
     parallel, cache, speculative = config.parallel_config, config.cache_config, config.speculative_config
     model, transfer = config.model_config, config.kv_transfer_config
     draft_dtype = speculative.kv_cache_dtype if speculative else None
+    has_draft_cache = speculative is not None and speculative.uses_draft_kv_cache()
     capability = current_platform.get_device_capability()
     return Facts(
         platform=platform_name(),
@@ -34,11 +35,10 @@ def engine_facts(config: VllmConfig) -> Facts:
         connectors=tuple(connectors(transfer)),
         speculative_method=speculative.method if speculative else None,
         has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers)
-        or (has_draft_cache(speculative) and draft_dtype not in (None, cache.cache_dtype)),
-        has_draft_cache=has_draft_cache(speculative),
+        or (has_draft_cache and draft_dtype not in (None, cache.cache_dtype)),
+        has_draft_cache=has_draft_cache,
         is_draft=is_draft(config),
         packs_draft=speculative is not None and draft_dtype in (None, *FORMATS),
-        without_scratch_groups=no_scratch_groups(),
         groups_stay=groups_stay(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
         has_fast_prefill=cache.kv_sharing_fast_prefill,

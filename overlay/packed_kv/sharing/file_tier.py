@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from ..vllm_compat import TierInternals, chunk_ids, count_chunks
+from ..vllm_compat import TierInternals, count_chunks
 from .tiers import private_folder
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class PackedFileTier(FileSystemTierManager):
         view, size = self.pages, self.chunk_bytes
         chunks = [
             (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
-            for key, chunk in zip(job.keys, chunk_ids(job), strict=True)
+            for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
         ]
         part = -(-len(chunks) // self.threads)
         return [

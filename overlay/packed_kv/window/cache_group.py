@@ -19,17 +19,17 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec, MLAAttentionSpec
 
 from ..layout import choose_ring_block, ring_slot_bytes
-from ..vllm_compat import ScratchSpec, register_cache_spec
+from ..vllm_compat import register_cache_spec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSpec(ScratchSpec):
+class RingSpec(CircularBufferSpec):
     """A ring that holds the newest `window` tokens of a request.
 
     `block_size`: tokens that a block of vLLM's pool holds. `ring_block_size`: those of a ring block, a divisor of it.

@@ -14,10 +14,10 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf, subclass_attention_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
-from ..vllm_compat import cache_layouts
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import ChunkedWindowMetadataBuilder, WindowMetadataBuilder, slot_filler
 from .size import recent_tokens
@@ -25,7 +25,6 @@ from .size import recent_tokens
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SUFFIX = ".recent"
 """Ending of a window layer's name, after the name of the layer whose tokens it keeps."""
@@ -165,7 +164,7 @@ class WindowBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("LBHNC", "BLHNC")
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
 
 class MixedPagesWindowBackend(WindowBackend):
@@ -173,7 +172,7 @@ class MixedPagesWindowBackend(WindowBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("BLHNC")
+        return (KVCacheLayout.BLHNC,)
 
 
 @cache
