@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import TransferJob
     from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+
 def is_patched() -> bool:
     """True if vLLM has the whole series of vllm_patches/: this function is of the last patch, in all versions."""
     return hasattr(cache_config, "prepare_kv_cache_dtype")
