@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import quality_rows
+import plan_figures
 import tables
 from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
 from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, TEXT, UNCALIBRATED, behind, forced, gains, tasks
@@ -28,6 +29,7 @@ from tables import BASE, BASELINE, RESULTS, Row, Show, Table, figures, in_order,
 REPO = RESULTS.parents[1]
 MARKED = re.compile(r"(<!-- measured: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CASE = ("requests", "context")
+MEANS = {"dtype": "ms", "means": "means of keys"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,15 @@ def by_kernel(rows: list[Row]) -> list[Row]:
     """Rows by columns; where FlashAttention 3 read pages of bf16 or fp8, this is the dtype."""
     named = [{**row, "dtype": row["dtype"] if row["kernel"] == "cuda" else f"FA3, {row['kernel']}"} for row in rows]
     return sorted(in_order(named), key=lambda row: int(row["group"]) * int(row["query_tokens"]))
+
+
+def averaged(rows: list[Row]) -> list[Row]:
+    """A row per dtype, means and shape, whose `p50_ms` is the mean of the medians of its runs."""
+    medians: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        medians.setdefault(tuple(row[key] for key in (*MEANS, *CASE)), []).append(float(row["p50_ms"]))
+    means = {case: f"{statistics.fmean(found):.3f}" for case, found in medians.items()}
+    return in_order({**row, "p50_ms": means[tuple(row[key] for key in (*MEANS, *CASE))]} for row in rows)
 
 
 CODINGS = {"plain": "bf16 (not coded)", "fp8": "fp8: e4m3, scale 1", "nvfp4": "NVFP4-like", "8": "RoPE at 8 bits",
@@ -182,7 +193,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("prefill", "prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("recent-window", "recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
-        Spec("means", {"means.csv": ""}, {"dtype": "ms", "means": "means of keys"}, STEP, CASE, base={"means": "none"}),
+        Spec("means", "means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged, base={"means": "none"}),
         Spec("mixed", "mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("verify", "verify.csv", {"model": "shape", "drafts": "drafts", "dtype": "ms"}, STEP, CASE),
@@ -290,7 +301,7 @@ def runs() -> str:
 
 def made() -> dict[Path, str]:
     """Each file with what it should have. Raises ValueError if a page's markers and its tables are not the same."""
-    pages = {RESULTS / "runs.md": runs(), quality_rows.PLAN: quality_rows.content()}
+    pages = {RESULTS / "runs.md": runs(), plan_figures.FILE: plan_figures.content()}
     for name, specs in SPECS.items():
         text = (REPO / name).read_text()
         blocks = {spec.name: spec.block("../" * name.count("/")) for spec in specs}
