@@ -50,6 +50,11 @@ def number(cell: str) -> str:
     return f"{float(cell):.2f}" if "." in cell else f"{int(cell):,}"
 
 
+def rounded(cell: str) -> str:
+    """A row's figure as a whole number, thousands with commas."""
+    return f"{float(cell):,.0f}"
+
+
 def ratio(column: str, form: Callable[[str], str] = number, digits: int = 2) -> Show:
     """Shows a column, and after it in brackets its ratio to the base's with so many digits."""
 
