@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import quality_rows
+import plan_figures
 import tables
 from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
 from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, TEXT, UNCALIBRATED, behind, forced, gains, tasks
@@ -28,6 +29,8 @@ from tables import BASE, BASELINE, RESULTS, Row, Show, Table, figures, in_order,
 REPO = RESULTS.parents[1]
 MARKED = re.compile(r"(<!-- measured: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CASE = ("requests", "context")
+MEANS = {"dtype": "ms", "means": "means of keys"}
+CARDS = {"1": "one", "2": "two", "4": "four"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def made_on(rows: Iterable[Row]) -> str:
     found = []
     for row in rows:
         gpu = row.get("gpu", "").replace("none", "")
-        card = f"one {gpu}" if gpu and " x " not in gpu else gpu or row.get("cpu") or "a CPU"
+        number = "two" if "decode_ranks" in row else CARDS.get(row.get("ranks") or "1", row.get("ranks"))
+        card = f"{number} {gpu}" if gpu and " x " not in gpu else gpu or row.get("cpu") or "a CPU"
         versions = [f"{name} {row[key].split('+')[0]}" for key, name in (("vllm", "vLLM"), ("torch", "PyTorch"))
                     if row.get(key)]  # fmt: skip
         if not row.get("engine", "").startswith("arithmetic"):
@@ -98,6 +102,15 @@ def by_kernel(rows: list[Row]) -> list[Row]:
     """Rows by columns; where FlashAttention 3 read pages of bf16 or fp8, this is the dtype."""
     named = [{**row, "dtype": row["dtype"] if row["kernel"] == "cuda" else f"FA3, {row['kernel']}"} for row in rows]
     return sorted(in_order(named), key=lambda row: int(row["group"]) * int(row["query_tokens"]))
+
+
+def averaged(rows: list[Row]) -> list[Row]:
+    """A row per dtype, means and shape, whose `p50_ms` is the mean of the medians of its runs."""
+    medians: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        medians.setdefault(tuple(row[key] for key in (*MEANS, *CASE)), []).append(float(row["p50_ms"]))
+    means = {case: f"{statistics.fmean(found):.3f}" for case, found in medians.items()}
+    return in_order({**row, "p50_ms": means[tuple(row[key] for key in (*MEANS, *CASE))]} for row in rows)
 
 
 CODINGS = {"plain": "bf16 (not coded)", "fp8": "fp8: e4m3, scale 1", "nvfp4": "NVFP4-like", "8": "RoPE at 8 bits",
@@ -129,8 +142,8 @@ STEP, TOKENS_S, MICROSECONDS = ratio("p50_ms"), ratio("tokens_s"), text("attenti
 STEPS = {"dtype": "ms, requests x context:"}
 LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
 OURS = ("tq4", "turboquant35", "turboquant25")
-SERVED = {"output tokens/s": ratio("output_tokens_s"), "TTFT, ms": ratio("p50_ttft_ms"),
-          "TPOT, ms": ratio("p50_tpot_ms")}  # fmt: skip
+SERVED = {"output tokens/s": ratio("output_tokens_s", tables.rounded), "TTFT, ms": ratio("p50_ttft_ms", tables.rounded),
+          "TPOT, ms": ratio("p50_tpot_ms", lambda cell: f"{float(cell):.1f}")}  # fmt: skip
 HITS = {"hit rate": text("hit_rate"), "TTFT p50, s": text("p50_ttft_ms", ".2f", 1e-3),
         "TPOT p50, ms": text("p50_tpot_ms", ".2f"), "output tokens/s": text("output_tokens_s", ".0f")}  # fmt: skip
 OPTIONS = {"dtype": "dtype", "options": "options"}
@@ -142,11 +155,13 @@ STARTED = {"s to the first token": "first_token_s", "profiling run": "profile_s"
            "kernels compiled": "kernels_compiled", "their s, summed": "compile_s"}  # fmt: skip
 PEERS = {"bytes a prompt": text("bytes", ",.0f"), "ms to read": text("transfer_ms", ".1f"), "GB/s": text("GB_s", ".1f")}
 KERNEL = {"dtype": "µs", "kernel": "kernel"}
-COLUMNS = {"group": "query heads", "query_tokens": "new tokens", "recent": "window", "dtype": "µs"}
+COLUMNS = {"group": "query heads", "query_tokens": "new tokens", "dtype": "µs"}
 LATENT = {"heads": "heads", "queries": "query tokens", "spread": "spread of lengths", "rope_bits": "bits of RoPE",
           "recent": "recent window", "cache": "µs"}  # fmt: skip
-SOAKED = ("dtype", "clients", "seconds", "requests", "tokens", "errors", "preemptions", "samples", "samples_parted",
-          "answers_from_disk", "answers_from_disk_wrong", "host_growth_mib", "files")  # fmt: skip
+SOAKED = {"clients": "clients", "seconds": "seconds", "requests": "requests", "tokens": "tokens", "errors": "errors",
+          "preemptions": "preemptions", "samples": "samples", "of these, other tokens": "samples_parted",
+          "answers from disk": "answers_from_disk", "wrong ones": "answers_from_disk_wrong",
+          "growth of host memory, MiB": "host_growth_mib", "files": "files"}  # fmt: skip
 CODED = {"bytes": text("bytes"), "KL (of fp8's)": ratio("kl", lambda cell: f"{float(cell):.5f}"),
          "±": text("kl_error", ".5f"), "perplexity": text("perplexity")}  # fmt: skip
 KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
@@ -182,7 +197,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
         Spec("prefill", "prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
         Spec("recent-window", "recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
              base={"recent_tokens": "0"}),
-        Spec("means", {"means.csv": ""}, {"dtype": "ms", "means": "means of keys"}, STEP, CASE, base={"means": "none"}),
+        Spec("means", "means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged, base={"means": "none"}),
         Spec("mixed", "mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
         Spec("verify", "verify.csv", {"model": "shape", "drafts": "drafts", "dtype": "ms"}, STEP, CASE),
@@ -200,8 +215,8 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              "dtype": ("auto", *OURS)}),
         Spec("server", "serve.csv", {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
         Spec("server-settings", {"async.csv": "", "serve_96.csv": ""}, OPTIONS,
-             shows( {"output tokens/s": "output_tokens_s", "TTFT, ms": "p50_ttft_ms", "TPOT, ms": "p50_tpot_ms"}),
-             prepare=last_options),
+             {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
+              "TPOT, ms": text("p50_tpot_ms", ".1f")}, prepare=last_options),
         Spec("throughput", "throughput.csv", {"dtype": "dtype"}, {"requests that fit": ratio("fit"),
              "output tokens/s, whole wave": ratio("output_tokens_s"), "while all decode": ratio("decode_tokens_s")}),
         Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
@@ -214,16 +229,17 @@ SPECS: Mapping[str, Sequence[Spec]] = {
              ".0f"), ("source",)),
         Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
         Spec("startup", "startup.csv", {"caches": "caches", "torch_compile": "torch.compile", "dtype": "dtype"},
-             shows(STARTED), where={"commit": ("cab66d4", "b5be0f4")}),
+             {"on": lambda row, _: row["gpu"].split()[1]} | shows(STARTED), where={"commit": ("cab66d4", "b5be0f4")}),
     ),
     "docs/internals.md": (
         Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
         Spec("kernels", "kernels.csv", KERNEL, MICROSECONDS, CASE, {"spread": ("0",)}),
         Spec("kernels-h100", "h100/kernels.csv", KERNEL, MICROSECONDS, CASE),
-        Spec("columns", {"columns.csv": ""}, COLUMNS, MICROSECONDS, CASE,
-             {"means": ("none",), "requests": ("32", "8")}, by_kernel),
-        Spec("latent-kernels", "latent_kernels.csv", LATENT, ratio("p50_us"), CASE, base={"cache": "fa3"},
-             prepare=list),
+        Spec("columns", {"columns.csv": ""}, COLUMNS, MICROSECONDS, CASE, {"means": ("none",), "recent": ("0",),
+             "requests": ("32",), "context": ("8192",), "group": ("4", "8", "16"), "query_tokens": ("1", "4")},
+             by_kernel),
+        Spec("latent-kernels", "latent_kernels.csv", {"heads": "heads", "cache": "µs"}, ratio("p50_us"), CASE,
+             {"queries": ("1",), "spread": ("0",), "rope_bits": ("16",), "recent": ("0",)}, list, {"cache": "fa3"}),
         Spec("latent-kernels-h100", "h100/latent_kernels.csv", LATENT, ratio("p50_us"), CASE, prepare=list),
         Spec("store", "store.csv", {"dtype": "µs, tokens:", "part": "part"}, text("p50_us"), ("tokens",)),
         Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
@@ -231,7 +247,7 @@ SPECS: Mapping[str, Sequence[Spec]] = {
     ),
     "docs/reliability.md": (
         Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
-             {"model": "model", "setting": "on"}, shows(SOAKED), prepare=list),
+             {"model": "model", "setting": "on", "dtype": "dtype"}, shows(SOAKED), prepare=list),
     ),
     "docs/quality.md": (
         Spec("quality-summary", BEHIND, AFTER, kl, ("prompt",), {"setting": (CALIBRATED,)}, behind("prompt",
@@ -290,7 +306,7 @@ def runs() -> str:
 
 def made() -> dict[Path, str]:
     """Each file with what it should have. Raises ValueError if a page's markers and its tables are not the same."""
-    pages = {RESULTS / "runs.md": runs(), quality_rows.PLAN: quality_rows.content()}
+    pages = {RESULTS / "runs.md": runs(), plan_figures.FILE: plan_figures.content()}
     for name, specs in SPECS.items():
         text = (REPO / name).read_text()
         blocks = {spec.name: spec.block("../" * name.count("/")) for spec in specs}

@@ -1,18 +1,16 @@
-"""Rows of SmolLM2's quality, and what `packed-kv plan` says of them: KL and recall, in planning/measured.json."""
+"""Rows of SmolLM2's quality: which ones count, of what, and in which setting."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tables
-from tables import BASELINE, NOT_FINITE, RESULTS, Row, in_order, load, made_by
+from tables import BASELINE, NOT_FINITE, RESULTS, Row, in_order, made_by
 
-PLAN = RESULTS.parents[1] / "overlay" / "packed_kv" / "planning" / "measured.json"
 CALIBRATED, UNCALIBRATED, NO_WINDOW = "calibrated", "no file", "calibrated, no window"
 FOLDER, H200 = "generate-smollm2", "quality-smollm2-h200"
 BEHIND = {f"{FOLDER}/calibrated.json": CALIBRATED, f"{FOLDER}/uncalibrated.json": UNCALIBRATED}
@@ -97,34 +95,3 @@ def tasks(rows: list[Row]) -> list[Row]:
     found = [{**row, "setting": setting, "shown": f"{row['solved']}, {row['lost']}"}
              for name, setting in settings for row in kept_tasks(name)]  # fmt: skip
     return in_order(tables.without_others(found))
-
-
-def content() -> str:
-    """What planning/measured.json should have. Its steps stay as they are: tests/planning holds them to the rows."""
-    found = json.loads(PLAN.read_text())
-    shares = {(row["setting"], row["dtype"]): round(float(row["kl_share"]), 2)
-              for name, setting in TEXT.items() for row in forced([{**row, "setting": setting} for row in load(name)])
-              if row["kl_share"]}  # fmt: skip
-    on_cpu = {(row["window"], row["calibration"], row["dtype"]): float(row["of_fp8"])
-              for row in load("prompts_cpu.csv")}  # fmt: skip
-    latent = {name: {(row["coding"], row["calibrated"]): float(row["kl"]) for row in load(name)}
-              for name in ("latent_quality.csv", "latent_window.csv")}  # fmt: skip
-    settings = (("window", "calibrated", CALIBRATED), ("window", "uncalibrated", UNCALIBRATED),
-                ("no_window", "calibrated", NO_WINDOW), ("no_window", "uncalibrated", ""))  # fmt: skip
-    for window, state, setting in settings:
-        at = ("64" if window == "window" else "0", UNCALIBRATED if state == "uncalibrated" else CALIBRATED)
-        kl_of, file = found["kl"][window][state], "latent_window.csv" if window == "window" else "latent_quality.csv"
-        kl_of |= {dtype: shares.get((setting, dtype), on_cpu.get((*at, dtype))) for dtype in tables.ORDER[3:]}
-        kl_of["fp8"] = shares[CALIBRATED, "fp8"]
-        for bits, rope in (("16", ""), ("8", "-rope8")):
-            suffix = ("-window64" if window == "window" else "") + rope
-            found["kl"]["latents"][window][bits][state] |= {
-                dtype: round(latent[file][f"{dtype}{suffix}", "yes" if state == "calibrated" else "no"]
-                             / latent[file]["fp8", "yes"], 2) for dtype in tables.ORDER[3:]
-            }  # fmt: skip
-    for name, state in BEHIND.items():
-        kept = {row["dtype"]: int(row["solved"].rstrip("%")) for row in kept_tasks(name)
-                if (row["task"], row["prompt"]) == ("far", "7,500")}  # fmt: skip
-        recall = found["recall"]["calibrated" if state == CALIBRATED else "uncalibrated"]
-        recall |= {dtype: share for dtype, share in kept.items() if dtype in recall}
-    return re.sub(r"\{[^{}]*\}", lambda match: re.sub(r"\s+", " ", match[0]), json.dumps(found, indent=1)) + "\n"

@@ -50,11 +50,16 @@ def number(cell: str) -> str:
     return f"{float(cell):.2f}" if "." in cell else f"{int(cell):,}"
 
 
-def ratio(column: str, form: Callable[[str], str] = number) -> Show:
-    """Shows a column, and after it in brackets its ratio to the base's."""
+def rounded(cell: str) -> str:
+    """A row's figure as a whole number, thousands with commas."""
+    return f"{float(cell):,.0f}"
+
+
+def ratio(column: str, form: Callable[[str], str] = number, digits: int = 2) -> Show:
+    """Shows a column, and after it in brackets its ratio to the base's with so many digits."""
 
     def show(row: Row, base: Row | None) -> str:
-        compared = f" ({float(row[column]) / float(base[column]):.2f})" if base and base is not row else ""
+        compared = f" ({float(row[column]) / float(base[column]):.{digits}f})" if base and base is not row else ""
         return form(row[column]) + compared
 
     return show

@@ -41,17 +41,22 @@ def test_tables_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "pages"),
     [
-        ("decode.csv", "tq4,32,8192,32,8.372,8.503", "tq4,32,8192,32,8.372,8.603", "README.md, docs/speed.md"),
-        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", "README.md, benchmarks/results/runs.md, docs/speed.md"),
+        ("decode.csv", "tq4,32,8192,32,8.372,8.503", "tq4,32,8192,32,8.372,8.603",
+         "README.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
+        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", 
+         "README.md, benchmarks/results/runs.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
         ("generate-smollm2/calibrated.json", '"kl_mean": 0.00297', '"kl_mean": 0.00797', "README.md, docs/quality.md"),
         ("quality-smollm2-h200/calibrated-window-64-29533ae.json", '"kl_mean": 0.00487974', '"kl_mean": 0.00787974',
          "docs/quality.md, overlay/packed_kv/planning/measured.json"),
+        ("tensor_parallel.csv", "auto,1,32768,24,4.453,4.586", "auto,1,32768,24,4.453,4.686",
+         "docs/speed.md, overlay/packed_kv/planning/measured.json"),
+        ("means.csv", "tq4,32,8192,48,8.754,8.833", "tq4,32,8192,48,8.754,8.933", "docs/speed.md"),
         ("soak_restarts_cpu.json", '"errors": 0', '"errors": 1', "docs/reliability.md"),
         ("latent_quality.csv", "tq4,yes,400,0.000556", "tq4,yes,400,0.000656",
          "docs/quality.md, overlay/packed_kv/planning/measured.json"),
         ("runs.toml", "benchmarks/store.py --csv", "benchmarks/shop.py --csv", "benchmarks/results/runs.md"),
     ],
-    ids=["step", "card", "quality", "teacher-forced", "soak", "latents", "command"],
+    ids=["step", "card", "quality", "teacher-forced", "collective", "mean of two runs", "soak", "latents", "command"],
 )  # fmt: skip
 def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages: str) -> None:
     path = copy / "benchmarks" / "results" / file

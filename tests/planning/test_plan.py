@@ -163,21 +163,18 @@ def test_a_step_reads_the_ring_beside_the_pages() -> None:
     assert ring_ms == pytest.approx(1e3 * read / measured.rate("isoquant4", cards.find("H200")))
 
 
-def test_shares_come_from_the_measured_steps() -> None:
-    """A share is the slope between 1,024 and 8,192 tokens of 32 requests; `request` is that from 32 to 128 requests of
-    as many tokens, in bf16, and `fixed` what is left of bf16's step; `collective` what is left of one on two cards."""
+def test_the_estimate_gives_back_the_steps_that_it_is_made_of() -> None:
+    """Those that benchmarks/plan_figures.py reads: the growth of each dtype's step from 1,024 to 8,192 tokens, bf16's
+    steps of 32 and 128 requests, and its step on two cards."""
     steps = {(row["dtype"], row["requests"], row["context"]): float(row["p50_ms"]) for row in rows("decode.csv")}
-    shape, peak = parse(SHAPE_8B, "8B"), cards.find(measured.STEP["gpu"]).bandwidth
-    for name, share in measured.STEP["share"].items():
-        dtype = measured.STEP["not_measured"].get(name, name)
+    case = {"ranks": "1", "recent_tokens": "0", "gpu": "H200", "requests": "32"}
+    for dtype in measured.STEP["share"]:
         key = "auto" if dtype == "bf16" else dtype
-        read = 32 * (8192 - 1024) * cache.bytes_per_token(shape, dtype, cache.Serving(8192))
-        slope = (steps[key, "32", "8192"] - steps[key, "32", "1024"]) / 1e3
-        assert share == pytest.approx(read / slope / peak, rel=1e-3), name
-    request = (steps["auto", "128", "2048"] - steps["auto", "32", "8192"]) / (128 - 32)
-    assert measured.STEP["request_ms"] == pytest.approx(request, rel=1e-3)
-    row = {"dtype": "bf16", "requests": "32", "context": "8192", "ranks": "1", "recent_tokens": "0", "gpu": "H200"}
-    assert estimate(row) == pytest.approx(steps["auto", "32", "8192"], rel=1e-3)
+        short, long = (estimate({**case, "dtype": dtype, "context": context}) for context in ("1024", "8192"))
+        assert long - short == pytest.approx(steps[key, "32", "8192"] - steps[key, "32", "1024"], rel=1e-3), dtype
+    for requests, context in (("32", "8192"), ("128", "2048")):
+        found = estimate({**case, "dtype": "bf16", "requests": requests, "context": context})
+        assert found == pytest.approx(steps["auto", requests, context], rel=1e-3)
     two = next(row for row in rows("tensor_parallel.csv") if (row["dtype"], row["requests"]) == ("auto", "1"))
     assert estimate({**two, "dtype": "bf16"}) == pytest.approx(float(two["p50_ms"]), rel=1e-3)
 
