@@ -100,7 +100,8 @@ def tasks(rows: list[Row]) -> list[Row]:
 
 
 def content() -> str:
-    """What planning/measured.json should have. Its steps stay as they are: tests/planning holds them to the rows."""
+    """Return the text that planning/measured.json should have. Its steps stay as they are: tests/planning holds them to
+    the rows."""
     found = json.loads(PLAN.read_text())
     shares = {(row["setting"], row["dtype"]): round(float(row["kl_share"]), 2)
               for name, setting in TEXT.items() for row in forced([{**row, "setting": setting} for row in load(name)])

@@ -26,7 +26,7 @@ class ModelRope(NamedTuple):
 
 
 def ropes_of(config: Any) -> list[ModelRope]:
-    """Those that a language model's configuration names, each with channels (i, i + n) for pairs, and (2i, 2i + 1).
+    """RoPEs that a language model's configuration names, each with channels (i, i + n) for pairs, and (2i, 2i + 1).
 
     None if there are none, or if `why_none` says why.
     """
@@ -44,7 +44,7 @@ def ropes_of(config: Any) -> list[ModelRope]:
 
 
 def why_none(config: Any) -> str | None:
-    """Why a model's keys get one mean for all positions, in words; None if its RoPEs are known."""
+    """Say why a model's keys get one mean for all positions; None if its RoPEs are known."""
     found = rope_parameters(config)
     if not found:
         return "its configuration names no RoPE"
@@ -143,8 +143,8 @@ def _double_angles(found: ModelRope, device: torch.device) -> tuple[torch.Tensor
 
 
 def rope_of_layer(ropes: Sequence[ModelRope], before: torch.Tensor, behind: torch.Tensor) -> int | None:
-    """Which RoPE a layer has, by the sums of its keys: before each of `ropes`, float64 [KV heads, ropes, head_dim], and
-    behind, as the cache holds them, [KV heads, head_dim]. None: it has no RoPE, or its keys have no mean before it.
+    """Find a layer's RoPE by the sums of its keys: before each of `ropes`, float64 [KV heads, ropes, head_dim], and
+    after it, as the cache holds them, [KV heads, head_dim]. None: it has no RoPE, or its keys have no mean before it.
 
     Keys have a constant in them before RoPE, which another RoPE's frequencies or pairs would turn differently at every
     position, so that it vanishes from the mean. A mistake is safe: whatever the mean, the runtime gives scores back

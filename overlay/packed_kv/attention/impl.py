@@ -115,7 +115,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
         refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
         self.attention: PairAttention | ContextParallelAttention | None = None
-        """What `build` makes."""
+        """Attention of the layer's steps; None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
@@ -160,7 +160,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.attention = PairAttention(parts) if self.shard == UNSHARDED else ContextParallelAttention(parts)
 
     def _kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
-        """Those of the device that store, decode and prefill, where they serve the layer."""
+        """Return the device's kernels that store, decode and prefill, where they serve the layer."""
         if self.device.type == "cpu":
             return self._cpu_kernels(codec)
         from .choice import Limits  # these import Triton, which the CPU platform may lack

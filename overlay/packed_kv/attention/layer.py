@@ -19,7 +19,7 @@ from .store import PairStore
 
 @dataclass(eq=False)
 class PairParts:
-    """What attention of a layer is made of.
+    """Parts of a layer's attention.
 
     `codec`, `query_heads`, `kv_heads`, `options`: of the layer, on this rank. `store`: all writes. `decode`: the kernel
     of decodes; None: they run in PyTorch. `prefill`: that of the other requests, likewise. `shard`: which tokens are in

@@ -120,15 +120,15 @@ class ChannelTransform:
         return torch.where((positions == 0).unsqueeze(-1), self.first_mean, means)
 
     def mean_rows(self) -> torch.Tensor | None:
-        """For kernels: mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim], contiguous, in
-        the model's order. None if `forward` takes off nothing."""
+        """Return, for kernels, the mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim],
+        contiguous, in the model's order. None if `forward` takes off nothing."""
         if not self.centres:
             return None
         return self._stacked(self._rows())
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
-        """For kernels: those rows and the scale of the channels in packing order, fp32 [1 or heads, 4, stored_dim],
-        contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
+        """Return, for kernels, those rows and the scale of the channels in packing order, fp32 [1 or heads, 4,
+        stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
         scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(*self._rows(), scale, order)
         return self._stacked([row.gather(-1, order) for row in rows])

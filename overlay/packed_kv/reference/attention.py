@@ -23,7 +23,7 @@ MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's attention needs besides its tensors: score scale, sliding window (tokens, the query's own
+    """Options of a layer's attention: score scale, sliding window (tokens, the query's own
     included, or None), logits soft cap (or None) and attention sinks (or None).
 
     `sinks`: a parameter of the layer, float [query heads]: of each, the score of one more key, neither scaled nor

@@ -72,7 +72,7 @@ class WindowLayer(AttentionLayerBase):
         return 0 if self.spec is None else self.spec.ring_block_size
 
     def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
-        """As `get_kv_cache_spec`, without a change to the layer."""
+        """Return the spec of `get_kv_cache_spec`, without a change to the layer."""
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
         side_by_side = _lie_side_by_side(vllm_config, specs)

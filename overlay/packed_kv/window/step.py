@@ -34,18 +34,18 @@ class WindowStep:
         return cls(layer, metadata[layer.layer_name], is_shared)
 
     def ring(self, first: int, end: int) -> Ring:
-        """What attention of the batch's requests `first` .. `end` - 1 reads."""
+        """Return the ring as attention of the batch's requests `first` .. `end` - 1 reads it."""
         return Ring(self.layer.kv_cache, *self.metadata.of_requests(first, end), self.layer.window)
 
     def recent_tokens(
         self, codec: PagedCodec, key: torch.Tensor | None, value: torch.Tensor | None, positions: torch.Tensor,
         query_starts: list[int], context: list[int], first: int,
     ) -> dict[int, RecentTokens]:  # fmt: skip
-        """Of each request from `first` on, what its ring holds and, behind it, the batch's own tokens.
+        """Return for each request from `first` on the tokens of its ring, followed by its new ones.
 
-        To be asked before these are written, once by each layer. A layer that shares the ring gets what the layer that
-        has it got: `metadata`, which ends with the step, keeps that until the last of them has asked, and nothing where
-        no layer shares the ring.
+        To be asked before the new ones are written, once by each layer. A layer that shares the ring gets what
+        the layer that has it got: `metadata`, which ends with the step, keeps that until the last of them has asked,
+        and nothing where no layer shares the ring.
 
         Args:
             codec: of the layer.

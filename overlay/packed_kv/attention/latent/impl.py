@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class LatentParts(NamedTuple):
-    """What attention of a layer is made of: all writes, the kernel of decodes, and what gathers prefixes of prompts."""
+    """Parts of a layer's attention: all writes, the kernel of decodes, and the one that gathers prefixes of prompts."""
 
     store: LatentStore
     decode: DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]
@@ -120,10 +120,10 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.layer_name = ""
         self.window_layer: WindowLayer | None = None
         self.ranks: Ranks | None = None
-        """Those that split the layer's tokens, if any do."""
+        """Ranks that split the layer's tokens, if any do."""
         self.weights: FoldedWeights | None = None
         self.parts: LatentParts | None = None
-        """What `build` makes."""
+        """Both are None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
@@ -150,7 +150,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.parts = self._parts(codec, self.weights.constant)
 
     def _channels(self, layer_name: str) -> ChannelCalibration:
-        """What the calibration file has of a layer's latents, which are one KV head. Raises CalibrationError."""
+        """Return the calibration file's entry for a layer's latents, which are one KV head. Raises CalibrationError."""
         if self.calibration is None:
             return UNCALIBRATED
         found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
@@ -335,7 +335,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         return output, output_lse
 
     def _context_parallel_compute_prefill_context(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """What vLLM calls instead of the method above where ranks split the tokens."""
+        """Do the same where ranks split the tokens: vLLM then calls this method instead of the one above."""
         cache, metadata = arguments
         return self._compute_prefill_context(q, cache, metadata, options["k_scale"])
 
