@@ -163,7 +163,7 @@ class Engine:
     """Measures in an engine whose scheduler is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), otherwise idle."""
 
     def __init__(self, llm: LLM) -> None:
-        from packed_kv.window.size import recent_tokens
+        from packed_kv.window.size import find_window
 
         self.llm, self.engine = llm, llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -172,7 +172,7 @@ class Engine:
         self.blocks = self.scheduler.kv_cache_config.num_blocks
         self.groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
         self.drafts = self.engine.vllm_config.num_speculative_tokens
-        self.window = recent_tokens(self.engine.vllm_config)
+        self.window = find_window(self.engine.vllm_config)[0]
         self._added = 0
 
     def attention(self) -> str:

@@ -14,7 +14,7 @@ from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.reference.attention import AttentionOptions, RecentTokens, attend
+from packed_kv.reference.attention import AttentionOptions, RecentVectors, attend
 from packed_kv.transformers import PackedCache, PackedLayer
 from transformers import (
     AutoModelForCausalLM,
@@ -106,7 +106,7 @@ def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
     recent = None
     if window:
         held = [ring.round_trip(x)[-window:].transpose(0, 1) for x in codec.prepare(*flat, positions)]
-        recent = RecentTokens(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
+        recent = RecentVectors(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
     engine = attend(codec, pages, torch.arange(blocks), tokens, query, AttentionOptions(HEAD_DIM**-0.5), recent)[0]
     assert relative_rms(ours, engine) < 1e-5
 

@@ -37,8 +37,8 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True)
-class RecentTokens:
-    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
+class RecentVectors:
+    """K and V of a request's newest tokens, from token `first` to its last, as its ring has them or will have them.
 
     `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
     tokens here, its own included, and those before them from the pages.
@@ -57,7 +57,7 @@ def attend(
     seq_len: int,
     query: torch.Tensor,
     options: AttentionOptions,
-    recent: RecentTokens | None = None,
+    recent: RecentVectors | None = None,
     shard: ContextShard = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of one request's newest tokens over those of its cached tokens, the newest included, that are in

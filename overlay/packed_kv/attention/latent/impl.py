@@ -34,7 +34,7 @@ from ...refusals import refuse
 from ...settings.calibration import find_calibration
 from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options
-from ...window.layer import WindowLayer, add_window_layer, recent_tokens_of_model
+from ...window.layer import WindowLayer, add_window_layer, window_tokens_of_model
 from ...window.step import WindowStep
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
@@ -116,7 +116,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
             compile_ahead()
         self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
-        self.recent_tokens = recent_tokens_of_model(self.config)
+        self.window_tokens = window_tokens_of_model(self.config)
         self.layer_name = ""
         self.window_layer: WindowLayer | None = None
         self.ranks: Ranks | None = None
@@ -127,8 +127,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
-        if self.recent_tokens:
-            self.window_layer = add_window_layer(self, self.recent_tokens, longest_decode(self.config), self.config)
+        if self.window_tokens:
+            self.window_layer = add_window_layer(self, self.window_tokens, longest_decode(self.config), self.config)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
         return False
