@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from packed_kv.codecs.rope import block_table
+from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.rope import VARYING, Rope, average_length, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -104,7 +104,7 @@ def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
     first, second, _ = _pairs(mean, found.rope)
     varying = torch.cat((mean, squares - mean.square(), products), -1)
     varying[..., 2 * mean.shape[-1] :][..., : first.shape[-1]] -= first * second
-    cos, sin = block_table(found.rope, mean.shape[-1], 1)[0].to(mean)
+    cos, sin = spectrum_of_blocks(found.rope, mean.shape[-1], 1)[0].to(mean)
     turned = mean.square() * (1 - cos.square() - sin.square())  # the constant's distance from its block's average
     first, second, rest = _pairs(turned, found.rope)
     within = _joined((first + second) / 2, (first + second) / 2, rest, found.rope)
@@ -115,7 +115,7 @@ def squares_of_other_mean(difference: torch.Tensor, found: ModelRope) -> torch.T
     """Return what mean squares of stored keys grow by if a mean before RoPE is taken off that differs from their own:
     float64 [heads, head_dim] -> [heads, head_dim]. It is taken off as its block's average, so fast pairs hardly
     count."""
-    cos, sin = block_table(found.rope, difference.shape[-1], 1)[0].to(difference)
+    cos, sin = spectrum_of_blocks(found.rope, difference.shape[-1], 1)[0].to(difference)
     averaged = difference * (cos.square() + sin.square()).sqrt()
     first, second, _ = _pairs(averaged, found.rope)
     unused = difference.shape[-1] // 2 - first.shape[-1]

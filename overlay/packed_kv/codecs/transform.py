@@ -12,7 +12,8 @@ import torch
 
 from ..channel_calibration import ChannelCalibration
 from ..layout import MEAN_BLOCK
-from .rope import Rope, block_table, partner
+from ..rope import Rope
+from .rope import partner, spectrum_of_blocks
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -155,7 +156,7 @@ class ChannelTransform:
         return mean * cosine + self.partner * sine
 
     def _spectrum(self, rope: Rope, blocks: int) -> torch.Tensor:
-        return block_table(rope, self.head_dim, blocks, self.stored_dim, self.device)
+        return spectrum_of_blocks(rope, self.head_dim, blocks, self.stored_dim, self.device)
 
     def _mean_or_zero(self) -> torch.Tensor:
         return torch.zeros(self.stored_dim, device=self.device) if self.mean is None else self.mean
