@@ -70,8 +70,8 @@ class Case:
         self.output = torch.zeros(LAYERS, requests, heads, RANK, dtype=torch.bfloat16, device="cuda")
 
     def round_of(self, launches: tuple[str, ...], *, has_window: bool = True) -> Callable[..., None]:
-        """These launches of all layers. Called with True, it waits behind each layer's attention over pages, and behind
-        each layer."""
+        """Return a function that launches `launches` of all layers. Called with True, it waits after each layer's
+        attention over pages, and after each layer."""
         shape, lens = cuda.shape_of(self.heads, self.sm_count), self.page_lens if has_window else self.seq_lens
         schedule = LatentScheduler(self.requests, self.sm_count, torch.device("cuda"))(lens, shape.partitions)
         rows = shape.partial_rows(self.requests)
@@ -109,7 +109,7 @@ class Case:
         return run
 
     def is_right(self, run: Callable[..., None]) -> bool:
-        """Whether a graph of all launches leaves what they leave one by one, time and again."""
+        """Return True if a graph of all launches gives the results of single launches, each of 20 times."""
         run(True)
         expected, graph = self.output.clone(), captured(run)
         same = True

@@ -58,7 +58,7 @@ class Spec:
         return self.chosen(tables.without_others(named))
 
     def chosen(self, rows: list[Row]) -> Sequence[Row]:
-        """Those of the rows that the table has."""
+        """Return the rows that the table has."""
         return self.prepare([row for row in rows if all(row[key] in found for key, found in self.where.items())])
 
     def table(self, rows: Sequence[Row]) -> Table:

@@ -36,7 +36,7 @@ def some_slots(tokens: int) -> torch.Tensor:
 
 
 def launches(name: str, tokens: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What to launch, by part."""
+    """Yield the launches to be timed, by part."""
     codec = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda")
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device="cuda")
     key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)

@@ -80,7 +80,7 @@ BASE = {"dtype": BASELINE}
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is a number, as 16 or 28.0."""
+    """Return True if a cell is a number, such as 16 or 28.0."""
     return cell.replace(".", "", 1).isdigit()
 
 

@@ -1,4 +1,4 @@
-"""What packed latents cost a trained model with latent attention (MLA): KL divergence, perplexity and recall.
+"""Cost of packed latents in a trained model with latent attention (MLA): KL divergence, perplexity and recall.
 
     python quality/latent_quality.py MODEL --text FILE ... [--calibration FILE] [--out CSV --commit COMMIT]
 
@@ -53,7 +53,7 @@ class Windowed:
 
 
 Codings = Sequence[Coding | Windowed | None]
-"""Of each layer."""
+"""The coding of each layer; None: plain."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NVFP4_GROUP = 16
 BOTH_ROPES = [name + rope for name in FORMATS for rope in ("", "-rope8")]
@@ -155,7 +155,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor, codings: Codings) -> torch.Tensor:
-        """Of rows [n, tokens], each a text, with each layer's coding or none: [n, tokens, vocabulary]."""
+        """Return logits [n, tokens, vocabulary] of rows [n, tokens], each a text, with each layer's coding or none."""
         for layer, expand, coding in zip(self.layers, self.expand, codings, strict=True):
             layer.expand_kv = expand if coding is None else functools.partial(expand_coded, expand, coding)
             layer.window = coding.window if isinstance(coding, Windowed) else 0

@@ -56,8 +56,8 @@ class FarPacked:
         AttentionInterface.register(ATTENTION, self.attention)
 
     def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
-        """Of the tokens that follow the last `scored` of a context int64 [1, tokens], fp32 [scored, vocabulary]. The
-        cache holds those before them, and afterwards again."""
+        """Return log probabilities, fp32 [scored, vocabulary], of the tokens that follow the last `scored` of a context
+        int64 [1, tokens]. The cache holds those before them, and afterwards again."""
         logits = self.model(ids[:, -scored:], past_key_values=cache, use_cache=True).logits[0]
         cache.crop(-scored)
         return logits.float().log_softmax(-1)
@@ -80,7 +80,7 @@ class FarPacked:
 
 
 class Fp8:
-    """In the place of a codec: rounds to e4m3."""
+    """A codec that rounds to e4m3."""
 
     def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
         return through_e4m3(x)
@@ -101,7 +101,7 @@ def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> M
 
 
 def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
-    """By bands of positions: the share of K's energy less the file's means, median over layers."""
+    """Share of K's energy that is left without the file's means, by bands of positions, median over layers."""
     left = []
     for number, layer in enumerate(cache.layers):
         keys, known = layer.keys[0].transpose(0, 1)[1:], file.layers[number]
@@ -115,7 +115,7 @@ def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """What a mean KL divergence is of; `file`: the calibration's path, "" without one."""
+    """Setting of a mean KL divergence; `file`: the calibration's path, "" without one."""
 
     dtype: str
     file: str
@@ -144,7 +144,7 @@ class Results:
 
 
 def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
-    """Of two means of pairs, with its standard error if there are several."""
+    """Return the ratio of two means of pairs, with its standard error if there are several."""
     found = statistics.fmean(ours) / statistics.fmean(others)
     if len(ours) < 2:
         return f"{found:.2f}"

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers_cache
 from calibration_files import content, write
-from checkout import DEMO_MODEL
+from checkout import DEMO_MODEL, REPO
 from packed_kv import FORMATS, get_codec
 from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
-from packed_kv.reference.attention import AttentionOptions, RecentTokens, attend
+from packed_kv.reference.attention import AttentionOptions, RecentVectors, attend
 from packed_kv.transformers import PackedCache, PackedLayer
 from transformers import (
     AutoModelForCausalLM,
@@ -107,7 +106,7 @@ def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
     recent = None
     if window:
         held = [ring.round_trip(x)[-window:].transpose(0, 1) for x in codec.prepare(*flat, positions)]
-        recent = RecentTokens(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
+        recent = RecentVectors(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
     engine = attend(codec, pages, torch.arange(blocks), tokens, query, AttentionOptions(HEAD_DIM**-0.5), recent)[0]
     assert relative_rms(ours, engine) < 1e-5
 
@@ -312,7 +311,10 @@ def test_assisted_generation_takes_back_what_was_not_accepted(demo, tokenizer):
     assert cache.get_seq_length() < found.shape[1]
 
 
-def test_the_script_measures_what_is_lost_and_held(demo, tokenizer):
+def test_the_script_measures_what_is_lost_and_held(demo, tokenizer, monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import transformers_cache
+
     ids = tokenizer(PROMPTS[1], return_tensors="pt")["input_ids"]
     near, far = (transformers_cache.compare(demo, [ids], PackedCache("turboquant25", recent_tokens=n)) for n in (99, 0))
     assert 0 < near.kl_mean < 0.02 * far.kl_mean

@@ -22,7 +22,7 @@ from .text import LEAST_CONTEXT, LEAST_TOKENS
 ENGINES = ("transformers", "vllm")
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+"""Constant of Linux's <sys/prctl.h>."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:

@@ -1,4 +1,4 @@
-"""Which KV-cache dtype a checkpoint asks for, by the `quantization_config` of its config.json. Imports no torch."""
+"""KV-cache dtype that a checkpoint asks for, by the `quantization_config` of its config.json. Imports no torch."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _calibration(path: str, content: Any) -> Calibration:
 
 
 def why_no_file(model: Model) -> str:
-    """Why tq-calibrate makes no file for a model, in words; "": it makes one."""
+    """Say why tq-calibrate makes no file for a model; "": it makes one."""
     layers = [layer for layer in model.attention if not layer.is_shared]
     sizes = {(layer.head_size, layer.value_size or layer.head_size): layer for layer in reversed(layers)}
     if len(sizes) > 1:

@@ -77,7 +77,7 @@ PAIR = ("key", "value")
 ROPE = "RoPE"
 """Content of the plane of RoPE channels in a page of latent attention."""
 ROPE_SCALES = "RoPE scales"
-"""And of their scales, where they have 8 bits."""
+"""Content of the plane of their scales, where they have 8 bits."""
 
 SIGN_WORD_SHIFT = tuple(4 * NIBBLES[e] + 3 - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in a sign word, for the first of the two groups that share it."""

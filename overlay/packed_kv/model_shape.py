@@ -55,9 +55,9 @@ NEUTRAL_FIELDS = frozenset((
     "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "attention_dropout", "attention_bias",
     "mlp_bias", "hidden_act", "hidden_activation", "rms_norm_eps", "attn_logit_softcapping", "num_experts_per_tok",
 ))  # fmt: skip
-"""Those that change no page and no number of weights."""
+"""Fields that change no page and no number of weights."""
 WINDOW_FIELDS = frozenset(("sliding_window", "attention_chunk_size"))
-"""Those that may be another number in some layers, but not null in these or in the others alone."""
+"""Fields that may be another number in some layers, but not null in these or in the others alone."""
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose layers all are state layers, though their configs do not say so."""
 

@@ -125,7 +125,7 @@ def refuse(facts: Facts, dtype: str) -> None:
 
 
 def no_window(facts: Facts) -> str:
-    """Why an engine has no recent window, in words; "": it can have one."""
+    """Say why an engine has no recent window; "": it can have one."""
     return next((f"{found.rule.subject} ({found.read})" for found in _applied(WINDOW_RULES, facts)), "")
 
 
@@ -371,7 +371,7 @@ WINDOW_RULES: tuple[Rule, ...] = (
          and "its stages would lay out their pages differently with "
          + ("layers of another KV-cache dtype" if f.has_other_dtypes else "a draft's layers")),
 )  # fmt: skip
-"""With which an engine has no recent window; it serves without, and its log says so."""
+"""Rules by which an engine has no recent window; it serves without, and its log says so."""
 
 
 def facts_of_config(config: Config) -> Facts:

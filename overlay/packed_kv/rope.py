@@ -75,7 +75,7 @@ def rope_parameters(config: Any) -> dict[str, Parameters]:
 
 
 def rope_in_words(parameters: Parameters) -> str:
-    """Without what is as by default."""
+    """Name the parameters that are not as by default."""
     return ", ".join(f"{name} {shown(value)}" for name, value in parameters.items() if value != DEFAULTS.get(name))
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SLOWER = "3 to 5 times"
-"""What a generate step in PyTorch takes, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
+"""Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
 
 TILE = 1024
 """Tokens that are unpacked at a time in PyTorch, through fp32."""
@@ -47,8 +47,8 @@ TILE = 1024
 
 @dataclass
 class _Settings:
-    """What all layers of a cache share. `starts`: int64 [sequences], the column of each one's first token, or None:
-    column 0."""
+    """Settings that all layers of a cache share. `starts`: int64 [sequences], the column of each one's first token, or
+    None: column 0."""
 
     fmt: Format
     recent_tokens: int
@@ -56,7 +56,7 @@ class _Settings:
     starts: torch.Tensor | None
 
     def codec(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> PagedCodec:
-        """That of a layer with keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
+        """Make a layer's codec, for keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
         sizes = key.shape[1], key.shape[-1], value.shape[-1]
         known = LayerCalibration() if self.calibration is None else self._known(self.calibration, layer, sizes)
         return PagedCodec(self.fmt, key.shape[-1], known.key, known.value, key.device, value.shape[-1])
@@ -132,7 +132,7 @@ class PackedCache(Cache):
         return PackedLayer(self.settings, len(self.layers))
 
     def _layer(self, number: int, plain: Any) -> PackedLayer:
-        """In the place of the layer that transformers would make."""
+        """Return the packed layer in place of the one that transformers would make."""
         if type(plain) is DynamicLayer:
             return PackedLayer(self.settings, number)
         if type(plain) is DynamicSlidingWindowLayer:
@@ -182,7 +182,7 @@ class _Tokens:
             self._move(tokens)
 
     def _move(self, tokens: int) -> None:
-        """To memory for so many tokens and more."""
+        """Move what is held to memory for `tokens` tokens and more."""
         held = self.held
         sequences, heads, count, width = held.shape
         self.memory = held.new_empty((sequences, heads, _with_room(tokens), width))
@@ -338,7 +338,7 @@ class PackedLayer(DynamicLayer):
             self.starts = change(self.starts)
 
     def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
-        """What is held, and `x` behind it."""
+        """Return the vectors that the layer holds, with `x` after them."""
         held = self.parts[0].tokens
         return torch.cat((part.read(self._positions_held(), self.dtype), x), dim=2) if held else x
 

@@ -35,7 +35,7 @@ class Kept:
 
 
 def kept(row: Generation, baseline: Generation) -> Iterator[Kept]:
-    """By kind and length; none where the baseline solves no task."""
+    """Yield what is kept of the baseline, by kind and length; nothing where the baseline solves no task."""
     for ours, theirs in zip(row.answers, baseline.answers, strict=True):
         pairs = [pair for pair in zip(_single(ours), _single(theirs), strict=True) if pair[1][0]]
         if pairs:

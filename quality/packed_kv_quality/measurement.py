@@ -79,7 +79,7 @@ class Settings:
         return max(lengths + [length + ANSWER_TOKENS for length in self.recall.lengths])
 
     def windows_at_once(self, llm: LLM) -> int:
-        """As many as the engine holds."""
+        """Return the number of windows that the engine holds at once."""
         return at_once(llm, max(map(len, self.windows)) + 1, self.chunk, min(len(self.windows), LARGEST_BATCH))
 
     def by_text(self, positions: Positions) -> dict[str, Text]:

@@ -26,7 +26,7 @@ VOCABULARY = 256
 KV_CACHE_BYTES = 64 << 20
 MAX_MODEL_LEN = 4096
 MEMORY_SHARE = 0.02
-"""Of the device that vLLM wants to find free; the engines share it."""
+"""Share of the device's memory that vLLM wants to find free; the engines share it."""
 UNSCALED = ("gemma3n_text", "gemma4_text")
 """Types of models whose scores have no scale but that of trained norms."""
 BACKENDS = {"bloom": "TRITON_ATTN", "gemma4_text": "TRITON_ATTN", "mimo_v2_flash": "TRITON_ATTN_DIFFKV"}
@@ -181,7 +181,7 @@ def scales(llm: LLM, found: Outputs, new_tokens: int) -> dict[str, float]:
 
 
 def compare(found: Outputs, baseline: Outputs) -> dict[str, float]:
-    """How far outputs are from others."""
+    """Return the distance of outputs from others, and their equal tokens."""
     return {"distance": found.distance(baseline), "equal_tokens": found.equal_tokens(baseline)}
 
 
@@ -205,7 +205,7 @@ def facts(llm: LLM) -> dict[str, Any]:
 
 
 def kinds(layer: Any) -> list[str]:
-    """What a layer does with its cache."""
+    """Return marks of how a layer uses its cache."""
     if not hasattr(layer, "head_size"):
         return [f"state ({layer.get_attn_backend().get_name().removesuffix('_ATTN').lower()})"]
     if hasattr(layer, "kv_lora_rank"):
@@ -220,5 +220,5 @@ def kinds(layer: Any) -> list[str]:
 
 
 def bool_of(value: Any) -> bool:
-    """Whether an option of attention is set: a tensor, a list, or a number above 0."""
+    """Return True if an option of attention is set: a tensor, a list, or a number above 0."""
     return value is not None and (not isinstance(value, (int, float)) or value > 0)

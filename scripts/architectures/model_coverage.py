@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which architectures of vLLM a packed dtype serves: the table of docs/models.md.
+"""Test which architectures of vLLM a packed dtype serves: the table of docs/models.md.
 
 Each architecture runs as a tiny random model in a process of its own, in bf16 (`auto`) and then with the packed dtype:
 4 prompts of 200 random tokens in chunks of 64, then 24 greedy tokens each; on a GPU with CUDA graphs for decodes. A
@@ -45,7 +45,7 @@ HEADER = (
 )  # fmt: skip
 LONGEST_REASON = 160
 COLUMNS = 118
-"""Of a line of the page."""
+"""Width of the page's lines."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -137,7 +137,7 @@ def begin(context: Any, architecture: str, options: argparse.Namespace, folder: 
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What the results were made with."""
+    """Return the card, versions, commit and dtype that the results were made with."""
     import torch
     import vllm
 
@@ -218,7 +218,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """What `HEADER` names."""
+    """Return a row's cells, in the order of `HEADER`."""
     auto, packed = row["auto"], row["packed"]
     head_sizes = ", ".join(map(str, auto.get("head_sizes", [])))
     found = [f"`{row['architecture']}`", ", ".join(auto.get("kinds", []))]

@@ -31,7 +31,7 @@ from packed_kv_quality.engines import apart, engine, kv_tokens, prepare_environm
 
 MEMORY, CONTEXT, BATCHED_TOKENS, BLOCK = 64 << 20, 4096, 256, 32
 RECURRENT = "float32"
-"""What vLLM's CPU platform sets on some processors in any case."""
+"""Dtype of recurrent states that vLLM's CPU platform sets on some processors in any case."""
 
 
 MORE: dict[str, dict[str, Any]] = {
@@ -57,12 +57,12 @@ FOR_LAYERS = {
         "per_layer_config": {str(layer): {"head_dim": 128, "num_key_value_heads": 1} for layer in (1, 3)},
     }
 }
-"""What else the config of an architecture says where transformers 5.19 saved it."""
+"""Further fields of the config of an architecture, where transformers 5.19 saved it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is served: an architecture of `coverage_models`, on how many ranks, with which layers skipped and with
+    """One engine: an architecture of `coverage_models`, on how many ranks, with which layers skipped and with
     which kinds of layers instead of its own. `by_layer`: with a config that lists layers which differ. `on_gpu`: by
     vLLM's rules for CUDA, which need no GPU."""
 
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What its config.json says."""
+        """Contents of its config.json."""
         kinds = {"layer_types": list(self.kinds), "num_hidden_layers": len(self.kinds)} if self.kinds else {}
         by_layer = FOR_LAYERS[self.architecture] if self.by_layer else {}
         config = {**MODELS, **MORE}[self.architecture] | {"architectures": [self.architecture]} | kinds | by_layer
@@ -124,7 +124,7 @@ ONE_OF_A_KIND = (
     "full", "5 sliding, 4 full", "hybrid, Mamba-2", "shared, heads of two sizes", "skipped layers", "full, 2 ranks",
     "heads of two sizes, by layer", "latents, two caches a layer", "layers that run twice",
 )  # fmt: skip
-"""Those that --start starts, and a test counts; and, of the latter alone, those by the rules for CUDA."""
+"""Cases that --start starts, and a test counts; those by the rules for CUDA are only counted."""
 
 
 def planned(case: Case, dtype: str, in_flight_tokens: int) -> int:
@@ -178,7 +178,7 @@ def _counted(folder: str, case: Case, dtype: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _rules_of_cuda() -> Iterator[None]:
-    """What vLLM's plan takes from its CPU platform and its attention there is as on CUDA with FlashAttention: how
+    """Give vLLM's plan CUDA's answers with FlashAttention in place of its CPU platform's and its attention's there: how
     blocks are enlarged, which blocks and layouts there are. Nothing runs."""
     from packed_kv.settings import facts
     from vllm.platforms import current_platform

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 CONTEXTS = (2048, 8192, 32768)
 LONGEST = 1 << 20
-"""Of the planner's config: no figure depends on it."""
+"""Longest request of the planner's config: no figure depends on it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ MODELS = {
 
 
 def specs(model: Model, fmt: Format, window: int) -> dict[str, KVCacheSpec]:
-    """Of all layers, and of their rings."""
+    """Return the cache specs of all layers and of their rings, by name."""
     dense = FullAttentionSpec(block_size=1, num_kv_heads=model.kv_heads, head_size=model.head_dim, dtype=torch.bfloat16)
     packed = replace(dense, dtype=torch.uint8, state_content_bytes=fmt.slot_bytes(model.head_dim))
     block_size = 16 * math.ceil(max(model.state_bytes, 16 * packed.page_size_bytes) / (16 * packed.page_size_bytes))

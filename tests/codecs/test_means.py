@@ -8,9 +8,10 @@ import pytest
 import torch
 from packed_kv import FORMATS, get_codec
 from packed_kv.channel_calibration import ChannelCalibration
-from packed_kv.codecs.rope import Rope, block_table
+from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.layout import MEAN_BLOCK
+from packed_kv.rope import Rope
 from page_codecs import page_codec
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ def test_rounding_is_as_it_is_written() -> None:
 def test_tables_are_made_on_the_cpu() -> None:
     """Whatever PyTorch's default device is: a GPU's sines differ."""
     with torch.device("meta"):
-        table = block_table(Rope((0.5, 0.25)), 64, 3)
+        table = spectrum_of_blocks(Rope((0.5, 0.25)), 64, 3)
     assert table.device.type == "cpu" and table.dtype == torch.float32
 
 
@@ -165,7 +166,7 @@ def test_a_rope_that_heads_cannot_have(rope: Rope, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         get_codec("tq4", 64, mean=[0.0] * 64, rope=rope)
     with pytest.raises(ValueError, match=words):
-        block_table(rope, 64, 1)
+        spectrum_of_blocks(rope, 64, 1)
 
 
 def test_a_rope_needs_a_mean_and_positions() -> None:

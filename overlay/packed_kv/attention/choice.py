@@ -1,4 +1,4 @@
-"""Which of the two decode kernels of CUDA serves a layer, of pairs or of latents."""
+"""Choice between the two decode kernels of CUDA, for a layer of pairs or of latents."""
 
 from __future__ import annotations
 

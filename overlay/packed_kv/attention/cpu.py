@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 SLOWER = "10 to 25 times"
-"""What a decode step in PyTorch takes, in steps of these kernels, as benchmarks/cpu.py measures it."""
+"""Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
 class CpuPairs(DecodeKernel[None]):
@@ -67,7 +67,7 @@ class CpuPairs(DecodeKernel[None]):
 
 
 class Sizes(NamedTuple):
-    """Of an engine: the most tokens of a request and of a batch; the model's dtype; a number of its own."""
+    """An engine's limits, the most tokens of a request and of a batch; the model's dtype; the engine's own number."""
 
     max_tokens: int
     dtype: torch.dtype

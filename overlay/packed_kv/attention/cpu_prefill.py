@@ -31,9 +31,9 @@ PIECE = 1024
 
 
 class Span(NamedTuple):
-    """What the op sees of a request: its tokens from `start`, a multiple of 16, to `end`; from `own` on they are new.
+    """Tokens of a request that the op sees: from `start`, a multiple of 16, to `end`; from `own` on they are new.
 
-    `block`: its first block of the scratch cache.
+    `block`: the request's first block of the scratch cache.
     """
 
     request: int
@@ -75,7 +75,7 @@ class Scratch:
 
 
 _scratch: weakref.WeakValueDictionary[tuple[object, ...], Scratch] = weakref.WeakValueDictionary()
-"""Those of engines in this process, as long as a layer has them."""
+"""Scratch caches of the engines in this process, as long as a layer has them."""
 
 
 class CpuPrefill(PrefillKernel):

@@ -31,7 +31,7 @@ from .routes import longest_fused
 
 @dataclass(frozen=True)
 class PairLayout:
-    """What decode attention of a layer of pairs has to know.
+    """Shape of a layer of pairs, and options of its decode attention.
 
     `codec`: on a CUDA device. `query_heads`, `kv_heads`: of this rank; of all ranks that split the tokens, where there
     are several. `shard`: what is in this rank's pages. Where there are several ranks, a step has lse to fill.
@@ -51,8 +51,8 @@ class PairLayout:
 
 
 class PairKind(NamedTuple):
-    """What kernels have in common whose layers share a step: the kernel, heads and their channels, and blocks of
-    positions for which queries have a bias."""
+    """Key of the layers that share a step: the kernel, heads and their channels, and blocks of positions for which
+    queries have a bias."""
 
     by_cuda: bool
     query_heads: int
@@ -91,7 +91,7 @@ class TritonPairStep(PairStep):
 
 @dataclass(frozen=True)
 class HopperPairStep(PairStep):
-    """Of the CUDA kernel's launch; `tensors` are those whose addresses the arguments are."""
+    """Grid and arguments of the CUDA kernel's launch; `tensors` keeps alive those whose addresses are arguments."""
 
     grid: cuda.Grid
     max_query_len: int

@@ -24,7 +24,7 @@ from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence
 from ..settings.options import read_options
-from ..window.layer import SUFFIX, WindowLayer, add_window_layer, recent_tokens_of_model
+from ..window.layer import SUFFIX, WindowLayer, add_window_layer, window_tokens_of_model
 from ..window.step import WindowStep
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
@@ -98,7 +98,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         refuse(replace(facts, dcp=self.shard.ranks), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
-        self.recent_tokens = recent_tokens_of_model(config)
+        self.window_tokens = window_tokens_of_model(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
         self.max_requests = config.scheduler_config.max_num_seqs
@@ -115,12 +115,12 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
         refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
         self.attention: PairAttention | ContextParallelAttention | None = None
-        """What `build` makes."""
+        """Attention of the layer's steps; None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
-        if self.recent_tokens and self.kv_sharing_target_layer_name is None:
-            window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
+        if self.window_tokens and self.kv_sharing_target_layer_name is None:
+            window = min(self.window_tokens, self.options.sliding_window or self.window_tokens)
             add_window_layer(self, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
@@ -160,7 +160,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.attention = PairAttention(parts) if self.shard == UNSHARDED else ContextParallelAttention(parts)
 
     def _kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
-        """Those of the device that store, decode and prefill, where they serve the layer."""
+        """Return the device's kernels that store, decode and prefill, where they serve the layer."""
         if self.device.type == "cpu":
             return self._cpu_kernels(codec)
         from .choice import Limits  # these import Triton, which the CPU platform may lack

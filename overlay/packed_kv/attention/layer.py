@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..codecs.pages import PagedCodec
-from ..reference.attention import AttentionOptions, RecentTokens, attend
+from ..reference.attention import AttentionOptions, RecentVectors, attend
 from ..window.step import WindowStep
 from .context_shard import UNSHARDED, ContextShard
 from .metadata import Batch, PackedMetadata
@@ -19,7 +19,7 @@ from .store import PairStore
 
 @dataclass(eq=False)
 class PairParts:
-    """What attention of a layer is made of.
+    """Parts of a layer's attention.
 
     `codec`, `query_heads`, `kv_heads`, `options`: of the layer, on this rank. `store`: all writes. `decode`: the kernel
     of decodes; None: they run in PyTorch. `prefill`: that of the other requests, likewise. `shard`: which tokens are in
@@ -68,10 +68,10 @@ class PairParts:
     def attend_in_pytorch(self, batch: Batch, first: int, lse: torch.Tensor | None = None) -> None:
         """Serve the batch's requests from `first` on, one by one. `lse`: fp32 [tokens, query heads], filled."""
         metadata, starts = batch.metadata, batch.metadata.query_starts
-        recent: dict[int, RecentTokens] = {}
+        recent: dict[int, RecentVectors] = {}
         if batch.window:
             new = batch.key, batch.value, metadata.positions
-            recent = batch.window.recent_tokens(self.codec, *new, starts, metadata.context, first)
+            recent = batch.window.recent_vectors(self.codec, *new, starts, metadata.context, first)
         for request in range(first, len(metadata.context)):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop:

@@ -38,7 +38,7 @@ logger = init_logger("vllm.packed_kv")
 
 @dataclass
 class PackedMetadata(AttentionMetadata):
-    """What `PackedAttentionImpl` needs to know of a batch.
+    """Metadata of a batch, which `PackedAttentionImpl` reads.
 
     On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `positions` int64 [tokens],
     positions in the request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
@@ -101,7 +101,7 @@ class PackedMetadata(AttentionMetadata):
 
 
 class Batch(NamedTuple):
-    """What a layer of pairs is given in a step.
+    """Input and output of a layer of pairs in a step.
 
     `query`: [tokens, query heads, head_dim], fp16, bf16 or fp32. `key`, `value`: [tokens, KV heads, head_dim] and
     [tokens, KV heads, value_dim], of the same dtype; None in a layer that reads what another has stored. `cache`: uint8

@@ -305,7 +305,7 @@ def find_flash_attention(
 
 
 def takes_two_sizes(version: int, generation: int, head_dim: int, value_dim: int) -> bool:
-    """Whether a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation (9:
-    Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them. Others
-    get V padded, version 4 too, which vLLM does not choose for keys of 192 channels."""
+    """Return True if a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation
+    (9: Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them.
+    Others get V padded, version 4 too, which vLLM does not choose for keys of 192 channels."""
     return (version, generation) == (3, 9) and 128 < head_dim <= 192 and 96 < value_dim <= 128

@@ -1,4 +1,4 @@
-"""Which cached tokens a prefill reads, cut into parts that fit the workspace. Planned on the host, once a step.
+"""Cached tokens that a prefill reads, cut into parts that fit the workspace: scheduled on the host, once a step.
 
 A request's new tokens (its chunk) attend over themselves, causally, and over its prefix, which all of them follow: so
 a piece of the prefix needs no causal mask, and pieces combine by their log-sum-exps.
@@ -90,7 +90,7 @@ def _window_spans(request: int, count: int, prefix: int, last: int, window: int,
 
 
 def _trim(part: list[Span]) -> list[Span]:
-    """Without the empty spans at the ends."""
+    """Return the spans without the empty ones at the ends."""
     filled = [i for i, span in enumerate(part) if span.end > span.start]
     return part[filled[0] : filled[-1] + 1] if filled else []
 

@@ -127,7 +127,7 @@ class DecodeKernel(Protocol[Result]):
 
 
 class PrefillKind(NamedTuple):
-    """What layers have in common that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
+    """Key of the layers that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
     workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
     they read (1: none), and queries' dtype, where it matters."""
 

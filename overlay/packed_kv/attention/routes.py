@@ -1,4 +1,4 @@
-"""Which route serves a request, on which card. Imports no Triton, as the CPU platform may lack it."""
+"""Limits of the decode route, by card. Imports no Triton, as the CPU platform may lack it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a step share: made for the first of them, and kept as long as the step's metadata."""
+"""Cache of a step: things that its layers share, made for the first of them, kept as long as the step's metadata."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import torch
 
 from ..channel_calibration import ChannelCalibration
 from ..formats import FORMATS, Format
+from ..rope import Rope
 from .codec import Channels, Codec
-from .rope import Rope
 from .transform import Numbers
 
 __all__ = ["Codec", "format_named", "get_codec"]

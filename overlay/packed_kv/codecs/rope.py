@@ -20,11 +20,9 @@ import torch
 from ..layout import MEAN_BLOCK
 from ..rope import Rope, average_length
 
-__all__ = ["Rope", "block_table", "partner"]
-
 
 @functools.lru_cache(maxsize=16)
-def block_table(
+def spectrum_of_blocks(
     rope: Rope, head_dim: int, blocks: int, stored_dim: int | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
     """Re g and Im g of blocks of positions, by channel in the model's order: fp32 [blocks, 2, stored_dim], on `device`,

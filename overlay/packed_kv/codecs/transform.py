@@ -12,7 +12,8 @@ import torch
 
 from ..channel_calibration import ChannelCalibration
 from ..layout import MEAN_BLOCK
-from .rope import Rope, block_table, partner
+from ..rope import Rope
+from .rope import partner, spectrum_of_blocks
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -120,15 +121,15 @@ class ChannelTransform:
         return torch.where((positions == 0).unsqueeze(-1), self.first_mean, means)
 
     def mean_rows(self) -> torch.Tensor | None:
-        """For kernels: mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim], contiguous, in
-        the model's order. None if `forward` takes off nothing."""
+        """Return, for kernels, the mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim],
+        contiguous, in the model's order. None if `forward` takes off nothing."""
         if not self.centres:
             return None
         return self._stacked(self._rows())
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
-        """For kernels: those rows and the scale of the channels in packing order, fp32 [1 or heads, 4, stored_dim],
-        contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
+        """Return, for kernels, those rows and the scale of the channels in packing order, fp32 [1 or heads, 4,
+        stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
         scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(*self._rows(), scale, order)
         return self._stacked([row.gather(-1, order) for row in rows])
@@ -155,7 +156,7 @@ class ChannelTransform:
         return mean * cosine + self.partner * sine
 
     def _spectrum(self, rope: Rope, blocks: int) -> torch.Tensor:
-        return block_table(rope, self.head_dim, blocks, self.stored_dim, self.device)
+        return spectrum_of_blocks(rope, self.head_dim, blocks, self.stored_dim, self.device)
 
     def _mean_or_zero(self) -> torch.Tensor:
         return torch.zeros(self.stored_dim, device=self.device) if self.mean is None else self.mean

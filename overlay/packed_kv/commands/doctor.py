@@ -38,7 +38,7 @@ HEAD_DIM, GROUP = 128, 4
 PROBE_SECONDS = 300
 SELFTEST = "whether these kernels are right here: packed-kv selftest"
 OWN_SOURCES = b"packed_kv/kernels/"
-"""In the path of each of our kernels' sources, which Triton keeps beside what it compiled."""
+"""Part of the path of each of our kernels' sources, which Triton keeps with what it compiled."""
 BEGINNING = 4096
 """Bytes read of each file of Triton's cache, which may be shared and hold thousands."""
 
@@ -125,7 +125,7 @@ def _version(distribution: str) -> str:
 
 
 def _vllm() -> Finding:
-    """Which vLLM, and whether it is patched, in the words of packed-kv-patch. Reads files, and imports no vLLM."""
+    """Find vLLM's version, and say if it is patched, in packed-kv-patch's words. Reads files, imports no vLLM."""
     pins, tree = (import_module(f"packed_kv_patches.{name}") for name in ("pins", "tree"))
     if importlib.util.find_spec("vllm") is None:
         versions = [f"{wheel.distribution}=={pin.version}" for pin in pins.load().values() for wheel in pin.wheels]

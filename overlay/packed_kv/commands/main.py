@@ -26,7 +26,7 @@ class Command:
 
 
 EXIT_INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
+"""Exit code of shells after Ctrl-C: 128 and the number of SIGINT."""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {

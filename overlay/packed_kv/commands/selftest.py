@@ -24,7 +24,7 @@ from ..json_file import printable
 from .arguments import EXIT_BAD_INPUT, LONGEST_LINE, Parser
 
 SILENT_SECONDS = 600
-"""After so long without a word the process is ended, as its kernels hang."""
+"""Seconds without a word after which the process is ended, as its kernels hang."""
 COLUMNS = "{:13} {:8} {:>8}  {:32} {:>12} {:>9} {:>7}"
 
 

@@ -1,4 +1,4 @@
-"""Under which names vLLM knows the backend of a format."""
+"""Names by which vLLM knows the backend of a format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..formats import Format
 
 
 def registry_name(fmt: Format) -> str:
-    """In vLLM's registry of attention backends, and what `get_name` of the backend returns."""
+    """Return the name in vLLM's registry of attention backends, which `get_name` of the backend returns, too."""
     return f"PACKED_KV_{fmt.name.upper()}"
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 BINS = 16
 """Number of bins over |x| / scale; one more bin holds everything larger."""
 FEWEST_LEVELS = 8
-"""For which bins cost less than trying all."""
+"""Least number of levels for which bins cost less than trying all."""
 
 
 class Bins(NamedTuple):

@@ -39,7 +39,7 @@ def four_bit_bytes() -> list[int]:
 
 
 ZERO_BYTES_3 = 0x0808
-"""In a selector of `prmt`, between two codes: the sign of the table's first byte, which is 0, as a byte."""
+"""Bits of a selector of `prmt`, between two codes: the sign of the table's first byte, which is 0, as a byte."""
 
 
 def three_bit_bytes() -> list[int]:

@@ -170,7 +170,7 @@ def _is_uniform(specs: Sequence[Spec]) -> bool:
 
 
 def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
-    """As `window/cache_group.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
+    """Return the spec that `window/cache_group.ring_spec` makes: a block that `is_cut` has several ring blocks."""
     token = layer.kv_heads * recent_slot_bytes(layer)
     block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)
     tokens = block * count
@@ -200,7 +200,7 @@ def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
 
 
 def _with_page(spec: Spec, page: int) -> Spec:
-    """With more tokens in a page, or padding behind them: `unify_kv_cache_spec_page_size`."""
+    """Return the spec with more tokens in a page, or with padding: vLLM's `unify_kv_cache_spec_page_size`."""
     if spec.kind == "state" or page % spec.page:
         return replace(spec, page=page)
     return replace(spec, page=page, block_size=spec.block_size * (page // spec.page))

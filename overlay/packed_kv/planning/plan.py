@@ -196,8 +196,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 
 
 def decodes(model: Model, card: Card) -> str:
-    """Which kernel serves a packed dtype's decodes, and how many new tokens of a request it takes: in CUDA graphs, the
-    layer that takes the fewest decides."""
+    """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it takes: in CUDA graphs,
+    the layer that takes the fewest decides."""
     group = max(max(1, model.query_heads(layer) // model.ranks // layer.kv_heads) for layer in model.attention)
     by_cuda = card.is_hopper and group <= COLUMNS and all(
         layer.kind == "full" and layer.head_size in HEAD_DIMS and layer.value_size in (0, layer.head_size)

@@ -23,7 +23,7 @@ MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's attention needs besides its tensors: score scale, sliding window (tokens, the query's own
+    """Options of a layer's attention: score scale, sliding window (tokens, the query's own
     included, or None), logits soft cap (or None) and attention sinks (or None).
 
     `sinks`: a parameter of the layer, float [query heads]: of each, the score of one more key, neither scaled nor
@@ -37,8 +37,8 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True)
-class RecentTokens:
-    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
+class RecentVectors:
+    """K and V of a request's newest tokens, from token `first` to its last, as its ring has them or will have them.
 
     `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
     tokens here, its own included, and those before them from the pages.
@@ -57,7 +57,7 @@ def attend(
     seq_len: int,
     query: torch.Tensor,
     options: AttentionOptions,
-    recent: RecentTokens | None = None,
+    recent: RecentVectors | None = None,
     shard: ContextShard = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of one request's newest tokens over those of its cached tokens, the newest included, that are in

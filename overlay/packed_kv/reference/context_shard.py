@@ -1,4 +1,4 @@
-"""Which tokens of a request a rank keeps, where decode context parallelism deals them out."""
+"""Tokens of a request that a rank keeps, where decode context parallelism deals them out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ContextShard(NamedTuple):
 
     @property
     def has_first(self) -> bool:
-        """Whether the first token of a request is in it."""
+        """True if the shard has the first token of each request."""
         return self.rank == 0
 
     def count(self, tokens: Index) -> Index:
-        """How many of a request's first `tokens` are in it, as vLLM's `get_dcp_local_seq_lens`."""
+        """Return the number of a request's first `tokens` that are in the shard, as vLLM's `get_dcp_local_seq_lens`."""
         rounds = tokens // (self.ranks * self.run)
         rest = tokens - rounds * (self.ranks * self.run) - self.rank * self.run
         rest = rest.clamp(0, self.run) if isinstance(rest, torch.Tensor) else max(0, min(rest, self.run))

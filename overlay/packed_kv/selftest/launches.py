@@ -183,7 +183,7 @@ PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
 
 
 def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
-    """As `PackedAttentionImpl` makes them on a GPU."""
+    """Return the kernels that `PackedAttentionImpl` makes on a GPU."""
     from ..attention.choice import Limits  # these import Triton, which the CPU platform may lack
     from ..attention.decode import HopperPairs, PairLayout, pair_kernel
     from ..attention.prefill import FlashPrefill, find_flash_attention
@@ -200,7 +200,7 @@ def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, max_requests
 
 
 def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
-    """As `PackedAttentionImpl` makes them on a CPU: without a C++ compiler, in PyTorch."""
+    """Return the kernels that `PackedAttentionImpl` makes on a CPU: without a C++ compiler, in PyTorch."""
     sizes = cpu.Sizes(max_tokens, dtype, engine=0)
     store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
     return store, decode, prefill, PYTORCH if decode is None else "C++"

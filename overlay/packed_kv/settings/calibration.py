@@ -1,4 +1,4 @@
-"""Which calibration file serves a model, and which of its channels serve a layer of this rank."""
+"""Choice of a model's calibration file, and of its channels that a layer of this rank takes."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _command(model: ModelConfig) -> str:
 
 
 def _why_no_file(model: ModelConfig) -> str:
-    """Why tq-calibrate makes no file for the model, in words; "": it makes one, or its config is not known here."""
+    """Say why tq-calibrate makes no file for the model; "": it makes one, or its config is not known here."""
     try:
         return why_no_file(parse(model.hf_config.to_dict(), model.model))
     except BadInput:

@@ -20,7 +20,7 @@ KEYS = {
 """Keys of the options, with their values in words."""
 DECODE_KERNELS = ("auto", "triton")
 AUTO = "auto"
-"""In place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
+"""Word in place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
 LONGEST_PATH = 4095
 LIKE = 0.9

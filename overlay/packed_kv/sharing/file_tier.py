@@ -116,7 +116,7 @@ def _clear(path: Path) -> Path | None:
 
 
 def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
-    """In memory of its own page, as O_DIRECT wants it."""
+    """Return a file's footer, in a page of memory of its own, as O_DIRECT wants it."""
     checksum = zlib.crc32(pages, zlib.crc32(str(path.relative_to(root)).encode()))
     footer = mmap.mmap(-1, FOOTER)
     footer.write(struct.pack(f"<{len(MAGIC)}sI", MAGIC, checksum))
@@ -219,7 +219,8 @@ class PackedFileTier(FileSystemTierManager):
         ]
 
     def _store(self, job: int, _first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
-        """In a thread. What cannot be written is not there later: one line, until something can be written again."""
+        """Write chunks, in a thread. A later lookup misses what cannot be written: one line of the log, until
+        something can be written again."""
         try:
             for path, pages in chunks:
                 write_pages(path, self.root, pages, self.internals.use_o_direct)
@@ -240,7 +241,7 @@ class PackedFileTier(FileSystemTierManager):
         return was != can_write
 
     def _load(self, job: int, first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
-        """In a thread. vLLM keeps a job's chunks before the first that fails, and logs the error in one line.
+        """Read chunks, in a thread. vLLM keeps a job's chunks before the first that fails, and logs one line of error.
 
         Those behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
         """

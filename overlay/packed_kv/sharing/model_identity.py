@@ -1,4 +1,4 @@
-"""Which model computed a page: a name for its weights, equal wherever they lie."""
+"""Identity of the model that computed a page: a name for its weights, equal wherever they lie."""
 
 from __future__ import annotations
 

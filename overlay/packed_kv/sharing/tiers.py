@@ -64,7 +64,7 @@ def _register() -> None:
 
 
 def _unusable(root: str) -> str:
-    """Why nothing can be written into a folder, which is made if it is missing; "": it can."""
+    """Say why nothing can be written into a folder, which is made if it is missing; "": it can."""
     probe = Path(root, f".packed_kv_{uuid.uuid4().hex}".ljust(LONGEST, "_"))
     try:
         private_folder(probe.parent)

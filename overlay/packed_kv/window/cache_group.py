@@ -46,7 +46,7 @@ class RingSpec(CircularBufferSpec):
 
     @property
     def table_entries_per_block(self) -> int:
-        """For KV connectors, which take a table's numbers for those of the pool's blocks."""
+        """Ring blocks per block of the pool, for KV connectors, which take a table's numbers for the pool's blocks."""
         return self.ring_blocks_a_block
 
     @property

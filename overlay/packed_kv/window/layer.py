@@ -20,7 +20,7 @@ from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import ChunkedWindowMetadataBuilder, WindowMetadataBuilder, slot_filler
-from .size import recent_tokens
+from .size import find_window
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,7 +72,7 @@ class WindowLayer(AttentionLayerBase):
         return 0 if self.spec is None else self.spec.ring_block_size
 
     def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
-        """As `get_kv_cache_spec`, without a change to the layer."""
+        """Return the spec of `get_kv_cache_spec`, without a change to the layer."""
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
         side_by_side = _lie_side_by_side(vllm_config, specs)
@@ -98,11 +98,11 @@ class WindowLayer(AttentionLayerBase):
         fill(starts, starts[1:].clone(), ring.block_table, starts[:1].clone(), ring.first, **sizes)
 
 
-def recent_tokens_of_model(config: VllmConfig) -> int:
+def window_tokens_of_model(config: VllmConfig) -> int:
     """Tokens of the recent window of the model that is being built: 0 of a draft, as the target's layers have their
     window layers by then. Raises OptionError."""
     layers = config.compilation_config.static_forward_context.values()
-    return 0 if any(isinstance(layer, WindowLayer) for layer in layers) else recent_tokens(config)
+    return 0 if any(isinstance(layer, WindowLayer) for layer in layers) else find_window(config)[0]
 
 
 def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) -> WindowLayer:

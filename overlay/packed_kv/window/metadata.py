@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
-from ..reference.attention import RecentTokens
+from ..reference.attention import RecentVectors
 from .slots import fill_slots
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class WindowMetadata(AttentionMetadata):
     slots: torch.Tensor
     first: torch.Tensor
     rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    lent: dict[str, tuple[dict[int, RecentTokens], int]] = field(default_factory=dict)
+    lent: dict[str, tuple[dict[int, RecentVectors], int]] = field(default_factory=dict)
 
     def of_requests(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`block_table` and `first` of the requests `first` .. `end` - 1; the same tensors for all layers of a step."""
@@ -45,12 +45,12 @@ class WindowMetadata(AttentionMetadata):
             self.rows[first, end] = self.block_table[first:end], self.first[first:end]
         return self.rows[first, end]
 
-    def lend(self, layer_name: str, tokens: dict[int, RecentTokens], readers: int) -> None:
+    def lend(self, layer_name: str, tokens: dict[int, RecentVectors], readers: int) -> None:
         """Keep `tokens`, by request, until `readers` other layers have asked; nothing for 0."""
         if readers:
             self.lent[layer_name] = tokens, readers
 
-    def borrow(self, layer_name: str) -> dict[int, RecentTokens]:
+    def borrow(self, layer_name: str) -> dict[int, RecentVectors]:
         """Return what was lent, and keep it no longer than for the last who asks. Nothing was lent where the packed
         layer read its prefills elsewhere than in PyTorch: then those that share its cache read pages alone."""
         tokens, readers = self.lent.pop(layer_name, ({}, 1))

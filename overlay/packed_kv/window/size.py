@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 
-def recent_tokens(config: VllmConfig) -> int:
-    """Tokens of the recent window, 0: none. Raises OptionError where it was asked for and cannot be."""
-    return find_window(config)[0]
-
-
 def log_window(config: VllmConfig) -> None:
     """Log how many tokens the window has, or why there is none: once an engine, as `before_engine` calls this. Raises
     OptionError where it was asked for and cannot be."""

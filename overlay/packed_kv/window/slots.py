@@ -1,4 +1,4 @@
-"""Which of a batch's tokens go where in their requests' rings, and from which token on a ring can be read."""
+"""Slots of a batch's tokens in their requests' rings, and the first token that can be read in each ring."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 LIBRARY = ("cpu", "latents")
 SLOWER = "5 to 20 times"
-"""What a decode step in PyTorch takes, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
+"""Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu_latents.py measures it."""
 
 
 class CpuLatents(DecodeKernel[Attended]):

@@ -37,7 +37,7 @@ Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """What decode attention of a layer of latents has to know.
+    """Shape of a layer of latents, and options of its decode attention.
 
     `codec`: on a CUDA device. `heads`: query heads of this rank, or of all that split its tokens. `scale`: of scores.
     `dtype`: of queries and outputs, fp16 or bf16. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens
@@ -56,7 +56,7 @@ class LatentLayout:
 
 
 class LatentKind(NamedTuple):
-    """What kernels have in common whose layers share a step."""
+    """Key of the layers that share a step."""
 
     by_cuda: bool
     heads: int
@@ -80,7 +80,7 @@ class LatentMemory:
 
 
 class PageResults:
-    """What both kernels keep of a layer's results over pages.
+    """A layer's results over pages, which both kernels keep.
 
     `are_parts`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
     launch for the ring takes it so.

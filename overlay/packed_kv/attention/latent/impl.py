@@ -34,7 +34,7 @@ from ...refusals import refuse
 from ...settings.calibration import find_calibration
 from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options
-from ...window.layer import WindowLayer, add_window_layer, recent_tokens_of_model
+from ...window.layer import WindowLayer, add_window_layer, window_tokens_of_model
 from ...window.step import WindowStep
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class LatentParts(NamedTuple):
-    """What attention of a layer is made of: all writes, the kernel of decodes, and what gathers prefixes of prompts."""
+    """Parts of a layer's attention: all writes, the kernel of decodes, and the one that gathers prefixes of prompts."""
 
     store: LatentStore
     decode: DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]
@@ -116,19 +116,19 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
             compile_ahead()
         self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
-        self.recent_tokens = recent_tokens_of_model(self.config)
+        self.window_tokens = window_tokens_of_model(self.config)
         self.layer_name = ""
         self.window_layer: WindowLayer | None = None
         self.ranks: Ranks | None = None
-        """Those that split the layer's tokens, if any do."""
+        """Ranks that split the layer's tokens, if any do."""
         self.weights: FoldedWeights | None = None
         self.parts: LatentParts | None = None
-        """What `build` makes."""
+        """Both are None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
-        if self.recent_tokens:
-            self.window_layer = add_window_layer(self, self.recent_tokens, longest_decode(self.config), self.config)
+        if self.window_tokens:
+            self.window_layer = add_window_layer(self, self.window_tokens, longest_decode(self.config), self.config)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
         return False
@@ -150,7 +150,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.parts = self._parts(codec, self.weights.constant)
 
     def _channels(self, layer_name: str) -> ChannelCalibration:
-        """What the calibration file has of a layer's latents, which are one KV head. Raises CalibrationError."""
+        """Return the calibration file's entry for a layer's latents, which are one KV head. Raises CalibrationError."""
         if self.calibration is None:
             return UNCALIBRATED
         found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
@@ -335,7 +335,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         return output, output_lse
 
     def _context_parallel_compute_prefill_context(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """What vLLM calls instead of the method above where ranks split the tokens."""
+        """Do the same where ranks split the tokens: vLLM then calls this method instead of the one above."""
         cache, metadata = arguments
         return self._compute_prefill_context(q, cache, metadata, options["k_scale"])
 

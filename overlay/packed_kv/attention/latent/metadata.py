@@ -23,7 +23,7 @@ from ..step import StepCache
 
 @dataclass
 class LatentDecodeMetadata(MLACommonDecodeMetadata):
-    """Of a batch's decodes, beside vLLM's `block_table` and `seq_lens`.
+    """Metadata of a batch's decodes, with vLLM's `block_table` and `seq_lens`.
 
     `query_start`: int32 [requests + 1], on the device; `query_starts`: the same on the host. `max_query_len`: most
     query tokens of a request. `steps` keeps what the first layer of a kind made for the others.

@@ -1,4 +1,4 @@
-"""What prompts read of their prefixes: latents gathered from pages, and from the rings of the recent window."""
+"""Prefixes of prompts: latents gathered from pages, and from the rings of the recent window."""
 
 from __future__ import annotations
 

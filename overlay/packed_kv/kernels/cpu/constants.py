@@ -1,4 +1,4 @@
-"""What the kernels of this folder are compiled with: `constants.h`, generated from the layout and the formats."""
+"""Constants that the kernels of this folder are compiled with: `constants.h`, from the layout and the formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SI
 from ..kernel_layout import KernelLayout
 
 ROTATIONS = ("hadamard", "givens", "quaternion")
-"""By their number in `constants.h`."""
+"""Rotations, in the order of their numbers in `constants.h`."""
 
 
 def constants_header(layout: KernelLayout, rotation: str) -> str:

@@ -21,12 +21,12 @@ PROGRAM = Program(
      "tile.h"),
 )  # fmt: skip
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As numbers.h has them."""
+"""Numbers of dtypes in numbers.h."""
 _ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class DecodeOptions(Protocol):
-    """What a layer's attention needs besides its tensors: `reference.attention.AttentionOptions`."""
+    """Options of a layer's attention, as `reference.attention.AttentionOptions` has them."""
 
     @property
     def scale(self) -> float: ...
@@ -187,7 +187,7 @@ class CpuDecode:
         assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
 
     def _fixed_arguments(self) -> Arguments:
-        """What is the same in all calls."""
+        """Return the arguments that are the same in all calls."""
         key, value, fixed = self.codec.key, self.codec.value, Arguments()
         fixed.kv_heads, fixed.group = self.kv_heads, self.query_heads // self.kv_heads
         fixed.head_dim, fixed.value_dim = key.head_dim, value.head_dim

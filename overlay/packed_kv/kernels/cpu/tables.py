@@ -1,4 +1,4 @@
-"""What `store.cpp`, `gather.cpp` and `vectors.cpp` are told of a layer: where codes lie, its rotation and calibration.
+"""Tables of a layer for `store.cpp`, `gather.cpp` and `vectors.cpp`: where codes lie, its rotation and calibration.
 
 Positions are not derived here: indices are sent through the reference's own reshapes (`codecs/pages.py`).
 """
@@ -39,7 +39,7 @@ HEADERS = (
 )  # fmt: skip
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As `enum ElementType` of numbers.h."""
+"""Numbers of dtypes in `enum ElementType` of numbers.h."""
 MOST_CHANNELS, MOST_ROPE = 512, 128
 VECTOR_CHANNELS, LATENT_CHANNELS = 256, MOST_CHANNELS + MOST_ROPE
 """Channels that memory of the store and the gather has room for: of a K or V, and of a latent with RoPE channels."""
@@ -316,7 +316,7 @@ def _fill_plane(
 
 @functools.cache
 def _lane_and_code(order: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each token and channel of a group, the lane that has its code, and which code of the lane it is."""
+    """Return for each token and channel of a group the lane that has its code, and which code of the lane it is."""
     index = torch.arange(MICRO_BLOCK * GROUP_SIZE).view(1, MICRO_BLOCK, GROUP_SIZE)
     place = lanes_of(index, 1, order).flatten().argsort().view(MICRO_BLOCK, GROUP_SIZE)
     return (place // CODES_PER_LANE).tolist(), (place % CODES_PER_LANE).tolist()

@@ -43,7 +43,7 @@ class LatentShape:
 
 
 def latent_shape(heads: int, longest_decode: int, scale: float) -> LatentShape:
-    """For requests of up to `longest_decode` query tokens."""
+    """Return the shape for requests of up to `longest_decode` query tokens."""
     return LatentShape(heads, max(16, min(MAX_ROWS, power_of_2(heads * longest_decode))), scale)
 
 

@@ -26,7 +26,7 @@ _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 ROPE_CHANNELS = 256
 """RoPE channels that a program writes."""
 SPLIT_TOKENS = 256
-"""Up to so many, two programs a vector have no more than 4 warps on an SM."""
+"""Most tokens of a launch in which two programs share a vector: up to here an SM has at most 4 of their warps."""
 
 
 class StoreLatentsLaunch(Launch):

@@ -35,7 +35,7 @@ class Means(NamedTuple):
 
     @classmethod
     def of(cls, transform: ChannelTransform, *, has_first: bool = True) -> Means | None:
-        """Those of K's transform, None if it takes off nothing. Without `has_first`, position 0 is like any other of
+        """Means of K's transform, None if it takes off nothing. Without `has_first`, position 0 is like any other of
         its block: for a rank that does not have it."""
         rows = transform.mean_rows()
         if rows is None:

@@ -81,8 +81,8 @@ def _merge_kernel(
 
 
 MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
-"""Up to so many splits, and rows a program: more rows read the matrix less often, fewer leave more programs to share
-the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
+"""Pairs of the most splits and the rows a program: more rows read the matrix less often, fewer leave more programs to
+share the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
 
 
 def merge_tile(splits: int) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def _row(
     query, rotated, rows, row, head, token_stride, head_stride,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Which of these rows there are, bool [lanes], and pointers to what they are read from and written to."""
+    """Return a mask of the rows that exist, bool [lanes], and pointers to their sources and targets."""
     token, member = (row // QUERY_GROUP).to(tl.int64), head * QUERY_GROUP + row % QUERY_GROUP
     source = query + token * token_stride + member * head_stride
     return row < rows, source, rotated + (token * (KV_HEADS * QUERY_GROUP) + member) * HEAD_DIM
