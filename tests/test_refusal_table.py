@@ -41,6 +41,11 @@ REFUSED = [
         Facts(architecture="RWForCausalLM"),
         "models that do not pass cache_config to their attention layers: RWForCausalLM, whose",
     ),
+    (
+        Facts(is_mla=True, architecture="HYV4ForCausalLM"),
+        "latent attention (MLA) with attention sinks: HYV4ForCausalLM, whose sinks vLLM would leave out; use",
+    ),
+    (Facts(has_latent_sinks=True), "latent attention (MLA) with attention sinks: the model, whose"),
     (Facts(is_sparse=True), "sparse attention: the model, whose"),
     (
         Facts(layer="layers.0", latent_layer="MLA"),
@@ -48,7 +53,11 @@ REFUSED = [
     ),
     (
         Facts(is_mla=True, architecture="KimiLinearForCausalLM"),
-        "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose",
+        "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose layers write their cache",
+    ),
+    (
+        Facts(is_mla=True, architecture="BailingMoeV2_5ForCausalLM"),
+        "latent attention (MLA) with state layers: BailingMoeV2_5ForCausalLM, whose pages",
     ),
     (Facts(is_mla=True, has_states=True), "latent attention (MLA) with state layers: the model, whose"),
     (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
@@ -162,7 +171,7 @@ def test_every_row_refuses_something() -> None:
 
 
 SERVED = Facts(
-    platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False,
+    platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False, has_latent_sinks=False,
     attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False, layer="layers.0",
     sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128, layer_options=(),
     backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
