@@ -171,20 +171,17 @@ def test_every_row_refuses_something() -> None:
 
 
 SERVED = Facts(
-    platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False, has_latent_sinks=False,
-    attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False, layer="layers.0",
-    sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128, layer_options=(),
-    backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
-    speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
-    skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
-    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
-    dcp_run=1, has_own_queries=True, has_mean_blocks=True,
-    has_several_kinds=True,
-    has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
-    has_one_cache_manager=True, without_latents="0.31.0", has_lora=True,
-    groups_stay=True,
-    is_draft=True, packs_draft=True, is_causal=True, auto_cache="fp8",
-    latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False,
+    has_latent_sinks=False, attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False,
+    layer="layers.0", sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128,
+    layer_options=(), backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)),
+    connector="NixlConnector", speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False,
+    has_output_scale=False, skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
+    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs", dcp_run=1,
+    has_own_queries=True, has_mean_blocks=True, has_several_kinds=True, has_states=True, has_chunks=True,
+    sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True, has_one_cache_manager=True,
+    without_latents="0.31.0", has_lora=True, groups_stay=True, is_draft=True, packs_draft=True, is_causal=True,
+    auto_cache="fp8", latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 
