@@ -105,6 +105,7 @@ NEEDED = {
     "OWN_BACKENDS": "MiniMaxM3SparseForCausalLM: class MiniMaxM3IndexerCache of AttentionLayerBase",
     "SPARSE": "DeepseekV32ForCausalLM: class DeepseekV32Attention of MLAAttention",
     "BOTH_WAYS": "HrmTextForCausalLM: layer PrefillPrefixLMAttention",
+    "LATENT_SINKS": "HYV4ForCausalLM: backend: HYV4MLAAttention",
     "OWN_LATENTS": "KimiLinearForCausalLM: class MultiHeadLatentAttention of AttentionLayerBase",
     "ENCODERS": "BertModel: layer EncoderOnlyAttention",
     "ENCODER_DECODERS": "WhisperForConditionalGeneration: layer CrossAttention",
@@ -133,8 +134,8 @@ SHAPE = {"model_type": "x", "num_hidden_layers": 2, "num_attention_heads": 4, "h
 REFUSED = {
     "Rnj1ForCausalLM": "these options of an attention layer: chunk_lookback, which",
     "FlintForCausalLM": "models that choose their own attention backend",
-    "Dots3NoteForCausalLM": "models that choose their own attention backend",
-    "HYV4ForCausalLM": "models that choose their own attention backend",
+    "Dots3NoteForCausalLM": "latent attention (MLA) in layers of their own kind",
+    "HYV4ForCausalLM": "latent attention (MLA) with attention sinks",
     "Glm5NextForCausalLM": "sparse attention",
     "VoxtralRealtimeGeneration": "models that choose their own attention backend",
     "LlamaBidirectionalModel": "encoders: encoder_only",

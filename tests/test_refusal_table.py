@@ -41,6 +41,11 @@ REFUSED = [
         Facts(architecture="RWForCausalLM"),
         "models that do not pass cache_config to their attention layers: RWForCausalLM, whose",
     ),
+    (
+        Facts(is_mla=True, architecture="HYV4ForCausalLM"),
+        "latent attention (MLA) with attention sinks: HYV4ForCausalLM, whose sinks vLLM would leave out; use",
+    ),
+    (Facts(has_latent_sinks=True), "latent attention (MLA) with attention sinks: the model, whose"),
     (Facts(is_sparse=True), "sparse attention: the model, whose"),
     (
         Facts(layer="layers.0", latent_layer="MLA"),
@@ -48,7 +53,11 @@ REFUSED = [
     ),
     (
         Facts(is_mla=True, architecture="KimiLinearForCausalLM"),
-        "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose",
+        "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose layers write their cache",
+    ),
+    (
+        Facts(is_mla=True, architecture="BailingMoeV2_5ForCausalLM"),
+        "latent attention (MLA) with state layers: BailingMoeV2_5ForCausalLM, whose pages",
     ),
     (Facts(is_mla=True, has_states=True), "latent attention (MLA) with state layers: the model, whose"),
     (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
@@ -163,19 +172,16 @@ def test_every_row_refuses_something() -> None:
 
 SERVED = Facts(
     platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False,
-    attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False, layer="layers.0",
-    sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128, layer_options=(),
-    backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
-    speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
-    skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
-    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
-    dcp_run=1, has_own_queries=True, has_mean_blocks=True,
-    has_several_kinds=True,
-    has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
-    has_one_cache_manager=True, without_latents="0.31.0", has_lora=True,
-    groups_stay=True,
-    is_draft=True, packs_draft=True, is_causal=True, auto_cache="fp8",
-    latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    has_latent_sinks=False, attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False,
+    layer="layers.0", sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128,
+    layer_options=(), backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)),
+    connector="NixlConnector", speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False,
+    has_output_scale=False, skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
+    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs", dcp_run=1,
+    has_own_queries=True, has_mean_blocks=True, has_several_kinds=True, has_states=True, has_chunks=True,
+    sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True, has_one_cache_manager=True,
+    without_latents="0.31.0", has_lora=True, groups_stay=True, is_draft=True, packs_draft=True, is_causal=True,
+    auto_cache="fp8", latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 

@@ -89,6 +89,7 @@ class Facts:
     architecture: str | None = None
     is_mla: bool | None = None
     is_sparse: bool | None = None
+    has_latent_sinks: bool | None = None
     has_alibi: bool | None = None
     has_static_sinks: bool | None = None
     has_image_prefix: bool | None = None

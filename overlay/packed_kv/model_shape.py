@@ -42,6 +42,8 @@ SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "g
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
 EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+"""Fields of the tokens that a model reads."""
 LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
 """Bounds of the numbers in a config."""
 LAYER_FIELDS = frozenset((
@@ -227,7 +229,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
         config=text,
         layers=layers,
         ranks=ranks,
-        max_len=whole(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        max_len=whole(text, *LENGTHS),
         dtype_bytes=_dtype_bytes(text),
     )
 
@@ -394,6 +396,12 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         return [("full",) if i % period == offset else ("state",) for i in range(number)]
     if interval := whole(text, "full_attention_interval"):  # Qwen3-Next
         return [("state",) if (i + 1) % interval else ("full",) for i in range(number)]
+    if "linear_attn_config" in text:  # Kimi-Linear, Kimi K3: numbers begin at 1
+        states = set(listed(part(text, "linear_attn_config"), "kda_layers", of=int))
+        return [("state",) if i + 1 in states else ("full",) for i in range(number)]
+    if group := whole(text, "layer_group_size"):  # Ling V2.5, and V3, whose last layers are full beyond whole groups
+        states = number // group * group if has_delta_attention(text) else number
+        return [("state",) if (i + 1) % group and i < states else ("full",) for i in range(number)]
     if "full_attn_idxs" in text:  # LFM2
         full = set(listed(text, "full_attn_idxs", of=int))
         return [("full",) if i in full else ("state",) for i in range(number)]
@@ -456,6 +464,13 @@ def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str 
         keys, values = delta_net_channels(config)
         conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
         return State((conv * dtype_bytes + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
+    if has_delta_attention(config):
+        heads, head_dim, kernel = delta_attention(config)
+        conv = 3 * heads * head_dim * max(0, kernel - 1)
+        return State((conv * dtype_bytes + heads * head_dim**2 * recurrent) // ranks)
+    if whole(config, "layer_group_size"):  # linear attention of Ling V2.5
+        heads = config["num_attention_heads"]
+        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * dtype_bytes // ranks)
     if "conv_L_cache" in config or kind.startswith("lfm2"):
         kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
         return State((whole(config, "conv_dim") or hidden) * kept * dtype_bytes // ranks)
@@ -483,6 +498,23 @@ def delta_net_channels(config: Config) -> tuple[int, int]:
     return keys * whole(config, "linear_key_head_dim"), values * whole(config, "linear_value_head_dim")
 
 
+def has_delta_attention(config: Config) -> bool:
+    """True if state layers are Kimi's delta attention (KDA): in Kimi-Linear, Kimi K3 and Ling V3."""
+    return "linear_attn_config" in config or bool(
+        whole(config, "layer_group_size") and whole(config, "short_conv_kernel_size")
+    )
+
+
+def delta_attention(config: Config) -> tuple[int, int, int]:
+    """Heads of Kimi's delta attention, channels of a head in Q, K and V, and tokens that its convolution reads."""
+    linear = part(config, "linear_attn_config")
+    if linear:
+        heads, head_dim = whole(linear, "num_heads"), whole(linear, "head_dim")
+    else:
+        heads, head_dim = config["num_attention_heads"], whole(config, "head_dim")
+    return heads, head_dim, whole(linear or config, "short_conv_kernel_size", default=4)
+
+
 def mamba_channels(config: Config) -> int:
     """Channels within a Mamba layer."""
     expand = config.get("mamba_expand", 2)
@@ -494,6 +526,8 @@ def mamba_channels(config: Config) -> int:
 def _recurrent_dtype(config: Config) -> str:
     """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
     kind = word(config, "model_type")
+    if has_delta_attention(config):
+        return "float32"
     if kind == "nemotron_h":
         return word(config, "mamba_ssm_cache_dtype") or "float32"
     return word(config, "mamba_ssm_dtype") if kind.startswith("qwen3_5") else ""

@@ -20,6 +20,8 @@ from .architectures import (
     ENCODERS_UNLESS_DECODERS,
     IGNORES_KV_CACHE_DTYPE,
     IMAGE_PREFIXES,
+    LATENT_SINKS,
+    LATENTS_BESIDE_STATES,
     LAYER_OPTIONS,
     OWN_BACKENDS,
     OWN_DRAFT_METHODS,
@@ -238,17 +240,22 @@ RULES: tuple[Rule, ...] = (
     Rule("models that do not pass cache_config to their attention layers", "`architectures`",
          lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
          is_of_model=True),
+    Rule("latent attention (MLA) with attention sinks", "`learnable_sink`, `architectures`",
+         lambda f: (f.has_latent_sinks or _is_named(f, LATENT_SINKS))
+         and f"{_model(f)}, whose sinks vLLM would leave out",
+         is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
          lambda f: (f.is_sparse or _is_named(f, SPARSE))
          and f"{_model(f)}, whose layers read only some tokens of the cache",
          is_of_model=True),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
-         or (f.is_mla and _is_named(f, OWN_LATENTS)
-             and f"{f.architecture}, whose layers write their cache themselves or stand with state layers"),
+         or (_is_named(f, OWN_LATENTS) and f"{f.architecture}, whose layers write their cache themselves"),
          is_of_model=True),
-    Rule("latent attention (MLA) with state layers", "the model",
-         lambda f: f.is_mla and f.has_states and f"{_model(f)}, whose pages vLLM would size as plain ones"),
+    Rule("latent attention (MLA) with state layers", "`architectures`; the model",
+         lambda f: f.is_mla and (f.has_states or _is_named(f, LATENTS_BESIDE_STATES))
+         and f"{_model(f)}, whose pages vLLM would size as plain ones",
+         is_of_model=True),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
          lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
@@ -392,6 +399,7 @@ def facts_of_config(config: Config) -> Facts:
         architecture=printable(name, 60) or None,
         is_mla=reads_latents(text),
         is_sparse=reads_latents(text) and text.get("index_topk") is not None,
+        has_latent_sinks=reads_latents(text) and bool(text.get("learnable_sink")),
         latent_rank=whole(text, "kv_lora_rank") if reads_latents(text) else None,
         rope_size=whole(text, "qk_rope_head_dim") if reads_latents(text) else None,
         attention=attention,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from checkout import DEMO_MODEL, REPO
 from coverage_models import MODELS
 from packed_kv.commands.plan import main
@@ -20,6 +22,7 @@ from packed_kv.planning import cache, cards, config_file, measured
 from packed_kv.planning.plan import Target, assumptions
 from packed_kv.planning.plan import estimate as estimate_rows
 from packed_kv.planning.weights import weights
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 
 RESULTS = REPO / "benchmarks" / "results"
 SHAPE_8B = {
@@ -94,6 +97,60 @@ def test_states_have_vllms_shapes(architecture: str) -> None:
     )  # which each rank has, half a one or not
     sizes = {layer.state_bytes for layer in halved.layers if layer.kind == "state"}
     assert sizes == {STATES[architecture] // 2 + group}
+
+
+FULL = (4, 8, 12, 16, 20, 24, 27)
+KIMI_LINEAR = {
+    "model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "head_dim": 72, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "num_experts": 256, "num_experts_per_token": 8,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "intermediate_size": 9216,
+    "moe_intermediate_size": 1024, "vocab_size": 163840, "tie_word_embeddings": False, "model_max_length": 1048576,
+    "linear_attn_config": {
+        "full_attn_layers": [*FULL], "kda_layers": [n for n in range(1, 28) if n not in FULL], "num_heads": 32,
+        "head_dim": 128, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+LING = {
+    "model_type": "bailing_hybrid", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 10,
+    "num_attention_heads": 8, "head_dim": 128, "layer_group_size": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 1024,
+}  # fmt: skip
+"""In the fields of Ling V2.5."""
+BESIDE_LATENTS = {
+    "Kimi-Linear": (KIMI_LINEAR, FULL, 32, 4),
+    "Ling V2.5": (LING, (4, 8), 8, 0),
+    "Ling V3": ({**LING, "short_conv_kernel_size": 4}, (4, 8, 9, 10), 8, 4),
+}
+"""Config, layers of latents counted from 1, heads of 128 channels of the others, and tokens of a convolution there."""
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("name", BESIDE_LATENTS)
+def test_states_beside_latents_have_vllms_shapes(name: str, ranks: int) -> None:
+    """Kimi's delta attention, with fp32 states of its own, and Ling's linear attention."""
+    config, full, heads, kernel = BESIDE_LATENTS[name]
+    if kernel:
+        shapes = MambaStateShapeCalculator.kda_state_shape(ranks, heads, 128, conv_kernel_size=kernel)
+        dtypes = MambaStateDtypeCalculator.kda_state_dtype(torch.bfloat16, "auto")
+    else:
+        shapes = MambaStateShapeCalculator.linear_attention_state_shape(heads, ranks, 128)
+        dtypes = MambaStateDtypeCalculator.linear_attention_state_dtype(torch.bfloat16, "auto")
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    found = parse(config, name, ranks)
+    assert [layer.number + 1 for layer in found.layers if layer.rope_size == 64] == [*full]
+    assert {layer.state_bytes for layer in found.layers if layer.kind == "state"} == {size}
+    assert len(found.layers) == config["num_hidden_layers"]
+
+
+def test_blocks_of_latents_hold_a_state() -> None:
+    """Whole runs of 128 tokens, as vLLM enlarges them: 2.17 MB of a state of Kimi-Linear are 5,427.2 tokens of tq4."""
+    ((page, block),) = {
+        (spec.page, spec.block_size)
+        for spec in cache._specs(parse(KIMI_LINEAR, "Kimi-Linear"), "tq4", cache.Serving(8192, recent_tokens=0))
+        if spec.kind == "full"
+    }
+    assert (block, page) == (43 * 128, 43 * 128 * 400)
 
 
 STEPS = "decode.csv", "tensor_parallel.csv", "recent_window.csv", "mixed.csv", "h100/decode.csv", "h100/mixed.csv"
@@ -216,6 +273,7 @@ PUBLISHED = {
         "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "tie_word_embeddings": False,
     }),
+    "Kimi-Linear 48B-A3B": (49e9, KIMI_LINEAR),
     "MiMo-V2-Flash": (309e9, {
         "model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
         "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,

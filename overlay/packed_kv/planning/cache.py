@@ -24,6 +24,8 @@ from ..model_shape import bytes_per_token as sum_over_layers
 from ..refusals import no_window, refuse
 
 DTYPES = (DENSE, FP8, *FORMATS)
+LATENT_ALIGNMENT = 128
+"""Tokens by which vLLM enlarges blocks of latents beside states, for kernels of other backends."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
     Both ask the first layer's backend for the size of a token, which takes packed bytes for elements if it is skipped.
     """
     layer, block_size = model.attention[0], serving.block_size
+    if model.has_latents and model.is_hybrid:
+        block_size = max(block_size, LATENT_ALIGNMENT)
     is_counted = layer.number not in serving.skip_layers or dtype not in FORMATS or not serving.on_gpu
     token = layer.kv_heads * (slot_bytes(dtype, layer, model.dtype_bytes) if is_counted else 2 * layer.head_size)
     held = [max((layer.state_bytes for layer in model.layers if layer.kind == "state"), default=0)]

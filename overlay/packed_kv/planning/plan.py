@@ -174,7 +174,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
         number = max(layer.states for layer in model.layers)
         lines.append(f"a request has {number} states per state layer (prefix caching); a page is as large as a state")
     if model.has_latents:
-        copies = len(model.layers) * _folded_bytes(model) / model.ranks
+        number = sum(layer.rope_size > 0 for layer in model.layers)
+        copies = number * _folded_bytes(model) / model.ranks
         lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights per card in addition (kv_b_proj)")
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
     lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (and in brackets without)")

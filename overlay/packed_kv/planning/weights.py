@@ -11,7 +11,9 @@ from ..model_shape import (
     Config,
     Layer,
     Model,
+    delta_attention,
     delta_net_channels,
+    has_delta_attention,
     layer_config,
     layer_letters,
     layer_runs,
@@ -157,6 +159,11 @@ def _state(config: Config, hidden: int) -> float:
     if "linear_num_value_heads" in config:
         keys, values = delta_net_channels(config)
         return hidden * (2 * keys + 3 * values)
+    if has_delta_attention(config):
+        heads, head_dim, _ = delta_attention(config)
+        gates = 1 if part(config, "linear_attn_config").get("use_full_rank_gate") else 0
+        inner = heads * head_dim
+        return (4 + gates) * hidden * inner + (2 - gates) * head_dim * (hidden + inner)
     if "conv_L_cache" in config:
         return 4 * hidden * hidden
     if word(config, "model_type") == "nemotron_h" and (heads := whole(config, "mamba_num_heads")):
@@ -192,7 +199,9 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
         shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * expert
     if config.get("model_type") == "llama4_text":
         shared = expert
-    return matrices * shared + hidden * count, count * matrices * expert
+    narrow = whole(config, "routed_expert_hidden_size")  # Kimi K3: experts read a projection
+    routed = count * expert * (3 * narrow or matrices)
+    return matrices * shared + hidden * (count + 2 * narrow), routed
 
 
 def _experts(config: Config) -> int:
@@ -200,4 +209,7 @@ def _experts(config: Config) -> int:
 
 
 def _experts_per_token(config: Config) -> int:
-    return whole(config, "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts") or 1
+    return (
+        whole(config, "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
+        or 1
+    )

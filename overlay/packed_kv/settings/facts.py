@@ -45,6 +45,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         has_micro_batches=parallel.use_ubatching,
         architecture=model.architecture,
         is_mla=model.use_mla,
+        has_latent_sinks=model.use_mla and bool(getattr(model.hf_text_config, "learnable_sink", False)),
         has_lora=config.lora_config is not None,
         auto_cache=auto_cache(config),
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
