@@ -15,8 +15,8 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import CAPABILITY, latent_refusal, latent_ring_launch
 from packed_kv.kernels.cuda import latent_launch as launch
-from packed_kv.kernels.cuda.latent_schedule import reference_schedule
 from packed_kv.layout import latent_layout
+from schedules import reference_latent_schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUND = 2e-3
@@ -104,7 +104,7 @@ class Case:
         self.partial_stats = torch.full((rows, 2), float("nan"), device=DEVICE)
 
     def step(self) -> launch.Step:
-        schedule = reference_schedule(self.seq_lens.tolist(), self.shape.partitions)
+        schedule = reference_latent_schedule(self.seq_lens.tolist(), self.shape.partitions)
         self.schedule = tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in schedule)
         parts = launch.Parts(self.shape, self.schedule, self.partial_output, self.partial_stats)
         return launch.make_step(
