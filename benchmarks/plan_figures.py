@@ -1,4 +1,4 @@
-"""What `packed-kv plan` knows of steps, KL and recall: planning/measured.json, made from the rows in results/."""
+"""Figures that `packed-kv plan` shows, of steps, KL and recall: planning/measured.json, made from the rows in results/."""
 
 from __future__ import annotations
 
