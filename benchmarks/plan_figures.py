@@ -1,4 +1,4 @@
-"""Figures of steps, KL and recall that `packed-kv plan` shows: planning/measured.json, made from the rows in results/."""
+"""Figures of steps, KL and recall of `packed-kv plan`: planning/measured.json, made from the rows in results/."""
 
 from __future__ import annotations
 
