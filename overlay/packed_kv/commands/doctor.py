@@ -68,9 +68,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv doctor")
 def parser(prog: str = "packed-kv doctor") -> argparse.ArgumentParser:
     """The arguments of the command."""
     made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, config.json or id of a model to serve")
+    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, config.json, or Hugging Face Hub id")
     made.add_argument("--tiers", type=Path, nargs="+", default=[], metavar="DIR",
-                      help="folders into which pages are to be offloaded")  # fmt: skip
+                      help="folders that pages will be offloaded to")  # fmt: skip
     return made
 
 

@@ -55,32 +55,33 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     memory = "(--gpu NAME | --gpu-memory SIZE | --kv-cache-memory SIZE)"
     made = Parser(prog, description=__doc__, usage=f"{prog} MODEL {memory} [options]")
     add = made.add_argument
-    add("model", metavar="MODEL", help="folder, config.json, or id of the Hugging Face Hub")
+    add("model", metavar="MODEL", help="folder, config.json, or Hugging Face Hub id")
     add("--gpu", metavar="NAME", help=f"one of {', '.join(cards.CARDS)}")
     add(
         "--gpu-memory",
         type=size,
         metavar="SIZE",
-        help="memory of a card, such as 80GiB; instead of --gpu, or to correct it",
+        help="memory per card, such as 80GiB; instead of --gpu, or to override its memory",
     )
-    add("--bandwidth", type=number, metavar="TB/S", help="bandwidth of a card's memory, for the step")
+    add("--bandwidth", type=number, metavar="TB/S", help="memory bandwidth per card, for the step time")
     add("--kv-cache-memory", type=size, metavar="SIZE", help="bytes of KV cache per card, whatever the weights take")
-    add("--context", type=tokens, metavar="N", help="tokens per request, such as 32k (default: 32k, or the model's)")
+    add("--context", type=tokens, metavar="N",
+        help="tokens per request, such as 32k (default: 32k, or the model's limit if less)")  # fmt: skip
     add("--users", type=whole, metavar="N", help="requests at once (default: as many as bf16 holds)")
     add("--tensor-parallel", type=whole, default=1, metavar="N", help="cards that share the model (default 1)")
-    add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: the config's)")
+    add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: by the config)")
     add("--recent-tokens", type=count, metavar="N", help="tokens of the recent window (default 64; 0: none)")
     add("--latent-rope-bits", type=int, choices=ROPE_BITS, metavar="N",
-        help="bits of RoPE channels with latents (MLA), like packed_kv.latent_rope_bits (default 16)")  # fmt: skip
-    add("--skip-layers", type=count, nargs="+", default=[], metavar="N", help="layers that stay in bf16")
+        help="bits per RoPE channel of latents (MLA), like packed_kv.latent_rope_bits (default 16)")  # fmt: skip
+    add("--skip-layers", type=count, nargs="+", default=[], metavar="N", help="numbers of layers that stay in bf16")
     add("--gpu-memory-utilization", type=number, default=UTILIZATION, metavar="SHARE",
-        help="like vLLM's (default %(default)s)")  # fmt: skip
+        help="as in vLLM (default %(default)s)")  # fmt: skip
     add("--max-num-batched-tokens", type=whole, default=BATCHED_TOKENS, metavar="N",
-        help="like vLLM's (default %(default)s); sliding layers keep two batches of them")  # fmt: skip
+        help="as in vLLM (default %(default)s); sliding-window layers keep blocks for two batches")  # fmt: skip
     add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
-        help="like vLLM's, of state layers: float32, bfloat16, float16")  # fmt: skip
+        help="as in vLLM, for state layers: float32, bfloat16, float16")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw requests against context (PNG; needs matplotlib)")
+    add("--plot", type=Path, metavar="FILE", help="plot requests against context (PNG; needs matplotlib)")
     return made
 
 

@@ -41,7 +41,7 @@ def parser(prog: str = "packed-kv selftest") -> argparse.ArgumentParser:
     """The arguments of the command."""
     made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dtypes", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="DTYPE",
-                      help=f"of {', '.join(FORMATS)}; all by default")  # fmt: skip
+                      help=f"dtypes to check: {', '.join(FORMATS)} (default: all)")  # fmt: skip
     made.add_argument("--device", type=_device, default="auto", metavar="DEVICE",
                       help="cpu, cuda or cuda:N (default: what the installed vLLM is for)")  # fmt: skip
     made.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -185,7 +185,7 @@ def notes(rows: list[dict[str, Any]]) -> str:
     if "kernel" in pytorch:
         found.append("attention runs in PyTorch here, many times slower than in kernels; packed-kv doctor says why")
     elif pytorch:
-        found.append("latents run in PyTorch here, as an engine's do on a CPU")
+        found.append("latents run in PyTorch here; an engine on a CPU runs them in C++, which this does not check")
     return "\n".join(found)
 
 
