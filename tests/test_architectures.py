@@ -165,7 +165,7 @@ def test_plan_and_doctor_say_what_was_not_tried(
     architecture: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "architectures": [architecture]}))
-    said = f"{architecture} was not tried here; no rule speaks against it, so compare its answers with those of auto"
+    said = f"{architecture} has not been tested; no rule refuses it, so compare its answers with those of auto"
     assert plan.main([str(tmp_path), "--kv-cache-memory", "10GiB"]) == 0
     assert (said in " ".join(capsys.readouterr().out.split())) == is_said
     findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))

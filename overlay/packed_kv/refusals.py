@@ -431,7 +431,7 @@ def untried(config: Config) -> str:
     name = facts_of_config(config).architecture
     if name is None or name in TRIED:
         return ""
-    return f"{name} was not tried here; no rule speaks against it, so compare its answers with those of auto"
+    return f"{name} has not been tested; no rule refuses it, so compare its answers with those of auto"
 
 
 def markdown() -> str:
