@@ -15,7 +15,7 @@ from packed_kv.attention.layer import PairParts
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
-from packed_kv.kernels.triton.launch import Arguments, Launches, Step
+from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 
@@ -146,8 +146,8 @@ class Binder:
         self.calls = 0
 
     @staticmethod
-    def step(*_arguments: object, **_options: object) -> Step:
-        return Step((1, 1, 1), Arguments())
+    def step(*_arguments: object, **_options: object) -> StepLaunch:
+        return StepLaunch((1, 1, 1), Arguments())
 
     def __call__(self, *_arguments: object, **_options: object) -> Callable[..., None]:
         self.calls += 1
@@ -174,7 +174,7 @@ def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., Non
     monkeypatch.setattr(triton_store, "StoreLaunch", binder)
     layer: Any = object.__new__(triton_store.TritonPairStore)
     layer.bound, layer.codec, layer.rotation = Launches(), None, None
-    step: Any = triton_store.StoreStep(Step((1, 1, 1), Arguments()), only_ring=False, rotates=True)
+    step: Any = triton_store.StoreStep(StepLaunch((1, 1, 1), Arguments()), only_ring=False, rotates=True)
 
     def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
         layer.write(step, cache, key, value, ring, query)
@@ -205,7 +205,7 @@ def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
     codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
     layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
     layer.flash_attention = SimpleNamespace(value_dim=32)
-    step = Step((1, 1, 1), Arguments())
+    step = StepLaunch((1, 1, 1), Arguments())
 
     def read(cache: torch.Tensor, ring: torch.Tensor, key: torch.Tensor) -> None:
         layer._read(cache, prefill.PartRead(None, key, key, step, step, (step, step)), Ring(ring, ring, ring, 8))

@@ -19,7 +19,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.triton.combine import CombineLaunch, SinksLaunch
 from ..kernels.triton.gather import GatherLaunch, UnrotateLaunch
-from ..kernels.triton.launch import Launches, Step
+from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.ring import GatherRingLaunch
 from ..kernels.triton.rotate import rotation_matrix
@@ -59,9 +59,9 @@ class PartRead:
     part: KeyPart
     key: torch.Tensor
     value: torch.Tensor
-    gather: Step
-    ring: Step | None
-    unrotate: tuple[Step, Step]
+    gather: StepLaunch
+    ring: StepLaunch | None
+    unrotate: tuple[StepLaunch, StepLaunch]
 
     @classmethod
     def of(

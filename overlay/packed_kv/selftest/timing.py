@@ -37,7 +37,7 @@ class Times(NamedTuple):
     bf16: float | None
 
 
-class Step:
+class TimedBatch:
     """A batch of decodes whose pages and rings are full, and its tensors in bf16."""
 
     def __init__(self, fmt: Format, device: torch.device, kernel: str) -> None:
@@ -147,18 +147,18 @@ def bf16_on_cpu(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torc
     return run
 
 
-def time_step(step: Step) -> Iterator[Check | Times]:
+def time_step(timed: TimedBatch) -> Iterator[Check | Times]:
     """Compare a step with the reference; then, if it is right, time it beside bf16's, in turns."""
-    packed = step.packed()
+    packed = timed.packed()
     packed()
-    check = step.check()
+    check = timed.check()
     yield check
     if not check.is_right:
         return
-    of_bf16 = bf16_on_cuda if step.device.type == "cuda" else bf16_on_cpu
-    bf16 = of_bf16(step.batch, step.query, (step.key, step.value), (step.requests.blocks, step.block_size))
+    of_bf16 = bf16_on_cuda if timed.device.type == "cuda" else bf16_on_cpu
+    bf16 = of_bf16(timed.batch, timed.query, (timed.key, timed.value), (timed.requests.blocks, timed.block_size))
     sides = [packed] if bf16 is None else [packed, bf16]
-    seconds = _on_cuda(sides) if step.device.type == "cuda" else _on_cpu(sides)
+    seconds = _on_cuda(sides) if timed.device.type == "cuda" else _on_cpu(sides)
     yield Times(seconds[0] * 1e6, seconds[1] * 1e6 if bf16 else None)
 
 

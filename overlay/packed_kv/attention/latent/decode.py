@@ -28,7 +28,7 @@ from ...kernels.triton.latent_decode import (
     split_count,
 )
 from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
-from ...kernels.triton.launch import Launches, Step
+from ...kernels.triton.launch import Launches, StepLaunch
 from ..choice import Limits, takes_cuda
 from ..protocols import DecodeBatch, DecodeKernel
 
@@ -133,10 +133,10 @@ class TritonLatentStep(NamedTuple):
     """A step's launches, and its splits, a power of 2. `ring`: the launch for it, if any."""
 
     memory: LatentMemory
-    decode: Step
-    merge: Step
+    decode: StepLaunch
+    merge: StepLaunch
     splits: int
-    ring: Step | None
+    ring: StepLaunch | None
 
 
 class TritonLatents(DecodeKernel[Attended]):

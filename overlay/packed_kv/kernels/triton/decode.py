@@ -19,7 +19,7 @@ from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
-from .launch import Arguments, Launch, Step
+from .launch import Arguments, Launch, StepLaunch
 from .means import add_first_bias, bias_of_block, bias_step, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
@@ -394,7 +394,7 @@ class DecodeLaunch(Launch):
         partial_stats: torch.Tensor,
         query_bias: torch.Tensor | None,
         ring: Ring | None,
-    ) -> Step:
+    ) -> StepLaunch:
         """`max_query_len`: most query tokens of a request, known on the host, so that a CUDA graph can hold the
         launch. `query_bias`: of `RotateQueryLaunch`, or None. `ring`: the step's block table and first tokens."""
         assert query.is_contiguous(), query.stride()
@@ -404,4 +404,4 @@ class DecodeLaunch(Launch):
             partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
         )  # fmt: skip
         tiles = shape.kv_heads * shape.tiles(max_query_len)[1]
-        return Step((partial_output.shape[2], tiles, len(seq_lens)), arguments)
+        return StepLaunch((partial_output.shape[2], tiles, len(seq_lens)), arguments)

@@ -15,7 +15,7 @@ from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import Means
 from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
@@ -110,12 +110,12 @@ class GatherLaunch(Launch):
         )  # fmt: skip
 
     @staticmethod
-    def step(micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Step:
+    def step(micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:
         """The first `rows[i + 1] - rows[i]` (at most 16) tokens of `micro_blocks[i]` go to rows `rows[i]` and on of
         `key` and `value`."""
         assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
         count = len(micro_blocks)
-        return Step((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
+        return StepLaunch((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
@@ -183,7 +183,7 @@ class UnrotateLaunch(Launch):
         )  # fmt: skip
 
     @staticmethod
-    def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> Step:
+    def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> StepLaunch:
         """`vectors` are overwritten as `dtype`, fp16 or bf16; `positions` are needed with means."""
         assert vectors.is_contiguous(), vectors.stride()
         rows, kv_heads, _ = vectors.shape
@@ -192,4 +192,4 @@ class UnrotateLaunch(Launch):
         else:
             assert positions.shape == (rows,) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
         arguments = Arguments(vectors, positions, vectors.view(dtype), rows)
-        return Step((-(-rows // ROWS_A_PROGRAM), kv_heads, 1), arguments)
+        return StepLaunch((-(-rows // ROWS_A_PROGRAM), kv_heads, 1), arguments)

@@ -13,7 +13,7 @@ from ...formats import stored_dim
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import to_tf32
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -126,11 +126,11 @@ class MergeLaunch(Launch):
     @staticmethod
     def step(
         partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
-    ) -> Step:
+    ) -> StepLaunch:
         """`group`: query heads per KV head. `lse`: for the kernel that fills it."""
         lse = partial_stats if lse is None else lse
         assert lse.is_contiguous(), lse.stride()
         tokens, heads, splits, _ = partial_output.shape
         rows = tokens * group
         grid = -(-rows // merge_tile(splits)[1]), heads // group, 1
-        return Step(grid, Arguments(partial_output, partial_stats, lse, rows, splits))
+        return StepLaunch(grid, Arguments(partial_output, partial_stats, lse, rows, splits))

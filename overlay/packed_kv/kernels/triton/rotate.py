@@ -17,7 +17,7 @@ from ...codecs.codec import Codec
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import opaque
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
@@ -210,7 +210,7 @@ class RotateQueryLaunch(Launch):
         rotation: QueryRotation,
         positions: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-    ) -> Step:
+    ) -> StepLaunch:
         """`rotated`: fp16 [tokens, KV heads, queries per KV head, stored_dim]. `positions` are needed where keys have
         means by blocks of positions."""
         tokens, kv_heads, group, stored_dim = rotated.shape
@@ -222,4 +222,4 @@ class RotateQueryLaunch(Launch):
         assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
         rows, parts = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
         grid = -(-rows // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
-        return Step(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))
+        return StepLaunch(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))

@@ -29,7 +29,7 @@ from ...codecs.pages import PagedCodec
 from ...layout import MICRO_BLOCK, ring_slot_bytes
 from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, bias_of_rows
 from .pages import KEY, VALUE
 from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
@@ -116,8 +116,8 @@ class StoreLaunch(Launch):
         slots: torch.Tensor,
         positions: torch.Tensor | None = None,
         ring_slots: torch.Tensor | None = None,
-        rotate: Step | None = None,
-    ) -> Step:
+        rotate: StepLaunch | None = None,
+    ) -> StepLaunch:
         """`positions`: None where nothing of the codec depends on them. `ring_slots`: where the first so many tokens go
         in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
         tokens = len(slots)
@@ -138,7 +138,7 @@ class StoreLaunch(Launch):
         programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
         rotating = 0 if rotate is None else math.prod(rotate.grid)
         arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), *of_queries)
-        return Step((programs + -(-rotating // 2), 2, 1), arguments)
+        return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
 
 
 def rows_of(layout: KernelLayout) -> int:
