@@ -38,7 +38,7 @@ from .model_shape import (
     Config,
     Model,
     listed,
-    part,
+    nested,
     reads_latents,
     text_config,
     whole,
@@ -388,7 +388,7 @@ def facts_of_config(config: Config) -> Facts:
         attention = "encoder_decoder"
     drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
     return Facts(
-        auto_cache=asked_cache(part(text, "quantization_config")),
+        auto_cache=asked_cache(nested(text, "quantization_config")),
         architecture=printable(name, 60) or None,
         is_mla=reads_latents(text),
         is_sparse=reads_latents(text) and text.get("index_topk") is not None,
@@ -397,7 +397,7 @@ def facts_of_config(config: Config) -> Facts:
         attention=attention,
         cache_kind="RSWASpec" if whole(config, "rswa_window") or whole(text, "rswa_window") else None,
         layer_options=("dual_chunk_attention_config",) if text.get("dual_chunk_attention_config") else None,
-        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or part(text, "attn_config").get("alibi")),
+        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or nested(text, "attn_config").get("alibi")),
         has_static_sinks=bool(text.get("param_sink_number")),
         has_image_prefix=bool(kind in IMAGE_PREFIXES and config.get("vision_config"))
         or text.get("use_bidirectional_attention") == "vision",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from packed_kv.attention import decode, prefill, triton_store
 from packed_kv.attention.latent import prefix as latents
-from packed_kv.attention.layer import PairParts
+from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
@@ -272,13 +272,13 @@ def test_a_step_of_other_rings_is_made_anew() -> None:
     """An object of the same `id` as one before is another."""
     made: list[int] = []
     decode_kernel = SimpleNamespace(kind="decode", prepare=lambda batch: made.append(len(made)) or len(made))
-    parts: Any = object.__new__(PairParts)
-    parts.decode = decode_kernel
+    kernels: Any = object.__new__(PairKernels)
+    kernels.decode = decode_kernel
     metadata = PackedMetadata.of_one_request(4, 4, torch.device("cpu"))
     table = torch.zeros(1, 1, dtype=torch.int32)
     for number in range(20):
         rings = WindowMetadata(table, table, table[0])  # those before are gone
         window: Any = WindowStep(SimpleNamespace(kv_cache=table, window=8), rings, is_shared=False)
         for _ in range(2):
-            assert parts.prepare_decodes(metadata, window) == number + 1
+            assert kernels.prepare_decodes(metadata, window) == number + 1
     assert made == list(range(20))

@@ -272,7 +272,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool 
             sinks="*bf16", lse="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, PART=head_dim & -head_dim,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, CHANNELS=head_dim & -head_dim,
             ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse,
         ),
         options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),

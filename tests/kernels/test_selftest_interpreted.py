@@ -90,7 +90,7 @@ def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
 def test_latents(noted: list[Any]) -> None:
     fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
-    layer.parts, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
+    layer.kernels, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
     layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))
     assert len(noted) > 4

@@ -125,7 +125,7 @@ class FlashPrefill(PrefillKernel):
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
         self.means = Means.of(codec.key.transform)
-        self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
+        self.matrices = [rotation_matrix(one, kv_heads, inverse=True) for one in (codec.key, codec.value)]
         self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
         self.bound = Launches()
 

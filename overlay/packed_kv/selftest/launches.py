@@ -12,7 +12,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
 from ..attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
-from ..attention.layer import PairAttention, PairParts
+from ..attention.layer import PairAttention, PairKernels
 from ..attention.metadata import Batch as LayerBatch
 from ..attention.metadata import PackedMetadata
 from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
@@ -66,7 +66,7 @@ class PairLayer:
         kernels = cuda_kernels(layer, kernel, *sizes) if device.type == "cuda" else cpu_kernels(fmt, layer, *sizes)
         store, decode, prefill, self.kernel = kernels
         writes = PairStore(store, None if decode is None else decode.kind)
-        self.attention = PairAttention(PairParts(*layer, writes, decode, prefill))
+        self.attention = PairAttention(PairKernels(*layer, writes, decode, prefill))
         self.own_is_raw = prefill is not None
         """Return whether a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape.window) if shape.window else None
@@ -127,26 +127,26 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape.window) if shape.window else None
-        self.parts: tuple[LatentStore, Any, Any] = (
+        self.kernels: tuple[LatentStore, Any, Any] = (
             LatentStore(reference_latent_store(self.codec)),
             ReferenceLatents(self.codec, self.scale, None),
             ReferenceLatentPrefix(self.codec),
         )
         self.kernel = PYTORCH
         if device.type == "cuda":
-            self.parts, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
+            self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
         if self.kernel != PYTORCH:
-            self.parts[1].reserve()
-            warm_up_latents(self.parts, BLOCK, self.shape.head_dim, self.window)
+            self.kernels[1].reserve()
+            warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 
     def store(
         self, batch: Batch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None
     ) -> Ring | None:
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
-        kernel, slots, held = self.parts[0].kernel, None, None
+        kernel, slots, held = self.kernels[0].kernel, None, None
         if self.window is not None and ring is not None:
             slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
             held = Ring(ring, batch.ring_table, first, self.shape.window)
@@ -159,7 +159,7 @@ class LatentLayer:
         ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
         chunk = Span(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
         recent = None if ring is None else RecentContext(ring, lengths)
-        self.parts[2].gather(cache, batch.block_table, chunk, rows, recent)
+        self.kernels[2].gather(cache, batch.block_table, chunk, rows, recent)
 
     def decode(
         self, batch: Batch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
@@ -167,7 +167,7 @@ class LatentLayer:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
         starts, lengths = self._bounds(batch)
         decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
-        kernel = self.parts[1]
+        kernel = self.kernels[1]
         output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
 
@@ -209,7 +209,7 @@ def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests:
 def cuda_latents(
     codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
 ) -> tuple[tuple[LatentStore, Any, Any], str]:
-    """`LatentParts` as `LatentAttentionImpl` makes them on a GPU, and the name of the decode kernel."""
+    """`LatentKernels` as `LatentAttentionImpl` makes them on a GPU, and the name of the decode kernel."""
     from ..attention.choice import Limits
     from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
     from ..attention.latent.prefix import TritonLatentPrefix
@@ -217,8 +217,8 @@ def cuda_latents(
 
     sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(LONGEST_DECODE, max_requests)
     decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
-    parts = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
-    return parts, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
+    kernels = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
+    return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
 
 
 def _window_layer(window: int) -> WindowLayer:

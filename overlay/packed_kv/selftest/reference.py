@@ -116,9 +116,9 @@ class Reference:
         table = self.requests.table[request].long()
         numbers = table[token // BLOCK] * (BLOCK // MICRO_BLOCK) + token % BLOCK // MICRO_BLOCK
         read = self.codec.read(self.cache, numbers)
-        return [part.restore(x[:, :end].transpose(0, 1)) for part, x in zip(self.codec.codecs, read, strict=True)]
+        return [one.restore(x[:, :end].transpose(0, 1)) for one, x in zip(self.codec.codecs, read, strict=True)]
 
     def _recent(self, request: int) -> list[torch.Tensor]:
         """K and V as a ring gives them back, in the model's basis."""
         prepared = self.codec.prepare(*self.raw[request])
-        return [part.restore(rings.round_trip(x)) for part, x in zip(self.codec.codecs, prepared, strict=True)]
+        return [one.restore(rings.round_trip(x)) for one, x in zip(self.codec.codecs, prepared, strict=True)]

@@ -83,7 +83,7 @@ class TimedBatch:
         recent = rings.read(self.ring.cpu(), slots + token[first:] % RING_BLOCK)
         sources = []
         for held, seen in ((pages, token < first), (recent, torch.ones(SHAPE.window, dtype=torch.bool))):
-            key, value = (part.restore(x) for part, x in zip(codec.codecs, held, strict=True))
+            key, value = (one.restore(x) for one, x in zip(codec.codecs, held, strict=True))
             sources.append(Source(key, value, seen[None]))
         wanted = attention(self.query[row:].cpu(), sources, SHAPE.head_dim**-0.5)
         error = relative_rms(self.output[row:].cpu(), wanted)

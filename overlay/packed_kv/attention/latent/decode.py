@@ -82,13 +82,13 @@ class LatentMemory:
 class PageResults:
     """A layer's results over pages, which both kernels keep.
 
-    `are_parts`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
+    `are_partial`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
     launch for the ring takes it so.
     """
 
-    def __init__(self, layer: LatentLayout, *, are_parts: bool) -> None:
+    def __init__(self, layer: LatentLayout, *, are_partial: bool) -> None:
         assert not (layer.window and layer.is_shard), "ranks that split tokens have no recent window"
-        self.layer, self.are_parts = layer, are_parts
+        self.layer, self.are_partial = layer, are_partial
         self.constant = None if layer.is_shard or layer.window else layer.constant
         """Added by attention over pages."""
         self.inverse_gain = 1 / layer.codec.value_gain()
@@ -100,14 +100,14 @@ class PageResults:
         layer, rank = self.layer, self.layer.codec.rank
         shape = (tokens, layer.heads, rank)
         outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        if self.are_parts:
+        if self.are_partial:
             outputs += [(shape, torch.float32), (shape[:2], torch.float32)]
         if not layer.is_shard:
             outputs.append((shape, layer.dtype))
         partial, stats, *given = current_workspace_manager().get_simultaneous(
             ((*partials, rank), torch.float32), ((*partials, 2), torch.float32), *outputs
         )
-        lse = given[1] if self.are_parts else None
+        lse = given[1] if self.are_partial else None
         return LatentMemory(partial, stats, given[0], lse, given[0] if layer.is_shard else given[-1])
 
     def reserve(self, most_partials: tuple[int, ...]) -> None:
@@ -144,7 +144,7 @@ class TritonLatents(DecodeKernel[Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_parts=layer.is_shard or layer.window > 0)
+        self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
         self.bound = Launches()
@@ -190,7 +190,7 @@ class TritonLatents(DecodeKernel[Attended]):
         )
         grid, arguments = step.decode
         decode(grid, (q_latent, q_rope), arguments)
-        has_lse, constant = self.results.are_parts, self.results.constant
+        has_lse, constant = self.results.are_partial, self.results.constant
         merge = self.bound.get(
             ("merge", step.splits),
             (pages.stride(), pages.dtype),
@@ -242,7 +242,7 @@ class HopperLatents(DecodeKernel[Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_parts=layer.is_shard)
+        self.results = PageResults(layer, are_partial=layer.is_shard)
         self.kind = LatentKind(True, layer.heads, layer.scale, layer.window)
         self.scheduler = LatentScheduler(layer.limits.max_requests, self.results.sm_count, layer.codec.device)
         self.bound = Launches()
@@ -290,7 +290,7 @@ class HopperLatents(DecodeKernel[Attended]):
         return self.results.of_layer(step.memory)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda.CudaLatentDecode:
-        layer, has_lse = self.layer, self.results.are_parts
+        layer, has_lse = self.layer, self.results.are_partial
         output = torch.float32 if has_lse else None if layer.window else layer.dtype
         decode = cuda.CudaLatentDecode(
             layer.codec.layout, cache, layer.heads, dtype, output, self.results.constant, has_lse=has_lse

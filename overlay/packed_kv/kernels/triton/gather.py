@@ -138,7 +138,7 @@ def _unrotate_kernel(
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
+    inner, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
     place = (row * KV_HEADS + head) * HEAD_DIM
     matrix += head * matrix_head_stride
     x = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -156,8 +156,8 @@ def _unrotate_kernel(
             mean += partner * tl.load(turn + HEAD_DIM, mask=there[None, :], other=0.0)
         x += tl.where(position[:, None] == 0, of_first, mean)  # before the products: they take the most registers
     for start in tl.static_range(0, HEAD_DIM, 32):
-        y = tl.load(vectors + place[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
+        y = tl.load(vectors + place[:, None] + start + inner[None, :], mask=(row < rows)[:, None], other=0.0)
+        m = tl.load(matrix + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         x = tl.dot(y, m, x)
     tl.store(result + place[:, None] + channel[None, :], x.to(result.dtype.element_ty),

@@ -101,8 +101,8 @@ def rotate_rows(
     columns += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, CHANNELS], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
-        part = start + 8 * t
-        channel = part[:, None] + tl.arange(0, 8)[None, :]
+        first = start + 8 * t
+        channel = first[:, None] + tl.arange(0, 8)[None, :]
         low = tl.load(low_source[:, None] + channel, mask=low_valid[:, None] & (channel < QUERY_DIM), other=0.0)
         high = tl.load(high_source[:, None] + channel, mask=high_valid[:, None] & (channel < QUERY_DIM), other=0.0)
         x = tl.reshape(tl.join(low.to(tl.float16), high.to(tl.float16)), [8, 4, 2, 2, 2, 2])  # g, t, 3 bits of 8, row
@@ -220,6 +220,6 @@ class RotateQueryLaunch(Launch):
             assert bias is None or bias.shape[2] == 2, bias.shape
             positions = rotated.view(torch.int64)  # not read
         assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
-        rows, parts = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
-        grid = -(-rows // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
+        rows, programs = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
+        grid = -(-rows // QUERY_ROWS), kv_heads, programs + rotation.bias_programs
         return StepLaunch(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))

@@ -65,12 +65,12 @@ class StoreLaunch(Launch):
         assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
         assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
         assert key.dtype == value.dtype and len(key) == len(value), (key.dtype, value.dtype, key.shape, value.shape)
-        for x, part in ((key, codec.key), (value, codec.value)):
-            assert x.shape[1:] == (heads, part.head_dim), (x.shape, heads, part.head_dim)
+        for x, one in ((key, codec.key), (value, codec.value)):
+            assert x.shape[1:] == (heads, one.head_dim), (x.shape, heads, one.head_dim)
         assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
         assert ring is not None or not only_ring
-        for part in (codec.key, codec.value):
-            assert part.heads in (None, heads), (part.heads, heads)
+        for one in (codec.key, codec.value):
+            assert one.heads in (None, heads), (one.heads, heads)
         if ring is not None:
             assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
             assert ring.stride()[2:] == (ring.shape[3], 1), ring.stride()
@@ -89,7 +89,7 @@ class StoreLaunch(Launch):
                 cache, cache.stride(0), cache.stride(1),
                 key.stride(0), key.stride(1), value.stride(0), value.stride(1),
                 codec.key.rotation_constants,
-                *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
+                *(x for one in channels for x in (one, 0 if one.ndim == 1 else one.stride(0))),
                 *(x for table in tables for x in (table, head_stride(table))),
                 transform.spectrum,
                 of_ring, of_ring.stride(0), of_ring.stride(1),
