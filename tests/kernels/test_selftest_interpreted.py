@@ -38,7 +38,9 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     flash = prefill.FlashAttention(flash_attention, 64)
     monkeypatch.setattr(prefill, "find_flash_attention", lambda *_arguments: flash)
-    monkeypatch.setattr(launches, "cpu_routes", lambda _fmt, layer, *sizes: launches.cuda_routes(layer, "auto", *sizes))
+    monkeypatch.setattr(
+        launches, "cpu_kernels", lambda _fmt, layer, *sizes: launches.cuda_kernels(layer, "auto", *sizes)
+    )
     for module in (checks, latents):
         monkeypatch.setattr(module, "STEPS", STEPS)
         monkeypatch.setattr(module, "MOST", [11, 46])
