@@ -74,18 +74,13 @@ def test_pairs(noted: list[Any]) -> None:
 
 def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the merge of splits."""
-    bind = fused.bind_merge
 
-    def bind_spoiled(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        launch = bind(output, *arguments, **options)
-
-        def spoiled(grid: Any, tensors: tuple[torch.Tensor, ...], step: Any) -> None:
-            launch(grid, tensors, step)
+    class Spoiled(fused.MergeLaunch):
+        def __call__(self, grid: Any, tensors: tuple[torch.Tensor, ...], arguments: Any) -> None:
+            super().__call__(grid, tensors, arguments)
             tensors[0][-1] *= 1.01
 
-        return spoiled
-
-    monkeypatch.setattr(fused, "bind_merge", bind_spoiled)
+    monkeypatch.setattr(fused, "MergeLaunch", Spoiled)
     assert {check.part for check in check_pairs(window=0) if not check.is_right} >= {"merge"}
 
 
