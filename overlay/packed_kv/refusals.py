@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.is_mla and f.has_states and f"{_model(f)}, whose pages vLLM would size as plain ones"),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
-         lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
+         lambda f: f.is_mla and f.version_without_latents and f"{f.version_without_latents}; 0.32.0 and later can",
          "upgrade vLLM, or use --kv-cache-dtype auto"),
     Rule("latent attention (MLA) with a sliding window", "a layer",
          lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),

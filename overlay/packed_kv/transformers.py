@@ -115,7 +115,7 @@ class PackedCache(Cache):
         return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
-        """Drop all tokens. `attention_mask`: of the prompts that come next, as for the class."""
+        """Drop all tokens. `attention_mask`: [sequences, tokens], of the prompts that come next, as for the class."""
         self.settings.starts = _starts(attention_mask)
         super().reset()
 

@@ -148,7 +148,7 @@ def decode_case(
             ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=columns // 2, WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
+            KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
             MEAN_BLOCKS=mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
             LAYOUT=kernel_layout(page_layout(fmt, head_dim)), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
             COLUMNS=columns,

@@ -29,12 +29,15 @@ class Ranks:
         self.launch: WeighByLseLaunch | None = None
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
-        """[tokens, query heads, head_dim] of this rank -> those of all ranks' heads, contiguous. All ranks have the
-        same tokens."""
+        """Return queries of all ranks' heads, contiguous, from this rank's [tokens, query heads, head_dim]. All ranks
+        have the same tokens."""
         return self.group.all_gather(query.contiguous(), dim=1).contiguous()
 
     def reserve(self, query: torch.Tensor, value_dim: int) -> None:
-        """Take the memory of `gather` and `combine` for such queries, so that vLLM's memory profile counts it."""
+        """Take the memory of `gather` and `combine`, so that vLLM's memory profile counts it.
+
+        query: [tokens, query heads, head_dim] of this rank, as many as a batch has at most.
+        """
         queries = self.gather(query)
         output = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         self.combine(output, output[..., 0].contiguous())

@@ -150,7 +150,10 @@ class Splits:
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
     def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> StepLaunch:
-        """Return the launch that only rotates; the store's are made from it."""
+        """Return the launch that only rotates; the store's are made from it.
+
+        rotated: fp16 [tokens, KV heads, group, stored_dim]. bias: see `RotateQueryLaunch`.
+        """
         assert batch.positions is not None and self.has_lse == (batch.lse is not None)
         return RotateQueryLaunch.step(rotated, self.rotation, batch.positions, bias)
 
@@ -159,7 +162,8 @@ class Splits:
         return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse), merge_tile(partial.shape[2]))
 
     def merge(self, merge: Merge, merges: dict[tuple[int, int], MergeLaunch], output: torch.Tensor) -> None:
-        """Launch it. `merges`: what is bound to such outputs, by tile."""
+        """Launch `merge`, which fills `output` [tokens, query heads, value_dim]. `merges`: launches bound to such
+        outputs, by tile."""
         launch = merges.get(merge.tile)
         if launch is None:
             apart, sinks = self.heads_apart(output), self.layer.options.sinks

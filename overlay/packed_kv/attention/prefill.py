@@ -67,7 +67,7 @@ class PartRead:
     def of(
         cls, part: KeyPart, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, ring: Ring | None = None
     ) -> PartRead:
-        """`key`, `value`: fp16 memory for at least the part's tokens."""
+        """Return how a part is read. `key`, `value`: fp16 memory [tokens or more, KV heads, stored_dim]."""
         key, value = key[: part.tokens], value[: part.tokens]
         of_ring = None
         if ring is not None and part.recent is not None:

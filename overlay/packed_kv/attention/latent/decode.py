@@ -68,13 +68,13 @@ class LatentKind(NamedTuple):
 class LatentMemory:
     """Workspace of a step, which each layer overwrites.
 
-    `partial`, `stats`: fp32 [..., rank] and [..., 2], parts of results. `pages`: [tokens, heads, rank], attention over
-    pages, and `lse`, fp32 [tokens, heads], its lse, or None. `output`: [tokens, heads, rank], what the layer returns.
+    `partial`, `stats`: fp32 [..., rank] and [..., 2], partial results. `over_pages`: [tokens, heads, rank], attention
+    over pages, and `lse`, fp32 [tokens, heads], its lse, or None. `output`: [tokens, heads, rank], the layer's result.
     """
 
     partial: torch.Tensor
     stats: torch.Tensor
-    pages: torch.Tensor
+    over_pages: torch.Tensor
     lse: torch.Tensor | None
     output: torch.Tensor
 
@@ -164,7 +164,7 @@ class TritonLatents(DecodeKernel[Attended]):
         lens = self.results.count_tokens(batch)
         if batch.ring is not None:
             assert memory.lse is not None
-            tensors = batch.ring, batch.query_start, batch.seq_lens, lens, memory.pages, memory.lse
+            tensors = batch.ring, batch.query_start, batch.seq_lens, lens, memory.over_pages, memory.lse
             ring = AttendLatentRingLaunch.step(self.shape, query_len, *tensors)
         return TritonLatentStep(
             memory,
@@ -181,7 +181,7 @@ class TritonLatents(DecodeKernel[Attended]):
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         q_latent, q_rope = queries
-        pages = step.memory.pages
+        over_pages = step.memory.over_pages
         strides = cache.stride(), q_latent.stride(), q_rope.stride()
         decode = self.bound.get(
             "decode",
@@ -193,11 +193,11 @@ class TritonLatents(DecodeKernel[Attended]):
         has_lse, constant = self.results.are_partial, self.results.constant
         merge = self.bound.get(
             ("merge", step.splits),
-            (pages.stride(), pages.dtype),
-            lambda: MergeLatentsLaunch(pages, constant, step.splits, has_lse=has_lse),
+            (over_pages.stride(), over_pages.dtype),
+            lambda: MergeLatentsLaunch(over_pages, constant, step.splits, has_lse=has_lse),
         )
         grid, arguments = step.merge
-        merge(grid, (pages,), arguments)
+        merge(grid, (over_pages,), arguments)
         if ring is not None:
             self._add_ring(step, ring.cache, q_latent, q_rope)
         return self.results.of_layer(step.memory)
@@ -278,7 +278,7 @@ class HopperLatents(DecodeKernel[Attended]):
         q_latent, q_rope = queries
         held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, q_latent.dtype))
-        decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.pages)
+        decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.over_pages)
         if ring is not None and step.ring is not None:
             of_ring, result = ring.cache, step.memory.output
             attend = self.bound.get(

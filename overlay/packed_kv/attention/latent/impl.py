@@ -237,7 +237,11 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attention of a batch's prompts, by vLLM; then their tokens go to their rings, unless they have."""
+        """Attend to a batch's prompts, by vLLM; then write their tokens into their rings, unless they are there.
+
+        Arguments are vLLM's: q [tokens, heads, qk_head_dim], kv_c_normed [tokens, rank], k_pe [tokens, 1, rope_dim],
+        kv_c_and_k_pe_cache uint8 [blocks, block_size, slot_bytes]; output [tokens, heads * v_head_dim] is filled.
+        """
         prompts = (q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
         super().forward_mha(*prompts)
         assert self.kernels is not None
