@@ -30,7 +30,7 @@ from .architectures import (
 )
 from .cache_scheme import asked_cache
 from .facts import Connector, Facts
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
 from .model_shape import (
@@ -148,11 +148,12 @@ def _connector_without_handshake(facts: Facts) -> str | None:
 
 
 def _value_size(facts: Facts) -> str | None:
-    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_STEP`."""
+    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_MULTIPLE`."""
     key, value = facts.head_size, facts.value_size
-    if key is None or value is None or key % HEAD_DIM_STEP or fits_value_dim(key, value):
+    if key is None or value is None or key % HEAD_DIM_MULTIPLE or fits_value_dim(key, value):
         return None
-    return f"V of {value} channels with K of {key}; V may have at most as many as K, in multiples of {HEAD_DIM_STEP}"
+    most = f"V may have at most as many as K, in multiples of {HEAD_DIM_MULTIPLE}"
+    return f"V of {value} channels with K of {key}; {most}"
 
 
 def _latent_size(facts: Facts) -> str | None:
@@ -284,8 +285,8 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.cache_of and not f.unlike_its_cache and f"{f.layer} reads that of {f.cache_of}",
          "use another speculative method, or none", is_of_model=True),
     Rule("this head size", "`head_dim`, `hidden_size`",
-         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)
-         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_STEP}",
+         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)
+         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_MULTIPLE}",
          is_of_model=True),
     Rule("this head size of V", "`v_head_dim`; a layer's `head_size_v`", _value_size, is_of_model=True),
     Rule("this head size of V", "a layer and its implementation",

@@ -17,7 +17,7 @@ from packed_kv.attention.decode import PairLayout, TritonPairs
 from packed_kv.attention.latent import decode as latent_decode
 from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
 from packed_kv.attention.latent.impl import LatentKernels
-from packed_kv.attention.latent.in_pytorch import RecentContext, Span
+from packed_kv.attention.latent.in_pytorch import PrefixChunk, RecentContext
 from packed_kv.attention.latent.metadata import LatentMetadataBuilder
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
@@ -330,7 +330,7 @@ def test_profiling_compiles_what_steps_over_latents_launch(
         decode.attend(step, cache, (latent, query[..., 128:]), of_batch)
     rows = query.new_zeros(40, rank + rope_dim)
     new, slots = (rows[:, :rank].contiguous(), rows[:, rank:]), torch.arange(40, device=DEVICE)
-    chunk, recent = Span(counts[:2], counts[:3], 1, counts[:2]), None
+    chunk, recent = PrefixChunk(counts[:2], counts[:3], 1, counts[:2]), None
     if ring is not None:
         store.write(store.prepare(NewTokens(slots, ring_slots=slots[:7].int())), cache, *new, ring.cache)
         rest = NewTokens(slots[3:].int(), ring_slots=slots[3:].int(), only_ring=True)

@@ -30,7 +30,7 @@ PIECE = 1024
 """Tokens that are unpacked at a time, on their way into the scratch cache."""
 
 
-class Span(NamedTuple):
+class ScratchSpan(NamedTuple):
     """Tokens of a request that the op sees: from `start`, a multiple of 16, to `end`; from `own` on they are new.
 
     `block`: the request's first block of the scratch cache.
@@ -47,7 +47,7 @@ class Span(NamedTuple):
 class ScratchBatch:
     """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op."""
 
-    spans: list[Span]
+    spans: list[ScratchSpan]
     rows: slice
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -124,7 +124,7 @@ class CpuPrefill(PrefillKernel):
         window = self.options.sliding_window
 
         def make() -> list[ScratchBatch]:
-            batches: list[list[Span]] = [[]]
+            batches: list[list[ScratchSpan]] = [[]]
             free = self.scratch.blocks
             for request in range(first, len(metadata.context)):
                 count = metadata.query_starts[request + 1] - metadata.query_starts[request]
@@ -135,14 +135,14 @@ class CpuPrefill(PrefillKernel):
                     batches.append([])
                     free = self.scratch.blocks
                 own = end if shared else end - count
-                batches[-1].append(Span(request, start, own, end, self.scratch.blocks - free))
+                batches[-1].append(ScratchSpan(request, start, own, end, self.scratch.blocks - free))
                 free -= blocks
             return [self._scratch_batch(spans, metadata) for spans in batches if spans]
 
         kind = PrefillKind((self.query_heads, self.kv_heads, self.head_dim, self.scratch.blocks), window, shared)
         return metadata.steps.get(StepKey("prefill", kind, first), make)
 
-    def _scratch_batch(self, spans: list[Span], metadata: PackedMetadata) -> ScratchBatch:
+    def _scratch_batch(self, spans: list[ScratchSpan], metadata: PackedMetadata) -> ScratchBatch:
         from vllm import _custom_ops as ops
 
         starts = metadata.query_starts[spans[0].request : spans[-1].request + 2]
@@ -159,7 +159,7 @@ class CpuPrefill(PrefillKernel):
         )  # fmt: skip
         return ScratchBatch(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
 
-    def _fill(self, span: Span, batch: Batch, first: int, ring: Ring | None) -> None:
+    def _fill(self, span: ScratchSpan, batch: Batch, first: int, ring: Ring | None) -> None:
         """Bring a request's K and V into the scratch cache."""
         key, value, metadata = batch.key, batch.value, batch.metadata
         # The op reads the last block to its end, and 0 times what a former request left there may be NaN.
@@ -181,7 +181,7 @@ class CpuPrefill(PrefillKernel):
             rows = slice(metadata.query_starts[span.request], metadata.query_starts[span.request + 1])
             self._put(span, span.own, key[rows], value[rows])
 
-    def _put(self, span: Span, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _put(self, span: ScratchSpan, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write tokens of a request from `start` on."""
         from vllm import _custom_ops as ops
 

@@ -11,7 +11,7 @@ from ..codecs.ring import Ring
 from ..kernels.ahead import Ahead
 from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
-from .latent.in_pytorch import RecentContext, Span
+from .latent.in_pytorch import PrefixChunk, RecentContext
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
 from .protocols import DecodeBatch, NewTokens
@@ -171,7 +171,7 @@ def warm_up_latents(
         queries = vectors(1, layer.heads, channels).split([codec.rank, codec.rope_dim], dim=-1)
     rows = vectors(1, channels)
     new = vectors(1, codec.rank), rows[:, codec.rank :]
-    chunk, ring, recent = Span(one, counts[:2], 1, one), None, None
+    chunk, ring, recent = PrefixChunk(one, counts[:2], 1, one), None, None
     if window_layer is not None and window_layer.ring_block_size:
         shape = (1, 1, window_layer.ring_block_size, codec.ring_slot_bytes)
         ring = Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, counts[:most], window_layer.window)

@@ -11,10 +11,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
-from ..attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
+from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
 from ..attention.layer import PairAttention, PairKernels
-from ..attention.metadata import Batch as LayerBatch
-from ..attention.metadata import PackedMetadata
+from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
 from ..attention.store import LatentStore, PairStore, reference_latent_store
 from ..attention.warmup import PairWarmup, warm_up_latents
@@ -26,7 +25,7 @@ from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
-from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, Batch, Shape
+from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, RequestBatch, Shape
 
 HEAD_DIMS = (64, 128)
 PYTORCH = "PyTorch"
@@ -83,7 +82,7 @@ class PairLayer:
         PairWarmup(self.attention, query, key, value, BLOCK, self.window).run(shares_cache=False)
 
     def forward(
-        self, batch: Batch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
+        self, batch: RequestBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
         ring: torch.Tensor | None, output: torch.Tensor,
     ) -> None:  # fmt: skip
         """Store a step's tokens and attend, with metadata made anew, as an engine's step does.
@@ -99,7 +98,7 @@ class PairLayer:
         self.launch(batch, starts, lengths, query, key, value, cache, ring, output)
 
     def launch(
-        self, batch: Batch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+        self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None, output: torch.Tensor,
     ) -> None:  # fmt: skip
         """The same with int32 `starts` and `lengths` on the device: decodes alone can be captured into a graph."""
@@ -114,7 +113,7 @@ class PairLayer:
             slots, first = _fill_slots(self.window, batch, starts, lengths)
             self.window.kv_cache = ring
             window = WindowStep(self.window, WindowMetadata(batch.ring_table, slots, first), is_shared=False)
-        self.attention.forward(LayerBatch(query, key, value, cache, metadata, output, window))
+        self.attention.forward(Batch(query, key, value, cache, metadata, output, window))
 
 
 class LatentLayer:
@@ -143,8 +142,9 @@ class LatentLayer:
             warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 
     def store(
-        self, batch: Batch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None
-    ) -> Ring | None:
+        self, batch: RequestBatch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor,
+        ring: torch.Tensor | None,
+    ) -> Ring | None:  # fmt: skip
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
         kernel, slots, held = self.kernels[0].kernel, None, None
         if self.window is not None and ring is not None:
@@ -153,16 +153,16 @@ class LatentLayer:
         kernel.write(kernel.prepare(NewTokens(batch.slots, ring_slots=slots)), cache, latent, rope, ring)
         return held
 
-    def gather(self, batch: Batch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
+    def gather(self, batch: RequestBatch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
         """Fill rows [tokens of all requests, rank + rope_dim], as behind these a chunk would read them."""
         lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cache.device)
         ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
-        chunk = Span(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
+        chunk = PrefixChunk(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
         recent = None if ring is None else RecentContext(ring, lengths)
         self.kernels[2].gather(cache, batch.block_table, chunk, rows, recent)
 
     def decode(
-        self, batch: Batch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
+        self, batch: RequestBatch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
     ) -> torch.Tensor:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
         starts, lengths = self._bounds(batch)
@@ -171,7 +171,7 @@ class LatentLayer:
         output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
 
-    def _bounds(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
         starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
         return starts.to(self.codec.device), lengths.to(self.codec.device)
 
@@ -232,7 +232,7 @@ def _window_layer(window: int) -> WindowLayer:
 
 
 def _fill_slots(
-    window: WindowLayer, batch: Batch, starts: torch.Tensor, lengths: torch.Tensor
+    window: WindowLayer, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where each row goes in its ring, and the first token that each ring has; int32 [rows] and [requests]."""
     slots = torch.zeros(batch.starts[-1], dtype=torch.int32, device=starts.device)

@@ -17,7 +17,7 @@ from ..layout import MICRO_BLOCK, ring_slot_bytes
 from .checks import Check, vectors
 from .launches import PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
-from .requests import RING_BLOCK, Batch, Requests, Shape
+from .requests import RING_BLOCK, RequestBatch, Requests, Shape
 
 SHAPE = Shape(128, 8, 4, 64)
 """A layer of an 8B model, with the recent window that engines have by default."""
@@ -90,8 +90,9 @@ class TimedBatch:
         return Check("decode", f"{SHAPE}: {len(self.query)} x {end} in bf16", error, BOUND[self.layer.kernel])
 
 
-def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]) \
-        -> Callable[[], None] | None:  # fmt: skip
+def bf16_on_cuda(
+    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
+) -> Callable[[], None] | None:
     """The same step by vLLM's FlashAttention, in the version that it takes on this card; None: it takes none."""
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
@@ -119,8 +120,9 @@ def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, tor
     return run
 
 
-def bf16_on_cpu(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]) \
-        -> Callable[[], None]:  # fmt: skip
+def bf16_on_cpu(
+    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
+) -> Callable[[], None]:
     """The same step by the op of vLLM's CPU platform."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

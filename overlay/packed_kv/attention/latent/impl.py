@@ -44,7 +44,7 @@ from ..step import StepKey
 from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of, warm_up_latents
 from .fold import FoldedWeights
-from .in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
+from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
 from .metadata import LatentMetadata
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         ranks, count, lens = self.ranks.shard.ranks, chunk.num_local_context_tokens, chunk.padded_local_seq_lens
         room = len(context.workspace) // (ranks + 1)
         own, of_all = context.workspace[:count], context.workspace[room : room + ranks * count]
-        span = Span(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
+        span = PrefixChunk(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
         self.kernels.prefix.gather(cache, block_table, span, own)
         context.dcp_manager.kv_gather(of_all, own)
         latent, rope = of_all.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)

@@ -21,7 +21,7 @@ class RecentContext:
     context_lens: torch.Tensor
 
 
-class Span(NamedTuple):
+class PrefixChunk(NamedTuple):
     """Tokens of requests to gather: `starts`, int32 [requests], the first of each, a multiple of 16; `cu_seq_lens`,
     int32 [requests + 1], rows where they go; `max_seq_len` of a request; `seq_lens`, on the host. vLLM's chunks of a
     prefix have these, too."""

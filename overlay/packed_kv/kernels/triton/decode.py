@@ -20,7 +20,7 @@ from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .launch import Arguments, Launch, StepLaunch
-from .means import add_first_bias, bias_of_block, bias_step, block_of, columns_and_rows
+from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
@@ -144,7 +144,7 @@ def _decode_kernel(
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
-                maximum -= bias_step(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+                maximum -= bias_increase(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)

@@ -154,7 +154,7 @@ def bias_of_block(
 
 
 @triton.jit
-def bias_step(
+def bias_increase(
     query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip

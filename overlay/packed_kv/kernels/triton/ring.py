@@ -20,7 +20,7 @@ from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
 from .launch import Arguments, Launch, StepLaunch
-from .means import add_first_bias, bias_of_block, bias_step, block_of
+from .means import add_first_bias, bias_increase, bias_of_block, block_of
 from .pages import KEY, VALUE
 from .quantize import of, product
 from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
@@ -220,7 +220,7 @@ def attend_ring(
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
-                    further = bias_step(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                    further = bias_increase(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
                                         COLUMNS)  # fmt: skip
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
