@@ -142,7 +142,7 @@ def launch_seconds(worker: Any) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """Tokens of each request in a step, and the mode of the CUDA graphs that it ran in."""
 
     tokens: list[int]
@@ -317,14 +317,14 @@ class Engine:
             self._step()
 
     @contextmanager
-    def _recorded_steps(self) -> Iterator[list[Step]]:
+    def _recorded_steps(self) -> Iterator[list[RecordedStep]]:
         """The steps whose results the scheduler takes meanwhile."""
-        seen: list[Step] = []
+        seen: list[RecordedStep] = []
         update = self.scheduler.update_from_output
 
         def recorded(scheduled: Any, output: Any) -> Any:
-            graph = output.cudagraph_stats
-            seen.append(Step([*scheduled.num_scheduled_tokens.values()], graph.runtime_mode if graph else "NONE"))
+            graph, tokens = output.cudagraph_stats, [*scheduled.num_scheduled_tokens.values()]
+            seen.append(RecordedStep(tokens, graph.runtime_mode if graph else "NONE"))
             return update(scheduled, output)
 
         self.scheduler.update_from_output = recorded
@@ -333,7 +333,7 @@ class Engine:
         finally:
             self.scheduler.update_from_output = update
 
-    def _check_steps(self, seen: list[Step], requests: int, steps: int) -> None:
+    def _check_steps(self, seen: list[RecordedStep], requests: int, steps: int) -> None:
         """Raises RuntimeError unless these were the `steps` steps of `requests` requests, drafts and all, in graphs."""
         if len(seen) != steps:
             raise RuntimeError(f"{len(seen)} steps ended, not {steps}")

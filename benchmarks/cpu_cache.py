@@ -78,8 +78,8 @@ def measure(model: PreTrainedModel, context: int, options: argparse.Namespace) -
 class _WithoutKernels(packed.PackedLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        for part in self.parts:
-            part.kernel = None
+        for held in self.vectors:
+            held.kernel = None
 
 
 def without_kernels(name: str) -> packed.PackedCache:

@@ -84,7 +84,7 @@ MUTATIONS = {
     ),
     "refusal": Mutation(
         "overlay/packed_kv/refusals.py",
-        "(f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)",
+        "(f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)",
         "f.head_size <= 0",
         "tests/test_refusal_table.py",
     ),

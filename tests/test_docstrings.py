@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from checkout import REPO
 
-ROOMS = ("overlay", "calibration", "quality", "scripts", "benchmarks")
+ROOMS = ("overlay", "calibration", "quality", "vllm_patches", "scripts", "benchmarks", "examples")
 EXEMPT = ("overlay/packed_kv/kernels/cuda/",)
 """Beginnings of paths that are still to be mended."""
 NO_SUBJECT = re.compile(

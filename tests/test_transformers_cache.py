@@ -119,7 +119,7 @@ def test_a_prompt_reads_itself_raw_and_what_was_there_as_stored(name):
     first = layer.update(key[:, :, :30], value[:, :, :30])
     assert torch.equal(first[0], key[:, :, :30])
     assert torch.equal(first[1], value[:, :, :30])
-    stored = [part.read(layer._positions_held(), torch.float32) for part in layer.parts]
+    stored = [held.read(layer._positions_held(), torch.float32) for held in layer.vectors]
     second = layer.update(key[:, :, 30:], value[:, :, 30:])
     for found, held, raw in zip(second, stored, (key, value), strict=True):
         assert torch.equal(found[:, :, :30], held)
@@ -197,7 +197,7 @@ def test_a_token_is_not_copied_with_each_that_follows():
         memory: list[torch.Tensor] = []
         for at in range(600):
             cache.update(key[:, :, at : at + 1], value[:, :, at : at + 1], 0)
-            packed = cache.layers[0].parts[0].packed
+            packed = cache.layers[0].vectors[0].packed
             if not memory or packed.memory is not memory[-1]:
                 memory.append(packed.memory)
         assert len(memory) <= (44 if window is None else 44 + 600 * 8 // window)
@@ -238,9 +238,9 @@ def test_sequences_move_with_all_that_is_theirs(change, calibration):
     mask = torch.tensor([[0] * pad + [1] * (30 - pad) for pad in (0, 4, 9)])
     cache = PackedCache("turboquant35", recent_tokens=8, calibration=calibration, attention_mask=mask)
     cache.update(key, value, 0)
-    before = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
+    before = cache.layers[0].vectors[0].read(cache.layers[0]._positions_held(), torch.float32)
     act(cache)
-    after = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
+    after = cache.layers[0].vectors[0].read(cache.layers[0]._positions_held(), torch.float32)
     assert torch.equal(after, before[rows])
 
 
@@ -344,7 +344,7 @@ def test_a_sliding_layer_holds_its_window(prompt):
     a_token = 2 * HEADS * FORMATS["tq4"].slot_bytes(64)
     assert full.nbytes - sliding.nbytes == (prompt + 30 - (window - 1)) * a_token
     most = (window - 1) * 9 // 8 * HEADS * 34
-    assert sliding.layers[0].parts[0].packed.memory.untyped_storage().nbytes() <= most
+    assert sliding.layers[0].vectors[0].packed.memory.untyped_storage().nbytes() <= most
     with pytest.raises(NotImplementedError, match="cannot be cropped"):
         sliding.crop(-1)
 

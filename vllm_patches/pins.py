@@ -1,4 +1,4 @@
-"""What is pinned: the vLLM versions of versions.toml, each with its wheels, touched files and series of patches."""
+"""Pins: the vLLM versions of versions.toml, each with its wheels, touched files and series of patches."""
 
 import hashlib
 import re
@@ -76,7 +76,7 @@ def load(root: Path = ROOT) -> dict[str, Pin]:
 
 
 def choose(pins: Mapping[str, Pin], version: str, distribution: str = "vllm") -> str:
-    """What to do about a version that is not patched: the commit of packed-kv that serves it, if there is one, the
+    """Say what to do about a version that is not patched: the commit of packed-kv that serves it, if there is one, the
     versions that are patched, and the nearest of this distribution."""
     wheels = [f"{wheel.distribution}=={pin.version}" for pin in pins.values() for wheel in pin.wheels]
     own = [pin for pin in pins.values() if distribution in {wheel.distribution for wheel in pin.wheels}]

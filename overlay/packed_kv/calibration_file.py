@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from .channel_calibration import UNCALIBRATED, ChannelCalibration
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, Format, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, Format, fits_value_dim
 from .json_file import printable, read_json, shown
 from .model_shape import EXPANDED_LATENTS, Model, word
 from .rope import Parameters, Rope, normalised, rope_in_words
@@ -205,14 +205,14 @@ def _calibration(path: str, content: Any) -> Calibration:
             raise _FaultError(f"{field} {shown(value)} is not supported ({known} is)")
     recipe: str = content["recipe"]
     head_size: Any = content.get("head_size")
-    if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_STEP:
-        rule = f"head_size must be a positive multiple of {HEAD_DIM_STEP}, at most {LARGEST_HEAD_SIZE}"
+    if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_MULTIPLE:
+        rule = f"head_size must be a positive multiple of {HEAD_DIM_MULTIPLE}, at most {LARGEST_HEAD_SIZE}"
         raise _FaultError(f"{rule}, got {shown(head_size)}")
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     value_size: Any = content.get("value_head_size", head_size)
     if type(value_size) is not int or not fits_value_dim(head_size, value_size):
-        rule = f"value_head_size must be a positive multiple of {HEAD_DIM_STEP}, at most head_size"
+        rule = f"value_head_size must be a positive multiple of {HEAD_DIM_MULTIPLE}, at most head_size"
         raise _FaultError(f"{rule}, got {shown(value_size)}")
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:

@@ -34,7 +34,7 @@ class Facts:
         is_draft: these are facts of the draft and its layers; `packs_draft`: a draft's layers have a packed dtype, too.
         has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
         backend_reasons: what vLLM says against the backend.
-        without_latents: version of a vLLM whose latent attention has not what packed pages need.
+        version_without_latents: version of a vLLM whose latent attention has not what packed pages need.
         has_lora: `--enable-lora`.
         groups_stay: a spec can keep its cache group from KV connectors.
 
@@ -78,7 +78,7 @@ class Facts:
     is_draft: bool | None = None
     packs_draft: bool | None = None
     has_one_cache_manager: bool | None = None
-    without_latents: str | None = None
+    version_without_latents: str | None = None
     has_lora: bool | None = None
     groups_stay: bool | None = None
     has_fast_prefill: bool | None = None

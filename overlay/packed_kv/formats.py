@@ -20,7 +20,7 @@ FORMAT_VERSION = 3
 
 GROUP_SIZE = 32
 """Channels that share one scale byte."""
-HEAD_DIM_STEP = 16
+HEAD_DIM_MULTIPLE = 16
 """A head_dim must be a multiple of this."""
 
 CODES_PER_LANE = 16
@@ -152,13 +152,13 @@ decoded value is finite in fp16; bytes above it are never written."""
 
 def fits_value_dim(head_dim: int, value_dim: int) -> bool:
     """True if a head of V with `value_dim` channels can be stored with K's of `head_dim`."""
-    return 0 < value_dim <= head_dim and value_dim % HEAD_DIM_STEP == 0
+    return 0 < value_dim <= head_dim and value_dim % HEAD_DIM_MULTIPLE == 0
 
 
 def stored_dim(head_dim: int) -> int:
     """Channels that are stored of a head of `head_dim`: whole groups. Raises ValueError if it is no multiple of 16."""
-    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % HEAD_DIM_STEP:
-        raise ValueError(f"head_dim must be a positive multiple of {HEAD_DIM_STEP}, got {head_dim!r}")
+    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"head_dim must be a positive multiple of {HEAD_DIM_MULTIPLE}, got {head_dim!r}")
     return -(-head_dim // GROUP_SIZE) * GROUP_SIZE
 
 

@@ -158,7 +158,7 @@ def word(config: Config, *names: str) -> str:
     return value or ""
 
 
-def part(config: Config, *names: str) -> Config:
+def nested(config: Config, *names: str) -> Config:
     """The first field that is there and not null, an object; {}: there is none. Raises BadInput for anything else."""
     name, value = _first(config, names)
     if not isinstance(value, dict | None):
@@ -187,7 +187,7 @@ def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
 
 def text_config(config: Config) -> Config:
     """The part of a config that describes the language model. Raises BadInput."""
-    text = part(config, "text_config", "llm_config") or config
+    text = nested(config, "text_config", "llm_config") or config
     return {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
 
 
@@ -283,8 +283,8 @@ def layer_config(text: Config, number: int) -> Config:
 def _per_layer(text: Config) -> dict[int, Config]:
     """Settings of layers that differ, by number: `per_layer_config`, as transformers 5.19 writes it. Raises
     BadInput."""
-    layers, number = part(text, "per_layer_config"), text["num_hidden_layers"]
-    found = {int(key): part(layers, key) for key in layers if key.isdecimal() and len(key) < 6 and int(key) < number}
+    layers, number = nested(text, "per_layer_config"), text["num_hidden_layers"]
+    found = {int(key): nested(layers, key) for key in layers if key.isdecimal() and len(key) < 6 and int(key) < number}
     if len(found) < len(layers):
         raise BadInput(f"per_layer_config has {len(layers)} entries, not all for one of {number} layers, from 0 on")
     for layer, fields in found.items():
@@ -347,7 +347,7 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
         size = expanded_size(text)
         return heads, size, size
     names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
-    kv_heads = whole(part(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
+    kv_heads = whole(nested(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
         kv_heads = 1
     size = whole(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads

@@ -32,7 +32,7 @@ from .architectures import (
 )
 from .cache_scheme import asked_cache
 from .facts import Connector, Facts
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
 from .model_shape import (
@@ -40,7 +40,7 @@ from .model_shape import (
     Config,
     Model,
     listed,
-    part,
+    nested,
     reads_latents,
     text_config,
     whole,
@@ -150,11 +150,12 @@ def _connector_without_handshake(facts: Facts) -> str | None:
 
 
 def _value_size(facts: Facts) -> str | None:
-    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_STEP`."""
+    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_MULTIPLE`."""
     key, value = facts.head_size, facts.value_size
-    if key is None or value is None or key % HEAD_DIM_STEP or fits_value_dim(key, value):
+    if key is None or value is None or key % HEAD_DIM_MULTIPLE or fits_value_dim(key, value):
         return None
-    return f"V of {value} channels with K of {key}; V may have at most as many as K, in multiples of {HEAD_DIM_STEP}"
+    most = f"V may have at most as many as K, in multiples of {HEAD_DIM_MULTIPLE}"
+    return f"V of {value} channels with K of {key}; {most}"
 
 
 def _latent_size(facts: Facts) -> str | None:
@@ -258,7 +259,7 @@ RULES: tuple[Rule, ...] = (
          is_of_model=True),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
-         lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
+         lambda f: f.is_mla and f.version_without_latents and f"{f.version_without_latents}; 0.32.0 and later can",
          "upgrade vLLM, or use --kv-cache-dtype auto"),
     Rule("latent attention (MLA) with a sliding window", "a layer",
          lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),
@@ -291,8 +292,8 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.cache_of and not f.unlike_its_cache and f"{f.layer} reads that of {f.cache_of}",
          "use another speculative method, or none", is_of_model=True),
     Rule("this head size", "`head_dim`, `hidden_size`",
-         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)
-         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_STEP}",
+         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)
+         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_MULTIPLE}",
          is_of_model=True),
     Rule("this head size of V", "`v_head_dim`; a layer's `head_size_v`", _value_size, is_of_model=True),
     Rule("this head size of V", "a layer and its implementation",
@@ -395,7 +396,7 @@ def facts_of_config(config: Config) -> Facts:
         attention = "encoder_decoder"
     drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
     return Facts(
-        auto_cache=asked_cache(part(text, "quantization_config")),
+        auto_cache=asked_cache(nested(text, "quantization_config")),
         architecture=printable(name, 60) or None,
         is_mla=reads_latents(text),
         is_sparse=reads_latents(text) and text.get("index_topk") is not None,
@@ -405,7 +406,7 @@ def facts_of_config(config: Config) -> Facts:
         attention=attention,
         cache_kind="RSWASpec" if whole(config, "rswa_window") or whole(text, "rswa_window") else None,
         layer_options=("dual_chunk_attention_config",) if text.get("dual_chunk_attention_config") else None,
-        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or part(text, "attn_config").get("alibi")),
+        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or nested(text, "attn_config").get("alibi")),
         has_static_sinks=bool(text.get("param_sink_number")),
         has_image_prefix=bool(kind in IMAGE_PREFIXES and config.get("vision_config"))
         or text.get("use_bidirectional_attention") == "vision",

@@ -115,7 +115,7 @@ class PackedCache(Cache):
         return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
-        """Drop all tokens. `attention_mask`: of the prompts that come next, as for the class."""
+        """Drop all tokens. `attention_mask`: [sequences, tokens], of the prompts that come next, as for the class."""
         self.settings.starts = _starts(attention_mask)
         super().reset()
 
@@ -275,7 +275,7 @@ class PackedLayer(DynamicLayer):
     def __init__(self, settings: _Settings, number: int, **window: int) -> None:
         super().__init__(**window)
         self.settings, self.number = settings, number
-        self.parts: tuple[_Vectors, ...] = ()
+        self.vectors: tuple[_Vectors, ...] = ()
         self.cumulative_length = 0
         """Tokens that came in; a sliding window holds the last of them."""
 
@@ -284,7 +284,7 @@ class PackedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         sequences, heads = key_states.shape[:2]
         kernel = _kernel_of(codec, key_states.dtype)
-        self.parts = tuple(_Vectors(part, sequences, heads, kernel) for part in codec.codecs)
+        self.vectors = tuple(_Vectors(one, sequences, heads, kernel) for one in codec.codecs)
         self.starts = self._starts(sequences)
         self.is_initialized = True
 
@@ -295,19 +295,19 @@ class PackedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         states, new = (key_states, value_states), key_states.shape[2]
-        raw = [] if new == 1 else [self._whole(part, x) for part, x in zip(self.parts, states, strict=True)]
+        raw = [] if new == 1 else [self._whole(held, x) for held, x in zip(self.vectors, states, strict=True)]
         positions = self._positions(self.cumulative_length, new)
-        for part, x in zip(self.parts, states, strict=True):
-            part.append(x, positions, self.settings.recent_tokens)
+        for held, x in zip(self.vectors, states, strict=True):
+            held.append(x, positions, self.settings.recent_tokens)
         self.cumulative_length += new
-        key, value = raw or [part.read(self._positions_held(), self.dtype) for part in self.parts]
+        key, value = raw or [held.read(self._positions_held(), self.dtype) for held in self.vectors]
         return key, value
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
 
     def reset(self) -> None:
-        self.parts, self.cumulative_length, self.is_initialized = (), 0, False
+        self.vectors, self.cumulative_length, self.is_initialized = (), 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""
@@ -328,22 +328,22 @@ class PackedLayer(DynamicLayer):
 
     def all(self) -> list[_Tokens]:
         """All that grows with the tokens."""
-        return [tokens for part in self.parts for tokens in part.all()]
+        return [tokens for held in self.vectors for tokens in held.all()]
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace what sequences have by `change` of it."""
-        for part in self.parts:
-            part.change(change)
+        for held in self.vectors:
+            held.change(change)
         if self.is_initialized:
             self.starts = change(self.starts)
 
-    def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
+    def _whole(self, vectors: _Vectors, x: torch.Tensor) -> torch.Tensor:
         """Return the vectors that the layer holds, with `x` after them."""
-        held = self.parts[0].tokens
-        return torch.cat((part.read(self._positions_held(), self.dtype), x), dim=2) if held else x
+        held = self.vectors[0].tokens
+        return torch.cat((vectors.read(self._positions_held(), self.dtype), x), dim=2) if held else x
 
     def _positions_held(self) -> torch.Tensor:
-        held = self.parts[0].tokens
+        held = self.vectors[0].tokens
         return self._positions(self.cumulative_length - held, held)
 
     def _positions(self, column: int, count: int) -> torch.Tensor:

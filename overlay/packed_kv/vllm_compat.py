@@ -33,7 +33,7 @@ def get_kv_cache_groups(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) ->
     return find(config, dict(specs))
 
 
-def no_latents() -> str:
+def version_without_latents() -> str:
     """vLLM's version if its latent attention has not the seams that packed pages need, as 0.31; else ""."""
     from vllm.model_executor.layers.attention import mla_attention
 

@@ -166,8 +166,9 @@ def test_requests_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
     metadata = batch.metadata()
     monkeypatch.setattr(cpu_prefill, "PIECE", 48)
     prefill = CpuPrefill(batch.codec, HEADS, KV_HEADS, OPTIONS["plain"], 1133, torch.bfloat16, engine=2)
-    parts = prefill._parts(metadata, 0, shared=False)
-    assert len(parts) > 1 and [span.request for part in parts for span in part.spans] == list(range(len(LENGTHS)))
+    batches = prefill._scratch_batches(metadata, 0, shared=False)
+    requests = [span.request for fitting in batches for span in fitting.spans]
+    assert len(batches) > 1 and requests == list(range(len(LENGTHS)))
     check(batch.attend(prefill, with_ring=True), batch.expected(with_ring=True, shared=False))
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention import metadata
-from packed_kv.attention.layer import PairParts
+from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.attention.routes import longest_fused
 from packed_kv.reference.attention import AttentionOptions
@@ -135,9 +135,9 @@ def test_graphs_hold_what_triton_serves_of_a_layer_that_the_cuda_kernel_refuses(
 @pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
-    parts = object.__new__(PairParts)
-    parts.decode = SimpleNamespace(longest=longest_fused(12, by_cuda=False))
+    kernels = object.__new__(PairKernels)
+    kernels.decode = SimpleNamespace(longest=longest_fused(12, by_cuda=False))
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
-    assert parts.count_decodes(batch, torch.bfloat16) == decodes
-    parts.decode.longest = longest_fused(12, by_cuda=True)
-    assert parts.decode.longest == 20 and parts.count_decodes(batch, torch.bfloat16) == 3
+    assert kernels.count_decodes(batch, torch.bfloat16) == decodes
+    kernels.decode.longest = longest_fused(12, by_cuda=True)
+    assert kernels.decode.longest == 20 and kernels.count_decodes(batch, torch.bfloat16) == 3

@@ -192,11 +192,11 @@ def test_half_precision_runs_in_cpp(name: str, rope_bits: int, model: str, tiny_
     options = {"packed_kv": {"latent_rope_bits": rope_bits, "recent_tokens": 0}}
     with tiny_engine(model, name, dtype="bfloat16", additional_config=options) as llm:
         impls = [layer.impl for layer in attention_layers(llm)]
-        assert all(isinstance(impl.parts.decode, CpuLatents) for impl in impls)
+        assert all(isinstance(impl.kernels.decode, CpuLatents) for impl in impls)
         found = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK)]
         for impl in impls:
-            decode = ReferenceLatents(impl.parts.decode.decode.codec, impl.scale, impl.weights.constant)
-            impl.parts = impl.parts._replace(decode=decode, prefix=ReferenceLatentPrefix(decode.codec))
+            decode = ReferenceLatents(impl.kernels.decode.decode.codec, impl.scale, impl.weights.constant)
+            impl.kernels = impl.kernels._replace(decode=decode, prefix=ReferenceLatentPrefix(decode.codec))
         in_pytorch = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK)]
     errors = [mean_kl(expected, logits) for logits in (*found, *in_pytorch)]
     print(f"{name}: KL from the codec {errors}")

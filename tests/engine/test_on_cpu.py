@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 def decode_kernels(llm: LLM) -> list[object]:
     """The decode kernels of the layers."""
-    return [layer.impl.attention.parts.decode for layer in attention_layers(llm)]
+    return [layer.impl.attention.kernels.decode for layer in attention_layers(llm)]
 
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), list(zip(MODELS, [*FORMATS] * 2, strict=False)))
@@ -41,7 +41,7 @@ def test_a_model(name: str, kv_cache_dtype: str, folder_of, tiny_engine) -> None
         assert all(isinstance(kernel, cpu.CpuPairs) for kernel in decode_kernels(llm))
         decoded, chunked = (teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK))
         for layer in attention_layers(llm):
-            layer.impl.attention.parts.decode = layer.impl.attention.parts.prefill = None
+            layer.impl.attention.kernels.decode = layer.impl.attention.kernels.prefill = None
         in_pytorch = teacher_forced_logits(llm, TOKEN_IDS, 1)
     ours, theirs = mean_kl(coded, decoded), mean_kl(coded, in_pytorch)
     loss, of_codec = mean_kl(plain, chunked), mean_kl(plain, coded)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from packed_kv.attention import decode, prefill, triton_store
 from packed_kv.attention.latent import prefix as latents
-from packed_kv.attention.layer import PairParts
+from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
-from packed_kv.kernels.triton.launch import Arguments, Launches, Step
+from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 
@@ -146,8 +146,8 @@ class Binder:
         self.calls = 0
 
     @staticmethod
-    def step(*_arguments: object, **_options: object) -> Step:
-        return Step((1, 1, 1), Arguments())
+    def step(*_arguments: object, **_options: object) -> StepLaunch:
+        return StepLaunch((1, 1, 1), Arguments())
 
     def __call__(self, *_arguments: object, **_options: object) -> Callable[..., None]:
         self.calls += 1
@@ -174,7 +174,7 @@ def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., Non
     monkeypatch.setattr(triton_store, "StoreLaunch", binder)
     layer: Any = object.__new__(triton_store.TritonPairStore)
     layer.bound, layer.codec, layer.rotation = Launches(), None, None
-    step: Any = triton_store.StoreStep(Step((1, 1, 1), Arguments()), only_ring=False, rotates=True)
+    step: Any = triton_store.StoreStep(StepLaunch((1, 1, 1), Arguments()), only_ring=False, rotates=True)
 
     def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
         layer.write(step, cache, key, value, ring, query)
@@ -205,7 +205,7 @@ def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., No
     codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
     layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
     layer.flash_attention = SimpleNamespace(value_dim=32)
-    step = Step((1, 1, 1), Arguments())
+    step = StepLaunch((1, 1, 1), Arguments())
 
     def read(cache: torch.Tensor, ring: torch.Tensor, key: torch.Tensor) -> None:
         layer._read(cache, prefill.PartRead(None, key, key, step, step, (step, step)), Ring(ring, ring, ring, 8))
@@ -272,13 +272,13 @@ def test_a_step_of_other_rings_is_made_anew() -> None:
     """An object of the same `id` as one before is another."""
     made: list[int] = []
     decode_kernel = SimpleNamespace(kind="decode", prepare=lambda batch: made.append(len(made)) or len(made))
-    parts: Any = object.__new__(PairParts)
-    parts.decode = decode_kernel
+    kernels: Any = object.__new__(PairKernels)
+    kernels.decode = decode_kernel
     metadata = PackedMetadata.of_one_request(4, 4, torch.device("cpu"))
     table = torch.zeros(1, 1, dtype=torch.int32)
     for number in range(20):
         rings = WindowMetadata(table, table, table[0])  # those before are gone
         window: Any = WindowStep(SimpleNamespace(kv_cache=table, window=8), rings, is_shared=False)
         for _ in range(2):
-            assert parts.prepare_decodes(metadata, window) == number + 1
+            assert kernels.prepare_decodes(metadata, window) == number + 1
     assert made == list(range(20))

@@ -11,7 +11,7 @@ import torch
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentParts
+from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
@@ -84,7 +84,7 @@ def test_a_layer(kernel: type[TritonLatents | HopperLatents], rank: int, rope_di
 
     def forward(decode: TritonLatents | HopperLatents) -> tuple[torch.Tensor, torch.Tensor | None]:
         impl: Any = object.__new__(LatentAttentionImpl)
-        impl.parts, impl.kv_lora_rank, impl.qk_rope_head_dim = LatentParts(None, decode, None), rank, rope_dim
+        impl.kernels, impl.kv_lora_rank, impl.qk_rope_head_dim = LatentKernels(None, decode, None), rank, rope_dim
         impl._window_step = lambda: step if window else None
         return impl.forward_mqa(query, batch.cache, SimpleNamespace(decode=metadata, num_decodes=len(COUNTS)), None)
 

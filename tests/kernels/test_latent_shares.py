@@ -12,7 +12,7 @@ from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentParts
+from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.latent.prefix import TritonLatentPrefix
 from packed_kv.attention.store import LatentStore
@@ -41,7 +41,7 @@ class Layer:
         sizes = (HEADS, SCALE, torch.float16, Limits(1, len(LENGTHS)))
         decode = TritonLatents(LatentLayout(self.codec, *sizes, constant, is_shard=True))
         store = LatentStore(TritonLatentStore(self.codec))
-        self.parts = LatentParts(store, decode, TritonLatentPrefix(self.codec))
+        self.kernels = LatentKernels(store, decode, TritonLatentPrefix(self.codec))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(context_parallel, "get_dcp_group", lambda: Group(together, shard.rank))
             self.ranks = context_parallel.Ranks(shard)

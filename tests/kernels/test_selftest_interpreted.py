@@ -38,7 +38,9 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     flash = prefill.FlashAttention(flash_attention, 64)
     monkeypatch.setattr(prefill, "find_flash_attention", lambda *_arguments: flash)
-    monkeypatch.setattr(launches, "cpu_routes", lambda _fmt, layer, *sizes: launches.cuda_routes(layer, "auto", *sizes))
+    monkeypatch.setattr(
+        launches, "cpu_kernels", lambda _fmt, layer, *sizes: launches.cuda_kernels(layer, "auto", *sizes)
+    )
     for module in (checks, latents):
         monkeypatch.setattr(module, "STEPS", STEPS)
         monkeypatch.setattr(module, "MOST", [11, 46])
@@ -72,25 +74,20 @@ def test_pairs(noted: list[Any]) -> None:
 
 def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the merge of splits."""
-    bind = fused.bind_merge
 
-    def bind_spoiled(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        launch = bind(output, *arguments, **options)
-
-        def spoiled(grid: Any, tensors: tuple[torch.Tensor, ...], step: Any) -> None:
-            launch(grid, tensors, step)
+    class Spoiled(fused.MergeLaunch):
+        def __call__(self, grid: Any, tensors: tuple[torch.Tensor, ...], arguments: Any) -> None:
+            super().__call__(grid, tensors, arguments)
             tensors[0][-1] *= 1.01
 
-        return spoiled
-
-    monkeypatch.setattr(fused, "bind_merge", bind_spoiled)
+    monkeypatch.setattr(fused, "MergeLaunch", Spoiled)
     assert {check.part for check in check_pairs(window=0) if not check.is_right} >= {"merge"}
 
 
 def test_latents(noted: list[Any]) -> None:
     fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16)
     layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
-    layer.parts, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
+    layer.kernels, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
     layer.compile_ahead()
     found = list(latents.check_latents(fmt, layer, CPU))
     assert len(noted) > 4

@@ -13,7 +13,7 @@ from packed_kv.attention import context_parallel as ranks
 from packed_kv.attention import decode as fused
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
-from packed_kv.attention.layer import PairAttention, PairParts
+from packed_kv.attention.layer import PairAttention, PairKernels
 from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
 from packed_kv.attention.store import PairStore
@@ -120,12 +120,12 @@ def layer(
     layout = fused.PairLayout(*shape, Limits(1, 8), shard)
     decode = fused.pair_kernel(layout, layout.rotation(), "auto")
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
-    parts = PairParts(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)
+    kernels = PairKernels(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)
     if group is None:
-        return PairAttention(parts)
+        return PairAttention(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "get_dcp_group", lambda: group)
-        return ranks.ContextParallelAttention(parts)
+        return ranks.ContextParallelAttention(kernels)
 
 
 def batch(shard: ContextShard, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata, list[torch.Tensor]]:
@@ -196,7 +196,7 @@ def test_two_ranks_are_as_one(
         for (tokens, count), (k, v), slot in zip(lengths, vectors, slots, strict=True):
             old = slice(0, tokens - count)
             codec.write(cache, slot[old], k[old], v[old][..., :value_dim], torch.arange(tokens, device=DEVICE)[old])
-        heads = slice(shard.rank * served.parts.query_heads, (shard.rank + 1) * served.parts.query_heads)
+        heads = slice(shard.rank * served.kernels.query_heads, (shard.rank + 1) * served.kernels.query_heads)
         output = torch.full_like(query[:, heads, :value_dim], float("nan"))
         served.forward(Batch(query[:, heads], key, value, cache, metadata, output))
         return output

@@ -10,7 +10,7 @@ import torch
 from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
 from packed_kv.attention.latent.decode import LatentLayout, TritonLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentParts
+from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
 from packed_kv.attention.metadata import Batch
 from packed_kv.codecs.pages import PagedCodec
@@ -62,7 +62,7 @@ def test_pairs(lengths: list[tuple[int, int]], expected: list[str], launched: li
     steps = []
     for _ in range(2):
         served = layer(codec, UNSHARDED, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False)
-        flash: Any = served.parts.prefill
+        flash: Any = served.kernels.prefill
         attend = flash.flash_attention.function
 
         def function(*arguments: Any, attend: Any = attend, **options: Any) -> Any:
@@ -96,7 +96,8 @@ def test_latents(launched: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         impl: Any = object.__new__(LatentAttentionImpl)
         layout = LatentLayout(codec, HEADS, 1.0, torch.float16, Limits(1, 2), None, window=8)
-        impl.parts, impl.kv_lora_rank, impl.qk_rope_head_dim = LatentParts(None, TritonLatents(layout), None), 96, 32
+        impl.kernels = LatentKernels(None, TritonLatents(layout), None)
+        impl.kv_lora_rank, impl.qk_rope_head_dim = 96, 32
         impl._window_step = lambda: window
         impl.forward_mqa(query, cache, SimpleNamespace(decode=metadata, num_decodes=2), None)
     of_layer = ["_decode_latents_kernel", "_merge_latents_kernel", "_attend_latent_ring_kernel"]

@@ -119,7 +119,7 @@ def test_an_engine_of_latents_calibrates_its_model(
         layer = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
         (mean,) = load(path).layers[0].key.mean
         assert (
-            layer.impl.parts.prefix.codec.latent.transform.mean.tolist() == pytest.approx(mean)
+            layer.impl.kernels.prefix.codec.latent.transform.mean.tolist() == pytest.approx(mean)
             and layer.impl.weights.constant is not None
         )
 

@@ -15,7 +15,7 @@ from packed_kv.kernels.triton.gather import GatherLaunch, UnrotateLaunch
 from packed_kv.kernels.triton.latent_decode import DecodeLatentsLaunch, MergeLatentsLaunch, latent_shape
 from packed_kv.kernels.triton.latent_gather import GatherLatentsLaunch
 from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
-from packed_kv.kernels.triton.launch import Launch, Step
+from packed_kv.kernels.triton.launch import Launch, StepLaunch
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.merge import MergeLaunch, merge_tile
 from packed_kv.kernels.triton.ring import GatherRingLaunch
@@ -24,7 +24,7 @@ from packed_kv.kernels.triton.store import StoreLaunch
 from packed_kv.layout import PageLayout
 
 
-def run(launch: Launch, step: Step, *tensors: torch.Tensor) -> None:
+def run(launch: Launch, step: StepLaunch, *tensors: torch.Tensor) -> None:
     launch(step.grid, tensors, step.arguments)
 
 

@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.parallel_state import get_dcp_group
 
 from .context_shard import ContextShard
-from .layer import PairParts
+from .layer import PairKernels
 from .metadata import Batch
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ class Ranks:
         self.launch: WeighByLseLaunch | None = None
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
-        """[tokens, query heads, head_dim] of this rank -> those of all ranks' heads, contiguous. All ranks have the
-        same tokens."""
+        """Return queries of all ranks' heads, contiguous, from this rank's [tokens, query heads, head_dim]. All ranks
+        have the same tokens."""
         return self.group.all_gather(query.contiguous(), dim=1).contiguous()
 
     def reserve(self, query: torch.Tensor, value_dim: int) -> None:
-        """Take the memory of `gather` and `combine` for such queries, so that vLLM's memory profile counts it."""
+        """Take the memory of `gather` and `combine`, so that vLLM's memory profile counts it.
+
+        query: [tokens, query heads, head_dim] of this rank, as many as a batch has at most.
+        """
         queries = self.gather(query)
         output = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         self.combine(output, output[..., 0].contiguous())
@@ -83,8 +86,8 @@ class Ranks:
 class ContextParallelAttention:
     """Attention of a layer whose tokens several ranks split."""
 
-    def __init__(self, parts: PairParts) -> None:
-        self.parts, self.ranks = parts, Ranks(parts.shard)
+    def __init__(self, kernels: PairKernels) -> None:
+        self.kernels, self.ranks = kernels, Ranks(kernels.shard)
 
     def forward(self, batch: Batch) -> None:
         """Store a batch and attend.
@@ -92,32 +95,32 @@ class ContextParallelAttention:
         First all ranks serve the rows that read pages, then each adds what a prefill reads raw. What decides whether
         they communicate is the same on all.
         """
-        parts, metadata, query = self.parts, batch.metadata, batch.query
-        tokens, decodes = metadata.num_actual_tokens, parts.count_decodes(metadata, query.dtype)
+        kernels, metadata, query = self.kernels, batch.metadata, batch.query
+        tokens, decodes = metadata.num_actual_tokens, kernels.count_decodes(metadata, query.dtype)
         decode_rows = tokens if decodes == len(metadata.context) else metadata.query_starts[decodes]
-        has_prefixes = parts.prefill is None or not metadata.has_new_prompts(decodes)
+        has_prefixes = kernels.prefill is None or not metadata.has_new_prompts(decodes)
         page_rows = tokens if has_prefixes else decode_rows
-        flash = cast("FlashPrefill", parts.prefill)
+        flash = cast("FlashPrefill", kernels.prefill)
         if not page_rows:
-            parts.store.store(batch, 0, None)
+            kernels.store.store(batch, 0, None)
             flash.attend(batch, 0)
             return
         queries = self.ranks.gather(query[:page_rows])
-        over_shard = queries.new_empty((*queries.shape[:2], parts.codec.value.head_dim), dtype=torch.float32)
+        over_shard = queries.new_empty((*queries.shape[:2], kernels.codec.value.head_dim), dtype=torch.float32)
         assert metadata.lse is not None
         lse = metadata.lse[: page_rows * queries.shape[1]].view(page_rows, -1)
         of_shard = batch._replace(query=queries, output=over_shard)
-        decode_step = parts.prepare_decodes(metadata, None, lse[:decode_rows]) if decodes else None
-        parts.store.store(of_shard, decodes, decode_step)
+        decode_step = kernels.prepare_decodes(metadata, None, lse[:decode_rows]) if decodes else None
+        kernels.store.store(of_shard, decodes, decode_step)
         if decode_step is not None:
-            assert parts.decode is not None
-            parts.decode.attend(decode_step, batch.cache, (queries,), None, over_shard)
-        if parts.prefill is None:
-            parts.attend_in_pytorch(of_shard, decodes, lse)
+            assert kernels.decode is not None
+            kernels.decode.attend(decode_step, batch.cache, (queries,), None, over_shard)
+        if kernels.prefill is None:
+            kernels.attend_in_pytorch(of_shard, decodes, lse)
         elif page_rows > decode_rows:
             flash.attend_shard(of_shard, decodes, lse)
         over_ranks = self.ranks.combine(over_shard, lse)
-        done = decode_rows if parts.prefill is not None else tokens
+        done = decode_rows if kernels.prefill is not None else tokens
         batch.output[:done] = over_ranks[0][:done]
         if done == tokens:
             return

@@ -30,7 +30,7 @@ PIECE = 1024
 """Tokens that are unpacked at a time, on their way into the scratch cache."""
 
 
-class Span(NamedTuple):
+class ScratchSpan(NamedTuple):
     """Tokens of a request that the op sees: from `start`, a multiple of 16, to `end`; from `own` on they are new.
 
     `block`: the request's first block of the scratch cache.
@@ -44,10 +44,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ScratchBatch:
     """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op."""
 
-    spans: list[Span]
+    spans: list[ScratchSpan]
     rows: slice
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -114,35 +114,35 @@ class CpuPrefill(PrefillKernel):
         self.scratch = scratch
 
     def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
-        for part in self._parts(batch.metadata, first, batch.key is None):
-            for span in part.spans:
+        for fitting in self._scratch_batches(batch.metadata, first, batch.key is None):
+            for span in fitting.spans:
                 self._fill(span, batch, first, ring)
-            self._attend(part, batch.query[part.rows], batch.output[part.rows])
+            self._attend(fitting, batch.query[fitting.rows], batch.output[fitting.rows])
 
-    def _parts(self, metadata: PackedMetadata, first: int, shared: bool) -> list[Part]:
+    def _scratch_batches(self, metadata: PackedMetadata, first: int, shared: bool) -> list[ScratchBatch]:
         """Made for the first layer of a kind, kept for the rest."""
         window = self.options.sliding_window
 
-        def make() -> list[Part]:
-            parts: list[list[Span]] = [[]]
+        def make() -> list[ScratchBatch]:
+            batches: list[list[ScratchSpan]] = [[]]
             free = self.scratch.blocks
             for request in range(first, len(metadata.context)):
                 count = metadata.query_starts[request + 1] - metadata.query_starts[request]
                 end = metadata.context[request]
                 start = 0 if window is None else max(0, end - count - window + 1) // MICRO_BLOCK * MICRO_BLOCK
                 blocks = -(-(end - start) // BLOCK)
-                if blocks > free and parts[-1]:
-                    parts.append([])
+                if blocks > free and batches[-1]:
+                    batches.append([])
                     free = self.scratch.blocks
                 own = end if shared else end - count
-                parts[-1].append(Span(request, start, own, end, self.scratch.blocks - free))
+                batches[-1].append(ScratchSpan(request, start, own, end, self.scratch.blocks - free))
                 free -= blocks
-            return [self._part(spans, metadata) for spans in parts if spans]
+            return [self._scratch_batch(spans, metadata) for spans in batches if spans]
 
         kind = PrefillKind((self.query_heads, self.kv_heads, self.head_dim, self.scratch.blocks), window, shared)
         return metadata.steps.get(StepKey("prefill", kind, first), make)
 
-    def _part(self, spans: list[Span], metadata: PackedMetadata) -> Part:
+    def _scratch_batch(self, spans: list[ScratchSpan], metadata: PackedMetadata) -> ScratchBatch:
         from vllm import _custom_ops as ops
 
         starts = metadata.query_starts[spans[0].request : spans[-1].request + 2]
@@ -157,9 +157,9 @@ class CpuPrefill(PrefillKernel):
             seq_lens=seq_lens, dtype=self.dtype, query_start_loc=query_start, causal=True,
             sliding_window_size=self.options.sliding_window or -1, isa=self.isa, enable_kv_split=True,
         )  # fmt: skip
-        return Part(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
+        return ScratchBatch(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
 
-    def _fill(self, span: Span, batch: Batch, first: int, ring: Ring | None) -> None:
+    def _fill(self, span: ScratchSpan, batch: Batch, first: int, ring: Ring | None) -> None:
         """Bring a request's K and V into the scratch cache."""
         key, value, metadata = batch.key, batch.value, batch.metadata
         # The op reads the last block to its end, and 0 times what a former request left there may be NaN.
@@ -181,7 +181,7 @@ class CpuPrefill(PrefillKernel):
             rows = slice(metadata.query_starts[span.request], metadata.query_starts[span.request + 1])
             self._put(span, span.own, key[rows], value[rows])
 
-    def _put(self, span: Span, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _put(self, span: ScratchSpan, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write tokens of a request from `start` on."""
         from vllm import _custom_ops as ops
 
@@ -191,7 +191,7 @@ class CpuPrefill(PrefillKernel):
         slots = self.scratch.slots[at : at + len(key)]
         ops.cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)
 
-    def _attend(self, part: Part, query: torch.Tensor, output: torch.Tensor) -> None:
+    def _attend(self, batch: ScratchBatch, query: torch.Tensor, output: torch.Tensor) -> None:
         from vllm import _custom_ops as ops
 
         sinks = self.options.sinks
@@ -201,9 +201,9 @@ class CpuPrefill(PrefillKernel):
         result = query.new_empty(query.shape) if pads else output
         ops.cpu_attention_with_kv_cache(
             query=query, key_cache=self.scratch.key, value_cache=self.scratch.value, output=result,
-            query_start_loc=part.query_start, seq_lens=part.seq_lens, scale=self.options.scale, causal=True,
-            alibi_slopes=None, sliding_window=self.options.sliding_window or -1, block_table=part.block_table,
-            softcap=self.options.logits_soft_cap or 0.0, scheduler_metadata=part.schedule, s_aux=sinks,
+            query_start_loc=batch.query_start, seq_lens=batch.seq_lens, scale=self.options.scale, causal=True,
+            alibi_slopes=None, sliding_window=self.options.sliding_window or -1, block_table=batch.block_table,
+            softcap=self.options.logits_soft_cap or 0.0, scheduler_metadata=batch.schedule, s_aux=sinks,
         )  # fmt: skip
         if pads:
             output.copy_(result[..., : self.value_dim])

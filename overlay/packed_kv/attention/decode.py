@@ -18,7 +18,7 @@ from ..codecs.ring import Ring
 from ..kernels.cuda import launch as cuda
 from ..kernels.cuda import longest_query, refusal
 from ..kernels.triton.decode import MAX_REGISTERS, TILE_TOKENS, DecodeLaunch, DecodeShape
-from ..kernels.triton.launch import Launches, Step
+from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.merge import MergeLaunch, merge_tile
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
@@ -69,7 +69,7 @@ def _none_yet() -> tuple[dict[int, DecodeLaunch], dict[tuple[int, int], MergeLau
 class Merge(NamedTuple):
     """The launch that merges splits, and its tile."""
 
-    launch: Step
+    launch: StepLaunch
     tile: tuple[int, int]
 
 
@@ -77,7 +77,7 @@ class Merge(NamedTuple):
 class PairStep:
     """Launches that both kernels have of a step: the rotation, and the merge, if one follows."""
 
-    rotate: Step
+    rotate: StepLaunch
     merge: Merge | None
 
 
@@ -85,7 +85,7 @@ class PairStep:
 class TritonPairStep(PairStep):
     """The launch of the decode kernel, and the columns of its tiles."""
 
-    launch: Step
+    launch: StepLaunch
     columns: int
 
 
@@ -149,8 +149,11 @@ class Splits:
         rows = max(n * length * self.count(n, length) for n in range(1, most + 1) for length in lengths)
         self.take(most * self.longest, (rows, self.layer.query_heads, 1))
 
-    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> Step:
-        """Return the launch that only rotates; the store's are made from it."""
+    def prepare_rotation(self, rotated: torch.Tensor, batch: DecodeBatch, bias: torch.Tensor | None) -> StepLaunch:
+        """Return the launch that only rotates; the store's are made from it.
+
+        rotated: fp16 [tokens, KV heads, group, stored_dim]. bias: see `RotateQueryLaunch`.
+        """
         assert batch.positions is not None and self.has_lse == (batch.lse is not None)
         return RotateQueryLaunch.step(rotated, self.rotation, batch.positions, bias)
 
@@ -159,7 +162,8 @@ class Splits:
         return Merge(MergeLaunch.step(partial, stats, self.shape.group, lse), merge_tile(partial.shape[2]))
 
     def merge(self, merge: Merge, merges: dict[tuple[int, int], MergeLaunch], output: torch.Tensor) -> None:
-        """Launch it. `merges`: what is bound to such outputs, by tile."""
+        """Launch `merge`, which fills `output` [tokens, query heads, value_dim]. `merges`: launches bound to such
+        outputs, by tile."""
         launch = merges.get(merge.tile)
         if launch is None:
             apart, sinks = self.heads_apart(output), self.layer.options.sinks

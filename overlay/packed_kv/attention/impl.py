@@ -28,7 +28,7 @@ from ..window.layer import SUFFIX, WindowLayer, add_window_layer, window_tokens_
 from ..window.step import WindowStep
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
-from .layer import PairAttention, PairParts
+from .layer import PairAttention, PairKernels
 from .metadata import Batch, PackedMetadata, longest_decode
 from .protocols import DecodeKernel, PrefillKernel, StoreKernel
 from .store import PairStore
@@ -156,8 +156,8 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         store, decode, prefill = self._kernels(codec)
         writes = PairStore(store, None if decode is None else decode.kind)
         layer = codec, self.num_heads, self.num_kv_heads, self.options, writes, decode, prefill
-        parts = PairParts(*layer, self.shard)
-        self.attention = PairAttention(parts) if self.shard == UNSHARDED else ContextParallelAttention(parts)
+        kernels = PairKernels(*layer, self.shard)
+        self.attention = PairAttention(kernels) if self.shard == UNSHARDED else ContextParallelAttention(kernels)
 
     def _kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
         """Return the device's kernels that store, decode and prefill, where they serve the layer."""

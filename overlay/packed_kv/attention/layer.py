@@ -18,8 +18,8 @@ from .store import PairStore
 
 
 @dataclass(eq=False)
-class PairParts:
-    """Parts of a layer's attention.
+class PairKernels:
+    """Kernels of a layer's attention, and its shape and options.
 
     `codec`, `query_heads`, `kv_heads`, `options`: of the layer, on this rank. `store`: all writes. `decode`: the kernel
     of decodes; None: they run in PyTorch. `prefill`: that of the other requests, likewise. `shard`: which tokens are in
@@ -86,32 +86,32 @@ class PairParts:
 class PairAttention:
     """Attention of a layer whose tokens are all in this rank's pages."""
 
-    def __init__(self, parts: PairParts) -> None:
-        self.parts = parts
+    def __init__(self, kernels: PairKernels) -> None:
+        self.kernels = kernels
 
     def forward(self, batch: Batch) -> None:
         """Store a batch, and attend to its decodes and to the other requests."""
-        parts, metadata, window = self.parts, batch.metadata, batch.window
-        decodes = parts.count_decodes(metadata, batch.query.dtype)
-        decode_step = parts.prepare_decodes(metadata, window) if decodes else None
+        kernels, metadata, window = self.kernels, batch.metadata, batch.window
+        decodes = kernels.count_decodes(metadata, batch.query.dtype)
+        decode_step = kernels.prepare_decodes(metadata, window) if decodes else None
         if batch.key is not None:
-            parts.store.store(batch, decodes, decode_step)
+            kernels.store.store(batch, decodes, decode_step)
         elif decode_step is not None:
-            parts.store.kernel.rotate(batch.query, decode_step)
+            kernels.store.kernel.rotate(batch.query, decode_step)
         if decode_step is not None:
-            assert parts.decode is not None
+            assert kernels.decode is not None
             ring = window.ring(0, decodes) if window else None
-            parts.decode.attend(decode_step, batch.cache, (batch.query,), ring, batch.output)
+            kernels.decode.attend(decode_step, batch.cache, (batch.query,), ring, batch.output)
         if decodes == len(metadata.context):
             return
         if batch.query.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("prefill cannot be captured in a CUDA graph: its schedule is built on the host")
-        if parts.prefill is None:
-            parts.attend_in_pytorch(batch, decodes)
+        if kernels.prefill is None:
+            kernels.attend_in_pytorch(batch, decodes)
         else:
             ring = None
             if window and batch.key is not None and not metadata.has_new_prompts(decodes):
                 ring = window.ring(decodes, len(metadata.context))
-            parts.prefill.attend(batch, decodes, ring)
+            kernels.prefill.attend(batch, decodes, ring)
         if batch.key is not None:
-            parts.store.store_rest(batch, decodes)
+            kernels.store.store_rest(batch, decodes)

@@ -19,7 +19,7 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.triton.combine import CombineLaunch, SinksLaunch
 from ..kernels.triton.gather import GatherLaunch, UnrotateLaunch
-from ..kernels.triton.launch import Launches, Step
+from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
 from ..kernels.triton.ring import GatherRingLaunch
 from ..kernels.triton.rotate import rotation_matrix
@@ -59,15 +59,15 @@ class PartRead:
     part: KeyPart
     key: torch.Tensor
     value: torch.Tensor
-    gather: Step
-    ring: Step | None
-    unrotate: tuple[Step, Step]
+    gather: StepLaunch
+    ring: StepLaunch | None
+    unrotate: tuple[StepLaunch, StepLaunch]
 
     @classmethod
     def of(
         cls, part: KeyPart, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, ring: Ring | None = None
     ) -> PartRead:
-        """`key`, `value`: fp16 memory for at least the part's tokens."""
+        """Return how a part is read. `key`, `value`: fp16 memory [tokens or more, KV heads, stored_dim]."""
         key, value = key[: part.tokens], value[: part.tokens]
         of_ring = None
         if ring is not None and part.recent is not None:
@@ -125,7 +125,7 @@ class FlashPrefill(PrefillKernel):
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
         self.means = Means.of(codec.key.transform)
-        self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
+        self.matrices = [rotation_matrix(one, kv_heads, inverse=True) for one in (codec.key, codec.value)]
         self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
         self.bound = Launches()
 

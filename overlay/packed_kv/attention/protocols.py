@@ -80,7 +80,10 @@ class StoreKernel(Protocol):
         """
 
     def rotate(self, query: torch.Tensor, decodes: Any) -> None:
-        """Rotate the queries of `decodes`, for a layer that stores no tokens, where attention wants them rotated."""
+        """Rotate the queries of `decodes`, for a layer that stores no tokens, where attention wants them rotated.
+
+        query: [tokens or more, query heads, head_dim].
+        """
         return None
 
 

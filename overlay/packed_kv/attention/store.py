@@ -73,8 +73,11 @@ class LatentStore:
         self, cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
         window: WindowStep | None, metadata: LatentMetadata | None,
     ) -> None:  # fmt: skip
-        """Write tokens into their pages, and into their rings those of decodes, or all if all prompts are new. See
-        `StoreKernel`. `window`, `metadata`: of the batch, or None."""
+        """Write tokens into their pages, and into their rings those of decodes, or all if all prompts are new.
+
+        `cache`, `latent`, `rope`: see `StoreKernel.write`. `slots`: int64 [tokens]. `window`, `metadata`: of the batch,
+        or None.
+        """
         ring = ring_slots = None
         if window is not None and metadata is not None:
             count = metadata.num_actual_tokens if metadata.has_new_prompts else metadata.num_decode_tokens
@@ -85,7 +88,8 @@ class LatentStore:
         self, cache: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, window: WindowStep | None,
         metadata: LatentMetadata,
     ) -> None:  # fmt: skip
-        """Write the tokens of prompts, `latent` and `rope`, into their rings, unless `store` has."""
+        """Write the tokens of prompts into their rings, unless `store` has. `latent`, `rope`: [tokens, rank] and
+        [tokens, rope_dim], of prompts alone."""
         if window is None or metadata.has_new_prompts:
             return
         slots = window.metadata.slots[metadata.num_decode_tokens : metadata.num_actual_tokens]

@@ -10,7 +10,7 @@ import torch
 from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
 from ..kernels.triton.latent_store import StoreLatentsLaunch
-from ..kernels.triton.launch import Launches, Step
+from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.rotate import QueryRotation, RotateQueryLaunch
 from ..kernels.triton.store import StoreLaunch
 from .protocols import NewTokens, StoreKernel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class StoreStep:
     """A step's launch, whether it leaves the pages alone, and whether it rotates queries."""
 
-    launch: Step
+    launch: StepLaunch
     only_ring: bool
     rotates: bool = False
 

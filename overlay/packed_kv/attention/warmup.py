@@ -11,7 +11,7 @@ from ..codecs.ring import Ring
 from ..kernels.ahead import Ahead
 from ..layout import MICRO_BLOCK
 from .context_parallel import ContextParallelAttention
-from .latent.in_pytorch import RecentContext, Span
+from .latent.in_pytorch import PrefixChunk, RecentContext
 from .layer import PairAttention
 from .metadata import Batch, PackedMetadata
 from .protocols import DecodeBatch, NewTokens
@@ -48,14 +48,14 @@ class PairWarmup:
         self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
         value: torch.Tensor | None, block_size: int, window_layer: WindowLayer | None,
     ) -> None:  # fmt: skip
-        parts = attention.parts
-        self.attention, self.parts, self.block_size = attention, parts, block_size
+        kernels = attention.kernels
+        self.attention, self.kernels, self.block_size = attention, kernels, block_size
         self.query, self.key, self.value = query, key, value
         self.window_layer = window_layer if window_layer is not None and window_layer.ring_block_size else None
-        self.store = cast("TritonPairStore", parts.store.kernel)
-        self.decode = cast("TritonPairs", parts.decode)  # or `HopperPairs`
-        self.prefill = cast("FlashPrefill | None", parts.prefill)
-        self.heads = parts.query_heads * parts.shard.ranks
+        self.store = cast("TritonPairStore", kernels.store.kernel)
+        self.decode = cast("TritonPairs", kernels.decode)  # or `HopperPairs`
+        self.prefill = cast("FlashPrefill | None", kernels.prefill)
+        self.heads = kernels.query_heads * kernels.shard.ranks
 
     def run(self, *, shares_cache: bool) -> None:
         """Note all launches. `shares_cache`: whether the layer shares another's cache, and so rotates queries without a
@@ -83,11 +83,11 @@ class PairWarmup:
         if self.prefill is not None:
             self.prefill.reserve(self.query.dtype)
         if isinstance(self.attention, ContextParallelAttention):
-            self.attention.ranks.reserve(self.query, self.parts.codec.value.head_dim)
+            self.attention.ranks.reserve(self.query, self.kernels.codec.value.head_dim)
 
     def _prefills(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Every launch of a step with prefills."""
-        parts, query, store, prefill = self.parts, self.query, self.store, self.prefill
+        kernels, query, store, prefill = self.kernels, self.query, self.store, self.prefill
         self._reserve()
         # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
         tokens = len(key) if prefill is None else min(2 * MICRO_BLOCK, len(key))
@@ -96,9 +96,9 @@ class PairWarmup:
         positions = torch.arange(tokens, device=key.device)
         store.write(store.prepare(NewTokens(positions, positions)), pages, key[:tokens], value[:tokens])
         one = PackedMetadata.of_one_request(
-            tokens, new_tokens, key.device, parts.shard, self.heads, self.block_size
+            tokens, new_tokens, key.device, kernels.shard, self.heads, self.block_size
         )  # fmt: skip
-        output = query.new_empty((*query.shape[:2], parts.codec.value.head_dim))
+        output = query.new_empty((*query.shape[:2], kernels.codec.value.head_dim))
         batch = Batch(query, key, value, pages, one, output)
         self.attention.forward(batch)
         if self.window_layer is not None and prefill is not None:
@@ -112,7 +112,7 @@ class PairWarmup:
 
     def _decodes(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Every launch of steps of decodes alone."""
-        parts, query = self.parts, self.query
+        kernels, query = self.kernels, self.query
         if query.dtype == torch.float32:
             return
         for requests, query_len in self.decode.batches_to_compile():
@@ -122,8 +122,8 @@ class PairWarmup:
             if self.window_layer is not None:
                 ring, ring_slots = self._ring(requests, self.window_layer), positions.to(torch.int32)
             queries, lse = query[:requests], None
-            output = query.new_empty((requests, parts.query_heads, parts.codec.value.head_dim))
-            if parts.shard.ranks > 1:
+            output = query.new_empty((requests, kernels.query_heads, kernels.codec.value.head_dim))
+            if kernels.shard.ranks > 1:
                 queries = query.new_empty((requests, self.heads, query.shape[2]))
                 output = query.new_empty((requests, self.heads, output.shape[2]), dtype=torch.float32)
                 lse = output.new_empty((requests, self.heads))
@@ -135,27 +135,28 @@ class PairWarmup:
             self.decode.attend(step, pages, (queries,), ring, output)
 
     def _pages(self, tokens: int) -> torch.Tensor:
-        shape = (-(-tokens // self.block_size), self.parts.kv_heads, self.block_size, self.parts.codec.slot_bytes)
+        shape = (-(-tokens // self.block_size), self.kernels.kv_heads, self.block_size, self.kernels.codec.slot_bytes)
         return self.query.new_zeros(shape, dtype=torch.uint8)
 
     def _ring(self, tokens: int, layer: WindowLayer) -> Ring:
-        sizes = self.parts.kv_heads, self.parts.codec.key.head_dim
+        sizes = self.kernels.kv_heads, self.kernels.codec.key.head_dim
         return layer.ring_of_one_request(tokens, *sizes, self.query.device)
 
 
 def warm_up_latents(
-    parts: tuple[LatentStore, Any, Any], block_size: int, query_dim: int, window_layer: WindowLayer | None
+    kernels: tuple[LatentStore, Any, Any], block_size: int, query_dim: int, window_layer: WindowLayer | None
 ) -> None:
     """Note every launch of the steps of a layer of latents on CUDA.
 
     Args:
-        parts: `LatentParts` of the layer.
+        kernels: `LatentKernels` of the layer.
         block_size: tokens of a block of pages.
         query_dim: channels from one head of a step's queries to the next, without RoPE and with it.
         window_layer: of the layer, or None.
     """
-    store, decode = cast("TritonLatentStore", parts[0].kernel), cast("TritonLatents", parts[1])  # or `HopperLatents`
-    prefix = cast("TritonLatentPrefix", parts[2])
+    store = cast("TritonLatentStore", kernels[0].kernel)
+    decode = cast("TritonLatents", kernels[1])  # or `HopperLatents`
+    prefix = cast("TritonLatentPrefix", kernels[2])
     layer, codec = decode.layer, decode.layer.codec
     device, channels, most = codec.device, codec.rank + codec.rope_dim, layer.limits.max_requests
 
@@ -170,7 +171,7 @@ def warm_up_latents(
         queries = vectors(1, layer.heads, channels).split([codec.rank, codec.rope_dim], dim=-1)
     rows = vectors(1, channels)
     new = vectors(1, codec.rank), rows[:, codec.rank :]
-    chunk, ring, recent = Span(one, counts[:2], 1, one), None, None
+    chunk, ring, recent = PrefixChunk(one, counts[:2], 1, one), None, None
     if window_layer is not None and window_layer.ring_block_size:
         shape = (1, 1, window_layer.ring_block_size, codec.ring_slot_bytes)
         ring = Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, counts[:most], window_layer.window)

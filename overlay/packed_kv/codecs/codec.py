@@ -161,7 +161,8 @@ class Codec:
         return torch.cat([*(bitpack.pack(group.flatten(-2), bits) for bits, group in groups), scales], dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inverse of `pack`."""
+        """Inverse of `pack`: uint8 [..., vector_bytes] -> codes uint8 [..., stored_dim] and scale bytes uint8 [...,
+        groups]. Raises ValueError for other shapes and dtypes."""
         if packed.shape[-1:] != (self.vector_bytes,) or packed.dtype != torch.uint8:
             raise ValueError(
                 f"{self.fmt.name} at head_dim {self.head_dim}: expected uint8 [..., {self.vector_bytes}], "
@@ -182,7 +183,7 @@ class Codec:
         return torch.cat([rotation.forward(part) for rotation, part in parts], -1)
 
     def unrotate(self, y: torch.Tensor) -> torch.Tensor:
-        """Undo `rotate`."""
+        """Undo `rotate`: fp32 [..., stored_dim] -> the same shape, channels in the model's order."""
         x = torch.cat([r.inverse(part) for r, part in zip(self.rotations, y.split(self.sections, -1), strict=True)], -1)
         return x if self.inverse_order is None else x.gather(-1, self.inverse_order.expand(x.shape))
 
@@ -241,7 +242,7 @@ class Codec:
 
 
 def split_runs(group_bits: tuple[int, ...], groups: torch.Tensor, dim: int) -> list[tuple[int, torch.Tensor]]:
-    """Split a dimension of groups into runs of groups of equal bits: (bits, part) of each."""
+    """Split dimension `dim`, which counts groups, into runs of groups of equal bits; returns (bits, groups) of each."""
     lengths = runs(group_bits)
     parts = groups.split([count for _, count in lengths], dim=dim)
     return [(bits, part) for (bits, _), part in zip(lengths, parts, strict=True)]

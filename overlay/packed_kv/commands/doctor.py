@@ -26,7 +26,7 @@ from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, expanded_size, parse, part
+from ..model_shape import BadInput, Model, expanded_size, nested, parse
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
@@ -90,7 +90,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
         else:
             if model:
                 yield Finding(True, f"{model.name}: {layers(model)}")
-                if asked := said_of_cache(part(model.config, "quantization_config")):
+                if asked := said_of_cache(nested(model.config, "quantization_config")):
                     yield Finding(True, f"{model.name}: {asked}")
                 if warning := untried(config):
                     yield Finding(True, f"{model.name}: {warning}")

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
 from ..facts import Facts
-from ..formats import FORMATS, HEAD_DIM_STEP
+from ..formats import FORMATS, HEAD_DIM_MULTIPLE
 from ..refusals import refuse
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
@@ -61,7 +61,7 @@ class PackedAttentionBackend(PackedPages, AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size > 0 and head_size % HEAD_DIM_STEP == 0
+        return head_size > 0 and head_size % HEAD_DIM_MULTIPLE == 0
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -103,8 +103,8 @@ def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec
         return specs
     token = max(spec.real_page_size_bytes // spec.block_size for spec in attending)
     state = max(replace(spec, page_size_padded=None).page_size_bytes for spec in states)
-    step = CPU_BLOCK if current_platform.is_cpu() else MICRO_BLOCK
-    block = step * cdiv(state, step * token)
+    multiple = CPU_BLOCK if current_platform.is_cpu() else MICRO_BLOCK
+    block = multiple * cdiv(state, multiple * token)
     return {
         name: replace(spec, page_size_padded=block * token)
         if isinstance(spec, MambaSpec)

@@ -28,7 +28,7 @@ from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, no_latents
+from ..vllm_compat import is_patched, version_without_latents
 from .names import class_name, latent_registry_name, registry_name
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class PackedDTypeHandler:
         facts = replace(
             engine_facts(vllm_config),
             is_mla=True,
-            without_latents=no_latents(),
+            version_without_latents=version_without_latents(),
             latent_rank=rank,
             rope_size=rope_dim,
             latent_size=config.head_size,

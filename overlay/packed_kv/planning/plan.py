@@ -11,7 +11,7 @@ from ..attention.routes import longest_fused
 from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.cuda import COLUMNS, HEAD_DIMS
-from ..model_shape import DENSE, FP8, BadInput, Model, part, whole
+from ..model_shape import DENSE, FP8, BadInput, Model, nested, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
@@ -158,7 +158,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     lines = [
         f"{model.name}: {layers(model)}; weights {target.weights.total / 1e9:.2f} GB ({target.weights.source})",
         f"KV cache {target.kv_memory / GIB:.2f} GiB per card; blocks of {serving.block_size} tokens",
-        *filter(None, [said_of_cache(part(model.config, "quantization_config"))]),
+        *filter(None, [said_of_cache(nested(model.config, "quantization_config"))]),
         *said,
         f"recent window of {window} tokens" if window else f"no recent window{f': {reason}' if reason else ''}",
     ]

@@ -19,7 +19,7 @@ from ..model_shape import (
     layer_runs,
     listed,
     mamba_channels,
-    part,
+    nested,
     whole,
     word,
 )
@@ -81,14 +81,14 @@ def _known(folder: Path | None) -> float | None:
         index = read_json(folder / INDEX)
     except ValueError as error:
         raise BadInput(f"{folder / INDEX} {error}; give --weights SIZE") from error
-    return whole(part(index, "metadata"), "total_size") if isinstance(index, dict) else None
+    return whole(nested(index, "metadata"), "total_size") if isinstance(index, dict) else None
 
 
 def _bits(config: Config, form: str | None) -> tuple[float, str]:
     """Bits of a number in a linear layer, and where they are from."""
     if form is not None:
         return BITS[form], f"linear layers in {form}"
-    quantization = part(config, "quantization_config")
+    quantization = nested(config, "quantization_config")
     if not quantization or _keeps_weights(quantization):
         said = "not quantized, except for the KV cache" if quantization else "not quantized"
         return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), said
@@ -112,12 +112,12 @@ def _keeps_weights(quantization: Config) -> bool:
 
 def _weight_groups(quantization: Config) -> list[Config]:
     """Settings of weights in `config_groups` of compressed-tensors; groups of attention alone are the KV cache's."""
-    groups = part(quantization, "config_groups")
-    parts = [part(groups, name) for name in groups]
+    groups = nested(quantization, "config_groups")
+    found_groups = [nested(groups, name) for name in groups]
     return [
         found
-        for group in parts
-        if (found := part(group, "weights")) and not _is_of_attention(listed(group, "targets", of=str))
+        for group in found_groups
+        if (found := nested(group, "weights")) and not _is_of_attention(listed(group, "targets", of=str))
     ]
 
 
@@ -128,10 +128,10 @@ def _is_of_attention(targets: list[str]) -> bool:
 def _algorithm(quantization: Config) -> str:
     """The algorithm for weights, in the words of ModelOpt or Quark; "": none is named."""
     if word(quantization, "quant_method") == "quark":
-        layers = [part(quantization, "global_quant_config"), *part(quantization, "layer_quant_config").values()]
-        found = [part(layer, "weight") for layer in layers if isinstance(layer, dict)]
+        layers = [nested(quantization, "global_quant_config"), *nested(quantization, "layer_quant_config").values()]
+        found = [nested(layer, "weight") for layer in layers if isinstance(layer, dict)]
         return next((word(weight, "dtype") for weight in found if weight), "")
-    return word(part(quantization, "quantization") or quantization, "quant_algo")
+    return word(nested(quantization, "quantization") or quantization, "quant_algo")
 
 
 def parameters(model: Model) -> tuple[float, float, float, float]:

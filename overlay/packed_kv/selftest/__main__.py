@@ -20,7 +20,7 @@ from . import launches
 from .checks import Check, check_pairs, pair_layers
 from .device import CannotRun, describe, find_device, kernels
 from .latents import check_latents, latent_layers
-from .timing import Step, Times, time_step
+from .timing import TimedBatch, Times, time_step
 
 Say = Callable[[dict[str, Any]], None]
 MOST_WRONG = 5
@@ -79,7 +79,7 @@ class Row:
             found += check_pairs(self.fmt, layer, self.device)
         for latents in self.latents:
             found += check_latents(self.fmt, latents, self.device)
-        for result in time_step(Step(self.fmt, self.device, self.kernel)):
+        for result in time_step(TimedBatch(self.fmt, self.device, self.kernel)):
             if isinstance(result, Times):
                 times = result
             else:

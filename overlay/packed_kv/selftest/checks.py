@@ -10,7 +10,7 @@ import torch
 from ..formats import Format
 from .launches import PYTORCH, PairLayer
 from .reference import Reference, relative_rms
-from .requests import POISON, Batch, Requests, Shape
+from .requests import POISON, RequestBatch, Requests, Shape
 
 SHAPES = (Shape(128, 2, 4, 64), Shape(64, 2, 4, 0), Shape(128, 1, 8, 0), Shape(64, 3, 3, 64))
 STEPS: tuple[tuple[str, dict[int, int]], ...] = (
@@ -100,7 +100,7 @@ def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator
 
 
 def _repeated(
-    layer: PairLayer, batch: Batch, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layer: PairLayer, batch: RequestBatch, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     memory: tuple[torch.Tensor, torch.Tensor | None], before: list[torch.Tensor], output: torch.Tensor,
     case: str,
 ) -> Check:  # fmt: skip

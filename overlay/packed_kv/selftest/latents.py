@@ -16,7 +16,7 @@ from ..window.slots import fill_slots
 from .checks import DTYPE, MOST, REPEATS, STEPS, Check, rounds_that_differ, share_of_bytes, vectors
 from .launches import LatentLayer
 from .reference import Source, attention, relative_rms
-from .requests import BLOCK, LONGEST_DECODE, POISON, RING_BLOCK, Batch, Requests, Shape
+from .requests import BLOCK, LONGEST_DECODE, POISON, RING_BLOCK, RequestBatch, Requests, Shape
 
 RANK, ROPE_DIM = 512, 64
 SHAPES = (Shape(192, 1, 16, 64), Shape(192, 1, 16, 0))
@@ -43,7 +43,7 @@ class LatentReference:
         self.ring = torch.full((blocks, 1, RING_BLOCK, self.codec.ring_slot_bytes), POISON, dtype=torch.uint8)
         self.raw = [torch.empty(0, RANK + ROPE_DIM) for _ in requests.lengths]
 
-    def store(self, batch: Batch, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    def store(self, batch: RequestBatch, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """Store a step's rows. Returns the first token of each ring, int32 [requests]."""
         for index, request in enumerate(batch.requests):
             rows = batch.rows(index)
@@ -71,7 +71,7 @@ class LatentReference:
         latent, rope = self.raw[request].split([RANK, ROPE_DIM], dim=-1)
         return rings.round_trip(torch.cat((self.codec.latent.prepare(latent), rope), dim=-1))
 
-    def gathered(self, batch: Batch, first: torch.Tensor) -> torch.Tensor:
+    def gathered(self, batch: RequestBatch, first: torch.Tensor) -> torch.Tensor:
         """Return what chunks behind the requests would read, fp32 [tokens of all, rank + rope_dim]."""
         rows = []
         for index, request in enumerate(batch.requests):
@@ -83,7 +83,7 @@ class LatentReference:
             rows.append(read)
         return torch.cat(rows)
 
-    def expected(self, batch: Batch, index: int, query: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    def expected(self, batch: RequestBatch, index: int, query: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Attention of a decode, fp64 [rows, heads, rank]. query: of the step, [rows, heads, rank + rope_dim]."""
         request, end, rows = batch.requests[index], batch.lengths[index], batch.rows(index)
         own, token = torch.arange(end - (rows.stop - rows.start), end)[:, None], torch.arange(end)
@@ -140,6 +140,6 @@ def _decode_into(output: torch.Tensor, decode: Callable[[], torch.Tensor]) -> No
     output.copy_(decode())
 
 
-def _bounds(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [requests + 1] and [requests]: first rows, and tokens."""
     return torch.tensor(batch.starts, dtype=torch.int32), torch.tensor(batch.lengths, dtype=torch.int32)

@@ -11,10 +11,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
-from ..attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
-from ..attention.layer import PairAttention, PairParts
-from ..attention.metadata import Batch as LayerBatch
-from ..attention.metadata import PackedMetadata
+from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
+from ..attention.layer import PairAttention, PairKernels
+from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
 from ..attention.store import LatentStore, PairStore, reference_latent_store
 from ..attention.warmup import PairWarmup, warm_up_latents
@@ -26,7 +25,7 @@ from ..reference.attention import AttentionOptions
 from ..window.layer import SUFFIX, WindowLayer
 from ..window.metadata import WindowMetadata, slot_filler
 from ..window.step import WindowStep
-from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, Batch, Shape
+from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, RequestBatch, Shape
 
 HEAD_DIMS = (64, 128)
 PYTORCH = "PyTorch"
@@ -66,7 +65,7 @@ class PairLayer:
         kernels = cuda_kernels(layer, kernel, *sizes) if device.type == "cuda" else cpu_kernels(fmt, layer, *sizes)
         store, decode, prefill, self.kernel = kernels
         writes = PairStore(store, None if decode is None else decode.kind)
-        self.attention = PairAttention(PairParts(*layer, writes, decode, prefill))
+        self.attention = PairAttention(PairKernels(*layer, writes, decode, prefill))
         self.own_is_raw = prefill is not None
         """Return whether a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape.window) if shape.window else None
@@ -83,7 +82,7 @@ class PairLayer:
         PairWarmup(self.attention, query, key, value, BLOCK, self.window).run(shares_cache=False)
 
     def forward(
-        self, batch: Batch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
+        self, batch: RequestBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
         ring: torch.Tensor | None, output: torch.Tensor,
     ) -> None:  # fmt: skip
         """Store a step's tokens and attend, with metadata made anew, as an engine's step does.
@@ -99,7 +98,7 @@ class PairLayer:
         self.launch(batch, starts, lengths, query, key, value, cache, ring, output)
 
     def launch(
-        self, batch: Batch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+        self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None, output: torch.Tensor,
     ) -> None:  # fmt: skip
         """The same with int32 `starts` and `lengths` on the device: decodes alone can be captured into a graph."""
@@ -114,7 +113,7 @@ class PairLayer:
             slots, first = _fill_slots(self.window, batch, starts, lengths)
             self.window.kv_cache = ring
             window = WindowStep(self.window, WindowMetadata(batch.ring_table, slots, first), is_shared=False)
-        self.attention.forward(LayerBatch(query, key, value, cache, metadata, output, window))
+        self.attention.forward(Batch(query, key, value, cache, metadata, output, window))
 
 
 class LatentLayer:
@@ -127,51 +126,52 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape.window) if shape.window else None
-        self.parts: tuple[LatentStore, Any, Any] = (
+        self.kernels: tuple[LatentStore, Any, Any] = (
             LatentStore(reference_latent_store(self.codec)),
             ReferenceLatents(self.codec, self.scale, None),
             ReferenceLatentPrefix(self.codec),
         )
         self.kernel = PYTORCH
         if device.type == "cuda":
-            self.parts, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
+            self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
         if self.kernel != PYTORCH:
-            self.parts[1].reserve()
-            warm_up_latents(self.parts, BLOCK, self.shape.head_dim, self.window)
+            self.kernels[1].reserve()
+            warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 
     def store(
-        self, batch: Batch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None
-    ) -> Ring | None:
+        self, batch: RequestBatch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor,
+        ring: torch.Tensor | None,
+    ) -> Ring | None:  # fmt: skip
         """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
-        kernel, slots, held = self.parts[0].kernel, None, None
+        kernel, slots, held = self.kernels[0].kernel, None, None
         if self.window is not None and ring is not None:
             slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
             held = Ring(ring, batch.ring_table, first, self.shape.window)
         kernel.write(kernel.prepare(NewTokens(batch.slots, ring_slots=slots)), cache, latent, rope, ring)
         return held
 
-    def gather(self, batch: Batch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
+    def gather(self, batch: RequestBatch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
         """Fill rows [tokens of all requests, rank + rope_dim], as behind these a chunk would read them."""
         lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cache.device)
         ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
-        chunk = Span(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
+        chunk = PrefixChunk(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
         recent = None if ring is None else RecentContext(ring, lengths)
-        self.parts[2].gather(cache, batch.block_table, chunk, rows, recent)
+        self.kernels[2].gather(cache, batch.block_table, chunk, rows, recent)
 
     def decode(
-        self, batch: Batch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
+        self, batch: RequestBatch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
     ) -> torch.Tensor:
         """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
         starts, lengths = self._bounds(batch)
         decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
-        kernel = self.parts[1]
+        kernel = self.kernels[1]
         output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
         return output
 
-    def _bounds(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
         starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
         return starts.to(self.codec.device), lengths.to(self.codec.device)
 
@@ -209,7 +209,7 @@ def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests:
 def cuda_latents(
     codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
 ) -> tuple[tuple[LatentStore, Any, Any], str]:
-    """`LatentParts` as `LatentAttentionImpl` makes them on a GPU, and the name of the decode kernel."""
+    """`LatentKernels` as `LatentAttentionImpl` makes them on a GPU, and the name of the decode kernel."""
     from ..attention.choice import Limits
     from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
     from ..attention.latent.prefix import TritonLatentPrefix
@@ -217,8 +217,8 @@ def cuda_latents(
 
     sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(LONGEST_DECODE, max_requests)
     decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
-    parts = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
-    return parts, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
+    kernels = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
+    return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
 
 
 def _window_layer(window: int) -> WindowLayer:
@@ -232,7 +232,7 @@ def _window_layer(window: int) -> WindowLayer:
 
 
 def _fill_slots(
-    window: WindowLayer, batch: Batch, starts: torch.Tensor, lengths: torch.Tensor
+    window: WindowLayer, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where each row goes in its ring, and the first token that each ring has; int32 [rows] and [requests]."""
     slots = torch.zeros(batch.starts[-1], dtype=torch.int32, device=starts.device)

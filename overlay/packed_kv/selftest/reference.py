@@ -11,7 +11,7 @@ from ..codecs.pages import PagedCodec
 from ..formats import Format
 from ..layout import MICRO_BLOCK, ring_slot_bytes
 from ..window.slots import fill_slots
-from .requests import BLOCK, LONGEST_DECODE, POISON, RING_BLOCK, Batch, Requests, Shape
+from .requests import BLOCK, LONGEST_DECODE, POISON, RING_BLOCK, RequestBatch, Requests, Shape
 
 
 class Source(NamedTuple):
@@ -66,7 +66,7 @@ class Reference:
         none = torch.empty(0, shape.kv_heads, shape.head_dim)
         self.raw = [[none, none] for _ in requests.lengths]
 
-    def store(self, batch: Batch, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def store(self, batch: RequestBatch, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store a step's K and V, [rows, KV heads, head_dim] on the CPU, and keep them. Returns the first token of each
         request that can be read in its ring, int32 [requests]."""
         for index, request in enumerate(batch.requests):
@@ -85,7 +85,7 @@ class Reference:
             rings.write(self.ring, slots, *self.codec.prepare(key, value, positions))
         return first
 
-    def expected(self, batch: Batch, index: int, query: torch.Tensor, first: int) -> torch.Tensor:
+    def expected(self, batch: RequestBatch, index: int, query: torch.Tensor, first: int) -> torch.Tensor:
         """Attention of request `index` of a step that is stored, fp64 [rows, query heads, head_dim].
 
         query: of the step, on the CPU. first: see `store`.
@@ -116,9 +116,9 @@ class Reference:
         table = self.requests.table[request].long()
         numbers = table[token // BLOCK] * (BLOCK // MICRO_BLOCK) + token % BLOCK // MICRO_BLOCK
         read = self.codec.read(self.cache, numbers)
-        return [part.restore(x[:, :end].transpose(0, 1)) for part, x in zip(self.codec.codecs, read, strict=True)]
+        return [one.restore(x[:, :end].transpose(0, 1)) for one, x in zip(self.codec.codecs, read, strict=True)]
 
     def _recent(self, request: int) -> list[torch.Tensor]:
         """K and V as a ring gives them back, in the model's basis."""
         prepared = self.codec.prepare(*self.raw[request])
-        return [part.restore(rings.round_trip(x)) for part, x in zip(self.codec.codecs, prepared, strict=True)]
+        return [one.restore(rings.round_trip(x)) for one, x in zip(self.codec.codecs, prepared, strict=True)]

@@ -33,7 +33,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RequestBatch:
     """A step's requests, the decodes first.
 
     `requests`: their numbers. `starts`: first row of each, and the end of the last. `lengths`: tokens of each, the
@@ -83,7 +83,7 @@ class Requests:
         own = 1 + self.ring_blocks * torch.arange(len(most))[:, None]
         self.ring_table = (own + number).to(torch.int32)
 
-    def step(self, new: dict[int, int]) -> Batch:
+    def step(self, new: dict[int, int]) -> RequestBatch:
         """Add tokens to requests, by request; decodes have to be the first."""
         counts = [*new.values()]
         starts, slots, positions = [*accumulate(counts, initial=0)], [], []
@@ -98,4 +98,4 @@ class Requests:
         rows = [*new]
         tensors = (self.table[rows], self.ring_table[rows], torch.cat(slots), torch.cat(positions))
         lengths = [self.lengths[request] for request in rows]
-        return Batch(tuple(rows), starts, lengths, decodes, *(x.to(self.device) for x in tensors))
+        return RequestBatch(tuple(rows), starts, lengths, decodes, *(x.to(self.device) for x in tensors))

@@ -17,7 +17,7 @@ from ..layout import MICRO_BLOCK, ring_slot_bytes
 from .checks import Check, vectors
 from .launches import PYTORCH, PairLayer
 from .reference import Source, attention, relative_rms
-from .requests import RING_BLOCK, Batch, Requests, Shape
+from .requests import RING_BLOCK, RequestBatch, Requests, Shape
 
 SHAPE = Shape(128, 8, 4, 64)
 """A layer of an 8B model, with the recent window that engines have by default."""
@@ -37,7 +37,7 @@ class Times(NamedTuple):
     bf16: float | None
 
 
-class Step:
+class TimedBatch:
     """A batch of decodes whose pages and rings are full, and its tensors in bf16."""
 
     def __init__(self, fmt: Format, device: torch.device, kernel: str) -> None:
@@ -83,15 +83,16 @@ class Step:
         recent = rings.read(self.ring.cpu(), slots + token[first:] % RING_BLOCK)
         sources = []
         for held, seen in ((pages, token < first), (recent, torch.ones(SHAPE.window, dtype=torch.bool))):
-            key, value = (part.restore(x) for part, x in zip(codec.codecs, held, strict=True))
+            key, value = (one.restore(x) for one, x in zip(codec.codecs, held, strict=True))
             sources.append(Source(key, value, seen[None]))
         wanted = attention(self.query[row:].cpu(), sources, SHAPE.head_dim**-0.5)
         error = relative_rms(self.output[row:].cpu(), wanted)
         return Check("decode", f"{SHAPE}: {len(self.query)} x {end} in bf16", error, BOUND[self.layer.kernel])
 
 
-def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]) \
-        -> Callable[[], None] | None:  # fmt: skip
+def bf16_on_cuda(
+    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
+) -> Callable[[], None] | None:
     """The same step by vLLM's FlashAttention, in the version that it takes on this card; None: it takes none."""
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
@@ -119,8 +120,9 @@ def bf16_on_cuda(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, tor
     return run
 
 
-def bf16_on_cpu(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]) \
-        -> Callable[[], None]:  # fmt: skip
+def bf16_on_cpu(
+    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
+) -> Callable[[], None]:
     """The same step by the op of vLLM's CPU platform."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -147,18 +149,18 @@ def bf16_on_cpu(batch: Batch, query: torch.Tensor, new: tuple[torch.Tensor, torc
     return run
 
 
-def time_step(step: Step) -> Iterator[Check | Times]:
+def time_step(timed: TimedBatch) -> Iterator[Check | Times]:
     """Compare a step with the reference; then, if it is right, time it beside bf16's, in turns."""
-    packed = step.packed()
+    packed = timed.packed()
     packed()
-    check = step.check()
+    check = timed.check()
     yield check
     if not check.is_right:
         return
-    of_bf16 = bf16_on_cuda if step.device.type == "cuda" else bf16_on_cpu
-    bf16 = of_bf16(step.batch, step.query, (step.key, step.value), (step.requests.blocks, step.block_size))
+    of_bf16 = bf16_on_cuda if timed.device.type == "cuda" else bf16_on_cpu
+    bf16 = of_bf16(timed.batch, timed.query, (timed.key, timed.value), (timed.requests.blocks, timed.block_size))
     sides = [packed] if bf16 is None else [packed, bf16]
-    seconds = _on_cuda(sides) if step.device.type == "cuda" else _on_cpu(sides)
+    seconds = _on_cuda(sides) if timed.device.type == "cuda" else _on_cpu(sides)
     yield Times(seconds[0] * 1e6, seconds[1] * 1e6 if bf16 else None)
 
 

@@ -212,10 +212,10 @@ class PackedFileTier(FileSystemTierManager):
             (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
             for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
         ]
-        part = -(-len(chunks) // self.threads)
+        each = -(-len(chunks) // self.threads)
         return [
-            functools.partial(run, job.job_id, first, chunks[first : first + part])
-            for first in range(0, len(chunks), part)
+            functools.partial(run, job.job_id, first, chunks[first : first + each])
+            for first in range(0, len(chunks), each)
         ]
 
     def _store(self, job: int, _first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:

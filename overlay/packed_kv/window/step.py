@@ -27,6 +27,7 @@ class WindowStep:
 
     @classmethod
     def of(cls, layer: WindowLayer | None, is_shared: bool) -> WindowStep | None:
+        """Return the ring of `layer` in vLLM's current forward context; None: the layer has no window."""
         if layer is None:
             return None
         metadata = get_forward_context().attn_metadata

@@ -239,7 +239,7 @@ def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int, 
         spans = (chunk.starts, chunk.cu_seq_lens, context)
         step = GatherLatentRingLaunch.step(codec, rows, made.ring, *spans, as_values=as_values)
         run(launch, step, rows)
-        plain._read_ring(chunk, expected, recent, codec.value_gain() if as_values else 1.0)
+        plain.read_ring(chunk, expected, recent, codec.value_gain() if as_values else 1.0)
         changed = (rows != 3).any(-1)
         assert changed.tolist() == [118 <= 112 + i < 132 or 20 + 60 <= i < 89 or i >= 90 for i in range(121)]
         torch.testing.assert_close(rows, expected, rtol=1e-6 if as_values else 0, atol=0)

@@ -62,9 +62,9 @@ class CpuLatents(DecodeKernel[Attended]):
 class CpuLatentPrefix(ReferenceLatentPrefix):
     """Reads the prefixes of prompts in C++; the few tokens of their rings in PyTorch."""
 
-    def __init__(self, pages: CpuLatentPages) -> None:
-        super().__init__(pages.codec)
-        self.pages = pages
+    def __init__(self, page_kernels: CpuLatentPages) -> None:
+        super().__init__(page_kernels.codec)
+        self.page_kernels = page_kernels
 
     def gather(
         self, cache: torch.Tensor, block_table: torch.Tensor, chunk: Any, rows: torch.Tensor,
@@ -72,7 +72,7 @@ class CpuLatentPrefix(ReferenceLatentPrefix):
     ) -> None:  # fmt: skip
         row = 0
         for blocks, start, count in zip(block_table, chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True):
-            self.pages.read(cache, blocks, start, rows[row : row + count])
+            self.page_kernels.read(cache, blocks, start, rows[row : row + count])
             row += count
         if recent is not None:
             self.read_ring(chunk, rows, recent, 1.0)
@@ -95,7 +95,7 @@ def find_kernels(
     if not refused:
         wait_for(LIBRARY)
         try:
-            pages, decode = CpuLatentPages(codec), in_pytorch
+            page_kernels, decode = CpuLatentPages(codec), in_pytorch
             if dtype != torch.float32:
                 decode = CpuLatents(codec, scale, constant, is_shard=is_shard)
         except BuildError as error:
@@ -105,9 +105,9 @@ def find_kernels(
         return reference_latent_store(codec), in_pytorch, ReferenceLatentPrefix(codec)
 
     def store(cache: Any, new: Any, rope: Any, slots: Any, _positions: Any, ring: Any, ring_slots: Any) -> None:
-        pages.store(cache, slots, new, rope, ring, ring_slots)
+        page_kernels.store(cache, slots, new, rope, ring, ring_slots)
 
-    return DirectStore(store), decode, CpuLatentPrefix(pages)
+    return DirectStore(store), decode, CpuLatentPrefix(page_kernels)
 
 
 def compile_ahead() -> None:

@@ -28,7 +28,7 @@ from ...kernels.triton.latent_decode import (
     split_count,
 )
 from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
-from ...kernels.triton.launch import Launches, Step
+from ...kernels.triton.launch import Launches, StepLaunch
 from ..choice import Limits, takes_cuda
 from ..protocols import DecodeBatch, DecodeKernel
 
@@ -68,13 +68,13 @@ class LatentKind(NamedTuple):
 class LatentMemory:
     """Workspace of a step, which each layer overwrites.
 
-    `partial`, `stats`: fp32 [..., rank] and [..., 2], parts of results. `pages`: [tokens, heads, rank], attention over
-    pages, and `lse`, fp32 [tokens, heads], its lse, or None. `output`: [tokens, heads, rank], what the layer returns.
+    `partial`, `stats`: fp32 [..., rank] and [..., 2], partial results. `over_pages`: [tokens, heads, rank], attention
+    over pages, and `lse`, fp32 [tokens, heads], its lse, or None. `output`: [tokens, heads, rank], the layer's result.
     """
 
     partial: torch.Tensor
     stats: torch.Tensor
-    pages: torch.Tensor
+    over_pages: torch.Tensor
     lse: torch.Tensor | None
     output: torch.Tensor
 
@@ -82,13 +82,13 @@ class LatentMemory:
 class PageResults:
     """A layer's results over pages, which both kernels keep.
 
-    `are_parts`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
+    `are_partial`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
     launch for the ring takes it so.
     """
 
-    def __init__(self, layer: LatentLayout, *, are_parts: bool) -> None:
+    def __init__(self, layer: LatentLayout, *, are_partial: bool) -> None:
         assert not (layer.window and layer.is_shard), "ranks that split tokens have no recent window"
-        self.layer, self.are_parts = layer, are_parts
+        self.layer, self.are_partial = layer, are_partial
         self.constant = None if layer.is_shard or layer.window else layer.constant
         """Added by attention over pages."""
         self.inverse_gain = 1 / layer.codec.value_gain()
@@ -100,14 +100,14 @@ class PageResults:
         layer, rank = self.layer, self.layer.codec.rank
         shape = (tokens, layer.heads, rank)
         outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        if self.are_parts:
+        if self.are_partial:
             outputs += [(shape, torch.float32), (shape[:2], torch.float32)]
         if not layer.is_shard:
             outputs.append((shape, layer.dtype))
         partial, stats, *given = current_workspace_manager().get_simultaneous(
             ((*partials, rank), torch.float32), ((*partials, 2), torch.float32), *outputs
         )
-        lse = given[1] if self.are_parts else None
+        lse = given[1] if self.are_partial else None
         return LatentMemory(partial, stats, given[0], lse, given[0] if layer.is_shard else given[-1])
 
     def reserve(self, most_partials: tuple[int, ...]) -> None:
@@ -133,10 +133,10 @@ class TritonLatentStep(NamedTuple):
     """A step's launches, and its splits, a power of 2. `ring`: the launch for it, if any."""
 
     memory: LatentMemory
-    decode: Step
-    merge: Step
+    decode: StepLaunch
+    merge: StepLaunch
     splits: int
-    ring: Step | None
+    ring: StepLaunch | None
 
 
 class TritonLatents(DecodeKernel[Attended]):
@@ -144,7 +144,7 @@ class TritonLatents(DecodeKernel[Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_parts=layer.is_shard or layer.window > 0)
+        self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
         self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
         self.shape = latent_shape(layer.heads, self.longest, layer.scale)
         self.bound = Launches()
@@ -164,7 +164,7 @@ class TritonLatents(DecodeKernel[Attended]):
         lens = self.results.count_tokens(batch)
         if batch.ring is not None:
             assert memory.lse is not None
-            tensors = batch.ring, batch.query_start, batch.seq_lens, lens, memory.pages, memory.lse
+            tensors = batch.ring, batch.query_start, batch.seq_lens, lens, memory.over_pages, memory.lse
             ring = AttendLatentRingLaunch.step(self.shape, query_len, *tensors)
         return TritonLatentStep(
             memory,
@@ -181,7 +181,7 @@ class TritonLatents(DecodeKernel[Attended]):
         output: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         q_latent, q_rope = queries
-        pages = step.memory.pages
+        over_pages = step.memory.over_pages
         strides = cache.stride(), q_latent.stride(), q_rope.stride()
         decode = self.bound.get(
             "decode",
@@ -190,14 +190,14 @@ class TritonLatents(DecodeKernel[Attended]):
         )
         grid, arguments = step.decode
         decode(grid, (q_latent, q_rope), arguments)
-        has_lse, constant = self.results.are_parts, self.results.constant
+        has_lse, constant = self.results.are_partial, self.results.constant
         merge = self.bound.get(
             ("merge", step.splits),
-            (pages.stride(), pages.dtype),
-            lambda: MergeLatentsLaunch(pages, constant, step.splits, has_lse=has_lse),
+            (over_pages.stride(), over_pages.dtype),
+            lambda: MergeLatentsLaunch(over_pages, constant, step.splits, has_lse=has_lse),
         )
         grid, arguments = step.merge
-        merge(grid, (pages,), arguments)
+        merge(grid, (over_pages,), arguments)
         if ring is not None:
             self._add_ring(step, ring.cache, q_latent, q_rope)
         return self.results.of_layer(step.memory)
@@ -242,7 +242,7 @@ class HopperLatents(DecodeKernel[Attended]):
 
     def __init__(self, layer: LatentLayout) -> None:
         self.layer, self.longest = layer, layer.limits.longest_decode
-        self.results = PageResults(layer, are_parts=layer.is_shard)
+        self.results = PageResults(layer, are_partial=layer.is_shard)
         self.kind = LatentKind(True, layer.heads, layer.scale, layer.window)
         self.scheduler = LatentScheduler(layer.limits.max_requests, self.results.sm_count, layer.codec.device)
         self.bound = Launches()
@@ -278,7 +278,7 @@ class HopperLatents(DecodeKernel[Attended]):
         q_latent, q_rope = queries
         held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
         decode = self.bound.get("decode", held_for, lambda: self._bind(cache, q_latent.dtype))
-        decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.pages)
+        decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.over_pages)
         if ring is not None and step.ring is not None:
             of_ring, result = ring.cache, step.memory.output
             attend = self.bound.get(
@@ -290,7 +290,7 @@ class HopperLatents(DecodeKernel[Attended]):
         return self.results.of_layer(step.memory)
 
     def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda.CudaLatentDecode:
-        layer, has_lse = self.layer, self.results.are_parts
+        layer, has_lse = self.layer, self.results.are_partial
         output = torch.float32 if has_lse else None if layer.window else layer.dtype
         decode = cuda.CudaLatentDecode(
             layer.codec.layout, cache, layer.heads, dtype, output, self.results.constant, has_lse=has_lse

@@ -44,15 +44,15 @@ from ..step import StepKey
 from ..store import LatentStore, reference_latent_store
 from ..warmup import block_size_of, warm_up_latents
 from .fold import FoldedWeights
-from .in_pytorch import RecentContext, ReferenceLatentPrefix, ReferenceLatents, Span
+from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
 from .metadata import LatentMetadata
 
 if TYPE_CHECKING:
     from .prefix import TritonLatentPrefix
 
 
-class LatentParts(NamedTuple):
-    """Parts of a layer's attention: all writes, the kernel of decodes, and the one that gathers prefixes of prompts."""
+class LatentKernels(NamedTuple):
+    """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
 
     store: LatentStore
     decode: DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]
@@ -122,7 +122,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.ranks: Ranks | None = None
         """Ranks that split the layer's tokens, if any do."""
         self.weights: FoldedWeights | None = None
-        self.parts: LatentParts | None = None
+        self.kernels: LatentKernels | None = None
         """Both are None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -147,7 +147,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
         codec = LatentCodec(fmt, *sizes, self.device, self._channels(layer_name), rope_bits)
         self.weights = FoldedWeights(codec, layer)
-        self.parts = self._parts(codec, self.weights.constant)
+        self.kernels = self._kernels(codec, self.weights.constant)
 
     def _channels(self, layer_name: str) -> ChannelCalibration:
         """Return the calibration file's entry for a layer's latents, which are one KV head. Raises CalibrationError."""
@@ -156,18 +156,18 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
         return replace(found.key.map_rows(lambda rows: rows[0]), first_mean=None, rope=None)
 
-    def _parts(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentParts:
+    def _kernels(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentKernels:
         """Return the kernels of the device, where they serve the layer, else PyTorch's."""
         dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
         if self.device.type == "cpu":
             from .cpu import find_kernels
 
             fmt = FORMATS[self.kv_cache_dtype]
-            kernels = find_kernels(fmt, codec, self.scale, constant, dtype, is_shard=ranks > 1)
-            return LatentParts(LatentStore(kernels[0]), *kernels[1:])
+            found = find_kernels(fmt, codec, self.scale, constant, dtype, is_shard=ranks > 1)
+            return LatentKernels(LatentStore(found[0]), *found[1:])
         if self.device.type != "cuda" or dtype == torch.float32:
             decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
-            return LatentParts(LatentStore(reference_latent_store(codec)), decode, ReferenceLatentPrefix(codec))
+            return LatentKernels(LatentStore(reference_latent_store(codec)), decode, ReferenceLatentPrefix(codec))
         from ..choice import Limits  # these import Triton, which the CPU platform may lack
         from ..triton_store import TritonLatentStore
         from .decode import LatentLayout, latent_kernel
@@ -179,16 +179,16 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         sizes = self.num_heads * ranks, self.scale, dtype, limits
         layout = LatentLayout(codec, *sizes, constant, window, is_shard=ranks > 1)
         store = LatentStore(TritonLatentStore(codec))
-        return LatentParts(store, latent_kernel(layout, option), TritonLatentPrefix(codec))
+        return LatentKernels(store, latent_kernel(layout, option), TritonLatentPrefix(codec))
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
         have kernels compiled; `wait_for_all` of `kernels/ahead.py` returns once they are."""
-        if self.parts is None:
+        if self.kernels is None:
             return
-        self.parts.decode.reserve()
-        if self.device.type == "cuda" and not isinstance(self.parts.decode, ReferenceLatents):
-            warm_up_latents(self.parts, block_size_of(self.config), self.qk_head_dim, self.window_layer)
+        self.kernels.decode.reserve()
+        if self.device.type == "cuda" and not isinstance(self.kernels.decode, ReferenceLatents):
+            warm_up_latents(self.kernels, block_size_of(self.config), self.qk_head_dim, self.window_layer)
         if self.ranks is not None and self.weights is not None and not self.weights.layer.kv_cache.numel():
             requests = self.config.scheduler_config.max_num_seqs
             sizes = requests, self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
@@ -220,8 +220,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         # vLLM does not pass the batch's metadata, and there are none in a step without requests.
         context = get_forward_context().attn_metadata if self.window_layer is not None else None
         window, metadata = (None, None) if context is None else (self._window_step(), context[self.layer_name])
-        assert self.parts is not None
-        self.parts.store.store(kv_cache, slots, *new, window, metadata)
+        assert self.kernels is not None
+        self.kernels.store.store(kv_cache, slots, *new, window, metadata)
 
     def _window_step(self) -> WindowStep | None:
         return WindowStep.of(self.window_layer, is_shared=False)
@@ -237,12 +237,16 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attention of a batch's prompts, by vLLM; then their tokens go to their rings, unless they have."""
+        """Attend to a batch's prompts, by vLLM; then write their tokens into their rings, unless they are there.
+
+        Arguments are vLLM's: q [tokens, heads, qk_head_dim], kv_c_normed [tokens, rank], k_pe [tokens, 1, rope_dim],
+        kv_c_and_k_pe_cache uint8 [blocks, block_size, slot_bytes]; output [tokens, heads * v_head_dim] is filled.
+        """
         prompts = (q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
         super().forward_mha(*prompts)
-        assert self.parts is not None
+        assert self.kernels is not None
         new = kv_c_normed, k_pe.flatten(1)
-        self.parts.store.store_rest(kv_c_and_k_pe_cache, *new, self._window_step(), attn_metadata)
+        self.kernels.store.store_rest(kv_c_and_k_pe_cache, *new, self._window_step(), attn_metadata)
 
     def forward_mqa(
         self,
@@ -264,17 +268,17 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
-        batch, window, parts = attn_metadata.decode, self._window_step(), self.parts
-        assert batch is not None and parts is not None
+        batch, window, kernels = attn_metadata.decode, self._window_step(), self.kernels
+        assert batch is not None and kernels is not None
         ring = window.ring(0, attn_metadata.num_decodes) if window else None
 
         def make() -> Any:
             tables = batch.block_table, batch.query_start, batch.seq_lens
-            return parts.decode.prepare(DecodeBatch(*tables, len(q_latent), batch.max_query_len, ring=ring))
+            return kernels.decode.prepare(DecodeBatch(*tables, len(q_latent), batch.max_query_len, ring=ring))
 
         rings = window.metadata if window else None
-        step = batch.steps.get(StepKey("decode", parts.decode.kind, window=rings), make)
-        return parts.decode.attend(step, kv_c_and_k_pe_cache, (q_latent, q_rope), ring)
+        step = batch.steps.get(StepKey("decode", kernels.decode.kind, window=rings), make)
+        return kernels.decode.attend(step, kv_c_and_k_pe_cache, (q_latent, q_rope), ring)
 
     def combine(
         self, part: torch.Tensor, lse: torch.Tensor, *, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
@@ -304,7 +308,7 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
         """
         prefill = attn_metadata.prefill
-        assert self.parts is not None
+        assert self.kernels is not None
         assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
         context, window = prefill.chunked_context, self._window_step()
         output = output_lse = None
@@ -316,22 +320,22 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             block_table = prefill.block_table[requests]
             if self.ranks is None:
                 rows = context.workspace[: chunk.num_context_tokens]
-                self.parts.prefix.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
+                self.kernels.prefix.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
             else:
                 rows = self._gather_over_ranks(kv_c_and_k_pe_cache, block_table, context, chunk)
             key = self._expand(rows, 0)
             key = self._concat_k_nope_k_pe(key, rows[:, self.kv_lora_rank :].unsqueeze(1))
             if recent is not None:
-                self.parts.prefix.gather_values(chunk, rows, recent)
+                self.kernels.prefix.gather_values(chunk, rows, recent)
             value = self._expand(rows, 1)
-            part, part_lse = prefill.prefill_backend.run_prefill_context_chunk(
+            chunk_output, chunk_lse = prefill.prefill_backend.run_prefill_context_chunk(
                 chunk=chunk, q=q[chunk.token_slice], k=key, v=value
             )
             if output is None:
                 if len(context.chunks) == 1 and not context.empty_token_slices:
-                    return part, part_lse
-                output, output_lse = init_mla_context_partial(context, part, part_lse, num_tokens=len(q))
-            accumulate_mla_context_chunk(chunk, part, part_lse, output, output_lse)
+                    return chunk_output, chunk_lse
+                output, output_lse = init_mla_context_partial(context, chunk_output, chunk_lse, num_tokens=len(q))
+            accumulate_mla_context_chunk(chunk, chunk_output, chunk_lse, output, output_lse)
         return output, output_lse
 
     def _context_parallel_compute_prefill_context(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -346,12 +350,12 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         Every rank reads as many rows of a request, whole runs of tokens; what lies behind its last one is left out.
         """
-        assert self.parts is not None and self.ranks is not None
+        assert self.kernels is not None and self.ranks is not None
         ranks, count, lens = self.ranks.shard.ranks, chunk.num_local_context_tokens, chunk.padded_local_seq_lens
         room = len(context.workspace) // (ranks + 1)
         own, of_all = context.workspace[:count], context.workspace[room : room + ranks * count]
-        span = Span(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
-        self.parts.prefix.gather(cache, block_table, span, own)
+        span = PrefixChunk(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
+        self.kernels.prefix.gather(cache, block_table, span, own)
         context.dcp_manager.kv_gather(of_all, own)
         latent, rope = of_all.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         sizes = lens, chunk.local_context_lens_allranks, chunk.local_starts

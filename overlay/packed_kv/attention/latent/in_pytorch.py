@@ -21,7 +21,7 @@ class RecentContext:
     context_lens: torch.Tensor
 
 
-class Span(NamedTuple):
+class PrefixChunk(NamedTuple):
     """Tokens of requests to gather: `starts`, int32 [requests], the first of each, a multiple of 16; `cu_seq_lens`,
     int32 [requests + 1], rows where they go; `max_seq_len` of a request; `seq_lens`, on the host. vLLM's chunks of a
     prefix have these, too."""
@@ -52,11 +52,12 @@ class ReferenceLatentPrefix:
             self.read_ring(chunk, rows, recent, 1.0)
 
     def gather_values(self, chunk: Any, rows: torch.Tensor, recent: RecentContext) -> None:
-        """Divide latents in `rows` that `gather` read in the ring by V's gain, which the folded `W_UV` has."""
+        """Divide latents in `rows` [tokens, rank + rope_dim] that `gather` read in the ring by V's gain, which is
+        folded into `W_UV`."""
         self.read_ring(chunk, rows, recent, self.codec.value_gain())
 
     def read_ring(self, chunk: Any, rows: torch.Tensor, recent: RecentContext, gain: torch.Tensor | float) -> None:
-        """Put into `rows` what rings have of these tokens, latents divided by `gain`."""
+        """Put these tokens' vectors in rings into `rows` [tokens, rank + rope_dim], latents divided by `gain`."""
         ring, row = recent.ring, 0
         for request, (start, count) in enumerate(zip(chunk.starts.tolist(), chunk.seq_lens.tolist(), strict=True)):
             low = max(int(ring.first[request]), int(recent.context_lens[request]) - ring.window + 1, start)

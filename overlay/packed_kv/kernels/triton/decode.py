@@ -19,8 +19,8 @@ from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
-from .launch import Arguments, Launch, Step
-from .means import add_first_bias, bias_of_block, bias_step, block_of, columns_and_rows
+from .launch import Arguments, Launch, StepLaunch
+from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
@@ -52,7 +52,7 @@ def _decode_kernel(
     query, query_bias, block_table, query_start, seq_lens, partial_output, partial_stats, ring_table, ring_first,
     table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
     soft_cap,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -76,7 +76,7 @@ def _decode_kernel(
             where RING_BLOCK is 0 there is none. A query sees RECENT tokens of it.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
         COLUMNS: of a tile.
-        WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
+        SLIDING_WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.groups)
@@ -93,8 +93,8 @@ def _decode_kernel(
         return
 
     first_visible = 0
-    if WINDOW > 0:
-        first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
+    if SLIDING_WINDOW > 0:
+        first_visible = tl.maximum(0, seq_len - count - SLIDING_WINDOW + 1)
     first_tile = first_visible // 32
     # Behind the tiles of pages come those of the ring, which has the last RECENT tokens that a query sees, from token
     # `recent` on. All splits get as many tiles: were the ring a split of its own, programs that find no room in the
@@ -144,7 +144,7 @@ def _decode_kernel(
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
-                maximum -= bias_step(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+                maximum -= bias_increase(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
@@ -157,8 +157,8 @@ def _decode_kernel(
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
             at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
-            if WINDOW > 0:
-                at_end = at_end | (tile * 32 < seq_len - WINDOW)
+            if SLIDING_WINDOW > 0:
+                at_end = at_end | (tile * 32 < seq_len - SLIDING_WINDOW)
             if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
                 at_end = at_end | (tile == 0)
             if at_end:
@@ -167,10 +167,11 @@ def _decode_kernel(
                     scores = add_first_bias(scores, tokens, query_bias, first_row, count, INVERSE_SCORE_UNIT,
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
                 column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * COLUMNS + tl.arange(0, COLUMNS)
-                limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
+                # A query sees tokens limit - SLIDING_WINDOW .. limit - 1.
+                limit = seq_len - count + column // QUERY_GROUP + 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
-                if WINDOW > 0:
-                    visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
+                if SLIDING_WINDOW > 0:
+                    visible = visible & (tokens[:, None] >= limit[None, :] - SLIDING_WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
                 lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + hide_from_optimizer(lanes) % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
@@ -218,8 +219,8 @@ def _decode_kernel(
                 ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
                 query_bias, first_row, count,
-                RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, TILES_A_BLOCK,
-                LAYOUT,
+                RING_BLOCK, min_window(RECENT, SLIDING_WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                TILES_A_BLOCK, LAYOUT,
             )  # fmt: skip
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
@@ -374,7 +375,7 @@ class DecodeLaunch(Launch):
                 soft_cap * LOG2_E,
             ),
             dict(
-                KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
+                KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, SLIDING_WINDOW=shape.sliding_window or 0,
                 HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
                 MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
                 RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
@@ -394,7 +395,7 @@ class DecodeLaunch(Launch):
         partial_stats: torch.Tensor,
         query_bias: torch.Tensor | None,
         ring: Ring | None,
-    ) -> Step:
+    ) -> StepLaunch:
         """`max_query_len`: most query tokens of a request, known on the host, so that a CUDA graph can hold the
         launch. `query_bias`: of `RotateQueryLaunch`, or None. `ring`: the step's block table and first tokens."""
         assert query.is_contiguous(), query.stride()
@@ -404,4 +405,4 @@ class DecodeLaunch(Launch):
             partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
         )  # fmt: skip
         tiles = shape.kv_heads * shape.tiles(max_query_len)[1]
-        return Step((partial_output.shape[2], tiles, len(seq_lens)), arguments)
+        return StepLaunch((partial_output.shape[2], tiles, len(seq_lens)), arguments)

@@ -15,7 +15,7 @@ from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import Means
 from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
@@ -110,12 +110,12 @@ class GatherLaunch(Launch):
         )  # fmt: skip
 
     @staticmethod
-    def step(micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Step:
+    def step(micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:
         """The first `rows[i + 1] - rows[i]` (at most 16) tokens of `micro_blocks[i]` go to rows `rows[i]` and on of
         `key` and `value`."""
         assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
         count = len(micro_blocks)
-        return Step((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
+        return StepLaunch((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
@@ -138,7 +138,7 @@ def _unrotate_kernel(
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
+    inner, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
     place = (row * KV_HEADS + head) * HEAD_DIM
     matrix += head * matrix_head_stride
     x = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -156,8 +156,8 @@ def _unrotate_kernel(
             mean += partner * tl.load(turn + HEAD_DIM, mask=there[None, :], other=0.0)
         x += tl.where(position[:, None] == 0, of_first, mean)  # before the products: they take the most registers
     for start in tl.static_range(0, HEAD_DIM, 32):
-        y = tl.load(vectors + place[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
+        y = tl.load(vectors + place[:, None] + start + inner[None, :], mask=(row < rows)[:, None], other=0.0)
+        m = tl.load(matrix + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         x = tl.dot(y, m, x)
     tl.store(result + place[:, None] + channel[None, :], x.to(result.dtype.element_ty),
@@ -183,7 +183,7 @@ class UnrotateLaunch(Launch):
         )  # fmt: skip
 
     @staticmethod
-    def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> Step:
+    def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> StepLaunch:
         """`vectors` are overwritten as `dtype`, fp16 or bf16; `positions` are needed with means."""
         assert vectors.is_contiguous(), vectors.stride()
         rows, kv_heads, _ = vectors.shape
@@ -192,4 +192,4 @@ class UnrotateLaunch(Launch):
         else:
             assert positions.shape == (rows,) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
         arguments = Arguments(vectors, positions, vectors.view(dtype), rows)
-        return Step((-(-rows // ROWS_A_PROGRAM), kv_heads, 1), arguments)
+        return StepLaunch((-(-rows // ROWS_A_PROGRAM), kv_heads, 1), arguments)

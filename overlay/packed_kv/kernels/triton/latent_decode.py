@@ -19,7 +19,7 @@ from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
-from .launch import Arguments, Launch, Step
+from .launch import Arguments, Launch, StepLaunch
 
 MICRO_BLOCKS = 4
 """Micro-blocks of a tile: one per warp."""
@@ -182,12 +182,12 @@ class DecodeLatentsLaunch(Launch):
         seq_lens: torch.Tensor,
         partial_output: torch.Tensor,
         partial_stats: torch.Tensor,
-    ) -> Step:
+    ) -> StepLaunch:
         """`max_query_len`: most query tokens of a request, known on the host."""
         assert partial_output.is_contiguous() and partial_stats.is_contiguous() and block_table.stride(1) == 1
         splits, stride = partial_output.shape[2], block_table.stride(0)
         arguments = Arguments(block_table, query_start, seq_lens, partial_output, partial_stats, stride, splits)
-        return Step((splits, row_tiles(shape, max_query_len), len(seq_lens)), arguments)
+        return StepLaunch((splits, row_tiles(shape, max_query_len), len(seq_lens)), arguments)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -247,9 +247,9 @@ class MergeLatentsLaunch(Launch):
         )  # fmt: skip
 
     @staticmethod
-    def step(partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None) -> Step:
+    def step(partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None) -> StepLaunch:
         """`lse`: for the kernel that fills it."""
         assert lse is None or lse.is_contiguous(), lse.stride()
         tokens, heads, splits, rank = partial_output.shape
         arguments = Arguments(partial_output, partial_stats, partial_stats if lse is None else lse, splits)
-        return Step((tokens * heads, -(-rank // MERGED_CHANNELS), 1), arguments)
+        return StepLaunch((tokens * heads, -(-rank // MERGED_CHANNELS), 1), arguments)

@@ -14,7 +14,7 @@ from ...layout import MICRO_BLOCK, PageLayout
 from ..kernel_layout import kernel_layout, rope_layout
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
-from .launch import Arguments, Launch, Step
+from .launch import Arguments, Launch, StepLaunch
 
 MICRO_BLOCKS = 4
 """Micro-blocks of a tile: one per warp."""
@@ -88,9 +88,9 @@ class GatherLatentsLaunch(Launch):
     @staticmethod
     def step(
         rows: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, first_rows: torch.Tensor, longest: int
-    ) -> Step:
+    ) -> StepLaunch:
         """Tokens of request i from `starts[i]` on, a multiple of 16, go to `rows[first_rows[i] : first_rows[i + 1]]`.
         `longest`: most tokens of a request, known on the host."""
         assert rows.is_contiguous() and block_table.stride(1) == 1, (rows.stride(), block_table.stride())
         arguments = Arguments(block_table, starts, first_rows, block_table.stride(0))
-        return Step((-(-longest // TILE_TOKENS), len(starts), 1), arguments)
+        return StepLaunch((-(-longest // TILE_TOKENS), len(starts), 1), arguments)

@@ -19,9 +19,9 @@ from ...codecs.ring import Ring
 from ...layout import ring_layout
 from ..units import LOG2_E
 from .latent_decode import LatentShape, row_tiles
-from .launch import Arguments, Launch, Step
+from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
-from .ring import ring_slots, ring_step
+from .ring import ring_slots, ring_step_size
 
 TILE_TOKENS = 64
 """Ring tokens per tile: the default recent window."""
@@ -82,8 +82,8 @@ def _load_groups(slots, scales, mask, at, COUNT: tl.constexpr):
         slots[:, None, None] + at + group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :],
         mask=mask[:, None, None], other=128,
     )  # fmt: skip
-    step = ring_step(tl.load(scales[:, None] + group[None, :], mask=mask[:, None], other=0))
-    return tl.reshape(((code.to(tl.float32) - 128) * step[:, :, None]).to(tl.float16), [TOKENS, 32 * COUNT])
+    step_size = ring_step_size(tl.load(scales[:, None] + group[None, :], mask=mask[:, None], other=0))
+    return tl.reshape(((code.to(tl.float32) - 128) * step_size[:, :, None]).to(tl.float16), [TOKENS, 32 * COUNT])
 
 
 @triton.jit
@@ -222,12 +222,12 @@ class AttendLatentRingLaunch(Launch):
         page_lens: torch.Tensor,
         part: torch.Tensor,
         lse: torch.Tensor,
-    ) -> Step:
+    ) -> StepLaunch:
         """`part`, `lse`: the attention over pages, without the constant. `max_query_len`: known on the host."""
         table, rank = ring.block_table, part.shape[2]
         assert part.is_contiguous() and lse.is_contiguous() and table.stride(1) == 1, table.stride()
         grid = row_tiles(shape, max_query_len), len(seq_lens), rank // 32 // _chunk(rank)
-        return Step(grid, Arguments(table, query_start, seq_lens, page_lens, part, lse, table.stride(0)))
+        return StepLaunch(grid, Arguments(table, query_start, seq_lens, page_lens, part, lse, table.stride(0)))
 
 
 def _chunk(rank: int) -> int:
@@ -291,11 +291,11 @@ class GatherLatentRingLaunch(Launch):
         context_lens: torch.Tensor,
         *,
         as_values: bool,
-    ) -> Step:
+    ) -> StepLaunch:
         """`rows`, `starts`, `first_rows`: see `GatherLatentsLaunch`. `context_lens`: tokens of each request before its
         prompt's; the ring has the last `window` - 1 of them."""
         table = ring.block_table
         assert rows.is_contiguous() and table.stride(1) == 1, (rows.stride(), table.stride())
         channels = codec.rank if as_values else codec.rank + codec.rope_dim
         arguments = Arguments(table, ring.first, starts, first_rows, context_lens, table.stride(0))
-        return Step((len(starts), channels // 32, 1), arguments)
+        return StepLaunch((len(starts), channels // 32, 1), arguments)

@@ -16,9 +16,9 @@ from ...layout import MICRO_BLOCK
 from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout, rope_layout
 from .latent_ring import check_latent_ring
-from .launch import Arguments, Launch, Step
+from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
-from .ring import inverse_step, ring_code, ring_scale, ring_step
+from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
 from .store import padded_groups, rows_of, store_section
 from .words import word_index
 
@@ -77,7 +77,7 @@ class StoreLatentsLaunch(Launch):
         )  # fmt: skip
 
     @staticmethod
-    def step(codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> Step:
+    def step(codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> StepLaunch:
         """`ring_slots`: where the first so many tokens go in the ring."""
         tokens, layout = len(slots), kernel_layout(codec.layout)
         assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
@@ -88,7 +88,7 @@ class StoreLatentsLaunch(Launch):
         groups = [power_of_2(section.groups) for section in layout.sections]
         programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups) * split
         grid = programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
-        return Step(grid, Arguments(slots, ring_slots, tokens, len(ring_slots), split))
+        return StepLaunch(grid, Arguments(slots, ring_slots, tokens, len(ring_slots), split))
 
 
 def parts_of(layout: KernelLayout) -> int:
@@ -154,7 +154,7 @@ def store_latents_kernel(
             top = tl.max(tl.reshape(tl.abs(x.to(tl.float32)), [ROPE_CHANNELS // 32, 32]), 1)
             top = tl.reshape(tl.broadcast_to(top[:, None], [ROPE_CHANNELS // 32, 32]), [ROPE_CHANNELS])
             scale = ring_scale(top)
-            value = ring_code(x.to(tl.float32), inverse_step(ring_step(scale))).to(tl.uint8)
+            value = ring_code(x.to(tl.float32), inverse_step_size(ring_step_size(scale))).to(tl.uint8)
         if HAS_PAGES:
             slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
             stored = slot >= 0

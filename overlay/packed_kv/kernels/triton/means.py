@@ -91,18 +91,18 @@ def bias_of_rows(
         position = tl.load(positions + token, mask=row < rows, other=0)
         last = (tl.max(position, 0) + (LATER_TOKENS - 1)) // BLOCK_TOKENS
         end = tl.minimum(last, BLOCKS - 1).to(tl.int32) + 2
-    part = tl.arange(0, 16)
+    inner = tl.arange(0, 16)
     for first in tl.range(program * COLUMNS, end, PROGRAMS * COLUMNS, num_stages=1):
         column = first + tl.arange(0, COLUMNS)
         of_block = tl.minimum(tl.maximum(column - 1, 0), BLOCKS - 1)
         result = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in tl.range(0, HEAD_DIM, 16, num_stages=1):
-            known = (row < rows)[:, None] & (start + part < QUERY_DIM)[None, :]
-            x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0).to(tl.float32)
-            mean = tl.load(means + start + part)[:, None]
-            partner = tl.load(means + HEAD_DIM + start + part)[:, None]
-            of_first = tl.load(means + 2 * HEAD_DIM + start + part)[:, None]
-            turn = spectrum + of_block[None, :] * (2 * HEAD_DIM) + start + part[:, None]
+            known = (row < rows)[:, None] & (start + inner < QUERY_DIM)[None, :]
+            x = tl.load(source[:, None] + start + inner[None, :], mask=known, other=0.0).to(tl.float32)
+            mean = tl.load(means + start + inner)[:, None]
+            partner = tl.load(means + HEAD_DIM + start + inner)[:, None]
+            of_first = tl.load(means + 2 * HEAD_DIM + start + inner)[:, None]
+            turn = spectrum + of_block[None, :] * (2 * HEAD_DIM) + start + inner[:, None]
             turned = product(mean, tl.load(turn)) + product(partner, tl.load(turn + HEAD_DIM))
             turned = tl.where(column[None, :] == 0, of_first - turned, turned)
             high = to_tf32(turned)
@@ -154,7 +154,7 @@ def bias_of_block(
 
 
 @triton.jit
-def bias_step(
+def bias_increase(
     query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip

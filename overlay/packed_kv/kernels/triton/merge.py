@@ -13,7 +13,7 @@ from ...formats import stored_dim
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import to_tf32
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -23,7 +23,7 @@ def _merge_kernel(
     output, partial_output, partial_stats, lse, rows, splits, matrix, token_stride, head_stride,
     matrix_head_stride, sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    OUTPUT_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of rows (query heads of a token) and rotate them back.
@@ -38,7 +38,7 @@ def _merge_kernel(
         rows, splits: int32, tokens times QUERY_GROUP, and at most SPLITS, a power of 2.
         matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
         sinks: fp16, bf16 or fp32 [KV_HEADS * QUERY_GROUP]; read where HAS_SINKS.
-        PADDED_DIM: a power of 2, at least OUTPUT_DIM. PART: channels of HEAD_DIM at a time.
+        PADDED_DIM: a power of 2, at least OUTPUT_DIM. CHANNELS: of HEAD_DIM at a time.
     """
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -61,18 +61,18 @@ def _merge_kernel(
     if HAS_LSE:
         tl.store(lse + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
 
-    part, channel = tl.arange(0, PART), tl.arange(0, PADDED_DIM)
+    inner, channel = tl.arange(0, CHANNELS), tl.arange(0, PADDED_DIM)
     matrix += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, PADDED_DIM], tl.float32)
-    for start in tl.static_range(0, HEAD_DIM, PART):
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
+    for start in tl.static_range(0, HEAD_DIM, CHANNELS):
+        m = tl.load(matrix + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
-        values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + part[None, None, :],
+        values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + inner[None, None, :],
                          mask=known[:, :, None], other=0.0)  # fmt: skip
         combined = tl.sum(values * weights[:, :, None], 1) * norm[:, None]
         # As exact as fp16, but for V of any size.
-        combined = tl.broadcast_to(to_tf32(combined)[None, :, :], [16 // ROWS, ROWS, PART])
-        result = tl.dot(tl.reshape(combined, [16, PART]), m.to(tl.float32), result, input_precision="tf32")
+        combined = tl.broadcast_to(to_tf32(combined)[None, :, :], [16 // ROWS, ROWS, CHANNELS])
+        result = tl.dot(tl.reshape(combined, [16, CHANNELS]), m.to(tl.float32), result, input_precision="tf32")
     row = tl.arange(0, 16)  # of the product: those past ROWS repeat the first
     index = (tl.program_id(0) * ROWS + row).to(tl.int64)
     target = output + index // QUERY_GROUP * token_stride + (head * QUERY_GROUP + index % QUERY_GROUP) * head_stride
@@ -117,7 +117,7 @@ class MergeLaunch(Launch):
             Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), of_sinks),
             dict(
                 KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
-                PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
+                CHANNELS=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
                 ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
             ),
             num_warps=8 if rows >= 8 or head_dim > 128 else 4,
@@ -126,11 +126,11 @@ class MergeLaunch(Launch):
     @staticmethod
     def step(
         partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
-    ) -> Step:
+    ) -> StepLaunch:
         """`group`: query heads per KV head. `lse`: for the kernel that fills it."""
         lse = partial_stats if lse is None else lse
         assert lse.is_contiguous(), lse.stride()
         tokens, heads, splits, _ = partial_output.shape
         rows = tokens * group
         grid = -(-rows // merge_tile(splits)[1]), heads // group, 1
-        return Step(grid, Arguments(partial_output, partial_stats, lse, rows, splits))
+        return StepLaunch(grid, Arguments(partial_output, partial_stats, lse, rows, splits))

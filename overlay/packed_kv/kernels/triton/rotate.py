@@ -17,7 +17,7 @@ from ...codecs.codec import Codec
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import opaque
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
@@ -101,8 +101,8 @@ def rotate_rows(
     columns += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, CHANNELS], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
-        part = start + 8 * t
-        channel = part[:, None] + tl.arange(0, 8)[None, :]
+        first = start + 8 * t
+        channel = first[:, None] + tl.arange(0, 8)[None, :]
         low = tl.load(low_source[:, None] + channel, mask=low_valid[:, None] & (channel < QUERY_DIM), other=0.0)
         high = tl.load(high_source[:, None] + channel, mask=high_valid[:, None] & (channel < QUERY_DIM), other=0.0)
         x = tl.reshape(tl.join(low.to(tl.float16), high.to(tl.float16)), [8, 4, 2, 2, 2, 2])  # g, t, 3 bits of 8, row
@@ -210,7 +210,7 @@ class RotateQueryLaunch(Launch):
         rotation: QueryRotation,
         positions: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-    ) -> Step:
+    ) -> StepLaunch:
         """`rotated`: fp16 [tokens, KV heads, queries per KV head, stored_dim]. `positions` are needed where keys have
         means by blocks of positions."""
         tokens, kv_heads, group, stored_dim = rotated.shape
@@ -220,6 +220,6 @@ class RotateQueryLaunch(Launch):
             assert bias is None or bias.shape[2] == 2, bias.shape
             positions = rotated.view(torch.int64)  # not read
         assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
-        rows, parts = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
-        grid = -(-rows // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
-        return Step(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))
+        rows, programs = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
+        grid = -(-rows // QUERY_ROWS), kv_heads, programs + rotation.bias_programs
+        return StepLaunch(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))

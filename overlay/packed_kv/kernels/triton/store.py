@@ -29,7 +29,7 @@ from ...codecs.pages import PagedCodec
 from ...layout import MICRO_BLOCK, ring_slot_bytes
 from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout
-from .launch import Arguments, Launch, Step, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, bias_of_rows
 from .pages import KEY, VALUE
 from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
@@ -65,12 +65,12 @@ class StoreLaunch(Launch):
         assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
         assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
         assert key.dtype == value.dtype and len(key) == len(value), (key.dtype, value.dtype, key.shape, value.shape)
-        for x, part in ((key, codec.key), (value, codec.value)):
-            assert x.shape[1:] == (heads, part.head_dim), (x.shape, heads, part.head_dim)
+        for x, one in ((key, codec.key), (value, codec.value)):
+            assert x.shape[1:] == (heads, one.head_dim), (x.shape, heads, one.head_dim)
         assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
         assert ring is not None or not only_ring
-        for part in (codec.key, codec.value):
-            assert part.heads in (None, heads), (part.heads, heads)
+        for one in (codec.key, codec.value):
+            assert one.heads in (None, heads), (one.heads, heads)
         if ring is not None:
             assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
             assert ring.stride()[2:] == (ring.shape[3], 1), ring.stride()
@@ -89,7 +89,7 @@ class StoreLaunch(Launch):
                 cache, cache.stride(0), cache.stride(1),
                 key.stride(0), key.stride(1), value.stride(0), value.stride(1),
                 codec.key.rotation_constants,
-                *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
+                *(x for one in channels for x in (one, 0 if one.ndim == 1 else one.stride(0))),
                 *(x for table in tables for x in (table, head_stride(table))),
                 transform.spectrum,
                 of_ring, of_ring.stride(0), of_ring.stride(1),
@@ -116,8 +116,8 @@ class StoreLaunch(Launch):
         slots: torch.Tensor,
         positions: torch.Tensor | None = None,
         ring_slots: torch.Tensor | None = None,
-        rotate: Step | None = None,
-    ) -> Step:
+        rotate: StepLaunch | None = None,
+    ) -> StepLaunch:
         """`positions`: None where nothing of the codec depends on them. `ring_slots`: where the first so many tokens go
         in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
         tokens = len(slots)
@@ -138,7 +138,7 @@ class StoreLaunch(Launch):
         programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
         rotating = 0 if rotate is None else math.prod(rotate.grid)
         arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), *of_queries)
-        return Step((programs + -(-rotating // 2), 2, 1), arguments)
+        return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
 
 
 def rows_of(layout: KernelLayout) -> int:
