@@ -35,6 +35,8 @@ from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
 SHAPES = ((8, 1024), (64, 8192), (8, 32768), (64, 4096))
 LAYERS, STORES = 8, (8, 64, 256, 512, 8192)
 ALL = ("store", "pages", "ring")
+PAGE_THREADS = 384
+"""Threads of a block of the kernel over pages."""
 
 
 def new_tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,11 +144,10 @@ def main() -> None:
     asked = parser.parse_args()
     launch = early_launch.launch_kernel
     if asked.late:
-        early_launch.launch_kernel = lambda *arguments, is_early: launch(*arguments, is_early=False)
+        early_launch.launch_kernel = lambda *arguments, is_early=False: launch(*arguments)
     if asked.early_pages:
-        begins_early = lambda threads, is_early: is_early or threads == cuda.THREADS  # noqa: E731
-        early_launch.launch_kernel = lambda kernel, grid, threads, *rest, is_early: launch(
-            kernel, grid, threads, *rest, is_early=begins_early(threads, is_early)
+        early_launch.launch_kernel = lambda kernel, grid, threads, *rest, is_early=False: launch(
+            kernel, grid, threads, *rest, is_early=is_early or threads == PAGE_THREADS
         )
     if asked.shares:
         cuda_ring.shares_of = lambda *_: asked.shares

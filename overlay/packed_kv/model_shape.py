@@ -397,7 +397,7 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
     if interval := whole(text, "full_attention_interval"):  # Qwen3-Next
         return [("state",) if (i + 1) % interval else ("full",) for i in range(number)]
     if "linear_attn_config" in text:  # Kimi-Linear, Kimi K3: numbers begin at 1
-        states = set(listed(part(text, "linear_attn_config"), "kda_layers", of=int))
+        states = set(listed(nested(text, "linear_attn_config"), "kda_layers", of=int))
         return [("state",) if i + 1 in states else ("full",) for i in range(number)]
     if group := whole(text, "layer_group_size"):  # Ling V2.5, and V3, whose last layers are full beyond whole groups
         states = number // group * group if has_delta_attention(text) else number
@@ -507,7 +507,7 @@ def has_delta_attention(config: Config) -> bool:
 
 def delta_attention(config: Config) -> tuple[int, int, int]:
     """Heads of Kimi's delta attention, channels of a head in Q, K and V, and tokens that its convolution reads."""
-    linear = part(config, "linear_attn_config")
+    linear = nested(config, "linear_attn_config")
     if linear:
         heads, head_dim = whole(linear, "num_heads"), whole(linear, "head_dim")
     else:

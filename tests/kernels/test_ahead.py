@@ -29,8 +29,10 @@ from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
+from packed_kv.kernels.cuda import kernel as cuda_kernel
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.cuda import launch as cuda
+from packed_kv.kernels.cuda.source import LATENT
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
 from packed_kv.reference.attention import AttentionOptions
@@ -191,16 +193,18 @@ def test_a_launch_waits_for_its_compilation(noted_start: int) -> None:
 
 def test_the_cuda_kernel_waits_for_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     go, compiled = threading.Event(), []
-    constants = (("SHARED_BYTES", "0"), ("UNPACKERS", "0"), ("WARPS", "1"))
-    nvrtc = SimpleNamespace(load=lambda *_: list(compiled))
+    wanted = cuda_kernel.Compilation(LATENT, ())
+    nvrtc, launch = SimpleNamespace(load=lambda *_: list(compiled)), SimpleNamespace(launch_kernel=None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.nvrtc", nvrtc, raising=False)
     monkeypatch.setitem(sys.modules, "packed_kv.kernels.cuda.nvrtc", nvrtc)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=SimpleNamespace(cuLaunchKernel=None)))
-    monkeypatch.setattr(cuda, "_machine_code", lambda _constants: b"")
+    monkeypatch.setitem(sys.modules, "packed_kv.kernels.cuda.early_launch", launch)
+    monkeypatch.setattr(cuda_kernel, "machine_code", lambda _wanted: b"")
+    monkeypatch.setattr(cuda_kernel, "block_of", lambda *_: (32, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda _index: nullcontext())
     with Ahead() as block:
-        block.note(constants, lambda: (go.wait(30), compiled.append("ahead")))
+        block.note(wanted, lambda: (go.wait(30), compiled.append("ahead")))
     threading.Timer(0.2, go.set).start()
-    assert cuda._load.__wrapped__(constants, 0).kernel == ["ahead"]
+    assert [function.kernel for function in cuda_kernel.load.__wrapped__(wanted, 0)] == [["ahead"]] * 2
 
 
 def window_layer() -> WindowLayer:
@@ -228,8 +232,11 @@ def test_profiling_compiles_what_steps_launch(
     monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
     keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
     monkeypatch.setattr(Launch, "_first", keep)
-    monkeypatch.setattr(cuda, "_load", lambda constants, _device: launched.add(constants))
-    of_cuda = lambda self, grid, length, *_: launched.add(self._constants(grid, length))  # noqa: E731
+    monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
+
+    def of_cuda(self, grid, length, *_) -> None:
+        launched.add(self.compilation((grid.warps, grid.is_final, length)))
+
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
     monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
@@ -290,15 +297,15 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
     keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
     monkeypatch.setattr(Launch, "_first", keep)
-    for module, of_cuda, variant in (
-        (latent_launch, latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
-        (latent_ring_launch, latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
+    monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
+    for of_cuda, key in (
+        (latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
+        (latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
     ):
-        monkeypatch.setattr(module, "_load", lambda definitions, _device: launched.add(definitions))
 
-        def run(self, step, *_, variant=variant) -> None:
+        def run(self, step, *_, key=key) -> None:
             if not current():
-                launched.add(self._definitions(variant(step)))
+                launched.add(self.compilation(key(step)))
 
         monkeypatch.setattr(of_cuda, "__call__", run)
     workspace = Workspace()

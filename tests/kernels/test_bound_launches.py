@@ -15,6 +15,7 @@ from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
+from packed_kv.kernels.cuda.kernel import Function
 from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
@@ -60,19 +61,19 @@ def test_latents_are_launched_for_the_dtypes_they_were_compiled_for_and_the_ring
     """The kernel takes fp32 and fp16 words for bf16 ones."""
     launched: list[bool] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
-    run = lambda *_, is_early: launched.append(is_early)  # noqa: E731
+    run = lambda *_, is_early=False: launched.append(is_early)  # noqa: E731
     if is_ring:
         attend: Any = object.__new__(latent_ring_launch.CudaLatentRing)
         attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
         step: Any = latent_ring_launch.Step(bytes(latent_ring_launch.STEP_ARGUMENTS.size), (1, 1, 1))
-        attend.functions = {1: latent_ring_launch._Function(run, None, 0)}
+        attend.functions = {1: (Function(run, None, 256, 0),)}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_ring_launch.STEP_ARGUMENTS.size
     else:
         attend = object.__new__(latent_launch.CudaLatentDecode)
         attend.heads, attend.query, attend.output = HEADS, torch.bfloat16, torch.bfloat16
         shape = latent_launch.Shape(16, 1, 1)
         step = latent_launch.Step(bytes(latent_launch.STEP_ARGUMENTS.size), shape, 1, 1, 1)
-        attend.functions = {16: latent_launch._Functions(run, None, None, 0)}
+        attend.functions = {16: (Function(run, None, 384, 0), Function(run, None, 512, 0))}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_launch.STEP_ARGUMENTS.size
     attend.arguments, attend.device, attend.address = bytearray(256), 0, 0
     output, query, rope_query = vectors()
@@ -124,7 +125,7 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(early_launch.driver, "cuLaunchKernelEx", launch)
     threads = [
         threading.Thread(
-            target=early_launch.launch_kernel, args=(name, (n, n + 1, n + 2), 32, 0, n, 0), kwargs={"is_early": n > 5}
+            target=early_launch.launch_kernel, args=(name, (n, n + 1, n + 2), 32, 0, n, 0), kwargs={"is_early": True}
         )
         for name, n in (("a", 1), ("b", 7))
     ]
@@ -133,7 +134,7 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     found = {name: tuple(int(x) for x in of) for name, of in seen.items()}
-    assert found == {"a": (1, 2, 3, 1, 0), "b": (7, 8, 9, 7, 1)}
+    assert found == {"a": (1, 2, 3, 1, 1), "b": (7, 8, 9, 7, 1)}
 
 
 # ---- what a launch is bound to

@@ -161,7 +161,7 @@ def _state(config: Config, hidden: int) -> float:
         return hidden * (2 * keys + 3 * values)
     if has_delta_attention(config):
         heads, head_dim, _ = delta_attention(config)
-        gates = 1 if part(config, "linear_attn_config").get("use_full_rank_gate") else 0
+        gates = 1 if nested(config, "linear_attn_config").get("use_full_rank_gate") else 0
         inner = heads * head_dim
         return (4 + gates) * hidden * inner + (2 - gates) * head_dim * (hidden + inner)
     if "conv_L_cache" in config:

@@ -15,6 +15,7 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import CAPABILITY, latent_refusal, latent_ring_launch
 from packed_kv.kernels.cuda import latent_launch as launch
+from packed_kv.kernels.cuda.kernel import block_of
 from packed_kv.layout import latent_layout
 from schedules import reference_latent_schedule
 
@@ -270,7 +271,8 @@ def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
     file = tmp_path / "latent_ring.cubin"
     file.write_bytes(compiled_kernel(constants, LATENT_RING))
     registers, _, _ = resources(file)["attend_latent_ring"]
-    assert registers <= (128 if shares < 4 else 168) and 2 * int(constants["SHARED_BYTES"]) <= 227 << 10
+    threads, shared_bytes = block_of(file.read_bytes(), "attend_latent_ring")
+    assert registers <= (128 if shares < 4 else 168) and threads == 256 and 2 * shared_bytes <= 227 << 10
     assert len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", dump("--dump-sass", file), re.M)) < 1250
 
 

@@ -96,6 +96,7 @@ INLINE WorkItem shared_work_item() {
 #include "narrow.cuh"
 #endif
 
+BLOCK_OF(decode, (WARPS + UNPACKERS) * 32, SHARED_BYTES);
 extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS)
     decode(const __grid_constant__ Arguments a) {
     attend(a);

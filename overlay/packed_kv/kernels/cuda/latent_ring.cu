@@ -150,6 +150,7 @@ struct Merged {
     }
 };
 
+BLOCK_OF(attend_latent_ring, 256, SHARED_BYTES);
 extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_latent_ring(const __grid_constant__ Arguments a) {
     const u32 shared = shared_address(shared_memory());
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
