@@ -25,7 +25,7 @@ ROOTS = {
     "tq_calibrate": "calibration/tq_calibrate",
 }
 """Package -> its folder in the repository."""
-WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "numpy", "prometheus_client"}
+WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "numpy", "prometheus_client", "psutil"}
 """What vLLM brings for the modules that run inside it."""
 WITH_LMCACHE = {"lmcache"}
 """What lmcache.py, which runs inside LMCache's server, takes from there."""

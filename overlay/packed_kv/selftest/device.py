@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import psutil
 import torch
 
 from ..formats import FORMATS
@@ -31,6 +30,7 @@ def find_device(asked: str) -> torch.device:
     Raises:
         CannotRun: there is none, vLLM is built for another, or too little of its memory is free.
     """
+    import psutil  # comes with vLLM
     from vllm.platforms import current_platform
 
     platform = current_platform.device_type
