@@ -153,7 +153,11 @@ AGENTS = {"hit rate": "hit_rate", "TTFT p50, s": "ttft_p50_s", "TTFT p90, s": "t
 REASONING = {"requests at once": "mean_requests", "ended": "ended", "preemptions": "preemptions"}
 STARTED = {"s to the first token": "first_token_s", "profiling run": "profile_s", "warm-up": "warm_up_s",
            "kernels compiled": "kernels_compiled", "their s, summed": "compile_s"}  # fmt: skip
-PEERS = {"bytes per prompt": text("bytes", ",.0f"), "ms to read": text("transfer_ms", ".1f"), "GB/s": text("GB_s", ".1f")}
+PEERS = {
+    "bytes per prompt": text("bytes", ",.0f"),
+    "ms to read": text("transfer_ms", ".1f"),
+    "GB/s": text("GB_s", ".1f"),
+}
 KERNEL = {"dtype": "µs", "kernel": "kernel"}
 COLUMNS = {"group": "query heads", "query_tokens": "new tokens", "dtype": "µs"}
 LATENT = {"heads": "heads", "queries": "query tokens", "spread": "spread of lengths", "rope_bits": "bits of RoPE",
