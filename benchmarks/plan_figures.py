@@ -1,4 +1,4 @@
-"""What `packed-kv plan` knows of steps, KL and recall: planning/measured.json, made from the rows in results/."""
+"""Figures of `packed-kv plan`: steps, KL and recall in planning/measured.json, made from the rows in results/."""
 
 from __future__ import annotations
 
