@@ -1,4 +1,4 @@
-"""Figures of steps, KL and recall of `packed-kv plan`: planning/measured.json, made from the rows in results/."""
+"""Figures of `packed-kv plan`: steps, KL and recall in planning/measured.json, made from the rows in results/."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def whole(config: Config, *names: str, default: int = 0) -> int:
     if value is None:
         return default
     if type(value) is not int or not 0 <= value <= LARGEST_WHOLE:
-        raise BadInput(f"{name} is {shown(value)}; a config has a whole number there, of at most {LARGEST_WHOLE:,}")
+        raise BadInput(f"{name} is {shown(value)}; it must be a whole number of at most {LARGEST_WHOLE:,}")
     return value
 
 
@@ -154,7 +154,7 @@ def word(config: Config, *names: str) -> str:
     """The first field that is there and not null, a text; "": there is none. Raises BadInput for anything else."""
     name, value = _first(config, names)
     if not isinstance(value, str | None):
-        raise BadInput(f"{name} is {shown(value)}; a config has a text there")
+        raise BadInput(f"{name} is {shown(value)}; it must be a string")
     return value or ""
 
 
@@ -162,7 +162,7 @@ def nested(config: Config, *names: str) -> Config:
     """The first field that is there and not null, an object; {}: there is none. Raises BadInput for anything else."""
     name, value = _first(config, names)
     if not isinstance(value, dict | None):
-        raise BadInput(f"{name} is {shown(value)}; a config has an object there")
+        raise BadInput(f"{name} is {shown(value)}; it must be an object")
     return value or {}
 
 
@@ -175,9 +175,9 @@ def listed(config: Config, *names: str, of: type, least: int = 0) -> list[Any]:
     bounded = range(LARGEST_WHOLE + 1)
     if not isinstance(value, list) or not all(isinstance(x, of) and (of is not int or x in bounded) for x in value):
         kinds = {int: "whole numbers", str: "words"}[of]
-        raise BadInput(f"{name} is {shown(value)}; a config has a list of {kinds} there")
+        raise BadInput(f"{name} is {shown(value)}; it must be a list of {kinds}")
     if len(value) < least:
-        raise BadInput(f"{name} has {len(value)} entries, and the model {least} layers; give a config that agrees")
+        raise BadInput(f"{name} has {len(value)} entries, but the model has {least} layers; give a config that agrees")
     return value
 
 
@@ -365,7 +365,7 @@ def layer_letters(text: Config) -> str:
     """Nemotron-H's letter of each layer; "" for other models. Raises BadInput for fewer letters than layers."""
     letters, number = word(text, "hybrid_override_pattern"), text["num_hidden_layers"]
     if letters and len(letters) < number:
-        raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, and the model {number} layers")
+        raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, but the model has {number} layers")
     return letters[:number]
 
 
@@ -519,7 +519,7 @@ def mamba_channels(config: Config) -> int:
     """Channels within a Mamba layer."""
     expand = config.get("mamba_expand", 2)
     if type(expand) not in (int, float) or not 0 < expand < LARGEST_WHOLE:
-        raise BadInput(f"mamba_expand is {shown(expand)}; a config has a number above 0 there")
+        raise BadInput(f"mamba_expand is {shown(expand)}; it must be a number above 0")
     return whole(config, "mamba_d_ssm") or int(expand * config["hidden_size"])
 
 

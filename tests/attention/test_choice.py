@@ -12,7 +12,7 @@ from packed_kv.kernels.cuda import longest_query, refusal
     [
         ("auto", 128, 1, "CUDA (GQA group 4, 1 query token per request, at most 64)"),
         ("auto", 128, 5, "CUDA (GQA group 4, 5 query tokens per request, at most 64)"),
-        ("auto", 80, 1, "Triton (the CUDA kernel does not serve head size 80 (only 64 and 128))"),
+        ("auto", 80, 1, "Triton (the CUDA kernel does not support head size 80 (only 64 and 128))"),
         ("triton", 128, 1, "Triton (the CUDA kernel is disabled by decode_kernel=triton)"),
     ],
 )

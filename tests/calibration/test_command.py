@@ -231,7 +231,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "rank of latents": (
         bad_model(model_type="deepseek_v3", kv_lora_rank=-5),
-        "kv_lora_rank is -5; a config has a whole",
+        "kv_lora_rank is -5; it must be a whole",
     ),
     "expanded latents": (
         bad_model(model_type="minicpm3", kv_lora_rank=64),

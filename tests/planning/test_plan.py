@@ -486,7 +486,7 @@ BAD_CONFIGS = {
         "V of 72 channels with K of 128; V may have",
     ),
     "Falcon": ({**SHAPE_8B, "architectures": ["FalconForCausalLM"]}, "FalconForCausalLM, whose pages would stay dense"),
-    "kinds": ({**SHAPE_8B, "layer_types": ["full_attention"]}, "layer_types has 1 entries, and the model 36 layers"),
+    "kinds": ({**SHAPE_8B, "layer_types": ["full_attention"]}, "layer_types has 1 entries, but the model has 36"),
     "kind": ({**SHAPE_8B, "layer_types": ["odd"] * 36}, "layers of the kind odd are not known"),
     "state": ({**SHAPE_8B, "layer_types": ["mamba", "attention"] * 18}, "whose size is not known"),
 }

@@ -26,7 +26,7 @@ def takes_cuda(option: str, refused: str | None, heads: str, longest_decode: int
         longest_decode: query tokens of a request, drafts included.
         longest: the most that the CUDA kernel serves of such heads.
     """
-    reason = f"does not serve {refused}" if refused else None
+    reason = f"does not support {refused}" if refused else None
     if option == "triton":
         reason = "is disabled by decode_kernel=triton"
     tokens = "1 query token" if longest_decode == 1 else f"{longest_decode} query tokens"

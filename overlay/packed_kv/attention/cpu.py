@@ -103,7 +103,7 @@ def find_kernels(
         pairs = CpuPairs(*layer)
         if refused := prefill_refusal(head_dim):
             logger.warning_once(
-                "%s: vLLM's attention op does not serve %s; prefill runs in PyTorch, many times slower",
+                "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",
                 fmt.name,
                 refused,
                 scope="local",

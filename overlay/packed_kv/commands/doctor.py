@@ -220,7 +220,7 @@ def _latent_kernel(capability: tuple[int, ...]) -> str:
     rank, rope_dim = LATENT
     refused = latent_refusal((capability[0], capability[1]), rank, rope_dim, heads=1, query_len=1)
     if refused:
-        return f"the Triton kernel (the CUDA kernel does not serve {refused})"
+        return f"the Triton kernel (the CUDA kernel does not support {refused})"
     shape = f"those of {rank} channels and {rope_dim} of RoPE"
     return f"the CUDA kernel: {shape}, up to {LATENT_ROWS} query heads of a GPU times query tokens; else by Triton's"
 
@@ -229,7 +229,7 @@ def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> st
     refused = refusal((capability[0], capability[1]), head_dim, group, query_len=1)
     heads = f"heads of {head_dim} channels, {group} query heads per KV head"
     if refused:
-        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not serve {refused})"
+        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not support {refused})"
     folder = cache_folder()
     number = len(list(folder.glob("decode-*.cubin")))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
