@@ -298,6 +298,15 @@ def test_a_made_up_calibration_fits_its_model(means: str, tmp_path: Path) -> Non
     assert all((layer.key.rope is not None) == (means == "blocks") for layer in found.layers.values())
 
 
+def test_rows_of_a_build(tmp_path: Path) -> None:
+    from rows import read
+
+    file = tmp_path / "cpu_build.csv"
+    run("cpu_build.py", "--compilers", "c++", "--dtype", "turboquant25", "--csv", str(file))
+    (row,) = read(file)
+    assert float(row["cold_ms"]) > 500 and float(row["warm_ms"]) < float(row["cold_ms"]) / 4
+
+
 def test_rows_of_a_cpu(tmp_path: Path) -> None:
     from rows import read
 

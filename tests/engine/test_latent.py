@@ -121,7 +121,7 @@ def test_a_calibrated_dtype(model: str, tiny_engine, tmp_path: Path) -> None:
     for other in layers:
         other.update(entry)
     names = {
-        "outliers": "key_high_precision_indices",
+        "outlier_channels": "key_high_precision_indices",
         "mean": "key_channel_mean",
         "scale": "key_channel_scale",
     }

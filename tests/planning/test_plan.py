@@ -31,7 +31,7 @@ SHAPE_8B = {
 
 
 def started_engines() -> Iterator[tuple[str, str, int]]:
-    """Architecture, dtype and KV tokens of each engine that scripts/coverage/model_coverage.py started on an H200."""
+    """Architecture, dtype and KV tokens of each engine that scripts/architectures/ started on an H200."""
     for row in json.loads((RESULTS / "models.json").read_text())["rows"]:
         is_packed = row.get("reason") != "no layer is packed"
         name, known = row["architecture"], (row["auto"], row["packed"] if is_packed else {})

@@ -1,4 +1,4 @@
-"""scripts/coverage/model_coverage.py: what it says of a model, and eight of its architectures on the CPU."""
+"""scripts/architectures/model_coverage.py: what it says of a model, and eight of its architectures on the CPU."""
 
 from __future__ import annotations
 

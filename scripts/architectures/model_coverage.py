@@ -5,8 +5,8 @@ Each architecture runs as a tiny random model in a process of its own, in bf16 (
 4 prompts of 200 random tokens in chunks of 64, then 24 greedy tokens each; on a GPU with CUDA graphs for decodes. A
 process that crashes or takes too long gives a row as well.
 
-    python scripts/coverage/model_coverage.py --parallel 12 --out models.json  # as many engines at once
-    python scripts/coverage/model_coverage.py --out models.json --markdown PAGE  # runs nothing: writes the table
+    python scripts/architectures/model_coverage.py --parallel 12 --out models.json  # as many engines at once
+    python scripts/architectures/model_coverage.py --out models.json --markdown PAGE  # runs nothing: writes the table
 
 Columns; of two numbers, the first is the packed dtype's and the second, in brackets, that of `auto`:
 
@@ -38,7 +38,7 @@ from coverage_models import MODELS
 from packed_kv_quality.engines import prepare_environment
 
 PRELOADED = ["coverage_engine", "vllm.entrypoints.llm", "transformers"]
-BEGIN, END = "<!-- table of scripts/coverage/model_coverage.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table of scripts/architectures/model_coverage.py -->", "<!-- end of the table -->"
 HEADER = (
     "architecture", "attention", "heads (query/KV of size)", "result", "KV tokens", "backends", "graphs", "difference",
     "tokens",

@@ -1,6 +1,6 @@
 """Cost of the recent window in KV tokens, by vLLM's own cache planner, at the sizes of real models.
 
-    python scripts/coverage/window_memory.py [--dtypes NAME ...] [--window TOKENS]
+    python scripts/architectures/window_memory.py [--dtypes NAME ...] [--window TOKENS]
 
 No engine runs: the specs of a model's layers are made here and given to vLLM's planner, which groups them and computes
 the bytes of a block of its pool. A request takes blocks of pages for its context, one block of each group of states,

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """KV tokens that `packed-kv plan` predicts, against vLLM's own count: the table of docs/commands.md.
 
-    python scripts/coverage/plan_tokens.py            # without a start: vLLM builds the layers and plans their cache
-    python scripts/coverage/plan_tokens.py --start    # engines that start, in their own processes; two ranks, too
+    python scripts/architectures/plan_tokens.py  # without a start: vLLM builds the layers and plans their cache
+    python scripts/architectures/plan_tokens.py --start  # engines that start, in their own processes; two ranks, too
 
 A model of each architecture, tiny and random, gets 64 MB of KV cache and requests of 4,096 tokens. vLLM builds its
 layers on PyTorch's meta device, groups their KV-cache specs and counts, by the functions of a real start, which only
