@@ -31,7 +31,7 @@ SHAPES = ((1, 512), (1, 4096), (8, 1024))
 CHUNK, PREFIX, NEW_TOKENS, CONTEXT = 512, 4096, 16, 8192
 SHAPES_8B, STEPS_8B = ((4, 8192), (8, 8192)), 8
 KV_BYTES_8B = 1_300_000_000
-"""What 8 requests of 8,192 tokens take in bf16, and some room; a packed cache needs less than half."""
+"""Bytes that 8 requests of 8,192 tokens take in bf16, with some room; a packed cache needs less than half."""
 STORED = ((8, 128), (3, 64))
 """KV heads and channels."""
 BASELINE = "auto"

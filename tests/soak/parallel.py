@@ -148,7 +148,7 @@ def over_ranks(model: str, dtype: str, activations: str, ranks: int, kernel: str
 
 
 def alone(dtype: str, activations: str) -> dict[str, Any]:
-    """Run one rank: what it generates, and milliseconds of a step without requests: as it is, and of what it need not do."""
+    """Run one rank: what it generates, and milliseconds of a step without requests and of its profiling attention."""
     with engine(str(DEMO_MODEL), dtype, **options({}, dtype=activations)) as llm:
         found: dict[str, Any] = {"generated": [list(x.token_ids) for x in continued(llm)]}
         found["idle step, ms"] = milliseconds(llm.llm_engine.model_executor.execute_dummy_batch)

@@ -29,7 +29,7 @@ HYBRIDS = (
     "JambaForCausalLM",
     "Lfm2ForCausalLM",
 )
-"""Hybrids of `coverage_models`: gated delta nets twice, Mamba 2 beside attention in each layer and in layers of its own,
+"""Hybrids of `coverage_models`: gated delta nets twice, Mamba 2 with attention in each layer and in layers of its own,
 Mamba 1, short convolutions."""
 
 
