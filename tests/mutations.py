@@ -42,8 +42,8 @@ MUTATIONS = {
     ),
     "window's edge": Mutation(
         "overlay/packed_kv/reference/attention.py",
-        "hidden = (distance < 0) | (distance >= window)",
-        "hidden = (distance < 0) | (distance > window)",
+        "hidden = (distance < 0) | (distance >= sliding_window)",
+        "hidden = (distance < 0) | (distance > sliding_window)",
         "tests/reference/test_active_blocks.py -k naive_attention",
     ),
     "slot -1": Mutation(

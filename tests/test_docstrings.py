@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 from checkout import REPO
 
-ROOMS = ("overlay", "calibration", "quality", "vllm_patches", "scripts", "benchmarks", "examples")
+ROOMS = (
+    "overlay", "calibration", "quality", "vllm_patches", "scripts", "benchmarks", "examples",
+    "tests/support", "tests/soak",
+)  # fmt: skip
 EXEMPT = ("overlay/packed_kv/kernels/cuda/",)
 """Beginnings of paths that are still to be mended."""
 NO_SUBJECT = re.compile(

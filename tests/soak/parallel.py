@@ -124,7 +124,7 @@ def log_probabilities(flat: Any, first: int) -> torch.Tensor:
 
 
 def over_ranks(model: str, dtype: str, activations: str, ranks: int, kernel: str) -> dict[str, Any]:
-    """Of TP 2, its tokens split over that many ranks: KV tokens, log-probabilities by chunk, and what it generates."""
+    """Run TP 2, its tokens split over that many ranks: KV tokens, log-probabilities by chunk, and what it generates."""
     parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": ranks}
     given = options({"recent_tokens": 0, "decode_kernel": kernel}, distributed_executor_backend="mp", **parallel)
     given |= {"async_scheduling": False, "dtype": activations}  # so that each step takes what it is told to
@@ -148,7 +148,7 @@ def over_ranks(model: str, dtype: str, activations: str, ranks: int, kernel: str
 
 
 def alone(dtype: str, activations: str) -> dict[str, Any]:
-    """What one rank generates, and milliseconds of a step without requests: as it is, and of what it need not do."""
+    """Run one rank: what it generates, and milliseconds of a step without requests and of its profiling attention."""
     with engine(str(DEMO_MODEL), dtype, **options({}, dtype=activations)) as llm:
         found: dict[str, Any] = {"generated": [list(x.token_ids) for x in continued(llm)]}
         found["idle step, ms"] = milliseconds(llm.llm_engine.model_executor.execute_dummy_batch)
@@ -182,7 +182,7 @@ def continued(llm: Any, **more: Any) -> list[Any]:
 
 
 def served(kv_cache_dtype: str, ranks: tuple[int | None, ...], **more: Any) -> list[list[list[int]]]:
-    """What an engine as a server has it continues the prompts with, once for each of these data-parallel ranks."""
+    """Return continuations of the prompts by a server's engine, once for each of these data-parallel ranks."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

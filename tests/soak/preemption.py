@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What preemption changes: tokens of requests that share a small cache, beside those of each request alone.
+"""Changes by preemption: tokens of requests that share a small cache, beside those of each request alone.
 
     preemption.py [--dtype NAME] [--window TOKENS] [--no-prefix-caching] [--earlier TOKENS ...]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the recent window and the prefix cache change beside `n > 1` and rescoring, on the demo model on a CPU in fp32.
+"""Changes by the recent window and the prefix cache with `n > 1` and rescoring, on the demo model on a CPU in fp32.
 
     samples_and_rescoring.py [--dtypes auto tq4] [--prompts 6] [--tokens 64] [--n 4]
 

@@ -76,7 +76,7 @@ def load_of(options: argparse.Namespace) -> soak_clients.Load:
 
 
 def growth(readings: list[float]) -> float:
-    """Of memory, from its second tenth to its last, by medians. Raises ValueError for fewer than 20 readings."""
+    """Growth of memory, from its second tenth to its last, by medians. Raises ValueError for fewer than 20 readings."""
     if len(readings) < 20:
         raise ValueError(f"{len(readings)} readings of memory: soak longer")
     tenth = len(readings) // 10

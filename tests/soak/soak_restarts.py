@@ -42,7 +42,7 @@ from soak_server import Server
 KILLS = 2
 HOST_MEMORY = "vllm_offload_*"
 FILES = 20
-"""That must be new before a kill counts as one while the tier writes."""
+"""New files after which a kill counts as one while the tier writes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -179,7 +179,7 @@ def held_locks(cache: Path) -> list[str]:
 
 
 def clean_host_memory(before: set[Path]) -> int:
-    """How many of vLLM's files of host memory in /dev/shm are new, which are removed."""
+    """Remove vLLM's new files of host memory in /dev/shm, and return their number."""
     left = set(Path("/dev/shm").glob(HOST_MEMORY)) - before
     for path in left:
         path.unlink()
@@ -187,7 +187,7 @@ def clean_host_memory(before: set[Path]) -> int:
 
 
 def check_files(pages: Path) -> dict[str, object]:
-    """How many files of pages there are, how many are not whole, and how many were only begun."""
+    """Count the files of pages: all, those that are not whole, and those that were only begun."""
     files, bad = sorted(pages.rglob("*.bin")), []
     for path in files:
         content = mmap.mmap(-1, max(1, path.stat().st_size - FOOTER))
@@ -199,7 +199,7 @@ def check_files(pages: Path) -> dict[str, object]:
 
 
 def failures(report: dict, options: Namespace) -> list[str]:
-    """What is wrong with a report, in words."""
+    """Say what is wrong with a report."""
     found = soak.failures(report, options)
     if report["answers_from_disk_wrong"]:
         found.append(f"{report['answers_from_disk_wrong']} of {report['answers_from_disk']} answers from disk differ")

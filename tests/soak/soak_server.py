@@ -18,7 +18,7 @@ from packed_kv_quality import servers
 NAME, ENGINE = "soaked", "EngineCore"
 MIB = 1 << 20
 LINGER_SECONDS = 15
-"""How long a process may outlive its server."""
+"""Seconds that a process may outlive its server."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the soak with restarts finds wrong: bad files, locks that are held, what outlives a kill, other tokens."""
+"""Faults that the soak with restarts finds: bad files, locks that are held, what outlives a kill, other tokens."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 
 def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """For vLLM's `dispatch_cpu_unquantized_gemm`."""
+    """Replace vLLM's `dispatch_cpu_unquantized_gemm`."""
     weight = layer.weight.detach().double()
     layer.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(
         x.double(), weight, None if bias is None else bias.double()
@@ -21,8 +21,8 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **transforms: object) -> None:
-    """For engines that this process starts from now on; their codecs have these means, scales and RoPE (`page_codec`),
-    in place of the calibrated ones."""
+    """Install them for engines that this process starts from now on; their codecs have these means, scales and RoPE
+    (`page_codec`), in place of the calibrated ones."""
     from fake_codecs import Float64Codec
     from packed_kv.attention import impl
     from page_codecs import page_codec
@@ -37,7 +37,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **transforms: object) -> None:
 
 
 def register() -> None:
-    """Of the plugin: for good."""
+    """Install them for good: entry point of the plugin."""
     install(pytest.MonkeyPatch())
 
 

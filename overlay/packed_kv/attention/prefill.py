@@ -175,17 +175,17 @@ class FlashPrefill(PrefillKernel):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: PrefillStep, output: torch.Tensor
     ) -> torch.Tensor:
         """Attention of a prefill's rows over their own chunks; returns its lse, fp32 [query heads, rows]."""
-        window = self.options.sliding_window
-        seen = (-1 if window is None else window - 1, 0)
+        sliding_window = self.options.sliding_window
+        seen = (-1 if sliding_window is None else sliding_window - 1, 0)
         if not self.pads:
-            return self._flash(query, key, value, step.own, output, causal=True, window=seen)
+            return self._flash(query, key, value, step.own, output, causal=True, window_size=seen)
         value_dim = self.codec.value.head_dim
         padded_value, padded_output = (x[: len(query)] for x in step.padded)
         padded_output = padded_output[:, : query.shape[1]]  # of a rank's own heads, where all ranks' have memory
         if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
             padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
             value = padded_value
-        lse = self._flash(query, key, value, step.own, padded_output, causal=True, window=seen)
+        lse = self._flash(query, key, value, step.own, padded_output, causal=True, window_size=seen)
         output.copy_(padded_output[..., :value_dim])
         return lse
 
@@ -200,7 +200,7 @@ class FlashPrefill(PrefillKernel):
             key, value = self._read(cache, read, ring)
             over_part = step.over_parts[: seen.stop - seen.start]
             # Keys follow one another without a mask: to the right of its position a row sees all there are.
-            part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
+            part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window_size=(part.left, -1))
             self._combine(output, over_part.shape[2]).combine(output[seen], lse[:, seen], over_part, part_lse)
 
     def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,12 +278,13 @@ class FlashPrefill(PrefillKernel):
 
     def _flash(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: KeyPart, output: torch.Tensor, *,
-        causal: bool, window: tuple[int, int],
+        causal: bool, window_size: tuple[int, int],
     ) -> torch.Tensor:  # fmt: skip
         """Attention over a part into `output`; returns its lse, fp32 [query heads, rows]."""
         _, lse = self.flash_attention.function(
             query, key, value, **part.lengths, softmax_scale=self.options.scale, causal=causal,
-            window_size=list(window), softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output,
+            window_size=list(window_size), softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True,
+            out=output,
         )  # fmt: skip
         return lse
 

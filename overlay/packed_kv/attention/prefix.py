@@ -31,14 +31,18 @@ class Span:
 
 
 def prefix_parts(
-    query_lens: Sequence[int], prefixes: Sequence[int], window: int | None, capacity: int, whole_blocks: bool = False
+    query_lens: Sequence[int],
+    prefixes: Sequence[int],
+    sliding_window: int | None,
+    capacity: int,
+    whole_blocks: bool = False,
 ) -> list[list[Span]]:
     """Spans that cover the prefixes of a batch, in parts of at most `capacity` tokens.
 
     Args:
         query_lens: new tokens of each request, at least 1.
         prefixes: tokens of each request before them.
-        window: tokens that a query sees, its own included, or None.
+        sliding_window: tokens that a query sees, its own included, or None.
         capacity: tokens that the workspace holds, a positive multiple of 16.
         whole_blocks: leave out what a prefix has beyond its last whole micro-block (see `own_part`).
 
@@ -51,8 +55,8 @@ def prefix_parts(
     room = capacity
     for request, (count, prefix) in enumerate(zip(query_lens, prefixes, strict=True)):
         end = prefix // MICRO_BLOCK * MICRO_BLOCK if whole_blocks else prefix
-        if window is not None:
-            parts += [[span] for span in _window_spans(request, count, prefix, end, window, capacity)]
+        if sliding_window is not None:
+            parts += [[span] for span in _window_spans(request, count, prefix, end, sliding_window, capacity)]
             continue
         start = 0
         while end - start > room:
@@ -76,16 +80,16 @@ def own_part(query_lens: Sequence[int], prefixes: Sequence[int]) -> list[Span]:
     ]
 
 
-def _window_spans(request: int, count: int, prefix: int, last: int, window: int, capacity: int) -> list[Span]:
+def _window_spans(request: int, count: int, prefix: int, last: int, sliding_window: int, capacity: int) -> list[Span]:
     """Spans of one request with a sliding window, up to token `last`: each is a part, as its `left` is its own."""
-    first = max(0, prefix - window + 1) // MICRO_BLOCK * MICRO_BLOCK
+    first = max(0, prefix - sliding_window + 1) // MICRO_BLOCK * MICRO_BLOCK
     spans = []
     for start in range(first, last, capacity):
         end = min(start + capacity, last)
-        # Row i, at position prefix + i, sees keys from prefix + i - window + 1 on.
-        queries = min(count, end - prefix + window - 1)
+        # Row i, at position prefix + i, sees keys from prefix + i - sliding_window + 1 on.
+        queries = min(count, end - prefix + sliding_window - 1)
         if queries > 0:
-            spans.append(Span(request, queries, start, end, left=end - prefix - queries + window - 1))
+            spans.append(Span(request, queries, start, end, left=end - prefix - queries + sliding_window - 1))
     return spans
 
 

@@ -84,8 +84,8 @@ def attend(
     rows = codec.rotate_query(query).permute(1, 0, 2, 3) * options.scale  # [KV heads, tokens, group, head_dim]
     state = _OnlineSoftmax(rows)
     positions = torch.arange(seq_len - tokens, seq_len, device=query.device)
-    window = options.sliding_window or seq_len
-    stored, first_visible = shard.count(seq_len), shard.count(max(0, seq_len - tokens - window + 1))
+    sliding_window = options.sliding_window or seq_len
+    stored, first_visible = shard.count(seq_len), shard.count(max(0, seq_len - tokens - sliding_window + 1))
     rows_at_once = max(1, MAX_SCORES // (query_heads * KV_TILE))
 
     for tile in range(first_visible // KV_TILE * KV_TILE, stored, KV_TILE):
@@ -97,18 +97,18 @@ def attend(
         kv_positions = kv_positions[: end - start]
         # The rows that see this tile: not before its start, not a window past its end.
         first = max(0, shard.position(start) - (seq_len - tokens))
-        last = min(tokens, shard.position(end - 1) + window - (seq_len - tokens))
+        last = min(tokens, shard.position(end - 1) + sliding_window - (seq_len - tokens))
         for row in range(first, last, rows_at_once):
             part = slice(row, min(row + rows_at_once, last))
             distance = positions[part, None] - kv_positions
-            hidden = (distance < 0) | (distance >= window)
+            hidden = (distance < 0) | (distance >= sliding_window)
             if recent is not None:
                 hidden |= (distance < recent.window) & (kv_positions >= recent.first)
             state.update(part, _scores(rows[:, part], key, hidden, options), value)
     if recent is not None and recent.key.shape[1]:
         key, value = recent.key.to(rows.dtype), recent.value.to(rows.dtype)
         distance = positions[:, None] - torch.arange(recent.first, seq_len, device=query.device)
-        hidden = (distance < 0) | (distance >= min(window, recent.window))
+        hidden = (distance < 0) | (distance >= min(sliding_window, recent.window))
         for row in range(0, tokens, rows_at_once):
             part = slice(row, min(row + rows_at_once, tokens))
             state.update(part, _scores(rows[:, part], key, hidden[part], options), value)
