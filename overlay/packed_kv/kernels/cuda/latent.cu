@@ -50,7 +50,7 @@ struct Arguments {
 #include "latent_attend.cuh"
 #endif
 
-BLOCK_OF(latent_decode, 384, SHARED_BYTES);
+BLOCK_OF(latent_decode, 384, sizeof(SharedMemory));
 extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     init_shared(base);

@@ -66,15 +66,6 @@ class Variant(NamedTuple):
     has_lse: bool
 
 
-def shared_bytes(page: PageLayout, rows: int) -> int:
-    """Return the bytes of shared memory of a block of so many rows."""
-    if rows > 32:  # two tiles and the queries; weights, factors, two runs, what happened, barriers
-        return 3 * TILE_TOKENS * (RANK + ROPE_DIM) * 2 + TILE_TOKENS * 128 + 2048 + 64 + 16 + 80
-    weights = TILE_TOKENS * (32 if rows == 16 else 64)
-    stage = TILE_TOKENS * RANK * 2 + -(-(weights + 36 * rows) // 1024) * 1024  # a tile; weights, maxima and sums
-    return 2 * stage + rows * (RANK + ROPE_DIM) * 2 + 8 * page.micro_block_bytes + 96  # queries, pages, barriers
-
-
 def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent.cu` is compiled with."""
     layout, rope = kernel_layout(page), rope_layout(page)
@@ -97,7 +88,6 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "MOST_SHARES": MOST_SHARES,
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
-        "SHARED_BYTES": shared_bytes(page, variant.rows),
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -37,7 +37,6 @@ class Variant(NamedTuple):
 
 def constants(variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent_ring.cu` is compiled with."""
-    sums = 4 * (RANK // variant.shares + 8)
     values: dict[str, object] = {
         "HEADS": variant.heads,
         "SHARES": variant.shares,
@@ -46,12 +45,6 @@ def constants(variant: Variant) -> dict[str, str]:
         "OUTPUT": OUTPUTS[variant.output],
         "HAS_CONSTANT": int(variant.has_constant),
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
-        # Queries or sums, tokens, scores of both halves of the channels, weights, rows.
-        "SHARED_BYTES": TILE_ROWS * max(2 * (RANK + ROPE_DIM) + 16, sums)
-        + TILE_TOKENS * (ring_slot_bytes(RANK + ROPE_DIM, 1) + 8)
-        + 2 * TILE_ROWS * (TILE_TOKENS + 8) * 4
-        + 2 * TILE_ROWS * TILE_TOKENS
-        + 16 * TILE_ROWS,
     }
     return {name: str(value) for name, value in values.items()}
 
