@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
+from ..settings.facts import is_draft
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import ChunkedWindowMetadataBuilder, WindowMetadataBuilder, slot_filler
 from .size import recent_tokens
@@ -99,10 +100,12 @@ class WindowLayer(AttentionLayerBase):
 
 
 def recent_tokens_of_model(config: VllmConfig) -> int:
-    """Tokens of the recent window of the model that is being built: 0 of a draft, as the target's layers have their
-    window layers by then. Raises OptionError."""
+    """Tokens of the recent window of the model that is being built: 0 of a draft. Raises OptionError."""
     layers = config.compilation_config.static_forward_context.values()
-    return 0 if any(isinstance(layer, WindowLayer) for layer in layers) else recent_tokens(config)
+    has_windows = any(
+        isinstance(layer, WindowLayer) for layer in layers
+    )  # of the target, which has its weights by then
+    return 0 if has_windows or is_draft(config) else recent_tokens(config)
 
 
 def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) -> WindowLayer:
