@@ -24,8 +24,6 @@ UNDER: dict[str, dict[str, Any]] = {
     "ALiBi: BloomAttention": {"model_type": "bloom"},
     "ALiBi: StepAttention": {"model_type": "step1"},
     "option use_alibi_sqrt: StepAttention": {"model_type": "step1"},
-    "backend: MultiHeadLatentAttention": LATENT,
-    "class MultiHeadLatentAttention of AttentionLayerBase": LATENT,
     "class DeepseekV32IndexerCache of AttentionLayerBase": {**LATENT, "index_topk": 2048},
     "layer RSWAAttention": {"rswa_window": 64},
     "backend: OpenPanguSinkAttention": {"param_sink_number": 128},
@@ -43,10 +41,15 @@ UNDER: dict[str, dict[str, Any]] = {
 }
 """Sign -> the fields of a config.json under which a model's layers are such, and only then."""
 TWO_SIZES = "our patch has the dtype's backend serve V of another size"
+KIMI = "`attention/latent/kimi.py` has the layer attend over packed pages"
 NO_CACHE = "of an encoder without a KV cache"
 SERVED: dict[str, str] = {
     "backend: MiMoV2Attention": TWO_SIZES,
     "check: MiMoV2Attention": TWO_SIZES,
+    "backend: MultiHeadLatentAttention": KIMI,
+    "cache: MultiHeadLatentAttention": KIMI,
+    "check: MultiHeadLatentAttention": KIMI,
+    "class MultiHeadLatentAttention of AttentionLayerBase": KIMI,
     "cache: BeamAttention": "it writes pages itself only if they are bf16",
     "check: FunAudioChatAudioEncoder": NO_CACHE,
     "check: OpenPanguVisionTransformer": NO_CACHE,
@@ -106,7 +109,7 @@ NEEDED = {
     "SPARSE": "DeepseekV32ForCausalLM: class DeepseekV32Attention of MLAAttention",
     "BOTH_WAYS": "HrmTextForCausalLM: layer PrefillPrefixLMAttention",
     "LATENT_SINKS": "HYV4ForCausalLM: backend: HYV4MLAAttention",
-    "OWN_LATENTS": "KimiLinearForCausalLM: class MultiHeadLatentAttention of AttentionLayerBase",
+    "OWN_LATENTS": "Dots3NoteForCausalLM: class Dots3NotePaddedMLAAttention of MLAAttention",
     "ENCODERS": "BertModel: layer EncoderOnlyAttention",
     "ENCODER_DECODERS": "WhisperForConditionalGeneration: layer CrossAttention",
     "OWN_DRAFTS": "DFlashDraftModel: cache: DFlashQwen3Model",

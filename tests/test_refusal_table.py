@@ -52,14 +52,13 @@ REFUSED = [
         "latent attention (MLA) in layers of their own kind: layers.0 is a MLA, which writes",
     ),
     (
-        Facts(is_mla=True, architecture="KimiLinearForCausalLM"),
-        "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose layers write their cache",
+        Facts(is_mla=True, architecture="Dots3NoteForCausalLM"),
+        "latent attention (MLA) in layers of their own kind: Dots3NoteForCausalLM, whose layers write their cache",
     ),
     (
-        Facts(is_mla=True, architecture="BailingMoeV2_5ForCausalLM"),
-        "latent attention (MLA) with state layers: BailingMoeV2_5ForCausalLM, whose pages",
+        Facts(is_mla=True, has_states=True, states_fit=False),
+        "latent attention (MLA) with state layers: the model, and vLLM has patches of an older packed-kv",
     ),
-    (Facts(is_mla=True, has_states=True), "latent attention (MLA) with state layers: the model, whose"),
     (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
     (
         Facts(latent_size=576, built_latent_size=512),
@@ -181,7 +180,7 @@ SERVED = Facts(
     has_own_queries=True, has_mean_blocks=True, has_several_kinds=True, has_states=True, has_chunks=True,
     sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True, has_one_cache_manager=True,
     version_without_latents="0.31.0", has_lora=True, groups_stay=True, is_draft=True, packs_draft=True, is_causal=True,
-    auto_cache="fp8", latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    auto_cache="fp8", states_fit=False, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 
@@ -256,7 +255,7 @@ def test_a_config_is_refused_where_the_engine_refuses(architecture: str, result:
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "sparse attention"),
         ({"kv_lora_rank": 512, "model_type": "deepseek_v3"}, "latent attention (MLA) of this size"),
         (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "architectures": ["KimiLinearForCausalLM"]},
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "architectures": ["Dots3NoteForCausalLM"]},
             "latent attention (MLA) in layers of their own kind",
         ),
         ({"architectures": ["HrmTextForCausalLM"]}, "prompts that are read in both directions"),

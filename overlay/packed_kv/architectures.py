@@ -19,10 +19,8 @@ BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 LATENT_SINKS = ("HYV4",)
 """Architectures with latent attention and a learned sink a head, which vLLM drops where a backend cannot have it."""
-OWN_LATENTS = ("Dots3Note", "KimiK3", "KimiLinear")
-"""Architectures with latent attention in layers of a class of their own."""
-LATENTS_BESIDE_STATES = ("BailingMoe",)
-"""Architectures whose layers of latent attention, if they have such, lie beside state layers."""
+OWN_LATENTS = ("Dots3Note",)
+"""Architectures with latent attention in layers of a class of their own. Kimi's is served."""
 LAYER_OPTIONS = {"Rnj1": "chunk_lookback"}
 """Architecture -> arguments of its attention layers that packed attention does not know."""
 ENCODERS = (

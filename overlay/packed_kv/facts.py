@@ -37,6 +37,7 @@ class Facts:
         version_without_latents: version of a vLLM whose latent attention has not what packed pages need.
         has_lora: `--enable-lora`.
         groups_stay: a spec can keep its cache group from KV connectors.
+        states_fit: blocks beside state layers are sized by latents as they are stored.
 
     Of a layer:
         layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
@@ -81,6 +82,7 @@ class Facts:
     version_without_latents: str | None = None
     has_lora: bool | None = None
     groups_stay: bool | None = None
+    states_fit: bool | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None

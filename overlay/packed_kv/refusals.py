@@ -21,7 +21,6 @@ from .architectures import (
     IGNORES_KV_CACHE_DTYPE,
     IMAGE_PREFIXES,
     LATENT_SINKS,
-    LATENTS_BESIDE_STATES,
     LAYER_OPTIONS,
     OWN_BACKENDS,
     OWN_DRAFT_METHODS,
@@ -253,10 +252,10 @@ RULES: tuple[Rule, ...] = (
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
          or (_is_named(f, OWN_LATENTS) and f"{f.architecture}, whose layers write their cache themselves"),
          is_of_model=True),
-    Rule("latent attention (MLA) with state layers", "`architectures`; the model",
-         lambda f: f.is_mla and (f.has_states or _is_named(f, LATENTS_BESIDE_STATES))
-         and f"{_model(f)}, whose pages vLLM would size as plain ones",
-         is_of_model=True),
+    Rule("latent attention (MLA) with state layers", "vLLM's patches",
+         lambda f: f.is_mla and f.has_states and f.states_fit is False and f"{_model(f)}, and vLLM has patches of an "
+         "older packed-kv, with which it sizes latents as plain ones",
+         "run packed-kv-patch revert, then apply"),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
          lambda f: f.is_mla and f.version_without_latents and f"{f.version_without_latents}; 0.32.0 and later can",

@@ -46,6 +46,14 @@ def groups_stay() -> bool:
     return "__post_init__" in vars(cache_interface.KVCacheGroupSpec)
 
 
+def sizes_latents_beside_states() -> bool:
+    """True if vLLM asks a backend for the size of its latents beside state layers: a patch that older packages of ours
+    lack, and 0.31, which has no packed latents."""
+    from vllm.platforms.interface import Platform
+
+    return hasattr(Platform, "_customized_page_size")
+
+
 def builds_draft() -> bool:
     """True if vLLM is building a part beside the model, such as a draft, which it marks for its compilation."""
     from vllm.compilation import backends

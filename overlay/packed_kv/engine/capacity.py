@@ -13,7 +13,13 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from .. import model_shape
 from ..facts import Facts
@@ -29,8 +35,9 @@ from ..window.layer import WindowLayer
 
 logger = init_logger("vllm.packed_kv")
 
-CPU_BLOCK = 128
-"""Tokens of a block on the CPU platform, unless another number is asked for."""
+LARGE_BLOCK = 128
+"""Tokens of a block on the CPU platform, unless another number is asked for; the step in which vLLM enlarges blocks of
+latents beside states."""
 
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
@@ -103,7 +110,8 @@ def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec
         return specs
     token = max(spec.real_page_size_bytes // spec.block_size for spec in attending)
     state = max(replace(spec, page_size_padded=None).page_size_bytes for spec in states)
-    multiple = CPU_BLOCK if current_platform.is_cpu() else MICRO_BLOCK
+    has_latents = any(isinstance(spec, MLAAttentionSpec) for spec in attending)
+    multiple = LARGE_BLOCK if has_latents or current_platform.is_cpu() else MICRO_BLOCK
     block = multiple * cdiv(state, multiple * token)
     return {
         name: replace(spec, page_size_padded=block * token)

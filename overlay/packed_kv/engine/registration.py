@@ -186,11 +186,16 @@ class PackedDTypeHandler:
 
     def _check_latent_layer(self, layer_name: str, layer: Any) -> None:
         """The same for a layer of latent attention, whose weights are folded. Raises Refused for one of a class of its
-        own: these ask for the same backend and then write their pages themselves."""
+        own, but Kimi's: these ask for the same backend and then write their pages themselves."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
+        from ..attention.latent.kimi import adopt, is_kimi_layer
+
         kind = type(layer)
-        refuse(Facts(layer=layer_name, latent_layer=None if kind is MLAAttention else kind.__name__), self.name)
+        if is_kimi_layer(layer):
+            adopt(layer)
+        else:
+            refuse(Facts(layer=layer_name, latent_layer=None if kind is MLAAttention else kind.__name__), self.name)
         layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:

@@ -10,7 +10,7 @@ from ..cache_scheme import asked_cache
 from ..facts import Facts
 from ..formats import FORMATS
 from ..refusals import refuse
-from ..vllm_compat import builds_draft, groups_stay
+from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def engine_facts(config: VllmConfig) -> Facts:
         is_draft=is_draft(config),
         packs_draft=speculative is not None and draft_dtype in (None, *FORMATS),
         groups_stay=groups_stay(),
+        states_fit=sizes_latents_beside_states(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
         has_fast_prefill=cache.kv_sharing_fast_prefill,
         has_micro_batches=parallel.use_ubatching,

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
+from ..settings.facts import is_draft
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import ChunkedWindowMetadataBuilder, WindowMetadataBuilder, slot_filler
 from .size import find_window
@@ -99,10 +100,10 @@ class WindowLayer(AttentionLayerBase):
 
 
 def window_tokens_of_model(config: VllmConfig) -> int:
-    """Tokens of the recent window of the model that is being built: 0 of a draft, as the target's layers have their
-    window layers by then. Raises OptionError."""
+    """Tokens of the recent window of the model that is being built: 0 of a draft. Raises OptionError."""
     layers = config.compilation_config.static_forward_context.values()
-    return 0 if any(isinstance(layer, WindowLayer) for layer in layers) else find_window(config)[0]
+    has_windows = any(isinstance(layer, WindowLayer) for layer in layers)  # of the target, built before its draft
+    return 0 if has_windows or is_draft(config) else find_window(config)[0]
 
 
 def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) -> WindowLayer:

@@ -126,7 +126,10 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """Both are None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the window layer."""
+        self.add_window()
+
+    def add_window(self) -> None:
+        """Add the window layer, unless it is there."""
         if self.window_tokens:
             self.window_layer = add_window_layer(self, self.window_tokens, longest_decode(self.config), self.config)
 
@@ -138,8 +141,9 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         its memory."""
         if self.weights is not None:
             return
-        shard = shard_of(self.config)
-        refuse(Facts(is_mla=True, dcp=shard.ranks, has_own_queries=layer.dcp_q_replicate), self.kv_cache_dtype)
+        shard, has_own_queries = shard_of(self.config), getattr(layer, "dcp_q_replicate", None)
+        refuse(Facts(is_mla=True, dcp=shard.ranks, has_own_queries=has_own_queries), self.kv_cache_dtype)
+        self.add_window()  # of a layer that did not call `process_weights_after_loading`
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
         self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
