@@ -171,7 +171,7 @@ def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_cpu
 def test_too_little_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: SimpleNamespace(available=300 << 20))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=300 << 20))
     assert cannot_run() == "--device auto: 0.3 GiB of memory are free, 1.5 are needed; end what holds the rest"
 
     def out_of_memory(_row: process.Row) -> None:
