@@ -18,7 +18,7 @@ from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.kernels.cpu.gather import CpuGather
 from packed_kv.kernels.cpu.store import CpuStore
 from packed_kv.selftest import __main__ as process
-from packed_kv.selftest import checks, device, latents, launches, timing
+from packed_kv.selftest import checks, latents, launches, timing
 from packed_kv.window import metadata
 
 on_cpu = pytest.mark.skipif(not vllm.platforms.current_platform.is_cpu(), reason="needs vLLM's CPU platform")
