@@ -319,9 +319,7 @@ def layer_runs(text: Config) -> list[int]:
     else:
         runs = [max(_loops(text, "loop_num"), _loops(text, "total_ut_steps"), 1)] * number
     if sum(runs) > MOST_LAYERS:
-        raise BadInput(
-            f"layers run {sum(runs):,} times for a token; packed-kv reads configs of at most {MOST_LAYERS:,}"
-        )
+        raise BadInput(f"layers run {sum(runs):,} times per token; packed-kv reads configs of at most {MOST_LAYERS:,}")
     return runs
 
 

@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "run": "everything: teacher-forced text, recall of planted facts, verdicts, plots",
     "teacher-forced": "perplexity of texts, KL divergence and agreement with the unquantized baseline; no verdicts",
-    "recall": "recall of facts planted in prose, by depth and length",
+    "recall": "facts planted in prose, asked for at the end, by depth and length",
     "sweep": "which dtypes do nothing, equal another or are broken: teacher-forced text and verdicts",
 }
 

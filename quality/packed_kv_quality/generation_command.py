@@ -111,7 +111,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
     if not 0 < lengths[0] <= lengths[-1] <= longest - behind:
         raise BadInput(
             f"--lengths must be 1 to {longest - behind:,} for {model}, whose context of {longest:,} tokens holds "
-            f"{behind} more behind a prompt; got {' '.join(map(str, lengths))}"
+            f"{behind} more after a prompt; got {' '.join(map(str, lengths))}"
         )
     windows = [
         Window(name, length, token_ids)
@@ -161,9 +161,9 @@ def describe_row(row: Generation) -> str:
 
 def describe(options: argparse.Namespace, settings: GenerationSettings, identity: dict[str, Any]) -> dict[str, Any]:
     """Description of the run, for readers of its results."""
-    words = [f"{options.windows} prompts a text and length, {options.tokens} tokens forced behind each"]
+    words = [f"{options.windows} prompts per text and length, {options.tokens} tokens forced after each"]
     if settings.tasks:
-        words.append(f"{options.tasks} tasks a kind and length")
+        words.append(f"{options.tasks} tasks per kind and length")
     if settings.drafts:
         words.append(f"n-gram drafts of {settings.drafts}")
     return description(options, settings, identity, words)

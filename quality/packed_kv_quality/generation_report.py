@@ -83,7 +83,7 @@ def _accepted(report: GenerationReport) -> str:
         if row.acceptance is not None:
             ratio, error = accepted_ratio(row.acceptance, baseline)
             rows.append([row.dtype, f"{tokens_a_step(row.acceptance):.3f}", f"{ratio:.3f} ± {error:.3f}"])
-    return table([["dtype", "tokens a step with n-gram drafts", "of the baseline's"], *rows])
+    return table([["dtype", "tokens per step with n-gram drafts", "of the baseline's"], *rows])
 
 
 def _continuations(report: GenerationReport) -> str:

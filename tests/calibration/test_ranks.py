@@ -62,8 +62,8 @@ def test_ranks_whose_keys_do_not_tell_who_shares_them_are_refused() -> None:
     query, columns = torch.randn(TOKENS, 2, SIZE), torch.rand(2, SIZE)
     key, value = torch.randn(2, TOKENS, 1, SIZE)
     near = [(rank, sums(query[:, rank : rank + 1], key * (1 + rank / 1e3), value, columns[rank])) for rank in (0, 1)]
-    with pytest.raises(UserError, match="come to 2 KV heads a layer where the model has 1; calibrate with"):
+    with pytest.raises(UserError, match="come to 2 KV heads per layer, but the model has 1; calibrate with"):
         join_ranks(near, 1)
     zeros = [(rank, sums(query[:, rank : rank + 1], 0 * key, value, columns[rank])) for rank in (0, 1)]
-    with pytest.raises(UserError, match="come to 1 KV heads a layer where the model has 2"):
+    with pytest.raises(UserError, match="come to 1 KV heads per layer, but the model has 2"):
         join_ranks(zeros, 2)

@@ -335,7 +335,7 @@ def test_bf16_suffices_where_it_holds_what_vllm_serves_at_once(capsys: pytest.Ca
         held = next(row["requests"] for row in found["dtypes"] if row["dtype"] == "bf16")
         assert found["recommendation"] == (
             f"bf16: it suffices, as it holds {held:,} requests of 2,048 tokens, and vLLM serves {at_once} at once "
-            "(--max-num-seqs; with more, give --users)."
+            "(--max-num-seqs; if you serve more, give --users)."
         )
     assert "it suffices" not in plan(capsys, str(DEMO_MODEL), "--kv-cache-memory", "100MB")["recommendation"]
 
@@ -382,7 +382,7 @@ def test_what_was_assumed_stands_under_the_table(capsys: pytest.CaptureFixture[s
         "on L4: not measured",
     ):
         assert said in text
-    for more, said in ([], "on one are met within 9 %"), (["--bandwidth", "2"], "on H100: not measured"):
+    for more, said in ([], "within 9 % of those measured"), (["--bandwidth", "2"], "on H100: not measured"):
         assert main([str(DEMO_MODEL), "--gpu", "H100", *more]) == 0
         assert said in capsys.readouterr().out
     assert main([str(DEMO_MODEL), "--gpu-memory", "24GiB", "--context", "1k"]) == 0

@@ -178,8 +178,8 @@ def _number(value: float | None) -> str:
 def notes(rows: list[dict[str, Any]]) -> str:
     """Return lines that say what the columns have, and which layers no kernel serves here."""
     found = [
-        "compared: bytes of the store, gathered prefixes, decodes, merges and latents; differ: repeated launches that "
-        "left other bits; us: a layer's decode step, and its ratio to bf16 with vLLM's own attention"
+        "compared: stored bytes, gathered prefixes, decodes, merges and latents; differ: repeated launches with other "
+        "bits; us: decode step of a layer, and its ratio to bf16 with vLLM's own attention"
     ]
     pytorch = [name for name in ("kernel", "latents_kernel") if any(row.get(name) == "PyTorch" for row in rows)]
     if "kernel" in pytorch:

@@ -110,11 +110,11 @@ def _most_room(target: Target, rows: dict[str, Row]) -> str:
     if held >= at_once:
         return (
             f"{DENSE}: it suffices, as it holds {held:,} requests of {target.serving.context:,} tokens, and vLLM "
-            f"serves {at_once:,} at once (--max-num-seqs; with more, give --users)."
+            f"serves {at_once:,} at once (--max-num-seqs; if you serve more, give --users)."
         )
     best = max((row for row in rows.values() if _cost(row) <= 1), key=lambda row: (row.requests, -_cost(row)))
     if best.dtype == DENSE:
-        return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."
+        return f"{DENSE}: every dtype that holds more has a larger KL than rounding to fp8."
     return (
         f"{best.dtype}, calibrated: the most requests of {target.serving.context:,} tokens ({best.requests}; bf16 "
         f"{rows[DENSE].requests}, fp8 {rows[FP8].requests}) at a KL no larger than that of fp8's rounding "
@@ -178,7 +178,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
         copies = number * _folded_bytes(model) / model.ranks
         lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights per card in addition (kv_b_proj)")
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
-    lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (and in brackets without)")
+    lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (in brackets without)")
     if window and not model.has_latents:
         lines.append(f"recall: {RECALL['source']}; likewise")
     if model.has_latents:
@@ -186,7 +186,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     elif target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
         if is_measured_h100(target.card):
-            lines.append("step on H100: from the H200's; bf16, fp8, isoquant4, turboquant25 on one are met within 9 %")
+            lines.append("step on H100: from the H200's; within 9 % of those measured: bf16, fp8, 4 and 2.5 bits")
         elif target.card.name != STEP["gpu"]:
             lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
         if unknown := [dtype for dtype in DTYPES if dtype not in STEP["share"]]:
