@@ -23,13 +23,13 @@ from ..triton.launch import Arguments, Launch, check_int32
 
 TILE_TOKENS = 64
 RUN_TILES = 2
-"""What a run costs besides its tiles, in tiles."""
+"""Cost of a run besides its tiles, in tiles."""
 SEARCH_STEPS = 16
 """Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
 
 
 class Schedule(NamedTuple):
-    """What each partition has: from `begins[p]` (request, tile) to `begins[p + 1]`, in order; and `spans[r]`: the first
+    """Tiles of each partition: from `begins[p]` (request, tile) to `begins[p + 1]`, in order; and `spans[r]`: the first
     partition with tiles of request r, and how many have some."""
 
     begins: list[tuple[int, int]]

@@ -40,7 +40,7 @@ SLOT_SHIFT, PART_SHIFT = 16, 24
 
 
 class WorkItem(NamedTuple):
-    """What one block does: part `part` of `parts` of a request of `tokens` tokens.
+    """Work of one block: part `part` of `parts` of a request of `tokens` tokens.
 
     The part has the request's tiles from `begin * CUT_TILES` to `end * CUT_TILES`; the last part ends with the request,
     and its `end` is 0. Partial results of the request's parts lie in slots `first_slot` and following.

@@ -21,7 +21,7 @@ DECODE = Program(
     "sm_90",
 )  # fmt: skip
 UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a")
-"""What `DECODE` is of variants that have warps that only unpack."""
+"""`DECODE` for variants that have warps that only unpack."""
 LATENT = Program(
     "latent.cu",
     (
