@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def look(copy: Path, mutation: Mutation) -> str:
-    """What the tests say of a broken line: "seen by ..." or what is wrong."""
+    """Return what the tests say of a broken line: "seen by ..." or what is wrong."""
     path = copy / mutation.file
     text = path.read_text()
     if text.count(mutation.line) != 1:

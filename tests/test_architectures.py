@@ -145,7 +145,7 @@ REFUSED = {
     "HrmTextForCausalLM": "prompts that are read in both directions",
     "DFlashDraftModel": "drafts that write their KV cache themselves",
 }
-"""What nothing but its name tells -> words of the refusal."""
+"""Architecture that nothing but its name tells -> words of the refusal."""
 
 
 @pytest.mark.parametrize("architecture", REFUSED)

@@ -144,7 +144,7 @@ NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
         "layer 1: key_first_token_mean is there without key_channel_mean",
     ),
 }
-"""Of version 2."""
+"""Faults of version 2."""
 
 FREQUENCY = "ropes: frequency 5 of entry 0 must be a number from 0 to pi, got"
 ROPES_REFUSED: dict[str, tuple[Change, str]] = {
@@ -175,7 +175,7 @@ ROPES_REFUSED: dict[str, tuple[Change, str]] = {
         "layer 1: key_first_token_mean is there without key_channel_mean",
     ),
 }
-"""Of version 3."""
+"""Faults of version 3."""
 
 
 def refusal(path: Path) -> str:

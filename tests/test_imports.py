@@ -111,7 +111,7 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def reachable(edges: dict[str, set[str]], module: str) -> set[str]:
-    """What importing a module may come to import, at whatever time."""
+    """Return what importing a module may come to import, at whatever time."""
     found: set[str] = set()
     waiting = [module]
     while waiting:

@@ -33,13 +33,13 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 
 
 def calibration_of(folder: Path, version: int) -> Path:
-    """For layers of `HEADS` heads of `HEAD_DIM` channels."""
+    """Write a calibration for layers of `HEADS` heads of `HEAD_DIM` channels."""
     return write(folder, content(2, HEADS, HEAD_DIM, version=version, mean=5.0))
 
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory) -> Path:
-    """With means by position."""
+    """A calibration with means by position."""
     return calibration_of(tmp_path_factory.mktemp("calibration"), 3)
 
 
@@ -66,7 +66,7 @@ def keys_and_values(tokens: int, sequences: int = 1) -> tuple[torch.Tensor, torc
 
 
 def fill(layer: PackedLayer, key: torch.Tensor, value: torch.Tensor, *, at_once: int) -> tuple[torch.Tensor, ...]:
-    """What the last of the updates returned."""
+    """Return what the last of the updates returned."""
     for start in range(0, key.shape[2], at_once):
         part = slice(start, start + at_once)
         found = layer.update(key[:, :, part], value[:, :, part])
@@ -270,7 +270,7 @@ def test_a_second_call_goes_on_where_the_first_one_ended(demo, tokenizer):
 
 
 def log_probabilities(demo, inputs, cache, beams: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the 24 tokens that each prompt gets, the mean by the cache that generated them, and by a model without one."""
+    """Mean over the 24 tokens that each prompt gets, by the cache that generated them, and by a model without one."""
     made = generate(
         demo, inputs, cache, num_beams=beams, return_dict_in_generate=True, output_scores=True, output_logits=True
     )

@@ -78,7 +78,7 @@ class Layer(AttentionLayerBase):
 
 
 def is_captured(layers, drafts, capability, kernel, monkeypatch):
-    """Whether CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
+    """True if CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
     monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)

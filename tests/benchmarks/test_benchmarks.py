@@ -39,7 +39,7 @@ def run(script: str, *arguments: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one run of decode.py wrote: the rows of a dtype, and none of one that vLLM does not know."""
+    """Folder with the output of one run of decode.py: the rows of a dtype, and none of one that vLLM does not know."""
     target = tmp_path_factory.mktemp("rows")
     output = run("decode.py", *DECODE.split(), "--out", str(target), code=1)
     assert f"{DTYPE}: 900x256 does not fit the KV cache" in output

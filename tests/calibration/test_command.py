@@ -332,7 +332,7 @@ def sources_of(package: ModuleType) -> list[Path]:
 
 
 def imports(source: Path, name: str, at_top: bool = False) -> bool:
-    """Whether a file imports a package or module; `at_top`: outside of functions and of `if TYPE_CHECKING`."""
+    """True if a file imports a package or module; `at_top`: outside of functions and of `if TYPE_CHECKING`."""
     indent = "" if at_top else r"\s*"
     return bool(re.search(rf"^{indent}(from|import) {name}\b", source.read_text(), re.MULTILINE))
 

@@ -71,7 +71,7 @@ def test_held_out_tokens_are_not_those_of_the_text() -> None:
 
 
 def sums_of(key: torch.Tensor, ropes: list[ModelRope]) -> Sums:
-    """Of one sequence of keys [tokens, heads, head_dim], which are queries and values, too."""
+    """Return the sums of one sequence of keys [tokens, heads, head_dim], which are queries and values, too."""
     sums = Sums(ropes)
     columns = torch.ones(key.shape[1] * key.shape[2], dtype=torch.float64)
     sums.add(0, key, key, key, torch.arange(len(key)), Scores(0.1), lambda: columns)

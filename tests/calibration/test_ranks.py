@@ -18,7 +18,7 @@ ROPES = [ModelRope(Rope((1.0, 0.1, 0.01), interleaved), {}) for interleaved in (
 
 
 def sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: torch.Tensor) -> Sums:
-    """Of two layers; queries and keys of the second are twice as large."""
+    """Return the sums of two layers; queries and keys of the second are twice as large."""
     seen = Sums(ROPES)
     positions = torch.arange(TOKENS)
     for layer in (0, 1):

@@ -1,4 +1,4 @@
-"""Which RoPE a layer has is found in its keys, in every architecture, and their mean is the one before it."""
+"""A layer's RoPE is found in its keys, in every architecture, and their mean is the one before it."""
 
 from __future__ import annotations
 

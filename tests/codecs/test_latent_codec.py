@@ -13,7 +13,7 @@ from packed_kv.layout import ROPE, ROPE_SCALES, latent_layout
 
 every_dtype = pytest.mark.parametrize("name", FORMATS)
 SLOT_BYTES = {"tq4": (400, 338), "tq3": (336, 274), "turboquant35": (352, 290), "turboquant25": (288, 226)}
-"""With RoPE at 16 bits, and at 8."""
+"""Bytes of a slot with RoPE at 16 bits, and at 8."""
 every_rope = pytest.mark.parametrize("rope_bits", ROPE_BITS)
 
 

@@ -45,7 +45,7 @@ every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 
 
 def turned(key: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
-    """What RoPE makes of `key` [heads, head_dim] at each of the positions: float64 [positions, heads, head_dim]."""
+    """Turn `key` [heads, head_dim] by RoPE to each of the positions: float64 [positions, heads, head_dim]."""
     found = key.double().repeat(len(positions), 1, 1)
     for pair, frequency in enumerate(rope.frequencies):
         n = len(rope.frequencies)

@@ -210,7 +210,7 @@ def test_float_types_and_bad_numbers_are_those_of_the_codec(name):
 
 
 def _places(name: str, head_dim: int, role: str) -> tuple[dict[tuple[int, int, int], int], list[list[int]]]:
-    """From the docstring of layout.py alone, bit positions in a micro-block.
+    """Bit positions in a micro-block, from the docstring of layout.py alone.
 
     Returns {(token, channel, bit of the code): bit position} and [token][group] -> byte of the scale.
     """

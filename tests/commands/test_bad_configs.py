@@ -92,7 +92,7 @@ BAD = {
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `doctor` asks of vLLM takes seconds, and says nothing of a config."""
+    """Leave out what `doctor` asks of vLLM, which takes seconds and says nothing of a config."""
     monkeypatch.setattr(doctor, "_vllm", lambda: doctor.Finding(True, "vllm"))
     monkeypatch.setattr(doctor, "_engine", lambda model: [doctor.Finding(True, f"heads {doctor._heads(model)}")])
 

@@ -22,7 +22,7 @@ ON_CPU = ("GraniteMoeHybridForCausalLM", "JambaForCausalLM")
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged of the capacity."""
+    """Lines that are logged of the capacity."""
     found: list[str] = []
 
     def log(line: str, *values: object, **_options: object) -> None:
@@ -33,7 +33,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check(make_engine: Any, lines: list[str], **options: Any) -> float:
-    """Whether the line of tq4 says what its engine and one in bf16 count; returns the ratio."""
+    """Check that the line of tq4 says what its engine and one in bf16 count; returns the ratio."""
     with make_engine("auto", **options) as llm:
         plain = kv_tokens(llm)
     assert not lines

@@ -65,7 +65,7 @@ def coded(name: str, rope_bits: int = 16, **known: object):
 
 
 def check_dtype(ours: torch.Tensor, model: str, name: str, **known: object) -> None:
-    """Whether logits of decodes, which read all from pages, are those of the codec in transformers."""
+    """Check that logits of decodes, which read all from pages, are those of the codec in transformers."""
     expected = true_logits(model, TOKEN_IDS, latents=coded(name, **known))
     error, loss = mean_kl(expected, ours), mean_kl(true_logits(model, TOKEN_IDS), expected)
     print(f"{name}: KL {error:.1e} from the codec in transformers, of {loss:.4f} that the codec costs")

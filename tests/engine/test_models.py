@@ -66,7 +66,7 @@ def logits(tiny_engine, model: str, kv_cache_dtype: str, **options: object) -> t
 
 
 def check_dtype(ours: torch.Tensor, model: str, kv_cache_dtype: str, skip_layers: tuple[int, ...] = ()) -> None:
-    """Whether logits are those of the codec and not of plain K and V (which are 100 times farther away at least)."""
+    """Check that logits are those of the codec and not of plain K and V (which are 100 times farther away at least)."""
     plain = true_logits(model, TOKEN_IDS)
     expected = true_logits(model, TOKEN_IDS, kv_cache_dtype, skip_layers)
     error, loss = mean_kl(expected, ours), mean_kl(plain, expected)

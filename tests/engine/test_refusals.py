@@ -1,4 +1,4 @@
-"""What cannot be served is refused at start-up, by one line that says what, why and what to use instead."""
+"""Engines that cannot be served are refused at start-up, by one line that says what, why and what to use instead."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MODELS = {
         "cannot serve this head size: 72 channels, and packed pages need a multiple of 16",
     ),
 }
-"""What -> (configuration, words of the refusal)."""
+"""Case -> (configuration, words of the refusal)."""
 
 
 def start(model: str, kv_cache_dtype: str = "isoquant4", **options: object) -> None:
@@ -205,7 +205,7 @@ UNSAFE = {
     },
     "some.module.NixlConnector": {"kv_connector": "NixlConnector", "kv_connector_module_path": "some.module"},
 }
-"""What is refused -> its configuration."""
+"""Refused case -> its configuration."""
 
 
 @pytest.mark.parametrize("what", UNSAFE)

@@ -111,7 +111,7 @@ def wait_until_healthy(server: Server, process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="module")
 def expected(demo_model: str) -> list[str]:
-    """What an engine in this process completes, one prompt at a time."""
+    """Completions of an engine in this process, one prompt at a time."""
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0)
     with engine(demo_model, DTYPE, dtype="float32", recent_tokens=None) as llm:
         return [llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]

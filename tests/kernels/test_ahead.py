@@ -1,4 +1,4 @@
-"""What steps launch is compiled before them, side by side, while vLLM goes on."""
+"""Launches of steps are compiled before them, side by side, while vLLM goes on."""
 
 from __future__ import annotations
 

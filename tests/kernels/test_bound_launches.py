@@ -1,4 +1,4 @@
-"""What a launch asserts of its tensors, and what it is bound to: kernels read addresses and numbers, no tensors."""
+"""Launches assert layouts of their tensors, and are bound to some: kernels read addresses and numbers, no tensors."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def check_transposing_layout(resources: Resources) -> None:
 
 
 def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128) -> Case:
-    """For 128 channels of V, in vectors of `head_dim`."""
+    """The merge for 128 channels of V, in vectors of `head_dim`."""
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.triton.merge:_merge_kernel",
@@ -281,7 +281,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool 
 
 
 def rotate_query_case() -> Case:
-    """Of heads of 80 channels."""
+    """The rotation of heads of 80 channels."""
     return Case(
         kernel="packed_kv.kernels.triton.rotate:_rotate_query_kernel",
         arch=90,

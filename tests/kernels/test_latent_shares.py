@@ -30,7 +30,7 @@ ONE = ContextShard()
 
 
 class Layer:
-    """What is asked of a layer's implementation, of one rank or of the only one. `workspace`: rows for a prefix."""
+    """Stand-in for a layer's implementation, of one rank or of the only one. `workspace`: rows for a prefix."""
 
     def __init__(self, shard: ContextShard, together: Together, workspace: int = 64) -> None:
         self.codec = codec_of(FORMATS["turboquant25"], RANK, ROPE)

@@ -14,7 +14,7 @@ from packed_kv.kernels.triton.combine import WeighByLseLaunch
 from test_decode import DEVICE, run, transforms
 
 MOST = 3e-3
-"""Of an absolute error: scores are of order 1, and fp16 rounds queries and matrices to 2^-11."""
+"""Largest absolute error: scores are of order 1, and fp16 rounds queries and matrices to 2^-11."""
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Together:
 
 
 class Group:
-    """What `Ranks` asks of vLLM's group. Without NCCL it scatters as vLLM's does then: nothing."""
+    """Stand-in for vLLM's group, as far as `Ranks` asks it. Without NCCL it scatters as vLLM's does then: nothing."""
 
     def __init__(self, together: Together, rank: int, has_nccl: bool = True) -> None:
         self.together, self.rank, self.has_nccl = together, rank, has_nccl

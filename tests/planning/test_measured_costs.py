@@ -1,4 +1,4 @@
-"""What `packed-kv plan` says that dtypes cost. `tests/test_measured.py` holds the figures to the rows."""
+"""Costs of dtypes by `packed-kv plan`. `tests/test_measured.py` holds the figures to the rows."""
 
 from __future__ import annotations
 

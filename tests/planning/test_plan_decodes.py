@@ -1,4 +1,4 @@
-"""Which decode kernel the plan names, and up to how many new tokens."""
+"""Decode kernels that the plan names, and up to how many new tokens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ENTRY = "model.layers.{}.self_attn.attn"
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> calibration.RankCalibration:
-    """What the engine finds in the model's folder for tq4, on one rank."""
+    """Calibration that the engine finds in the model's folder for tq4, on one rank."""
     monkeypatch.setattr(calibration, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(calibration, "get_tensor_model_parallel_rank", lambda: 0)
     model = ModelConfig(str(LATENT_MODEL))

@@ -189,7 +189,7 @@ def test_centred_and_scaled_pages(name, options, monkeypatch):
 
 
 def by_position() -> dict[str, object]:
-    """As `transforms`, with the mean before RoPE."""
+    """Transforms as in `transforms`, with the mean before RoPE."""
     frequencies = tuple(100.0 ** (-pair / 24) for pair in range(24))
     return transforms() | {"key_rope": Rope(frequencies, interleaved=True), "positions": 4096}
 
@@ -224,7 +224,7 @@ def test_ranks_of_a_request_add_up_to_it(ranks, run, monkeypatch):
 
 
 class ExactCodec(PagedCodec):
-    """What `PagedCodec` would code, kept as it is: float64, beside the pages."""
+    """Keeps vectors as they are, in float64 beside the pages, where `PagedCodec` would code them."""
 
     def write(self, cache, slots, key, value, positions=None):
         self.stored = torch.full((2, cache.shape[0] * cache.shape[2], *key.shape[1:]), math.nan, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What the distributions hold and declare, and that the wheel works where nothing else of the checkout is."""
+"""Distributions hold and declare what they should, and the wheel works where nothing else of the checkout is."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ROOTS = {
 }
 """Package -> its folder in the repository."""
 WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "numpy", "prometheus_client", "psutil"}
-"""What vLLM brings for the modules that run inside it."""
+"""Packages that vLLM brings for the modules that run inside it."""
 WITH_LMCACHE = {"lmcache"}
-"""What lmcache.py, which runs inside LMCache's server, takes from there."""
+"""Packages that lmcache.py, which runs inside LMCache's server, takes from there."""
 EXTRAS = {"packed_kv_quality": "quality", "tq_calibrate": "calibrate"}
 OPTIONAL = {"matplotlib": "plots", "transformers": "transformers"}
 

@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(names: list[str], asked: str = "auto") -> list[dict[str, Any]]:
-    """What the process reports of these dtypes, without its first and last word."""
+    """Return the process's reports of these dtypes, without its first and last word."""
     said: list[dict[str, Any]] = []
     process.run(said.append, names, asked, [])
     assert "machine" in said[0] and said[-1] == {"end": len(names)}, said

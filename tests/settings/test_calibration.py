@@ -42,7 +42,7 @@ def model(plain_model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said about calibration, with its level."""
+    """Lines of the log about calibration, with their levels."""
     lines: list[str] = []
 
     def logger(level: str):
@@ -89,7 +89,7 @@ def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
 
 
 def used(kv_cache_dtype: str, means: str | None = "means of keys by position") -> str:
-    """What the log says of a file."""
+    """Return what the log says of a file."""
     fmt = FORMATS[kv_cache_dtype]
     channels = "outlier channels" if fmt.outlier_bits else "" if fmt.rotation == "hadamard" else "channel orders"
     scales = "scales of keys and scales of values" if fmt.outlier_bits else "scales of keys"

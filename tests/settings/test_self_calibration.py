@@ -75,7 +75,7 @@ def instead(monkeypatch: pytest.MonkeyPatch, script: str) -> list[list[str]]:
 
 
 def replace_popen(monkeypatch: pytest.MonkeyPatch, popen: Callable[..., subprocess.Popen]) -> None:
-    """For the module alone: vLLM starts programs, too."""
+    """Replace it for the module alone: vLLM starts programs, too."""
     constants = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
     monkeypatch.setattr(self_calibration, "subprocess", SimpleNamespace(Popen=popen, **constants))
 

@@ -74,7 +74,7 @@ class Host:
         return result
 
     def has(self, number: int) -> bool:
-        """Whether the tier says that it has a chunk."""
+        """True if the tier says that it has a chunk."""
         while (found := self.tier._lookup_manager.lookup(KEYS[number], REQUEST)) is None:
             self.tier._lookup_manager.flush()
         return found
@@ -99,7 +99,7 @@ def config(ranks: int = 1, canonical: bool = False, agnostic: bool = True, name:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged from warnings on: by us, and by the threads of vLLM's tier."""
+    """Lines that are logged from warnings on: by us, and by the threads of vLLM's tier."""
     found: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -139,7 +139,7 @@ def flip(path: Path, _other: Path) -> None:
 
 
 def zero_the_end(path: Path, _other: Path) -> None:
-    """As a file system may leave a file whose last page was not written before the power went."""
+    """Leave a file as a file system may whose last page was not written before the power went."""
     path.write_bytes(path.read_bytes()[:CHUNK].ljust(CHUNK + FOOTER, b"\0"))
 
 
@@ -255,7 +255,7 @@ def test_what_is_no_file_is_a_miss_and_gives_way(put: Callable[[Path], None], tm
 
 
 def run_with_deadline(load: Callable[[], Any]) -> Any:
-    """What `load` returns; fails where it waits for 20 s."""
+    """Return what `load` returns; fails where it waits for 20 s."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(load()), daemon=True)
     thread.start()
@@ -390,7 +390,7 @@ def connectors(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(extra: dict[str, Any]) -> Any:
-    """What of a VllmConfig `check_tiers` reads."""
+    """Stand-in for a VllmConfig, as far as `check_tiers` reads it."""
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig("MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="none", revision=None),

@@ -78,7 +78,7 @@ def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pyt
 
 
 def settings(model: Path, kv_cache_dtype: str, *, skip: list[str] | None = None, file: Path | None = None) -> Any:
-    """What of a VllmConfig a fingerprint depends on."""
+    """Stand-in for a VllmConfig, as far as a fingerprint depends on it."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), revision=None, dtype="bfloat16"),
         load_config=SimpleNamespace(load_format="auto"),

@@ -127,7 +127,7 @@ def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -
 
 
 def assert_same_pages(prefill: Peer, sent: Answer, decode: Peer) -> None:
-    """Of the prompt's full blocks, in both engines, once the decode engine has them."""
+    """Compare the prompt's full blocks in both engines, once the decode engine has them."""
     again = decode.prefill(PROMPT)
     assert not again.transfers
     pages = [

@@ -38,7 +38,7 @@ Answer = tuple[int, list[int], list[dict[int, float]]]
 
 
 def ask(llm: LLM, length: int = len(PROMPT)) -> Answer:
-    """What follows the first `length` tokens of the prompt."""
+    """Return what follows the first `length` tokens of the prompt."""
     (result,) = llm.generate({"prompt_token_ids": PROMPT[:length]}, SAMPLING, use_tqdm=False)
     (output,) = result.outputs
     logprobs = [{token: one.logprob for token, one in step.items()} for step in output.logprobs]
@@ -46,7 +46,7 @@ def ask(llm: LLM, length: int = len(PROMPT)) -> Answer:
 
 
 def page_bytes(dtype: str, block: int = BLOCK) -> int:
-    """Of a block of a layer of `tiny_models`."""
+    """Bytes of a block of a layer of `tiny_models`."""
     return block * HEADS * FORMATS[dtype].slot_bytes(HEAD_DIM)
 
 
@@ -101,7 +101,7 @@ def test_pages_of_latents_on_disk_are_found_by_engines_of_one_format(
 
 
 def check_round_trip(llm: LLM, copied: dict[str, list[int]]) -> Answer:
-    """What comes from host memory is what is in the prefix cache; returns the answer to that."""
+    """Check that host memory gives what is in the prefix cache; returns the answer to that."""
     assert ask(llm)[0] == 0
     hit = ask(llm)
     assert not copied["load"]
@@ -148,7 +148,7 @@ def test_pages_and_states_come_back(start: Start) -> None:
 
 
 def spec_bytes(spec: Any) -> int:
-    """Of a page of attention or a state, without what it is padded with."""
+    """Bytes of a page of attention or a state, without what it is padded with."""
     return replace(spec, page_size_padded=None).page_size_bytes
 
 
@@ -191,6 +191,6 @@ def path_of_block(root: Path, number: int) -> Path:
 
 
 def config_beside(path: Path) -> str:
-    """What vLLM writes down of a folder of pages."""
+    """Return what vLLM writes down of a folder of pages."""
     folder = path.parents[2]
     return (folder.with_name(folder.name.removesuffix("_r0")) / "config.json").read_text()

@@ -138,7 +138,7 @@ def install(patch: pytest.MonkeyPatch, folder: Path, layer: str) -> str:
     check = CpuPlatform.check_and_update_config
 
     def keep_options(vllm_config: Any) -> None:
-        """What the platform changes for its own backend of latents, which cannot do what ours can."""
+        """Undo what the platform changes for its own backend of latents, which cannot do what ours can."""
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         chunks, batched = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         prefixes, block_size = cache.enable_prefix_caching, cache.block_size

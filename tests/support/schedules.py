@@ -19,7 +19,7 @@ from packed_kv.kernels.cuda.schedule import (
 
 
 class WorkItem(NamedTuple):
-    """What one block does: part `part` of `parts` of a request of `tokens` tokens.
+    """Work of one block: part `part` of `parts` of a request of `tokens` tokens.
 
     The part has the request's tiles from `begin * CUT_TILES` to `end * CUT_TILES`; the last part ends with the request,
     and its `end` is 0. Partial results of the request's parts lie in slots `first_slot` and following.
@@ -98,7 +98,7 @@ def _equal_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list
 
 
 class LatentSchedule(NamedTuple):
-    """What each partition has: from `begins[p]` (request, tile) to `begins[p + 1]`, in order; and `spans[r]`: the first
+    """Tiles of each partition: from `begins[p]` (request, tile) to `begins[p + 1]`, in order; and `spans[r]`: the first
     partition with tiles of request r, and how many have some."""
 
     begins: list[tuple[int, int]]

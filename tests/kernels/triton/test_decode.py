@@ -179,7 +179,7 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
 
 
 def rope(pairs: int, *, interleaved: bool = False) -> Rope:
-    """Of pairs that turn within a token, and that turn within thousands."""
+    """A RoPE of pairs that turn within a token, and that turn within thousands."""
     return Rope(tuple(3.0 * 1e-4 ** (pair / pairs) for pair in range(pairs)), interleaved)
 
 

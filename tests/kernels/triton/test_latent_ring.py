@@ -216,7 +216,7 @@ def cuda_ring() -> type[latent_ring_launch.CudaLatentRing]:
 
 
 class Chunk:
-    """As vLLM's: tokens `starts` and on of each request's prefix."""
+    """Stand-in for vLLM's chunk: tokens `starts` and on of each request's prefix."""
 
     def __init__(self, starts: tuple[int, ...], counts: tuple[int, ...]) -> None:
         self.starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)

@@ -43,7 +43,7 @@ def large(pages: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> torc
 
 
 def attend(codec: PagedCodec, cache: torch.Tensor, first_block: int) -> torch.Tensor:
-    """What `decode` leaves for `merge`, for the tokens in the blocks from `first_block` on."""
+    """Return what `decode` leaves for `merge`, for the tokens in the blocks from `first_block` on."""
     query = torch.randn(1, HEADS, 4, HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     partial = torch.full((1, HEADS * 4, 2, HEAD_DIM), float("nan"), device=DEVICE)
     stats = torch.full((1, HEADS * 4, 2, 2), float("nan"), device=DEVICE)

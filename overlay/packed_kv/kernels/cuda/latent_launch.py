@@ -22,13 +22,13 @@ RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 """Rows of a thread block."""
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
-"""What the kernel multiplies queries by and divides latents by, to have both as fp16."""
+"""Factor of queries and divisor of latents, by which the kernel has both as fp16."""
 MOST_SHARES = 8
 """Shares of a row's parts for which a block of the merge has threads and shared memory."""
 
 
 class Shape(NamedTuple):
-    """How a batch is cut: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
+    """Cut of a batch: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
 
     rows: int
     row_blocks: int
@@ -54,7 +54,7 @@ def shape_of(rows: int, sm_count: int) -> Shape:
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block. `output` None: all
+    """Variant that the kernel is compiled for, with the page's layout; `rows` is of a thread block. `output` None: all
     results stay partial."""
 
     heads: int
@@ -104,7 +104,7 @@ def merge_shares(partitions: int, requests: int) -> int:
 
 
 class Step(NamedTuple):
-    """What is the same for all layers of a step: arguments, and the grids of the two launches."""
+    """A step's part of the launches, which its layers share: arguments, and the grids of the two launches."""
 
     arguments: bytes
     shape: Shape
@@ -114,7 +114,7 @@ class Step(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where a step's partial results lie.
+    """Memory of a step's partial results.
 
     `schedule`: of `LatentScheduler`, for `shape.partitions`. `output`, `stats`: fp32 with room for
     [shape.partial_rows(..), 512] and [.., 2], contiguous.

@@ -25,7 +25,7 @@ SHARES = (1, 2, 4, 8)
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for."""
+    """Variant that the kernel is compiled for."""
 
     heads: int
     shares: int
@@ -59,7 +59,7 @@ def shares_of(rows: int, sm_count: int) -> int:
 
 
 class Step(NamedTuple):
-    """What is the same for all layers of a step: arguments, and the grid."""
+    """A step's part of the launch, which its layers share: arguments, and the grid."""
 
     arguments: bytes
     grid: tuple[int, int, int]

@@ -21,7 +21,7 @@ from ..triton.launch import Arguments, Launch, check_int32
 
 TILE_TOKENS = 64
 RUN_TILES = 2
-"""What a run costs besides its tiles, in tiles."""
+"""Cost of a run besides its tiles, in tiles."""
 SEARCH_STEPS = 16
 """Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
 

@@ -55,8 +55,8 @@ class Grid(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether blocks of
-    many columns have warps that only unpack (`has_unpackers`)."""
+    """Numbers that decide how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether
+    blocks of many columns have warps that only unpack (`has_unpackers`)."""
 
     kv_heads: int
     head_dim: int

@@ -23,7 +23,7 @@ DECODE = Program(
     ("decode",),
 )  # fmt: skip
 UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a", DECODE.entries)
-"""What `DECODE` is of variants that have warps that only unpack."""
+"""`DECODE` for variants that have warps that only unpack."""
 LATENT = Program(
     "latent.cu",
     (
