@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.architectures import IGNORES_KV_CACHE_DTYPE
+from packed_kv.commands import doctor, plan
 from packed_kv.facts import Facts
 from packed_kv.model_shape import parse
 from packed_kv.refusals import (
@@ -277,6 +279,25 @@ def test_what_a_config_tells(config: dict, subject: str) -> None:
     config = {**SHAPE, **config}
     (refusal,) = refusals_of_model(config, parse(config, "model"))
     assert refusal.rule.subject == subject and refusal.rule.is_of_model
+
+
+LATENTS = {**SHAPE, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.31.0", True), ("0.32.0", False), ("1.0.0+cpu", False)])
+def test_plan_and_doctor_refuse_latents_with_an_older_vllm(
+    version: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the engine does."""
+    (tmp_path / "config.json").write_text(json.dumps(LATENTS))
+    for command in (plan, doctor):
+        monkeypatch.setattr(command, "installed_vllm", lambda: version)
+    words = f"latent attention (MLA) with this vLLM: {version}; 0.32.0 and later can; upgrade vLLM"
+    assert plan.main([str(tmp_path), "--kv-cache-memory", "10GiB"]) == (2 if is_refused else 0)
+    assert (words in capsys.readouterr().err) == is_refused
+    findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))
+    next(findings)  # of Python
+    assert (words in str(next(findings))) == is_refused
 
 
 def test_the_docs_have_the_table() -> None:

@@ -6,6 +6,7 @@ packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -51,6 +52,8 @@ AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
 """Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
 LEAST_CAPABILITY = (8, 0)
+OLDER_LATENTS = r"0\.([0-9]|[12][0-9]|3[01])\."
+"""Beginning of a vLLM's version whose latent attention packed pages do not serve."""
 
 CONNECTORS = (
     "OffloadingConnector",
@@ -414,10 +417,12 @@ def facts_of_config(config: Config) -> Facts:
     )
 
 
-def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusal]:
-    """Refusals by a config.json of a model, and of its layers if `model` has them. Each rule refuses once. Raises
-    BadInput."""
+def refusals_of_model(config: Config, model: Model | None = None, vllm: str = "") -> list[Refusal]:
+    """Refusals by a config.json of a model, of its layers if `model` has them, and of a version of `vllm`, "": not
+    known. Each rule refuses once. Raises BadInput."""
     facts = facts_of_config(config)
+    if re.match(OLDER_LATENTS, vllm):
+        facts = replace(facts, without_latents=vllm)
     found = refusals_of(facts)
     for layer in model.attention if model else ():
         value_size = layer.value_size or layer.head_size

@@ -248,6 +248,13 @@ HYBRIDS: dict[str, Config] = {
         n_mamba_heads=8, mamba_ngroups=1, chunk_size=64, attention_head_dim=128, attention_hidden_size=512,
         adapter_rank=16, hybrid_layer_ids=[1, 3], tie_word_embeddings=True,
     ),
+    "KimiLinearForCausalLM": tiny(
+        "kimi_linear", LATENT, head_dim=None, q_lora_rank=None, mla_use_nope=True, num_experts=4,
+        num_experts_per_token=2, num_shared_experts=1, moe_layer_freq=1, linear_attn_config={
+            "kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    ),
     "MambaForCausalLM": tiny(
         "mamba", intermediate_size=512, state_size=16, time_step_rank=16, tie_word_embeddings=True,
     ),

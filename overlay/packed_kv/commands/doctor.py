@@ -30,7 +30,7 @@ from ..model_shape import BadInput, Model, expanded_size, nested, parse
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
-from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser
+from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
 LEAST_PYTHON = (3, 11)
 HEAD_DIM, GROUP = 128, 4
@@ -81,7 +81,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     if options.model is not None:
         try:
             config, folder = load(options.model)
-            refused = refusals_of_model(config)
+            refused = refusals_of_model(config, vllm=installed_vllm())
             if all(refusal.rule.option for refusal in refused):
                 model = parse(config, Path(options.model).name)
                 refused = refusals_of_model(config, model)

@@ -19,7 +19,7 @@ from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate
 from ..planning.show import plot, table
 from ..planning.weights import BITS, weights
 from ..refusals import Refusal, refusals_of_model, untried
-from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, number, size, tokens, whole
+from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
 
 UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB
 """vLLM's defaults for a server on a large card; and what is left for activations, workspace and CUDA graphs."""
@@ -117,7 +117,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
 
 def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[Model, list[str]]:
     """The model, if packed pages serve it, and with which options of vLLM. Raises BadInput."""
-    _check_served(name, refusals_of_model(config))
+    _check_served(name, refusals_of_model(config, vllm=installed_vllm()))
     model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
     found = refusals_of_model(config, model)
     _check_served(name, found)
