@@ -422,7 +422,7 @@ def refusals_of_model(config: Config, model: Model | None = None, vllm: str = ""
     known. Each rule refuses once. Raises BadInput."""
     facts = facts_of_config(config)
     if re.match(OLDER_LATENTS, vllm):
-        facts = replace(facts, without_latents=vllm)
+        facts = replace(facts, version_without_latents=vllm)
     found = refusals_of(facts)
     for layer in model.attention if model else ():
         value_size = layer.value_size or layer.head_size
