@@ -4,7 +4,10 @@
 
 #if UNPACKERS
 #include "wgmma.cuh"
-INLINE void sync_columns() { sync_group(1); }
+enum NamedBarrier {
+    COLUMNS_BARRIER = 1,  // the group that attends, at the end: that which unpacks may still be under way, or gone
+};
+INLINE void sync_columns() { sync_group(COLUMNS_BARRIER); }
 #else
 INLINE void sync_columns() { sync_block(); }
 #endif
