@@ -31,6 +31,10 @@ struct SharedMemory {
 };
 #define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 
+enum NamedBarrier {
+    QUERIES_BARRIER = 1,  // group 0: before queries of a run replace others, and before products read them
+};
+
 INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
     u32 own[16];
     const u32(&pairs)[16] = rope.pairs(own);
@@ -177,10 +181,10 @@ INLINE void end_weights(u32 base, u32 tiles, int t) {
 }
 // Brings a run's queries to shared memory, which no product reads any more when all threads have come.
 INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
-    sync_group(1);
+    sync_group(QUERIES_BARRIER);
     load_queries<BLOCK_BYTES>(a, run, base + AT(queries), t);
     fence_async();
-    sync_group(1);
+    sync_group(QUERIES_BARRIER);
 }
 
 // Adds the steps of 16 channels, given as distances in descriptors, of the scores of the tile that is number `tiles`

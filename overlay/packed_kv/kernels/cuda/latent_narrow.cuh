@@ -27,7 +27,10 @@ struct SharedMemory {
 };
 #define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 #define IN_STAGE(MEMBER) OFFSET_OF(Stage, MEMBER)
-enum { QUERIES_BARRIER = 3 };  // behind those of the groups
+enum NamedBarrier {
+    MAXIMA_BARRIER = 1,   // and 2: a group that scores, before its warps take each other's largest scores
+    QUERIES_BARRIER = 3,  // both groups that score: before queries of a run replace others, and before they are read
+};
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
 
@@ -106,7 +109,7 @@ struct Weights {
         for_each<ROWS / 2>([&](auto j) {
             above = maximum_of(above, s[j.value] * factor - maximum[j.value / 4 * 2 + j.value % 2]);
         });
-        if (__builtin_expect(!any_of_group(1 + group, above > MOST_WEIGHT), 1)) return;
+        if (__builtin_expect(!any_of_group(MAXIMA_BARRIER + group, above > MOST_WEIGHT), 1)) return;
         for_each<ROWS / 4>([&](auto k) {
             constexpr int j = k.value / 2 * 4 + k.value % 2;
             float top = maximum_of(s[j], s[j + 2]);
@@ -114,7 +117,7 @@ struct Weights {
             for (int l = 4; l < 32; l *= 2) top = maximum_of(top, shuffle_xor(top, l));
             if (r == 0) store_float(tile + IN_STAGE(tops) + warp * ROWS * 4 + column_at(k.value, c), top * factor);
         });
-        sync_group(1 + group);
+        sync_group(MAXIMA_BARRIER + group);
         Columns own;
         for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum[k.value]; });
         for_each<4>([&](auto w) {

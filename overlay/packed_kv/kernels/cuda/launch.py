@@ -28,9 +28,8 @@ NARROW = 32
 """The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 8, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
-UNPACKERS, ATTENDERS_PER_SM, UNPACKED_BYTES = 4, 8, 106 << 10
-"""Warps of a block that only unpack, where it has any (`roles.cuh`), the others that an SM holds then, and the shared
-memory of a block."""
+UNPACKERS, ATTENDERS_PER_SM = 4, 8
+"""Warps of a block that only unpack, where it has any (`roles.cuh`), and the others that an SM holds then."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results for `merge`."""
@@ -151,14 +150,6 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     unpackers = UNPACKERS if has_unpackers(page) and columns > NARROW else 0
     tile_blocks = 1 if unpackers or columns == 32 else TILE_BLOCKS
     stages = UNPACKER_STAGES if unpackers else STAGES
-    stage = tile_blocks * layout.micro_block_bytes
-    if variant.ring_block and not unpackers:
-        stage = max(stage, MICRO_BLOCK * layout.ring.slot_bytes)
-    owners = warps
-    if columns > NARROW:
-        stage, owners = stage * warps, 1
-    before = -(-owners * stages // 2) * 16 + 16 * warps
-    shared = _wide_bytes if columns > NARROW else _narrow_bytes
     smaller = TILE_BLOCKS // tile_blocks  # tiles than those that the schedule and blocks of means count
     values: dict[str, object] = {
         **_layout_constants(layout),
@@ -185,26 +176,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "BLOCKS": card_of(page, kv_heads, sm_count=1).warps_per_sm(columns) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
-        "STAGE_BYTES": stage,
-        "SHARED_BYTES": UNPACKED_BYTES
-        if unpackers
-        else shared(before, owners * stages * stage, layout.head_dim, warps, columns),
     }
     return {name: str(value) for name, value in values.items()}
-
-
-def _narrow_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
-    """Return the shared memory of a block whose warps serve columns alone."""
-    combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
-    queries = 2 * head_dim * columns * warps if columns == 32 else 0
-    return before + max(tiles + queries, combine)
-
-
-def _wide_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
-    """Return the shared memory of a team: what `team.cuh` lists."""
-    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * TILE_BLOCKS * warps * columns
-    own = before + tiles + queries + weights + 2 * 4 * warps * columns
-    return max(own, before + 4 * columns * (head_dim + 4 + 32) + 16)
 
 
 def has_unpackers(page: PageLayout) -> bool:
