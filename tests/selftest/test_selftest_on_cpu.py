@@ -10,7 +10,7 @@ import pytest
 import torch
 import vllm.platforms
 from packed_kv.attention import cpu
-from packed_kv.attention.latent.in_pytorch import ReferenceLatents
+from packed_kv.attention.latent.cpu import CpuLatents
 from packed_kv.attention.store import reference_pair_store
 from packed_kv.codecs import scalar
 from packed_kv.formats import FORMATS
@@ -53,7 +53,7 @@ def test_every_dtype_is_right() -> None:
     assert [row["dtype"] for row in rows] == list(FORMATS)
     for row in rows:
         assert row["is_right"] and not row["wrong"] and not row["differ"], row
-        assert (row["kernel"], row["latents_kernel"]) == ("C++", "PyTorch")
+        assert (row["kernel"], row["latents_kernel"]) == ("C++", "C++")
         assert {*row["parts"]} == PARTS and row["repeats"] > 60
         assert row["microseconds"] > 0 and row["bf16_microseconds"] > 0
         assert row["parts"]["store"] == {"cases": 20, "error": 0, "bound": 0}
@@ -126,7 +126,7 @@ FAULTS = {
     "an output": (CpuDecode, "__call__", behind(spoil_output), "decode", "relative error"),
     "now and then": (CpuDecode, "__call__", behind(Now(7, flip_a_bit)), "decode", "launches left other bits"),
     "a prefix": (CpuGather, "__call__", behind(spoil_prefix), "gather", "relative error"),
-    "latents": (ReferenceLatents, "attend", behind(spoil_latents), "latents", "relative error"),
+    "latents": (CpuLatents, "attend", behind(spoil_latents), "latents", "relative error"),
     "the window's edge": (metadata, "fill_slots", behind(read_ring_later), "decode", "relative error"),
     "the codec": (scalar, "quantize", before_scaled, "store", "of the bytes differ"),
 }

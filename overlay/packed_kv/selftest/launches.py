@@ -11,11 +11,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from ..attention import cpu
-from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
+from ..attention.latent import cpu as latent_cpu
+from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatents
 from ..attention.layer import PairAttention, PairKernels
 from ..attention.metadata import Batch, PackedMetadata
 from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
-from ..attention.store import LatentStore, PairStore, reference_latent_store
+from ..attention.store import LatentStore, PairStore
 from ..attention.warmup import PairWarmup, warm_up_latents
 from ..codecs.latent import LatentCodec
 from ..codecs.pages import PagedCodec
@@ -41,6 +42,7 @@ def prepare(device: torch.device, formats: Iterable[Format]) -> None:
     for fmt in formats:
         for head_dim in HEAD_DIMS:
             cpu.compile_ahead(fmt, head_dim, attends=True)
+    latent_cpu.compile_ahead()
 
 
 class PairLayer:
@@ -67,7 +69,7 @@ class PairLayer:
         writes = PairStore(store, None if decode is None else decode.kind)
         self.attention = PairAttention(PairKernels(*layer, writes, decode, prefill))
         self.own_is_raw = prefill is not None
-        """Return whether a prompt's rows read the step's own tokens before quantisation."""
+        """True if a prompt's rows read the step's own tokens before quantisation."""
         self.window = _window_layer(shape.window) if shape.window else None
 
     def compile_ahead(self) -> None:
@@ -126,18 +128,14 @@ class LatentLayer:
         self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
         self.codec = LatentCodec(fmt, rank, rope_dim, device)
         self.window = _window_layer(shape.window) if shape.window else None
-        self.kernels: tuple[LatentStore, Any, Any] = (
-            LatentStore(reference_latent_store(self.codec)),
-            ReferenceLatents(self.codec, self.scale, None),
-            ReferenceLatentPrefix(self.codec),
-        )
-        self.kernel = PYTORCH
         if device.type == "cuda":
             self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
+        else:
+            self.kernels, self.kernel = cpu_latents(fmt, self.codec, self.scale, dtype)
 
     def compile_ahead(self) -> None:
         """Have all kernels of the layer compiled in other threads, and take the workspace."""
-        if self.kernel != PYTORCH:
+        if self.kernel not in (PYTORCH, "C++"):
             self.kernels[1].reserve()
             warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
 
@@ -177,7 +175,7 @@ class LatentLayer:
 
 
 Kernels = tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None, str]
-"""Return what stores, decodes and prefills, and the name of the decode kernel."""
+"""Kernels of the store, of decodes and of prefill, and the name of the decode kernel."""
 PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
 """Codec, query heads, KV heads and options of a layer."""
 
@@ -206,10 +204,14 @@ def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests:
     return store, decode, prefill, PYTORCH if decode is None else "C++"
 
 
+OverLatents = tuple[LatentStore, Any, Any]
+"""`LatentKernels` as `LatentAttentionImpl` makes them."""
+
+
 def cuda_latents(
     codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
-) -> tuple[tuple[LatentStore, Any, Any], str]:
-    """`LatentKernels` as `LatentAttentionImpl` makes them on a GPU, and the name of the decode kernel."""
+) -> tuple[OverLatents, str]:
+    """Return the kernels of a GPU, and the name of the decode kernel."""
     from ..attention.choice import Limits
     from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
     from ..attention.latent.prefix import TritonLatentPrefix
@@ -219,6 +221,12 @@ def cuda_latents(
     decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
     kernels = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
     return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
+
+
+def cpu_latents(fmt: Format, codec: LatentCodec, scale: float, dtype: torch.dtype) -> tuple[OverLatents, str]:
+    """Return the kernels of a CPU, and the name of the decode kernel: without a C++ compiler, PyTorch."""
+    store, decode, prefix = latent_cpu.find_kernels(fmt, codec, scale, None, dtype, is_shard=False)
+    return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else "C++"
 
 
 def _window_layer(window: int) -> WindowLayer:
