@@ -40,7 +40,8 @@ def launch_kernel(
         launch.blockDimX, launch.sharedMemBytes, launch.hStream = threads, shared_bytes, stream
         (status,) = driver.cuLaunchKernelEx(launch, kernel, address, 0)
     else:  # the shorter call
-        (status,) = driver.cuLaunchKernel(kernel, *grid, threads, 1, 1, shared_bytes, stream, address, 0)
+        x, y, z = grid
+        (status,) = driver.cuLaunchKernel(kernel, x, y, z, threads, 1, 1, shared_bytes, stream, address, 0)
     if status:
         raise RuntimeError(f"a kernel was not launched: {status.name}")
 

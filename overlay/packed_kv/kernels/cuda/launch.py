@@ -372,14 +372,15 @@ class CudaDecode(CudaKernel[tuple[int, bool, int]]):
             step: of `step_arguments`.
             output: as in the constructor, of any number of tokens.
         """
-        functions = self.functions_of((shape.warps, shape.is_final, max_query_len))
+        key = (shape.warps, shape.is_final, max_query_len)
+        functions = self.functions.get(key) or self.functions_of(key)
         if functions is None:
             return
-        (decode,) = functions
+        launch, kernel, threads, shared_bytes = functions[0]
         self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
         x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * pass_count(self.group, max_query_len))
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        decode.launch(decode.kernel, (x, self.kv_heads, z), decode.threads, decode.shared_bytes, stream, self.address)
+        launch(kernel, (x, self.kv_heads, z), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
