@@ -1,4 +1,4 @@
-"""What a larger KV cache is worth to agents: N contexts that grow turn by turn, in caches of equal bytes.
+"""Worth of a larger KV cache to agents: N contexts that grow turn by turn, in caches of equal bytes.
 
     python benchmarks/agentic.py [--dtypes NAME ...] [--agents N ...] [--offload GIB]
     python benchmarks/agentic.py --predict          the same by arithmetic; no device is needed

@@ -23,7 +23,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step brought a request: new tokens; whether it is done; prompt tokens that its first pass found cached."""
+    """A step's result for a request: new tokens; whether it is done; prompt tokens that its first pass found cached."""
 
     name: str
     tokens: list[int]
@@ -32,7 +32,7 @@ class Progress:
 
 
 class Engine(Protocol):
-    """What runs requests. Time is in seconds from any start."""
+    """An engine that runs requests. Time is in seconds from any start."""
 
     block_size: int
     preemptions: int
@@ -124,7 +124,7 @@ class Agent:
         return self.load.think * self._random.uniform(0.5, 1.5)
 
     def answered(self) -> None:
-        """After an answer: use a tool, or begin another task."""
+        """Take an answer: use a tool, or begin another task."""
         self.computed = len(self.context) + len(self.answer) - 1  # the last token was sampled, and never read
         self.turns += 1
         tool = self._draw(round(self.load.tool * self._random.uniform(0.5, 1.5)))
@@ -135,12 +135,12 @@ class Agent:
 
 @dataclass(frozen=True)
 class Point:
-    """What N agents saw in `seconds` of steady state."""
+    """Turns and tokens of N agents in `seconds` of steady state."""
 
     load: Load
     seconds: float
     turns: list[Turn]
-    """Those whose first token came in this time."""
+    """Turns whose first token came in this time."""
     finished: int
     output_tokens: int
     preemptions: int

@@ -142,7 +142,7 @@ def launch_seconds(worker: Any) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """Tokens of each request in a step, and the mode of the CUDA graphs that it ran in."""
 
     tokens: list[int]
@@ -151,7 +151,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a wave of requests took: seconds in all, until all had a token, and of each step in which all decode."""
+    """Times of a wave of requests: seconds in all, until all had a token, and of each step in which all decode."""
 
     requests: int
     seconds: float
@@ -163,7 +163,7 @@ class Engine:
     """Measures in an engine whose scheduler is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), otherwise idle."""
 
     def __init__(self, llm: LLM) -> None:
-        from packed_kv.window.size import recent_tokens
+        from packed_kv.window.size import find_window
 
         self.llm, self.engine = llm, llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -172,7 +172,7 @@ class Engine:
         self.blocks = self.scheduler.kv_cache_config.num_blocks
         self.groups = len(self.scheduler.kv_cache_config.prefix_cacheable_groups)
         self.drafts = self.engine.vllm_config.num_speculative_tokens
-        self.window = recent_tokens(self.engine.vllm_config)
+        self.window = find_window(self.engine.vllm_config)[0]
         self._added = 0
 
     def attention(self) -> str:
@@ -197,7 +197,7 @@ class Engine:
         self.llm.collective_rpc(spread_pages)
 
     def fits(self, requests: int, context: int, steps: int, prompt: int = 0) -> bool:
-        """Whether the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
+        """True if the cache holds what `decode_steps` needs, or `mixed_steps`: two prompts beside the decodes."""
         tokens = context + WARM_UP_STEPS + steps + SPARE_TOKENS + self.drafts
         blocks = requests * -(-tokens // self.block_size) + 2 * -(-prompt // self.block_size)
         return blocks * self.groups < self.blocks
@@ -256,7 +256,7 @@ class Engine:
         return times[1:]
 
     def requests_that_fit(self, budget: int, tokens: int) -> int:
-        """How many requests of `tokens` tokens `budget` bytes of KV cache hold."""
+        """Return the number of requests of `tokens` tokens that `budget` bytes of KV cache hold."""
         return self.blocks_of(budget) // -(-tokens // self.block_size)
 
     def throughput(self, requests: int, budget: int, prompt: int, output: int) -> Throughput:
@@ -317,14 +317,14 @@ class Engine:
             self._step()
 
     @contextmanager
-    def _recorded_steps(self) -> Iterator[list[Step]]:
+    def _recorded_steps(self) -> Iterator[list[RecordedStep]]:
         """The steps whose results the scheduler takes meanwhile."""
-        seen: list[Step] = []
+        seen: list[RecordedStep] = []
         update = self.scheduler.update_from_output
 
         def recorded(scheduled: Any, output: Any) -> Any:
-            graph = output.cudagraph_stats
-            seen.append(Step([*scheduled.num_scheduled_tokens.values()], graph.runtime_mode if graph else "NONE"))
+            graph, tokens = output.cudagraph_stats, [*scheduled.num_scheduled_tokens.values()]
+            seen.append(RecordedStep(tokens, graph.runtime_mode if graph else "NONE"))
             return update(scheduled, output)
 
         self.scheduler.update_from_output = recorded
@@ -333,7 +333,7 @@ class Engine:
         finally:
             self.scheduler.update_from_output = update
 
-    def _check_steps(self, seen: list[Step], requests: int, steps: int) -> None:
+    def _check_steps(self, seen: list[RecordedStep], requests: int, steps: int) -> None:
         """Raises RuntimeError unless these were the `steps` steps of `requests` requests, drafts and all, in graphs."""
         if len(seen) != steps:
             raise RuntimeError(f"{len(seen)} steps ended, not {steps}")

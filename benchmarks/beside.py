@@ -4,7 +4,8 @@
     python benchmarks/beside.py FOLDER/overlay/packed_kv/kernels/cuda [--heads N ...] [--pairs CASE ...]
 
 Latents have 64 requests of 4,096 and 8,192 tokens, pages alone. A CASE of pairs is DTYPE:REQUESTS:CONTEXT:GROUP:QUERIES
-with :WINDOW if there is a recent window, as tq4:32:8192:4:1:64. Files that the other sources lack are the present ones.
+with :WINDOW if there is a recent window, as tq4:32:8192:4:1:64. Files that the other sources lack are the present ones;
+sources from before `BLOCK_OF` (ptx.cuh) do not say how they are launched: compare these with packages of that time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from latent_kernels import RANK, ROPE
 from latent_layer import LAYERS, Case
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch, nvrtc
+from packed_kv.kernels.cuda import kernel, nvrtc
 from packed_kv.kernels.cuda.source import Program
 
 Round = Callable[[], None]
@@ -34,10 +35,7 @@ def with_sources(folder: Path | None, make: Callable[[], Round]) -> Round:
         there = {name: folder / name for name in here} if folder else {}
         return here | {name: path.read_text() for name, path in there.items() if path.exists()}
 
-    for module in (latent_launch, latent_ring_launch, launch):
-        for name in ("_load", "_machine_code"):
-            if hasattr(module, name):
-                getattr(module, name).cache_clear()
+    kernel.load.cache_clear(), kernel.machine_code.cache_clear()
     nvrtc.read_sources = read_there
     try:
         round_of_layers = make()

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import Target, best_target, processor, target_of
 from packed_kv.kernels.cpu.decode import CpuDecode
+from packed_kv.reference.attention import AttentionOptions, attend
 from rows import append, commit_here, machine
 
 BLOCK_SIZE, DISTINCT_TOKENS, SWEEP_BYTES, BOUND = 128, 512, 1 << 26, 3e-4

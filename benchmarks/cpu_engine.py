@@ -1,19 +1,22 @@
 """Decode steps and prompts of packed dtypes against bf16 on a CPU, and the store kernel against its reference.
 
-    python benchmarks/cpu_engine.py MODEL [--dtypes NAME ...] [--recent-tokens N] [--threads N] [--csv FILE]
+    python benchmarks/cpu_engine.py [MODEL] [--8b] [--dtypes NAME ...] [--recent-tokens N] [--threads N] [--csv FILE]
 
 Engines of all dtypes live in one process and take turns, so that what else the machine does falls on all alike; figures
 are milliseconds of a step, and prompt tokens a second, each with its ratio to bf16 (`auto`). With one thread they are
 CPU time, with more they are wall-clock time. Shapes: requests x tokens; `512 behind 4096` is a prompt of 4,608 tokens
-of which the prefix cache has 4,096. `store` is one layer's K and V of 2,048 tokens, one thread on both sides.
+of which the prefix cache has 4,096. `--8b` adds steps of four layers of the 8B shape with dummy weights, whose contexts
+are filled as bench_engine.py says. `store` is one layer's K and V of 2,048 tokens, one thread on both sides.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,9 @@ os.environ.update(
 
 SHAPES = ((1, 512), (1, 4096), (8, 1024))
 CHUNK, PREFIX, NEW_TOKENS, CONTEXT = 512, 4096, 16, 8192
+SHAPES_8B, STEPS_8B = ((4, 8192), (8, 8192)), 8
+KV_BYTES_8B = 1_300_000_000
+"""Enough for 8 requests of 8,192 tokens in bf16; a packed cache needs less than half."""
 STORED = ((8, 128), (3, 64))
 """KV heads and channels."""
 BASELINE = "auto"
@@ -40,6 +46,8 @@ def main() -> None:
     clock = time.process_time if options.threads == 1 else time.perf_counter
     if options.model:
         bench_engines(options, clock)
+    if options.shape_8b:
+        bench_8b(options)
     torch.set_num_threads(1)
     for name in options.dtypes:
         for heads, channels in STORED:
@@ -50,7 +58,8 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", nargs="?", help="folder of a model; without it only the store is measured")
+    made.add_argument("model", nargs="?", help="folder of a model; without it no engine of one is timed")
+    made.add_argument("--8b", dest="shape_8b", action="store_true", help="steps of four layers of the 8B shape, too")
     made.add_argument("--dtypes", nargs="+", default=["tq4"])
     made.add_argument("--recent-tokens", type=int, default=64)
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -61,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 def put(options: argparse.Namespace, name: str, what: str, figures: dict[str, str], ratio: float) -> None:
     """Print a line, and append a row."""
-    from rows import append, commit_here, machine
+    from rows import append, commit_here, machine, processor
 
     shown = ", ".join(f"{key} {value}" for key, value in figures.items())
     print(f"{name:13s} {what}: {shown} ({ratio:.2f})", flush=True)
@@ -69,13 +78,6 @@ def put(options: argparse.Namespace, name: str, what: str, figures: dict[str, st
         both = {"ms": "", "tokens_a_second": "", "reference_ms": "", **figures}
         row = {"dtype": name, "what": what, "threads": options.threads, **both, "ratio": f"{ratio:.3f}"}
         append(options.csv, {**row, "cpu": processor(), **machine(), "commit": commit_here()})
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
 
 
 def bench_engines(options: argparse.Namespace, clock: Callable[[], float]) -> None:
@@ -104,6 +106,32 @@ def bench_engines(options: argparse.Namespace, clock: Callable[[], float]) -> No
             if round_:
                 later[name].append(first)
     report(options, f"prompt, {CHUNK} behind {PREFIX}", later, CHUNK)
+
+
+def bench_8b(options: argparse.Namespace) -> None:
+    """Steps of four layers of the 8B shape, of all dtypes, in turns; wall-clock time."""
+    import bench_engine
+
+    shape = {**bench_engine.MODEL_8B, "num_hidden_layers": 4, "vocab_size": 4096}
+    room = bench_engine.WARM_UP_STEPS + STEPS_8B + 2 * bench_engine.SPARE_TOKENS
+    longest, most = max(context for _, context in SHAPES_8B) + room, max(requests for requests, _ in SHAPES_8B)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape))
+        engines = {}
+        for name in (BASELINE, *options.dtypes):
+            window = None if name == BASELINE else options.recent_tokens
+            memory = KV_BYTES_8B if name == BASELINE else KV_BYTES_8B // 2
+            llm = bench_engine.start(
+                folder, name, longest, most, memory, recent_tokens=window, compilation={"mode": 0}, enforce_eager=True
+            )
+            engines[name] = bench_engine.Engine(llm)
+            engines[name].fill_pages()
+        for requests, context in SHAPES_8B:
+            steps: dict[str, list[float]] = {name: [] for name in engines}
+            for _ in range(options.rounds):
+                for name, engine in engines.items():
+                    steps[name].append(statistics.median(engine.decode_steps(requests, context, STEPS_8B)))
+            report(options, f"decode step, 8B's 4 layers, {requests} x {context}", steps)
 
 
 def report(options: argparse.Namespace, what: str, seconds: dict[str, list[float]], tokens: int | None = None) -> None:

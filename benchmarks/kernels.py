@@ -22,22 +22,23 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
+from packed_kv.channel_calibration import UNCALIBRATED, ChannelCalibration
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import launch as cuda
 from packed_kv.kernels.triton import decode as decode_module
-from packed_kv.kernels.triton.decode import decode
 from packed_kv.kernels.triton.means import Means
-from packed_kv.kernels.triton.merge import merge
-from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
+from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import MICRO_BLOCK, page_layout, ring_slot_bytes
 from packed_kv.rope import Rope
 from rows import append, commit_here, machine
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from launchers import decode, merge, rotate_query
 
 SHAPES = ((32, 8192), (128, 2048), (1, 32768), (8, 32768))
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 32, 8, 128, 16
@@ -66,12 +67,12 @@ class Layers:
         self, name: str, requests: int, context: int, recent: int, spread: float = 0, means: str | None = None,
         group: int = QUERY_HEADS // KV_HEADS, query_tokens: int = 1,
     ) -> None:  # fmt: skip
-        centring: dict[str, Any] = {}
+        keys = UNCALIBRATED
         if means:
-            centring = dict(key_mean=torch.randn(KV_HEADS, HEAD_DIM), key_first_mean=torch.randn(KV_HEADS, HEAD_DIM))
-        if means == "blocks":
-            centring |= dict(key_rope=ROPE, positions=int((1 + spread) * context))
-        self.codec = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda", **centring)
+            mean, first_mean = torch.randn(KV_HEADS, HEAD_DIM), torch.randn(KV_HEADS, HEAD_DIM)
+            keys = ChannelCalibration(mean=mean, first_mean=first_mean, rope=ROPE if means == "blocks" else None)
+        positions = int((1 + spread) * context) if means == "blocks" else None
+        self.codec = PagedCodec(FORMATS[name], HEAD_DIM, keys, device="cuda", positions=positions)
         self.page = page_layout(FORMATS[name], HEAD_DIM)
         self.means = Means.of(self.codec.key.transform)
         blocks, slot_bytes = requests * context // BLOCK_SIZE, self.codec.slot_bytes

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from kernels import captured, interleaved
 from latent_kernels import BLOCK_SIZE, RANK, RING_BLOCK, ROPE, SCALE, packed_pages
+from launchers import store_latents
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -29,16 +30,13 @@ from packed_kv.kernels.cuda import latent_launch as cuda
 from packed_kv.kernels.cuda import latent_ring_launch as cuda_ring
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
 from packed_kv.kernels.triton import latent_ring
-from packed_kv.kernels.triton.latent_store import (
-    bind_store_latents,
-    store_latents,
-    store_latents_arguments,
-    store_latents_grid,
-)
+from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
 
 SHAPES = ((8, 1024), (64, 8192), (8, 32768), (64, 4096))
 LAYERS, STORES = 8, (8, 64, 256, 512, 8192)
 ALL = ("store", "pages", "ring")
+PAGE_THREADS = 384
+"""Threads of a block of the kernel over pages."""
 
 
 def new_tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,21 +72,21 @@ class Case:
         self.output = torch.zeros(LAYERS, requests, heads, RANK, dtype=torch.bfloat16, device="cuda")
 
     def round_of(self, launches: tuple[str, ...], *, has_window: bool = True) -> Callable[..., None]:
-        """These launches of all layers. Called with True, it waits behind each layer's attention over pages, and behind
-        each layer."""
+        """Return a function that launches `launches` of all layers. Called with True, it waits after each layer's
+        attention over pages, and after each layer."""
         shape, lens = cuda.shape_of(self.heads, self.sm_count), self.page_lens if has_window else self.seq_lens
         schedule = LatentScheduler(self.requests, self.sm_count, torch.device("cuda"))(lens, shape.partitions)
         rows = shape.partial_rows(self.requests)
         parts = cuda.Parts(shape, schedule, *(torch.empty(rows, size, device="cuda") for size in (RANK, 2)))
         step = cuda.make_step(self.heads, 1, SCALE, self.table, self.start, lens, parts)
         of_ring = (self.start, self.seq_lens, self.page_lens, parts)
-        of_store = store_latents_arguments(self.codec, self.slots, self.ring_slots)
+        store_grid, of_store = StoreLatentsLaunch.step(self.codec, self.slots, self.ring_slots)
         layers: list[tuple[Any, ...]] = []
         dtype, gain = self.output.dtype, 1 / self.codec.value_gain()
         for cache, ring, new in zip(self.caches, self.rings, self.new, strict=True):
             layers.append(
                 (
-                    bind_store_latents(self.codec, cache, *new, ring.cache),
+                    StoreLatentsLaunch(self.codec, cache, *new, ring.cache),
                     cuda.CudaLatentDecode(self.codec.layout, cache, self.heads, dtype, None if has_window else dtype),
                     cuda_ring.CudaLatentRing(ring.cache, self.heads, dtype, dtype, gain, None),
                     cuda_ring.make_step(self.heads, 1, SCALE, self.sm_count, ring, *of_ring),
@@ -100,7 +98,7 @@ class Case:
                 query, output = self.query[number], self.output[number]
                 both = query[..., :RANK], query[..., RANK:]
                 if "store" in launches:
-                    store(store_latents_grid(self.codec, self.requests), self.new[number], of_store)
+                    store(store_grid, self.new[number], of_store)
                 if "pages" in launches:
                     attend(step, *both, None if has_window else output)
                 if one_by_one:
@@ -113,7 +111,7 @@ class Case:
         return run
 
     def is_right(self, run: Callable[..., None]) -> bool:
-        """Whether a graph of all launches leaves what they leave one by one, time and again."""
+        """Return True if a graph of all launches gives the results of single launches, each of 20 times."""
         run(True)
         expected, graph = self.output.clone(), captured(run)
         same = True
@@ -146,11 +144,10 @@ def main() -> None:
     asked = parser.parse_args()
     launch = early_launch.launch_kernel
     if asked.late:
-        early_launch.launch_kernel = lambda *arguments, is_early: launch(*arguments, is_early=False)
+        early_launch.launch_kernel = lambda *arguments, is_early=False: launch(*arguments)
     if asked.early_pages:
-        begins_early = lambda threads, is_early: is_early or threads == cuda.THREADS  # noqa: E731
-        early_launch.launch_kernel = lambda kernel, grid, threads, *rest, is_early: launch(
-            kernel, grid, threads, *rest, is_early=begins_early(threads, is_early)
+        early_launch.launch_kernel = lambda kernel, grid, threads, *rest, is_early=False: launch(
+            kernel, grid, threads, *rest, is_early=is_early or threads == PAGE_THREADS
         )
     if asked.shares:
         cuda_ring.shares_of = lambda *_: asked.shares

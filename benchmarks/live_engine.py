@@ -18,7 +18,7 @@ GRAPH_SIZES = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1088, 1
 512), and fewer of them, to start sooner."""
 SPARE_TOKENS = 64
 SPARE_BYTES = 64 << 20
-"""That an engine's KV cache has beyond the largest budget: the scheduler gets the budget's blocks alone."""
+"""Tokens and bytes of an engine's KV cache beyond the largest budget: the scheduler gets the budget's blocks alone."""
 
 
 def start(
@@ -64,7 +64,7 @@ class LiveEngine:
 
     @contextmanager
     def serving(self, budget: int) -> Iterator[int]:
-        """With an empty prefix cache, leave the scheduler the blocks of `budget` bytes; yields their number."""
+        """Empty the prefix cache, and leave the scheduler the blocks of `budget` bytes; yields their number."""
         self._settle()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset: blocks are in use")

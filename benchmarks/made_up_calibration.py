@@ -12,7 +12,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.rope import rope_parameters
 
 KINDS = ("one", "blocks")
-"""Of means of keys: one for all positions, or before RoPE, so that blocks of positions have theirs."""
+"""Kinds of means of keys: one for all positions, or before RoPE, so that blocks of positions have theirs."""
 NONE = "none"
 """No file, said in the rows."""
 
@@ -28,7 +28,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def columns(options: argparse.Namespace) -> dict[str, str]:
-    """Of rows that were measured with `--means`; rows without have none."""
+    """Return further columns of rows that were measured with `--means`; rows without have none."""
     return {"means": options.means} if options.means else {}
 
 

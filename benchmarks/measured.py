@@ -1,134 +1,358 @@
-"""Makes the tables of README.md, benchmarks/results/README.md and docs/ (measured.md, tried.md, reliability.md,
-quality.md) from the rows in results/.
+"""Makes the tables of README.md and docs/, results/runs.md and planning/measured.json from the rows in results/.
 
-    python benchmarks/measured.py            # rewrites what stands between the markers
-    python benchmarks/measured.py --check    # changes nothing; exit code 1 if a file differs from its rows
-    python benchmarks/measured.py --plot     # draws results/quality.png, the README's plot, too; needs matplotlib
+    python benchmarks/measured.py              # rewrites what stands between the markers
+    python benchmarks/measured.py --check      # changes nothing; exit code 1 if a file differs from its rows
+    python benchmarks/measured.py --of FOLDER  # prints the tables of the CSV files of FOLDER, for a run of one's own
 
-A table stands between `<!-- measured: NAME -->` and `<!-- end -->`; `measured_tables.py`, `measured_kernels.py` and
-`measured_experiments.py` have a function a NAME. Behind the tables of a marker comes one of their runs: card, versions,
-commit and command, taken from the rows and from results/runs.toml.
+`SPECS` lists the tables. One stands between `<!-- measured: NAME -->` and `<!-- end -->`, with a line below that says
+on what it was measured; results/runs.md has the commits and commands, from results/runs.toml.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import generation_tables
-from measured_experiments import QUALITY, RELIABILITY, TRIED
-from measured_rows import RESULTS, RUN_COLUMNS, files, run_of
-from measured_tables import DOCS, README
-from tables import Table
+import plan_figures
+import tables
+from packed_kv_quality.generation_report import accepted_ratio, tokens_a_step
+from quality_rows import BEHIND, CALIBRATED, FOLDER, H200, TEXT, UNCALIBRATED, behind, forced, gains, tasks
+from rows import read
+from tables import BASE, BASELINE, RESULTS, Row, Show, Table, figures, in_order, kl, load, pivot, ratio, text
 
 REPO = RESULTS.parents[1]
 MARKED = re.compile(r"(<!-- measured: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-Run = tuple[str, ...]
+CASE = ("requests", "context")
+MEANS = {"dtype": "ms", "means": "means of keys"}
+CARDS = {"1": "one", "2": "two", "4": "four"}
 
 
-def with_runs(tables: Sequence[Table]) -> str:
-    """The tables, and behind them their runs. Where there are several, the last column says which ones a line is of."""
-    runs: dict[Run, int] = {}
-    for table in tables:
-        for row in (row for rows in table.rows for row in rows):
-            runs.setdefault(run_of(row), len(runs) + 1)
-    if not runs:
-        return "\n\n".join(table.markdown() for table in tables)
-    text = [(_numbered(table, runs) if len(runs) > 1 else table).markdown() for table in tables]
-    listed = Table(["run", *RUN_COLUMNS], 1 + len(RUN_COLUMNS))
-    for run, index in runs.items():
-        listed.add([str(index), *run], [])
-    return "\n\n".join([*text, listed.markdown()])
+@dataclass(frozen=True)
+class Spec:
+    """A table: its marker, and the files of its rows (with a `setting` each, if they are several).
+
+    down: columns that name a line -> their titles. shown: what a cell shows, or title -> what its column shows.
+    across: columns that name a column; without them, `shown` has titles. where: values that rows have in a column.
+    prepare: what makes rows with other columns of those of the files. base: of which row ratios are.
+    """
+
+    name: str
+    files: str | Mapping[str, str]
+    down: Mapping[str, str]
+    shown: Show | Mapping[str, Show]
+    across: Sequence[str] = ()
+    where: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    prepare: Callable[[list[Row]], Sequence[Row]] = in_order
+    base: Mapping[str, str] = field(default_factory=lambda: BASE)
+
+    def rows(self) -> Sequence[Row]:
+        """The rows of the table, of the files in results/."""
+        files = {self.files: ""} if isinstance(self.files, str) else self.files
+        named = [{**row, "setting": setting} for name, setting in files.items() for row in load(name)]
+        return self.chosen(tables.without_others(named))
+
+    def chosen(self, rows: list[Row]) -> Sequence[Row]:
+        """Return the rows that the table has."""
+        return self.prepare([row for row in rows if all(row[key] in found for key, found in self.where.items())])
+
+    def table(self, rows: Sequence[Row]) -> Table:
+        """The table of rows."""
+        if isinstance(self.shown, Mapping):
+            return figures(rows, self.down, self.shown, self.base)
+        return pivot(rows, self.down, self.across, self.shown, self.base)
+
+    def block(self, up: str) -> str:
+        """The text between the markers: the table and a line that says on what it was measured. `up`: from the page to
+        the repository."""
+        rows = self.rows()
+        names = dict.fromkeys(row["file"] for row in rows)
+        links = ", ".join(f"[{Path(name).name}]({up}benchmarks/results/{name})" for name in names)
+        runs = f"[commits and commands]({up}benchmarks/results/runs.md)"
+        return f"{self.table(rows).markdown()}\n\nMeasured on {made_on(rows)}. Rows: {links}; {runs}."
 
 
-def _numbered(table: Table, runs: Mapping[Run, int]) -> Table:
-    lines = [
-        [*cells, ", ".join(map(str, sorted({runs[run_of(row)] for row in rows})))]
-        for cells, rows in zip(table.lines, table.rows, strict=True)
-    ]
-    return Table([*table.head, "run"], table.names, lines, table.rows)
+def made_on(rows: Iterable[Row]) -> str:
+    """Card (or processor) and versions of rows, but for those of arithmetic."""
+    found = []
+    for row in rows:
+        gpu = row.get("gpu", "").replace("none", "")
+        number = "two" if "decode_ranks" in row else CARDS.get(row.get("ranks") or "1", row.get("ranks"))
+        card = f"{number} {gpu}" if gpu and " x " not in gpu else gpu or row.get("cpu") or "a CPU"
+        versions = [f"{name} {row[key].split('+')[0]}" for key, name in (("vllm", "vLLM"), ("torch", "PyTorch"))
+                    if row.get(key)]  # fmt: skip
+        if not row.get("engine", "").startswith("arithmetic"):
+            found.append(", ".join([card, *versions]))
+    return "; ".join(dict.fromkeys(found))
 
 
-def index() -> str:
-    """What each file of results/ is, with the commits and commands of its rows."""
-    table = Table(["file", "what it is", "commit", "command"], 4)
-    for file in files():
-        link, what = f"[{file.name}]({file.name})", file.what
-        for commit, command in file.commands() or [("", "")]:
-            table.add([link, what, commit, f"`{command}`" if command else ""], [])
+def last_options(rows: list[Row]) -> list[Row]:
+    """Rows with `options`: those of the server beyond the ones that all have."""
+    common = min((row["server_options"] for row in rows if "server_options" in row), key=len)
+    own = [row.get("server_options", f"{common} the engine alone").removeprefix(common).strip() for row in rows]
+    return in_order({**row, "options": options} for row, options in zip(rows, own, strict=True))
+
+
+def by_kernel(rows: list[Row]) -> list[Row]:
+    """Rows by columns; where FlashAttention 3 read pages of bf16 or fp8, this is the dtype."""
+    named = [{**row, "dtype": row["dtype"] if row["kernel"] == "cuda" else f"FA3, {row['kernel']}"} for row in rows]
+    return sorted(in_order(named), key=lambda row: int(row["group"]) * int(row["query_tokens"]))
+
+
+def averaged(rows: list[Row]) -> list[Row]:
+    """A row per dtype, means and shape, whose `p50_ms` is the mean of the medians of its runs."""
+    medians: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        medians.setdefault(tuple(row[key] for key in (*MEANS, *CASE)), []).append(float(row["p50_ms"]))
+    means = {case: f"{statistics.fmean(found):.3f}" for case, found in medians.items()}
+    return in_order({**row, "p50_ms": means[tuple(row[key] for key in (*MEANS, *CASE))]} for row in rows)
+
+
+CODINGS = {"plain": "bf16 (not coded)", "fp8": "fp8: e4m3, scale 1", "nvfp4": "NVFP4-like", "8": "RoPE at 8 bits",
+           "8e4m3": "RoPE in e4m3, one scale per token", "4": "RoPE at 4 bits"}  # fmt: skip
+
+
+def codings(rows: list[Row]) -> list[Row]:
+    """Rows of quality/latent_quality.py with `coding` in words and `window`; of other codings than ours one each."""
+    named = []
+    for row in rows:
+        coding, _, rope = row["coding"].partition("-rope")
+        dtype, _, window = coding.partition("-window")
+        if dtype not in CODINGS or row["calibrated"] == "yes":
+            title = CODINGS.get(dtype, f"`{dtype}`") + (f", {CODINGS[rope]}" if rope else "")
+            named.append({**row, "coding": title, "window": window or ("" if dtype in CODINGS else "0")})
+    return named
+
+
+def drafted(rows: list[Row]) -> list[Row]:
+    """A row per dtype: `tokens` per step with n-gram drafts, and `share`, the ratio to bf16's with its error."""
+    found = {row["dtype"]: row["acceptance"] for row in json.loads((RESULTS / rows[0]["file"]).read_text())["rows"]}
+    shares = {dtype: accepted_ratio(of, found[BASELINE]) for dtype, of in found.items() if dtype != BASELINE}
+    shown = {dtype: "{:.4f} ± {:.4f}".format(*share) for dtype, share in shares.items()}
+    tokens = {dtype: f"{tokens_a_step(of):.3f}" for dtype, of in found.items()}
+    return [{**row, "tokens": tokens[row["dtype"]], "share": shown.get(row["dtype"], "1")} for row in in_order(rows)]
+
+
+STEP, TOKENS_S, MICROSECONDS = ratio("p50_ms"), ratio("tokens_s"), text("attention_p50_us")
+STEPS = {"dtype": "ms, requests x context:"}
+LONG = {"requests": ("32", "128", "8"), "context": ("8192", "2048", "32768")}
+OURS = ("tq4", "turboquant35", "turboquant25")
+SERVED = {"output tokens/s": ratio("output_tokens_s", tables.rounded), "TTFT, ms": ratio("p50_ttft_ms", tables.rounded),
+          "TPOT, ms": ratio("p50_tpot_ms", lambda cell: f"{float(cell):.1f}")}  # fmt: skip
+HITS = {"hit rate": text("hit_rate"), "TTFT p50, s": text("p50_ttft_ms", ".2f", 1e-3),
+        "TPOT p50, ms": text("p50_tpot_ms", ".2f"), "output tokens/s": text("output_tokens_s", ".0f")}  # fmt: skip
+OPTIONS = {"dtype": "dtype", "options": "options"}
+MIXED = {"requests": "requests", "context": "context", "dtype": "ms, tokens of the prompt:"}
+AGENTS = {"hit rate": "hit_rate", "TTFT p50, s": "ttft_p50_s", "TTFT p90, s": "ttft_p90_s", "turns/s": "turns_s",
+          "output tokens/s": "output_tokens_s", "tokens computed again": "recomputed_tokens"}  # fmt: skip
+REASONING = {"requests at once": "mean_requests", "ended": "ended", "preemptions": "preemptions"}
+STARTED = {"s to the first token": "first_token_s", "profiling run": "profile_s", "warm-up": "warm_up_s",
+           "kernels compiled": "kernels_compiled", "their s, summed": "compile_s"}  # fmt: skip
+PEERS = {
+    "bytes per prompt": text("bytes", ",.0f"),
+    "ms to read": text("transfer_ms", ".1f"),
+    "GB/s": text("GB_s", ".1f"),
+}
+KERNEL = {"dtype": "µs", "kernel": "kernel"}
+COLUMNS = {"group": "query heads", "query_tokens": "new tokens", "dtype": "µs"}
+LATENT = {"heads": "heads", "queries": "query tokens", "spread": "spread of lengths", "rope_bits": "bits of RoPE",
+          "recent": "recent window", "cache": "µs"}  # fmt: skip
+SOAKED = {"clients": "clients", "seconds": "seconds", "requests": "requests", "tokens": "tokens", "errors": "errors",
+          "preemptions": "preemptions", "samples": "samples", "of these, other tokens": "samples_parted",
+          "answers from disk": "answers_from_disk", "wrong ones": "answers_from_disk_wrong",
+          "growth of host memory, MiB": "host_growth_mib", "files": "files"}  # fmt: skip
+CODED = {"bytes": text("bytes"), "KL (of fp8's)": ratio("kl", lambda cell: f"{float(cell):.5f}"),
+         "±": text("kl_error", ".5f"), "perplexity": text("perplexity")}  # fmt: skip
+KL = {"dtype": "dtype", "bytes": "KV bytes/token", "setting": "setting"}
+AFTER = {"dtype": "mean KL, nats, prompt tokens:", "bytes": "KV bytes/token"}
+TASKS = {"task": "task", "prompt": "prompt", "kept": "bf16 solves", "setting": "setting"}
+
+
+LATENTS = {"coding": "coding", "window": "window", "calibrated": "file"}
+FP8 = {"coding": CODINGS["fp8"], "window": "", "calibrated": "yes"}
+RUNS = """# Runs
+
+What each file here is, on what it was measured, and with which commit and command; `python benchmarks/measured.py`
+makes this page from the rows and from [runs.toml](runs.toml). A command names scripts as its commit has them.
+"""
+
+
+def shows(names: Iterable[str] | Mapping[str, str]) -> dict[str, Show]:
+    """Columns as they are: their titles (by default their names) -> what to show."""
+    titled = names if isinstance(names, Mapping) else {name.replace("_", " "): name for name in names}
+    return {title: text(name) for title, name in titled.items()}
+
+
+SPECS: Mapping[str, Sequence[Spec]] = {
+    "README.md": (
+        Spec("speed", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", "fp8", "tq4", "turboquant25")}),
+        Spec("quality", BEHIND, AFTER, kl, ("prompt",), {"setting": (CALIBRATED,)}, behind("prompt", dtypes=("tq4",
+             "turboquant35", "tq3", "turboquant25", "fp8", "int4_per_token_head"))),
+    ),
+    "docs/speed.md": (
+        Spec("speed-summary", "decode.csv", STEPS, STEP, CASE, LONG | {"dtype": ("auto", *OURS)}),
+        Spec("steps", "decode.csv", STEPS, STEP, CASE),
+        Spec("steps-h100", "h100/decode.csv", STEPS, STEP, CASE),
+        Spec("prefill", "prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("recent-window", "recent_window.csv", {"dtype": "ms", "recent_tokens": "window"}, STEP, CASE,
+             base={"recent_tokens": "0"}),
+        Spec("means", "means.csv", MEANS, ratio("p50_ms", digits=3), CASE, prepare=averaged, base={"means": "none"}),
+        Spec("mixed", "mixed.csv", MIXED, STEP, ("prompt",)),
+        Spec("mixed-h100", "h100/mixed.csv", MIXED, STEP, ("prompt",)),
+        Spec("verify", "verify.csv", {"model": "shape", "drafts": "drafts", "dtype": "ms"}, STEP, CASE),
+        Spec("gpt-oss", "gpt_oss.csv", STEPS, STEP, CASE),
+        Spec("latent-steps", "glm_flash.csv", STEPS, STEP, CASE),
+        Spec("latent-prefill", "glm_flash_prefill.csv", {"dtype": "tokens/s, tokens:"}, TOKENS_S, ("tokens",)),
+        Spec("tensor-parallel", {"tensor_parallel_one.csv": "", "tensor_parallel.csv": ""}, {"ranks": "GPUs",
+             "dtype": "ms"}, STEP, CASE, prepare=list),
+        Spec("cpu", "cpu_engine.csv", {"what": "what", "dtype": "dtype"}, {"ms": text("ms"),
+             "prompt tokens/s": text("tokens_a_second"), "ratio": text("ratio", ".2f")},
+             prepare=lambda rows: [row for row in rows if not row["reference_ms"]]),
+    ),
+    "docs/server.md": (
+        Spec("server-summary", "serve.csv", {"dtype": "96 requests at once"}, SERVED, where={"concurrency": ("96",),
+             "dtype": ("auto", *OURS)}),
+        Spec("server", "serve.csv", {"concurrency": "requests at once", "dtype": "dtype"}, SERVED),
+        Spec("server-settings", {"async.csv": "", "serve_96.csv": ""}, OPTIONS,
+             {"output tokens/s": text("output_tokens_s", ",.0f"), "TTFT, ms": text("p50_ttft_ms", ",.0f"),
+              "TPOT, ms": text("p50_tpot_ms", ".1f")}, prepare=last_options),
+        Spec("throughput", "throughput.csv", {"dtype": "dtype"}, {"requests that fit": ratio("fit"),
+             "output tokens/s, whole wave": ratio("output_tokens_s"), "while all decode": ratio("decode_tokens_s")}),
+        Spec("prefixes", "prefixes.csv", OPTIONS, HITS, prepare=last_options),
+        Spec("trace", "trace.csv", {"dtype": "dtype"}, HITS),
+        Spec("agents", "agentic.csv", {"offload_gib": "GiB of host memory", "agents": "agents", "dtype": "dtype",
+             "engine": "by"}, shows(AGENTS)),
+        Spec("reasoning", "reasoning.csv", {"engine": "by", "dtype": "dtype"},
+             {"output tokens/s": ratio("output_tokens_s"), **shows(REASONING)}),
+        Spec("contexts", "offload_contexts.csv", {"dtype": "ms", "block": "tokens of a block"}, text("p50_ms",
+             ".0f"), ("source",)),
+        Spec("peers", "peers.csv", {"dtype": "dtype", "prefill_ranks": "ranks", "decode_ranks": "to"}, PEERS),
+        Spec("startup", "startup.csv", {"caches": "caches", "torch_compile": "torch.compile", "dtype": "dtype"},
+             {"on": lambda row, _: row["gpu"].split()[1]} | shows(STARTED), where={"commit": ("cab66d4", "b5be0f4")}),
+    ),
+    "docs/internals.md": (
+        Spec("kernels-summary", "kernels.csv", KERNEL, MICROSECONDS, CASE, LONG | {"dtype": OURS, "kernel": ("cuda",)}),
+        Spec("kernels", "kernels.csv", KERNEL, MICROSECONDS, CASE, {"spread": ("0",)}),
+        Spec("kernels-h100", "h100/kernels.csv", KERNEL, MICROSECONDS, CASE),
+        Spec("columns", {"columns.csv": ""}, COLUMNS, MICROSECONDS, CASE, {"means": ("none",), "recent": ("0",),
+             "requests": ("32",), "context": ("8192",), "group": ("4", "8", "16"), "query_tokens": ("1", "4")},
+             by_kernel),
+        Spec("latent-kernels", "latent_kernels.csv", {"heads": "heads", "cache": "µs"}, ratio("p50_us"), CASE,
+             {"queries": ("1",), "spread": ("0",), "rope_bits": ("16",), "recent": ("0",)}, list, {"cache": "fa3"}),
+        Spec("latent-kernels-h100", "h100/latent_kernels.csv", LATENT, ratio("p50_us"), CASE, prepare=list),
+        Spec("store", "store.csv", {"dtype": "µs, tokens:", "part": "part"}, text("p50_us"), ("tokens",)),
+        Spec("gpu-tests", "gpu_tests.csv", {"command": "command", "result": "result"}, shows( {"card": "gpu",
+             "vLLM": "vllm", "PyTorch": "torch", "commit": "commit"}), prepare=list),
+    ),
+    "docs/reliability.md": (
+        Spec("soak-restarts", {"soak_restarts_h200.json": "H200", "soak_restarts_cpu.json": "CPU"},
+             {"model": "model", "setting": "on", "dtype": "dtype"}, shows(SOAKED), prepare=list),
+    ),
+    "docs/quality.md": (
+        Spec("quality-summary", BEHIND, AFTER, kl, ("prompt",), {"setting": (CALIBRATED,)}, behind("prompt",
+             dtypes=(*OURS, "fp8"))),
+        Spec("generate", BEHIND, KL, kl, ("text", "prompt"), prepare=behind("text", "prompt")),
+        Spec("generate-gain", BEHIND, {"dtype": "with a file / without, prompt tokens:"}, text("gain"), ("prompt",),
+             prepare=gains),
+        Spec("generate-repeated", {f"{FOLDER}/repeated.json": CALIBRATED}, KL, kl, ("text", "prompt"),
+             prepare=behind("text", "prompt")),
+        Spec("generate-no-window", {f"{FOLDER}/no-window-calibrated.json": CALIBRATED,
+             f"{FOLDER}/no-window-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"),
+             prepare=behind("text", "prompt")),
+        Spec("generate-yarn", {f"{FOLDER}/yarn-calibrated.json": CALIBRATED,
+             f"{FOLDER}/yarn-uncalibrated.json": UNCALIBRATED}, KL, kl, ("text", "prompt"), prepare=behind("text",
+             "prompt")),
+        Spec("generate-planted", BEHIND, TASKS, text("shown"), ("dtype",), prepare=tasks),
+        Spec("generate-tasks", {f"{FOLDER}/tasks.json": CALIBRATED}, TASKS, text("shown"), ("dtype",), prepare=tasks),
+        Spec("generate-drafts", f"{FOLDER}/drafts.json", {"dtype": "dtype"}, shows({"tokens per step": "tokens",
+             "of bf16's": "share"}), prepare=drafted),
+        Spec("quality", TEXT, AFTER | {"dtype": "mean KL, nats"}, kl, ("setting",), prepare=forced),
+        Spec("recall", f"{H200}/calibrated-window-64-f759513.json", {"dtype": "dtype"}, {"recalled": text("recalled",
+             ".1%"), "answer's log-probability, nats": text("answer", ".3f")}),
+        Spec("biased-keys", {"quality-kbias-cpu/calibrated-window-64.json": "window 64",
+             "quality-kbias-cpu/calibrated-no-window.json": "no window"}, AFTER | {"dtype": "mean KL, nats"}, kl,
+             ("setting",), prepare=forced),
+        Spec("prompts-cpu", "prompts_cpu.csv", {"dtype": "dtype", "calibration": "file", "window": "window"},
+             shows({"KL": "kl", "of no file's": "of_no_file", "of fp8's": "of_fp8", "±": "of_fp8_error"})),
+        Spec("demo-model", "quality-cpu/quality.json", {"dtype": "dtype", "bytes": "KV bytes/token"},
+             {"perplexity": text("perplexity", ".2f"), "KL mean": text("kl_mean", ".4f"), "top-1": text("top1",
+             ".1%"), "recall": text("recalled", ".0%")}),
+        Spec("latents", "latent_quality.csv", LATENTS, CODED, prepare=codings, base=FP8),
+        Spec("latents-window", "latent_window.csv", LATENTS, CODED, prepare=codings, base=FP8),
+    ),
+}  # fmt: skip
+"""Page -> its tables."""
+
+
+def runs() -> str:
+    """The content of results/runs.md: each file with what made it, a line per commit and command."""
+    table = Table(["file", "what it is", "measured on", "commit", "command"], 5)
+    for name, entry in tables.files().items():
+        link, what = f"[{name}]({name})", entry["what"]
+        names = sorted(path.name for path in (RESULTS / name).glob("*.json")) if name.endswith("/") else [""]
+        rows = [row for one in names if (name + one).endswith((".csv", ".json")) and name != "models.json"
+                for row in load(name + one)]  # fmt: skip
+        made: dict[tuple[str, str], list[Row]] = {
+            (run.get("commit", ""), run.get("command", "")): [] for run in entry.get("runs", ()) if "command" in run
+        }
+        for row in rows:
+            made.setdefault((row["commit"], row.get("command", "")), []).append(row)
+        for (commit, command), found in made.items() or [(("", ""), [])]:
+            table.lines.append([link, what, made_on(found), commit, f"`{command}`" if command else ""])
             link = what = ""
-    return table.markdown()
+    return f"{RUNS}\n{table.markdown()}\n"
 
 
-def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
-    """Each page with tables: marker -> its text."""
-    return {
-        REPO / "README.md": {name: make for name, make in README.items()},
-        **{
-            REPO / "docs" / page: {name: partial(_made, make) for name, make in tables.items()}
-            for page, tables in (
-                ("measured.md", DOCS),
-                ("tried.md", TRIED),
-                ("reliability.md", RELIABILITY),
-                ("quality.md", QUALITY),
-            )
-        },
-        RESULTS / "README.md": {"files": index},
-    }
+def made() -> dict[Path, str]:
+    """Each file with what it should have. Raises ValueError if a page's markers and its tables are not the same."""
+    pages = {RESULTS / "runs.md": runs(), plan_figures.FILE: plan_figures.content()}
+    for name, specs in SPECS.items():
+        text = (REPO / name).read_text()
+        blocks = {spec.name: spec.block("../" * name.count("/")) for spec in specs}
+        markers = [match[2] for match in MARKED.finditer(text)]
+        if sorted(markers) != sorted(blocks):
+            raise ValueError(f"{name}: markers {sorted(markers)}, but tables {sorted(blocks)}")
+        for marker, block in blocks.items():
+            around = re.compile(rf"(<!-- measured: {marker} -->\n).*?(<!-- end -->)", re.DOTALL)
+            text = around.sub(lambda match, block=block: f"{match[1]}\n{block}\n\n{match[2]}", text)
+        pages[REPO / name] = text
+    return pages
 
 
-def _made(make: Callable[[], Sequence[Table]]) -> str:
-    return with_runs(make())
-
-
-def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
-    """`text` with its marked tables made again. Raises ValueError if markers and tables are not the same."""
-    names = [match[2] for match in MARKED.finditer(text)]
-    if sorted(names) != sorted(blocks):
-        raise ValueError(f"markers {sorted(names)}, but tables {sorted(blocks)}")
-    return MARKED.sub(lambda match: f"{match[1]}\n{blocks[match[2]]()}\n\n{match[3]}", text)
-
-
-def plot(path: Path) -> None:
-    """Draws KL divergence against bytes of SmolLM2 behind prompts of each length, with the recent window."""
-    from packed_kv_quality.plots import Point, pareto_by_length
-
-    panels = {}
-    for length, (calibrated, plain, rounding, baseline_bytes) in generation_tables.plotted().items():
-        points, others = (
-            [
-                Point(row["dtype"], float(row["bytes"]), float(row["kl_mean"]), float(row["kl_error"] or 0))
-                for row in rows
-            ]
-            for rows in (calibrated, plain)
-        )
-        panels[f"prompts of {length} tokens"] = [Point("bf16", baseline_bytes, 0), *points], others, rounding
-    pareto_by_length(panels, "SmolLM2-135M-Instruct, calibrated, window of 64 tokens", path)
+def printed(folder: Path) -> Iterable[str]:
+    """The tables of the CSV files of a folder, a marker's once for each file name."""
+    seen = set()
+    for spec in (spec for specs in SPECS.values() for spec in specs):
+        names = [spec.files] if isinstance(spec.files, str) else list(spec.files)
+        if spec.where or len(names) > 1 or names[0] in seen or not (folder / Path(names[0]).name).exists():
+            continue
+        seen.add(names[0])
+        yield spec.table(spec.chosen(read(folder / names[0]))).markdown()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table differs from its rows")
-    parser.add_argument("--plot", action="store_true", help="draw the README's plot, too")
+    parser.add_argument("--of", type=Path, metavar="FOLDER", help="print the tables of this folder's CSV files")
     options = parser.parse_args()
-    check = options.check
-    stale = []
-    for page, blocks in pages().items():
-        text = page.read_text()
-        made = filled(text, blocks)
-        if made != text:
-            stale.append(str(page.relative_to(REPO)))
-            if not check:
-                page.write_text(made)
-    if options.plot:
-        plot(RESULTS / "quality.png")
+    if options.of:
+        if not (found := list(printed(options.of))):
+            parser.error(f"{options.of} has none of the files: run benchmarks/decode.py --out there")
+        print("\n\n".join(found))
+        return 0
+    pages = made()
+    stale = [page for page, content in pages.items() if not page.exists() or page.read_text() != content]
+    for page in () if options.check else stale:
+        page.write_text(pages[page])
     if stale:
-        print(f"{'stale, run benchmarks/measured.py' if check else 'rewritten'}: {', '.join(stale)}")
-    return int(check and bool(stale))
+        names = ", ".join(sorted(str(page.relative_to(REPO)) for page in stale))
+        print(f"{'stale, run benchmarks/measured.py' if options.check else 'rewritten'}: {names}")
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from typing import Any
 
 START_SECONDS, ANSWER_SECONDS = 300, 180
 Prepare = Callable[[], object]
-"""What a process does before its engine starts: importable by name."""
+"""Called by a process before its engine starts: importable by name."""
 
 
 @dataclass
 class Answer:
-    """What an engine says to a prompt. `params` are for the decode engine; `transfers` has bytes, descriptors and
+    """An engine's answer to a prompt. `params` are for the decode engine; `transfers` has bytes, descriptors and
     seconds of each read of each rank."""
 
     tokens: list[int]
@@ -190,7 +190,7 @@ class Peer:
         return [page for head in heads for page in head]
 
     def windows(self) -> list[list[tuple[int, int]]]:
-        """What each rank's `take_windows` returns, on a CPU."""
+        """Return what each rank's `take_windows` returns, on a CPU."""
         self.connection.send((None, None, 0))
         return self._receive(ANSWER_SECONDS)
 

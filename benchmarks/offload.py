@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 LAYERS, KV_HEADS, HEAD_DIM, TOKENS = 36, 8, 128, 10240
 REPEATS = 7
 THREADS = 16
-"""Of a job of the tier on disk."""
+"""Threads of a job of the tier on disk."""
 CHUNK_TOKENS = 8192
-"""Of a prefill."""
+"""Tokens of a prefill's step."""
 
 
 def page_bytes(dtype: str, block: int) -> int:
-    """Of a block of a layer; `auto` is bf16."""
+    """Return the bytes of a layer's page of `block` tokens; `auto` is bf16."""
     slot = FORMATS[dtype].slot_bytes(HEAD_DIM) if dtype in FORMATS else 2 * 2 * HEAD_DIM
     return block * KV_HEADS * slot
 

@@ -71,7 +71,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """As the module's docstring says."""
+        """Parse a case as the module's docstring writes it."""
         dtype, *numbers = text.split(":")
         prefill, decode, size = [*map(int, numbers[:3]), *(1, 1, 16)[len(numbers) :]]
         decode_size = int(numbers[3]) if len(numbers) > 3 else size

@@ -1,7 +1,8 @@
 """Plots of the benchmarks' rows: step time by context length, throughput by concurrency, what agents see by their
-number, a line for every dtype.
+number, a line for every dtype; and quality.png, the README's, of the rows in results/.
 
     python benchmarks/plot.py FOLDER [--requests N] [--out FOLDER]
+    python benchmarks/plot.py --quality [--out FOLDER]
 
 Reads decode.csv, serve.csv and agentic.csv of FOLDER, as far as they are there, and writes step_time.png (the steps of
 N requests; bars from p20 to p80), throughput.png and agentic.png (what was measured, and thin what arithmetic says,
@@ -11,6 +12,8 @@ without host memory behind the cache). Of rows of the same case the last one cou
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +22,9 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+import quality_rows
 import rows
+import tables
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -126,14 +131,41 @@ def plot_agentic(source: Path, target: Path) -> None:
     print(target)
 
 
+def plot_quality(target: Path) -> None:
+    """KL divergence against bytes of SmolLM2 by the length of prompts, with the recent window."""
+    from packed_kv_quality.plots import Point, pareto_by_length
+
+    rows = [{**row, "setting": setting} for name, setting in quality_rows.BEHIND.items() for row in tables.load(name)]
+    found = [row for row in quality_rows.behind("prompt")(rows) if math.isfinite(float(row["kl_mean"]))]
+    first = json.loads((tables.RESULTS / next(iter(quality_rows.BEHIND))).read_text())["rows"]
+    baseline = next(row for row in first if row["dtype"] == tables.BASELINE)
+    panels = {}
+    for prompt, rounding in baseline["rounding"].items():
+        length = f"{int(prompt):,}"
+        calibrated, plain = (
+            [Point(row["dtype"], float(row["bytes"].replace(",", "")), float(row["kl_mean"]),
+                   float(row["kl_error"] or 0))
+             for row in found if row["prompt"] == length and (row["setting"] == quality_rows.UNCALIBRATED) == is_plain]
+            for is_plain in (False, True)
+        )  # fmt: skip
+        ours = [Point("bf16", baseline["bytes_per_token"], 0), *calibrated]
+        panels[f"prompts of {length} tokens"] = ours, plain, rounding
+    pareto_by_length(panels, "SmolLM2-135M-Instruct, calibrated, window of 64 tokens", target)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where decode.csv, serve.csv and agentic.csv are")
+    parser.add_argument("folder", type=Path, nargs="?", default=tables.RESULTS,
+                        help="where decode.csv, serve.csv and agentic.csv are (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--quality", action="store_true", help="draw quality.png alone")
     parser.add_argument("--requests", type=int, default=32, help="of the step times (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the plots (default: the same)")
     options = parser.parse_args()
     decode, serve, agentic = (options.folder / f"{name}.csv" for name in ("decode", "serve", "agentic"))
     out = options.out or options.folder
+    if options.quality:
+        plot_quality(out / "quality.png")
+        return 0
     if not any(file.exists() for file in (decode, serve, agentic)):
         parser.error(
             f"{options.folder} has no decode.csv, serve.csv or agentic.csv: run benchmarks/decode.py --out there"

@@ -1,4 +1,4 @@
-"""What a larger KV cache is worth to reasoning: 1k tokens in, 8k out, as many requests at once as the cache holds.
+"""Worth of a larger KV cache to reasoning: 1k tokens in, 8k out, as many requests at once as the cache holds.
 
     python benchmarks/reasoning.py [--dtypes NAME ...] [--seconds S] [--kv-bytes BYTES]
     python benchmarks/reasoning.py --predict        the same by arithmetic, and the long run that it stands for

@@ -25,6 +25,14 @@ def machine(with_vllm: bool = True) -> dict[str, str]:
     return {"gpu": gpu, **engine, "torch": torch.__version__, "triton": triton}
 
 
+def processor() -> str:
+    """The name of the CPU."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
 def commit_here() -> str:
     """The checkout's commit, with `+` if it has changes; empty where there is no git history."""
     root = Path(__file__).resolve().parent

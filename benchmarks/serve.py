@@ -52,7 +52,7 @@ GPU_OPTIONS = '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY
 
 @dataclass(frozen=True)
 class Load:
-    """What `vllm bench serve` sends: a number of requests, and its options for them.
+    """Load that `vllm bench serve` sends: a number of requests, and its options for them.
 
     At most `concurrency` run at a time: by the client's limit, beyond which requests wait in the client; of a trace by
     the server's, beyond which they wait in the server. `rate` is requests a second, `prompt` tokens in the mean, `tail`

@@ -42,7 +42,7 @@ class Speed:
 
     @classmethod
     def measured(cls, folder: Path, dtype: str) -> Speed:
-        """From `decode.csv` and `prefill.csv` in `folder`. Raises ValueError if they lack the dtype."""
+        """Return the speed by `decode.csv` and `prefill.csv` in `folder`. Raises ValueError if they lack the dtype."""
         decode, prefill = ([row for row in rows.read(folder / file) if row["dtype"] == dtype] for file in FILES)
         steps = {(row["requests"], row["context"]): float(row["p50_ms"]) * 1e-3 for row in decode}
         prompts = {row["tokens"]: float(row["tokens_s"]) for row in prefill}
@@ -92,7 +92,7 @@ class BlockPool:
         return found
 
     def unused(self, blocks: list[int]) -> int:
-        """How many of `blocks` no request uses."""
+        """Return the number of `blocks` that no request uses."""
         return sum(block in self._free for block in blocks)
 
     def use(self, blocks: list[int]) -> None:

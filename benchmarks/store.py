@@ -18,8 +18,8 @@ import torch
 import triton
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.rotate import QueryRotation, rotate_query_arguments, rotation_matrix
-from packed_kv.kernels.triton.store import bind_store, store_arguments, store_grid
+from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
+from packed_kv.kernels.triton.store import StoreLaunch
 from packed_kv.layout import ring_slot_bytes
 from rows import append, commit_here, machine
 
@@ -36,13 +36,13 @@ def some_slots(tokens: int) -> torch.Tensor:
 
 
 def launches(name: str, tokens: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What to launch, by part."""
+    """Yield the launches to be timed, by part."""
     codec = PagedCodec(FORMATS[name], HEAD_DIM, device="cuda")
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, codec.slot_bytes, dtype=torch.uint8, device="cuda")
     key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     slots = some_slots(tokens)
-    alone = bind_store(codec, cache, key, value)
-    arguments, grid = store_arguments(codec, slots, None, None), store_grid(codec, tokens, KV_HEADS)
+    alone = StoreLaunch(codec, cache, key, value)
+    grid, arguments = StoreLaunch.step(codec, KV_HEADS, slots)
     yield "pages", lambda: alone(grid, (key, value, key), arguments)
     if tokens > MOST_OF_A_STEP:
         return
@@ -53,12 +53,10 @@ def launches(name: str, tokens: int) -> Iterator[tuple[str, Callable[[], None]]]
     query = torch.randn(tokens, GROUP * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     rotated = torch.empty(tokens, KV_HEADS, GROUP, HEAD_DIM, dtype=torch.float16, device="cuda")
     rotation = QueryRotation(rotation_matrix(codec.key, KV_HEADS), HEAD_DIM**-0.5)
-    step = bind_store(codec, cache, key, value, ring, (query, rotation))
-    rotate, rows = rotate_query_arguments(rotated), tokens * GROUP
-    for part, stored, rotated_rows in (("step", tokens, rows), ("stored", tokens, 0), ("queries", 0, rows)):
-        own = rotate if rotated_rows else rotate_query_arguments(rotated[:0])
-        own_arguments = store_arguments(codec, slots[:stored], None, ring_slots[:stored], own)
-        own_grid = store_grid(codec, stored, KV_HEADS, rotated_rows)
+    step = StoreLaunch(codec, cache, key, value, ring, (query, rotation))
+    for part, stored, turned in (("step", tokens, tokens), ("stored", tokens, 0), ("queries", 0, tokens)):
+        rotate = RotateQueryLaunch.step(rotated[:turned], rotation)
+        own_grid, own_arguments = StoreLaunch.step(codec, KV_HEADS, slots[:stored], None, ring_slots[:stored], rotate)
         yield part, lambda given=own_arguments, programs=own_grid: step(programs, (key, value, query), given)
 
 

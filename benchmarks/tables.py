@@ -1,51 +1,48 @@
-"""The benchmarks' rows as Markdown tables, with ratios to bf16 (`auto`).
+"""Rows of the benchmarks, and Markdown tables of them; `measured.py` says which tables there are.
 
-    python benchmarks/tables.py FOLDER
-
-Reads decode.csv, prefill.csv, throughput.csv, serve.csv, mixed.csv, agentic.csv and reasoning.csv of FOLDER, as far as
-they are there. Of rows of the same case the last one counts. In brackets stand ratios to bf16, and what arithmetic says
-of agents. `measured.py` makes the tables of the docs from the same functions.
+A row is a mapping of text, from a CSV file or a JSON of the quality harness, with `file`, `commit` and `command`. Of
+rows of the same case the last one counts.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from rows import read
 
-BASELINE = "auto"
+BASELINE, REFERENCE = "auto", "fp8"
+"""bf16, and vLLM's dtype with which ours are compared."""
+ORDER = ("auto", "fp8", "fp8_e5m2", "tq4", "isoquant4", "planarquant4", "turboquant35", "tq3", "isoquant3",
+         "planarquant3", "turboquant25")  # fmt: skip
+"""Order of dtypes in a table; others follow in the order of their rows."""
+RESULTS = Path(__file__).resolve().parent / "results"
+NOT_FINITE = "not finite"
+"""Stands for a figure that an engine gave as nan."""
 Row = Mapping[str, str]
 Show = Callable[[Row, Row | None], str]
-"""The text of a cell, from its row and bf16's row of the same case (None if there is none)."""
+"""The text of a cell, from its row and the base's row of the same case (None if there is none), by default bf16's."""
 
 
 @dataclass
 class Table:
-    """A Markdown table: the first `names` columns name a case, the others are figures. `rows` has, for each line, the
-    rows that its figures come from."""
+    """A Markdown table: the first `names` columns name a case, the others are figures."""
 
     head: Sequence[str]
     names: int
     lines: list[list[str]] = field(default_factory=list)
-    rows: list[list[Row]] = field(default_factory=list)
-
-    def add(self, cells: list[str], rows: list[Row]) -> None:
-        """Append a line."""
-        self.lines.append(cells)
-        self.rows.append(rows)
 
     def markdown(self) -> str:
         """The table's text, without a line feed at its end."""
-        rule = "| " + " | ".join(["---"] * self.names + ["---:"] * (len(self.head) - self.names)) + " |"
-        return "\n".join([_line(self.head), rule, *map(_line, self.lines)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        rule = ["---"] * self.names + ["---:"] * (len(self.head) - self.names)
+        lines = [self.head, rule, *(["bf16" if cell == BASELINE else cell for cell in line] for line in self.lines)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(cell: str) -> str:
@@ -53,12 +50,17 @@ def number(cell: str) -> str:
     return f"{float(cell):.2f}" if "." in cell else f"{int(cell):,}"
 
 
-def ratio(column: str, form: Callable[[str], str] = number) -> Show:
-    """Shows a column, and behind it its ratio to bf16."""
+def rounded(cell: str) -> str:
+    """A row's figure as a whole number, thousands with commas."""
+    return f"{float(cell):,.0f}"
+
+
+def ratio(column: str, form: Callable[[str], str] = number, digits: int = 2) -> Show:
+    """Shows a column, and after it in brackets its ratio to the base's with so many digits."""
 
     def show(row: Row, base: Row | None) -> str:
-        compared = base is not None and row["dtype"] != BASELINE
-        return form(row[column]) + (f" ({float(row[column]) / float(base[column]):.2f})" if base and compared else "")
+        compared = f" ({float(row[column]) / float(base[column]):.{digits}f})" if base and base is not row else ""
+        return form(row[column]) + compared
 
     return show
 
@@ -73,119 +75,179 @@ def text(column: str, form: str = "", scale: float = 1) -> Show:
     return show
 
 
-def pivot(rows: Sequence[Row], down: Sequence[str], across: Sequence[str], show: Show, head: Sequence[str],
-          case: Callable[..., str] = lambda *values: " x ".join(values)) -> Table:  # fmt: skip
-    """Cases named by the columns `down` as lines, those named by `across` as columns under `head` and `case`."""
+BASE = {"dtype": BASELINE}
+"""Values that a row's base has in these columns; in the others of a case it has the row's own."""
+
+
+def is_number(cell: str) -> bool:
+    """Return True if a cell is a number, such as 16 or 28.0."""
+    return cell.replace(".", "", 1).isdigit()
+
+
+def _grouped(names: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Names of lines, each once, sorted by their parts in turn: numbers by size, others as they appear."""
+    once = list(dict.fromkeys(names))
+    seen = [list(dict.fromkeys(parts)) for parts in zip(*once, strict=True)]
+    seen = [sorted(parts, key=float) if all(map(is_number, parts)) else parts for parts in seen]
+    return sorted(once, key=lambda name: [parts.index(part) for part, parts in zip(name, seen, strict=True)])
+
+
+def pivot(rows: Sequence[Row], down: Mapping[str, str], across: Sequence[str], show: Show,
+          base: Mapping[str, str] = BASE) -> Table:  # fmt: skip
+    """Cases of the columns `down` (column -> title) as lines, those of `across` as columns."""
     found = {tuple(row[key] for key in (*down, *across)): row for row in rows}
     columns = list(dict.fromkeys(key[len(down) :] for key in found))
-    table = Table([*head, *(case(*column) for column in columns)], len(down))
-    for name in dict.fromkeys(key[: len(down)] for key in found):
-        base = tuple(BASELINE if column == "dtype" else value for column, value in zip(down, name, strict=True))
-        cells, used = list(name), []
-        for column in columns:
-            row = found.get((*name, *column))
-            cells.append("not run" if row is None else show(row, found.get((*base, *column))))
-            used += [] if row is None else [row]
-        table.add(cells, used)
+    table = Table([*down.values(), *(" x ".join(column) for column in columns)], len(down))
+    for name in _grouped(key[: len(down)] for key in found):
+        of_base = tuple(base.get(key, value) for key, value in zip(down, name, strict=True))
+        cells = [
+            show(row, found.get((*of_base, *column))) if (row := found.get((*name, *column))) else "not run"
+            for column in columns
+        ]
+        table.lines.append([*name, *cells])
     return table
 
 
-def figures(rows: Sequence[Row], down: Mapping[str, str], columns: Mapping[str, Show]) -> Table:
-    """Cases named by the columns `down` (column -> title) as lines, and `columns` (title -> what to show of a row)."""
+def figures(rows: Sequence[Row], down: Mapping[str, str], columns: Mapping[str, Show],
+            base: Mapping[str, str] = BASE) -> Table:  # fmt: skip
+    """Cases of the columns `down` (column -> title) as lines, and `columns` (title -> what to show of a row)."""
     found = {tuple(row[key] for key in down): row for row in rows}
     table = Table([*down.values(), *columns], len(down))
-    for name, row in found.items():
-        base = tuple(BASELINE if column == "dtype" else value for column, value in zip(down, name, strict=True))
-        table.add([*name, *(show(row, found.get(base)) for show in columns.values())], [row])
+    for name in _grouped(found):
+        row = found[name]
+        of_base = found.get(tuple(base.get(key, value) for key, value in zip(down, name, strict=True)))
+        table.lines.append([*name, *(show(row, of_base) for show in columns.values())])
     return table
 
 
-TABLES = (
-    ("decode.csv", "p50_ms", "ms", ("requests", "context")),
-    ("prefill.csv", "tokens_s", "tokens/s", ("tokens",)),
-    ("throughput.csv", "fit", "requests that fit", ("input", "output")),
-    ("throughput.csv", "output_tokens_s", "tokens/s, whole wave", ("input", "output")),
-    ("throughput.csv", "decode_tokens_s", "tokens/s, while all decode", ("input", "output")),
-    ("serve.csv", "output_tokens_s", "tokens/s", ("concurrency",)),
-    ("serve.csv", "p50_ttft_ms", "TTFT ms", ("concurrency",)),
-    ("serve.csv", "p50_tpot_ms", "TPOT ms", ("concurrency",)),
-)
-"""(file, column shown, its unit, columns that name a case)"""
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows by dtype in `ORDER`."""
+    return sorted(rows, key=lambda row: ORDER.index(row["dtype"]) if row["dtype"] in ORDER else len(ORDER))
 
 
-def by_case(rows: Sequence[Row], value: str, unit: str, case: Sequence[str]) -> Table:
-    """Dtypes down, cases across; without the rows of several ranks, which have a file of their own."""
-    rows = [row for row in rows if row.get("ranks", "1") == "1"]
-    return pivot(rows, ("dtype",), case, ratio(value), [f"{unit}, {' x '.join(case)}:"])
+def without_others(rows: Sequence[Row]) -> list[Row]:
+    """Rows without those of isoquant and planarquant where tq4 was measured, too: docs/choose.md has them."""
+    own = [row.get("dtype") or row.get("coding", "") for row in rows]
+    if not any(name.startswith("tq4") for name in own):
+        return list(rows)
+    return [row for row, name in zip(rows, own, strict=True)
+            if not name.startswith(("isoquant", "planarquant")) or row.get("kernel") in ("bf16", "fp8")
+            or "kills" in row]  # fmt: skip
 
 
-def mixed(rows: Sequence[Row]) -> Table:
-    """Steps of one kind of GPU: decodes and dtypes down, prompts across; ms of a step / of launching, and the ratio."""
-    step = ratio("p50_ms", lambda cell: f"{float(cell):.1f}")
+@cache
+def files(results: Path = RESULTS) -> dict[str, Mapping]:
+    """The entries of runs.toml by name.
 
-    def show(row: Row, base: Row | None) -> str:
-        time, *compared = step(row, base).split(" ")
-        return " ".join([f"{time} / {float(row['launch_ms']):.0f}", *compared])
-
-    shapes = list(dict.fromkeys((row["requests"], row["context"]) for row in rows))
-    ordered = sorted(rows, key=lambda row: shapes.index((row["requests"], row["context"])))
-    named = [{**row, "decodes": f"{row['requests']} x {row['context']}"} for row in ordered]
-    head = [f"{rows[0]['gpu']}, decodes", "dtype"]
-    return pivot(named, ("decodes", "dtype"), ("prompt",), show, head, lambda p: "none" if p == "0" else f"+{p}")
+    An entry has `what` and `runs`: each a commit, a command, and `where`, the values of its rows in some columns. In a
+    folder (its name ends in `/`) the files say commit and command themselves.
+    """
+    return {entry["name"]: entry for entry in tomllib.loads((results / "runs.toml").read_text())["file"]}
 
 
-AGENTIC = ("hit_rate", "ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens")
+def run_of(name: str, row: Row) -> Mapping:
+    """The first run of a file that fits a row (of any commit if rows have none). Raises KeyError if none does."""
+    for run in files()[name].get("runs", ()):
+        same = run["commit"] == row.get("commit", run["commit"])
+        if same and all(row[column] in values for column, values in run.get("where", {}).items()):
+            return run
+    raise KeyError(f"results/runs.toml has no run for {name} at {row.get('commit')!r}")
 
 
-def agentic(rows: Sequence[Row], offload: float) -> Table:
-    """Agents and dtypes down, figures across, arithmetic's in brackets; `offload` GiB of host memory behind it."""
-    chosen = [row for row in rows if float(row["offload_gib"]) == offload]
-    expected = {(row["agents"], row["dtype"]): row for row in chosen if row["engine"] == "arithmetic"}
-    measured = sorted((row for row in chosen if row["engine"] == "vllm"), key=lambda row: int(row["agents"]))
-    memory = f", {offload:g} GiB of host memory" if offload else ""
-
-    def column(name: str) -> Show:
-        def show(row: Row, _: Row | None) -> str:
-            other = expected.get((row["agents"], row["dtype"]))
-            return row[name] + (f" ({other[name]})" if other else "")
-
-        return show
-
-    table = figures(measured, {"agents": f"agents{memory}", "dtype": "dtype"}, {name: column(name) for name in AGENTIC})
-    for used in table.rows:
-        used += [expected[key] for row in used[:1] if (key := (row["agents"], row["dtype"])) in expected]
-    return table
+def load(name: str) -> list[Row]:
+    """The rows of a file of results/: a CSV file, a JSON of `packed-kv-quality`, or another report, which is a row."""
+    path = RESULTS / name
+    if path.suffix == ".csv":
+        runs = files()[name].get("runs")
+        return [{**row, **(run_of(name, row) if runs else {}), "file": name} for row in read(path)]
+    found = json.loads(path.read_text())
+    if not isinstance(found.get("rows"), list):
+        return [{**{key: str(value) for key, value in found.items()}, **run_of(name, {}), "file": name}]
+    return list(_generated(found, name) if "continuations" in found["rows"][0] else _harness(found, name))
 
 
-REASONING = ("output_tokens_s", "mean_requests", "ended", "preemptions", "first_half_tokens_s", "second_half_tokens_s")
+def made_by(name: str, run: Mapping) -> dict[str, str]:
+    """The columns that say what made the rows of a JSON of the quality harness, from its `run`."""
+    made_with = run["made_with"]
+    device = made_with["device"]
+    folder = files().get(f"{name.split('/')[0]}/", {})
+    return {
+        "file": name, "gpu": "" if device == "cpu" else device, "vllm": made_with["vllm"], "torch": made_with["torch"],
+        "commit": run["commit"] or folder["runs"][0]["commit"], "command": run["command"],
+    }  # fmt: skip
 
 
-def reasoning(rows: Sequence[Row]) -> Table:
-    """Dtypes and ways down, figures across, with the ratio of output tokens a second to bf16."""
-    plain: dict[str, Show] = {name: lambda row, _, name=name: row[name] for name in REASONING[1:]}
-    columns = {REASONING[0]: ratio(REASONING[0], str), **plain}
-    return figures(rows, {"engine": "reasoning", "dtype": "dtype"}, columns)
+def _harness(found: Mapping, name: str) -> Iterator[Row]:
+    """A row per dtype of a teacher-forced text; `kl_share` is the ratio to fp8's storage in the same run."""
+    run = found["run"]
+    storage = next((row["scores"]["kl_mean"] for row in found["rows"] if row["dtype"] == "fp8-storage"), None)
+    for row in found["rows"]:
+        # vLLM's turboquant dtypes keep some layers in bf16, and the harness gave every layer the first one's bytes
+        mixed = row["dtype"].startswith("turboquant_")
+        token = run["settings"]["kv_cache_memory"] / row["kv_tokens"] if mixed else row["bytes_per_token"]
+        facts = sum(cell["facts"] for cell in row["recall"])
+        answers = sum(cell["facts"] * cell.get("log_prob", 0) for cell in row["recall"])
+        yield {
+            "dtype": row["dtype"], "bytes": f"{token:,.0f}", "window": f"{row.get('bytes_per_request', 0) / 1024:,.0f}",
+            **{key: str(value) for key, value in row["scores"].items()},
+            "kl_error": str(row["scores"].get("kl_error") or ""),
+            "kl_share": str(row["scores"]["kl_mean"] / storage) if storage else "",
+            "recalled": str(sum(cell["recalled"] for cell in row["recall"]) / facts) if facts else "",
+            "answer": str(answers / facts) if facts else "",
+            **made_by(name, run),
+        }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the CSV files are")
-    folder = parser.parse_args().folder
-    found = [by_case(read(folder / name), *rest) for name, *rest in TABLES if (folder / name).exists()]
-    if (folder / "mixed.csv").exists():
-        rows = read(folder / "mixed.csv")
-        for gpu in dict.fromkeys(row["gpu"] for row in rows):
-            found.append(mixed([row for row in rows if row["gpu"] == gpu]))
-    if (folder / "agentic.csv").exists():
-        points = read(folder / "agentic.csv")
-        found += [agentic(points, offload) for offload in sorted({float(row["offload_gib"]) for row in points})]
-    if (folder / "reasoning.csv").exists():
-        found.append(reasoning(read(folder / "reasoning.csv")))
-    if not found:
-        parser.error(f"{folder} has none of the files: run benchmarks/decode.py --out there")
-    print("\n\n".join(table.markdown() for table in found))
-    return 0
+def _generated(found: Mapping, name: str) -> Iterator[Row]:
+    """A row per dtype, text and length of prompts of a JSON of `packed-kv-quality generate`."""
+    for row in found["rows"]:
+        for part in row["continuations"]:
+            yield {
+                "dtype": row["dtype"], "bytes": f"{row['bytes_per_token']:,.0f}", "text": part["text"],
+                "prompt": f"{part['prompt']:,}", "kl_mean": str(part["kl_mean"]),
+                "kl_error": str(part["kl_error"] or ""), "windows": json.dumps(part["kl_windows"]),
+                **made_by(name, found["run"]),
+            }  # fmt: skip
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def merged(rows: Sequence[Row], kept: Sequence[str]) -> list[Row]:
+    """The mean of the rows that are alike in `kept`, with its standard error and all windows."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in kept), []).append(row)
+    return [
+        {**found[0], "kl_mean": str(statistics.fmean(float(row["kl_mean"]) for row in found)),
+         "kl_error": str(math.hypot(*(float(row["kl_error"]) for row in found)) / len(found))
+         if all(row["kl_error"] for row in found) else "",
+         "windows": json.dumps([kl for row in found for kl in json.loads(row["windows"])])}
+        for found in groups.values()
+    ]  # fmt: skip
+
+
+def shared(rows: Sequence[Row], places: Sequence[str]) -> list[Row]:
+    """The rows with `kl_share`, the ratio to the reference's of the same `places` ("" if it has none there)."""
+    found = {tuple(row[at] for at in places): float(row["kl_mean"]) for row in rows if row["dtype"] == REFERENCE}
+    bases = [found.get(tuple(row[at] for at in places)) if row["dtype"] != REFERENCE else None for row in rows]
+    return [
+        {**row, "kl_share": str(float(row["kl_mean"]) / base) if base else ""}
+        for row, base in zip(rows, bases, strict=True)
+    ]
+
+
+def kl(row: Row, _: Row | None = None) -> str:
+    """Mean KL, its standard error, and in brackets the ratio to the reference's."""
+    if not math.isfinite(float(row["kl_mean"])):
+        return NOT_FINITE
+    error = f" ± {float(row['kl_error']):.4f}" if row["kl_error"] else ""
+    share = float(row["kl_share"] or 0)
+    compared = f" ({share:.{1 if share >= 10 else 2}f})" if share else ""
+    return f"{float(row['kl_mean']):.4f}{error}{compared}"
+
+
+def ratio_of_means(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """The ratio of two means of pairs, with its standard error by linearization (0 of one pair)."""
+    found = statistics.fmean(ours) / statistics.fmean(others)
+    if len(ours) < 2:
+        return found, 0.0
+    left = [one - found * other for one, other in zip(ours, others, strict=True)]
+    return found, statistics.stdev(left) / math.sqrt(len(left)) / statistics.fmean(others)

@@ -47,7 +47,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Outliers:
-    """Which channels are scaled, and by how much."""
+    """Share of channels that are scaled, and by how much."""
 
     fraction: float = 0.04
     scale: float = 12.0
@@ -68,7 +68,7 @@ class Attention:
 
     @classmethod
     def of(cls, config: dict) -> Attention:
-        """From config.json's content. Raises ModelError for an unknown architecture."""
+        """Read config.json's content. Raises ModelError for an unknown architecture."""
         model_type = config.get("model_type")
         if model_type not in MODEL_TYPES:
             raise ModelError(f"model_type {model_type!r} is not supported ({', '.join(sorted(MODEL_TYPES))} are)")

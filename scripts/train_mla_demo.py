@@ -39,7 +39,7 @@ JUDGED_ROWS = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model and of what it is trained on."""
+    """Sizes of a model and of its training data."""
 
     model: dict[str, int]
     batch: int = 64

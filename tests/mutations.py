@@ -41,10 +41,10 @@ MUTATIONS = {
         "tests/codecs/test_format_bytes.py",
     ),
     "window's edge": Mutation(
-        "overlay/packed_kv/attention/active_blocks.py",
-        "hidden = (distance < 0) | (distance >= window)",
-        "hidden = (distance < 0) | (distance > window)",
-        "tests/attention/test_active_blocks.py -k naive_attention",
+        "overlay/packed_kv/reference/attention.py",
+        "hidden = (distance < 0) | (distance >= sliding_window)",
+        "hidden = (distance < 0) | (distance > sliding_window)",
+        "tests/reference/test_active_blocks.py -k naive_attention",
     ),
     "slot -1": Mutation(
         "overlay/packed_kv/codecs/pages.py",
@@ -84,7 +84,7 @@ MUTATIONS = {
     ),
     "refusal": Mutation(
         "overlay/packed_kv/refusals.py",
-        "(f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)",
+        "(f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)",
         "f.head_size <= 0",
         "tests/test_refusal_table.py",
     ),
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def look(copy: Path, mutation: Mutation) -> str:
-    """What the tests say of a broken line: "seen by ..." or what is wrong."""
+    """Return what the tests say of a broken line: "seen by ..." or what is wrong."""
     path = copy / mutation.file
     text = path.read_text()
     if text.count(mutation.line) != 1:

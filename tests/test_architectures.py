@@ -24,8 +24,6 @@ UNDER: dict[str, dict[str, Any]] = {
     "ALiBi: BloomAttention": {"model_type": "bloom"},
     "ALiBi: StepAttention": {"model_type": "step1"},
     "option use_alibi_sqrt: StepAttention": {"model_type": "step1"},
-    "backend: MultiHeadLatentAttention": LATENT,
-    "class MultiHeadLatentAttention of AttentionLayerBase": LATENT,
     "class DeepseekV32IndexerCache of AttentionLayerBase": {**LATENT, "index_topk": 2048},
     "layer RSWAAttention": {"rswa_window": 64},
     "backend: OpenPanguSinkAttention": {"param_sink_number": 128},
@@ -43,10 +41,15 @@ UNDER: dict[str, dict[str, Any]] = {
 }
 """Sign -> the fields of a config.json under which a model's layers are such, and only then."""
 TWO_SIZES = "our patch has the dtype's backend serve V of another size"
+KIMI = "`attention/latent/kimi.py` has the layer attend over packed pages"
 NO_CACHE = "of an encoder without a KV cache"
 SERVED: dict[str, str] = {
     "backend: MiMoV2Attention": TWO_SIZES,
     "check: MiMoV2Attention": TWO_SIZES,
+    "backend: MultiHeadLatentAttention": KIMI,
+    "cache: MultiHeadLatentAttention": KIMI,
+    "check: MultiHeadLatentAttention": KIMI,
+    "class MultiHeadLatentAttention of AttentionLayerBase": KIMI,
     "cache: BeamAttention": "it writes pages itself only if they are bf16",
     "check: FunAudioChatAudioEncoder": NO_CACHE,
     "check: OpenPanguVisionTransformer": NO_CACHE,
@@ -57,7 +60,7 @@ WHISPERS = ("MoonshotKimiaForCausalLM", "MossTranscribeDiarizeForConditionalGene
 """Models with Whisper's encoder, whose decoder, and whose causal encoder but in VoxtralRealtime, they do not have."""
 OF_WHISPER = ("layer CrossAttention", "WhisperCausalAttentionWithBlockPooling", "create_whisper_attention_backend")
 VERSIONS = ("0.33.0", "0.31.0")
-"""Besides the installed one. 0.28.0 serves what 0.31.0 does, or less."""
+"""Besides the installed one."""
 
 
 def tree(version: str, folder: Path) -> Tree:
@@ -105,7 +108,8 @@ NEEDED = {
     "OWN_BACKENDS": "MiniMaxM3SparseForCausalLM: class MiniMaxM3IndexerCache of AttentionLayerBase",
     "SPARSE": "DeepseekV32ForCausalLM: class DeepseekV32Attention of MLAAttention",
     "BOTH_WAYS": "HrmTextForCausalLM: layer PrefillPrefixLMAttention",
-    "OWN_LATENTS": "KimiLinearForCausalLM: class MultiHeadLatentAttention of AttentionLayerBase",
+    "LATENT_SINKS": "HYV4ForCausalLM: backend: HYV4MLAAttention",
+    "OWN_LATENTS": "Dots3NoteForCausalLM: class Dots3NotePaddedMLAAttention of MLAAttention",
     "ENCODERS": "BertModel: layer EncoderOnlyAttention",
     "ENCODER_DECODERS": "WhisperForConditionalGeneration: layer CrossAttention",
     "OWN_DRAFTS": "DFlashDraftModel: cache: DFlashQwen3Model",
@@ -133,15 +137,15 @@ SHAPE = {"model_type": "x", "num_hidden_layers": 2, "num_attention_heads": 4, "h
 REFUSED = {
     "Rnj1ForCausalLM": "these options of an attention layer: chunk_lookback, which",
     "FlintForCausalLM": "models that choose their own attention backend",
-    "Dots3NoteForCausalLM": "models that choose their own attention backend",
-    "HYV4ForCausalLM": "models that choose their own attention backend",
+    "Dots3NoteForCausalLM": "latent attention (MLA) in layers of their own kind",
+    "HYV4ForCausalLM": "latent attention (MLA) with attention sinks",
     "Glm5NextForCausalLM": "sparse attention",
     "VoxtralRealtimeGeneration": "models that choose their own attention backend",
     "LlamaBidirectionalModel": "encoders: encoder_only",
     "HrmTextForCausalLM": "prompts that are read in both directions",
     "DFlashDraftModel": "drafts that write their KV cache themselves",
 }
-"""What nothing but its name tells -> words of the refusal."""
+"""Architecture that nothing but its name tells -> words of the refusal."""
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
@@ -164,7 +168,7 @@ def test_plan_and_doctor_say_what_was_not_tried(
     architecture: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "architectures": [architecture]}))
-    said = f"{architecture} was not tried here; no rule speaks against it, so compare its answers with those of auto"
+    said = f"{architecture} has not been tested; no rule refuses it, so compare its answers with those of auto"
     assert plan.main([str(tmp_path), "--kv-cache-memory", "10GiB"]) == 0
     assert (said in " ".join(capsys.readouterr().out.split())) == is_said
     findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))

@@ -86,13 +86,13 @@ REFUSED: dict[str, tuple[Change, str]] = {
         set_field(value_head_size=48),
         "layer 0: value_high_precision_indices: head 0 must be strictly ascending within 0 to 47",
     ),
-    "no_layers": (drop("layers"), "layers must be an object with an entry a layer, got null"),
-    "layers_are_empty": (set_field(layers={}), "layers must be an object with an entry a layer, got {}"),
+    "no_layers": (drop("layers"), "layers must be an object with an entry per layer, got null"),
+    "layers_are_empty": (set_field(layers={}), "layers must be an object with an entry per layer, got {}"),
     "layer_name": (rename("model.layers.one\n.self_attn"), r'layer name "model.layers.one\n.self_attn" is not model'),
     "layer_twice": (rename("model.layers.0.self_attn.attn"), "layer 0 is listed twice"),
     "layer_is_a_list": (lambda file: file["layers"].update({LAYER: []}), "layer 1: expected an object, got []"),
-    "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels a KV head"),
-    "no_heads": (set_in_layer(**{VALUES: []}), f"layer 1: {VALUES} must be a list with a list of channels a KV head"),
+    "no_keys": (set_in_layer(**{KEYS: None}), f"layer 1: {KEYS} must be a list with a list of channels per KV head"),
+    "no_heads": (set_in_layer(**{VALUES: []}), f"layer 1: {VALUES} must be a list with a list of channels per KV head"),
     "one_head_less": (set_in_layer(**{VALUES: [FIRST]}), "layer 1: lists 2 heads of keys and 1 of values"),
     "other_heads": (
         set_in_layer(**{KEYS: [FIRST], VALUES: [FIRST], "key_channel_order": None, "value_channel_order": None}),
@@ -124,7 +124,7 @@ SCALE = "must be a number from 0.000976562 to 1024, got"
 NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
     "heads": (set_in_layer(key_channel_mean=[[0.0] * 64]), "key_channel_mean lists 1 heads, key_high_"),
     "no_heads": (set_in_layer(key_channel_scale=[]), "key_channel_scale lists 0 heads, key_high_precision_indices 2"),
-    "not_a_list": (set_in_layer(key_channel_mean=0.5), "key_channel_mean must be a list with a list of numbers a KV"),
+    "not_a_list": (set_in_layer(key_channel_mean=0.5), "key_channel_mean must be a list with a list of numbers per KV"),
     "channels": (set_head("key_channel_mean", [0.0] * 65), "head 1 must be a list of 64 numbers, got 65"),
     "head": (set_head("value_channel_scale", 1.0), "value_channel_scale: head 1 must be a list of 64 numbers, got 1.0"),
     "mean_nan": (set_number("key_first_token_mean", float("nan")), f"head 1, channel 5 {MEAN} NaN"),
@@ -144,7 +144,7 @@ NUMBERS_REFUSED: dict[str, tuple[Change, str]] = {
         "layer 1: key_first_token_mean is there without key_channel_mean",
     ),
 }
-"""Of version 2."""
+"""Faults of version 2."""
 
 FREQUENCY = "ropes: frequency 5 of entry 0 must be a number from 0 to pi, got"
 ROPES_REFUSED: dict[str, tuple[Change, str]] = {
@@ -175,7 +175,7 @@ ROPES_REFUSED: dict[str, tuple[Change, str]] = {
         "layer 1: key_first_token_mean is there without key_channel_mean",
     ),
 }
-"""Of version 3."""
+"""Faults of version 3."""
 
 
 def refusal(path: Path) -> str:
@@ -235,8 +235,17 @@ def test_a_group_of_another_size(tmp_path: Path) -> None:
     assert "head 0 lists 64 channels, turboquant35 here takes 32 of 128" in line
 
 
-FIELDS = (*OUTLIERS, *ORDERS, *MEANS, *SCALES)
-"""Of a layer in the file, as `LayerCalibration` has them."""
+FIELDS = {
+    "key_outlier_channels": OUTLIERS[0],
+    "value_outlier_channels": OUTLIERS[1],
+    "key_channel_order": ORDERS[0],
+    "value_channel_order": ORDERS[1],
+    "key_mean": MEANS[0],
+    "key_first_mean": MEANS[1],
+    "key_scale": SCALES[0],
+    "value_scale": SCALES[1],
+}
+"""Names of `LayerCalibration.known`, which fingerprints hold -> fields of a layer in the file."""
 
 
 @pytest.mark.parametrize("recipe", outliers.RECIPES)
@@ -248,7 +257,7 @@ def test_what_is_read(recipe: str, head_size: int, tmp_path: Path) -> None:
     assert (calibration.recipe, calibration.head_size, calibration.kv_heads) == (recipe, head_size, (2,))
     for number, layer in calibration.layers.items():
         entry = file["layers"][f"model.layers.{number}.self_attn"]
-        assert [*vars(layer).values()] == [*(entry[field] for field in FIELDS), None]
+        assert layer.known() == {name: entry[field] for name, field in FIELDS.items()}
     assert [*calibration.layers] == [0, 1, 2]
 
 
@@ -259,11 +268,11 @@ def test_means_before_rope_are_read(tmp_path: Path) -> None:
     entries[1]["rope"], entries[2]["rope"] = 1, None  # and one layer without RoPE
     entries[2]["key_channel_mean"] = entries[2].pop(BEFORE_ROPE)
     read = load(write(tmp_path, file))
-    assert [layer.key_rope for layer in read.layers.values()] == [
+    assert [layer.key.rope for layer in read.layers.values()] == [
         Rope(tuple(file["ropes"][0]["frequencies"]), False), Rope((0.0, 3.14159), True), None,
     ]  # fmt: skip
     means = [entries[0][BEFORE_ROPE], entries[1][BEFORE_ROPE], entries[2]["key_channel_mean"]]
-    assert [layer.key_mean for layer in read.layers.values()] == means
+    assert [layer.key.mean for layer in read.layers.values()] == means
     assert read.version == 3 and len(read.ropes) == 2
 
 
@@ -303,19 +312,19 @@ def test_files_of_others(tmp_path: Path) -> None:
         del file[field]
     layers = load(write(tmp_path, file)).layers
     assert [*layers] == [0, 7, 12]
-    assert layers[7].key_outlier_channels == entry[KEYS]
-    assert layers[7].key_channel_order is layers[7].value_channel_order is None
+    assert layers[7].key.outlier_channels == entry[KEYS]
+    assert layers[7].key.channel_order is layers[7].value.channel_order is None
 
 
 def test_version_1_and_absent_fields(tmp_path: Path) -> None:
     layer = load(write(tmp_path, content())).layers[1]
-    assert layer.key_mean is layer.key_first_mean is layer.key_scale is layer.value_scale is None
+    assert layer.key.mean is layer.key.first_mean is layer.key.scale is layer.value.scale is None
     file = content(version=2)
     for field in (MEANS[1], *SCALES):
         file["layers"][LAYER][field] = None
     layer = load(write(tmp_path, file)).layers[1]
-    assert layer.key_mean == file["layers"][LAYER]["key_channel_mean"]
-    assert layer.key_first_mean is layer.key_scale is layer.value_scale is None
+    assert layer.key.mean == file["layers"][LAYER]["key_channel_mean"]
+    assert layer.key.first_mean is layer.key.scale is layer.value.scale is None
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ from checkout import REPO
 PACKAGE = REPO / "overlay" / "packed_kv"
 FLOORS = (
     "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals",
-    "calibration_file", "codecs", "kernels", "vllm_compat", "settings", "window", "attention", "sharing", "engine",
-    "plugin",
+    "channel_calibration", "calibration_file", "codecs", "reference", "kernels", "vllm_compat", "settings", "window",
+    "attention", "sharing", "engine", "plugin",
 )  # fmt: skip
 """Rooms from the bottom up. A module imports its own room and those below it."""
 BESIDE = {
     "__init__": {"formats", "codecs"},
-    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs"},
+    "transformers": {"formats", "layout", "rope", "calibration_file", "codecs", "kernels"},
     "lmcache": {"formats", "codecs"},
+    "selftest": {"formats", "layout", "refusals", "codecs", "kernels", "reference", "window", "attention"},
     "planning": {
         "formats",
         "layout",
@@ -46,12 +47,12 @@ BESIDE = {
     },
 }
 """Rooms that no floor imports, and what they import besides themselves."""
-KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin"}
+KNOWS_VLLM = {"vllm_compat", "settings", "window", "attention", "sharing", "engine", "plugin", "selftest"}
 PROBE = "commands.probe"
 """Imports vLLM, in a process of its own."""
 NO_TORCH = {
     "formats", "layout", "json_file", "model_shape", "cache_scheme", "rope", "architectures", "facts", "refusals",
-    "planning", "commands",
+    "channel_calibration", "calibration_file", "planning", "commands",
 }  # fmt: skip
 THIRD_PARTY = {"torch", "triton", "vllm", "transformers"}
 
@@ -110,7 +111,7 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def reachable(edges: dict[str, set[str]], module: str) -> set[str]:
-    """What importing a module may come to import, at whatever time."""
+    """Return what importing a module may come to import, at whatever time."""
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -146,3 +147,34 @@ def test_who_imports_vllm_and_torch(module: str):
         assert "vllm" not in graph()[module] or room(module) in KNOWS_VLLM
     if room(module) in NO_TORCH and module != PROBE:
         assert not reachable(graph(), module) & THIRD_PARTY
+
+
+PRIVATE_OF_VLLM = "vllm_compat"
+"""The module that may use private names of vLLM."""
+PROTECTED = {
+    "_asdict", "_replace",  # of named tuples
+    "_actions", "_SubParsersAction",  # of argparse
+    "_block_hashes_begun",  # our mark on a request of vLLM
+    "_init_reorder_batch_threshold", "_concat_k_nope_k_pe",  # of base classes of vLLM, for those derived from them
+}  # fmt: skip
+
+
+def private_names(source: str) -> tuple[set[str], set[str]]:
+    """Private names that a module defines or sets on its own objects, and those that it reads of any object."""
+    defined, read = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (defined if is_own and isinstance(node.ctx, ast.Store) else read).add(node.attr)
+    return defined, read
+
+
+def test_private_names_of_vllm_are_read_in_one_module():
+    found = {module_name(path): private_names(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    ours = set().union(*(defined for defined, _ in found.values())) | PROTECTED
+    foreign = {module: names for module, (_, read) in found.items() if (names := read - ours)}
+    assert [*foreign] == [PRIVATE_OF_VLLM], foreign

@@ -17,7 +17,7 @@ SHAPE = torch.Size([2, 3, 20, 128])
 
 
 class Memory:
-    """As LMCache's `MemoryObj`: a flat buffer, cut into groups of layers of equal shape."""
+    """Stand-in for LMCache's `MemoryObj`: a flat buffer, cut into groups of layers of equal shape."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors, self.tensor = tensors, tensors[0]

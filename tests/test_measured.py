@@ -1,4 +1,4 @@
-"""The tables of README.md, of pages of docs/ and of benchmarks/results/README.md are those that their rows give."""
+"""The tables of README.md and docs/, results/runs.md and planning/measured.json are those that their rows give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from checkout import REPO
 
-PAGES = ("README.md", "docs/index.md", "docs/measured.md", "benchmarks/README.md", "benchmarks/results/README.md")
+PAGES = ("README.md", "docs/index.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals")),
+         "benchmarks/README.md", "benchmarks/results/README.md")  # fmt: skip
+MADE = ("README.md", *(f"docs/{name}.md" for name in ("speed", "server", "internals", "quality", "reliability")),
+        "overlay/packed_kv/planning/measured.json")  # fmt: skip
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
 
@@ -22,10 +25,10 @@ def check(repo: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """What the tables are made from, and the pages with them."""
+    """A copy of what the tables are made from, and of the pages with them."""
     shutil.copytree(REPO / "benchmarks", tmp_path / "benchmarks")
-    (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/measured.md", "docs/tried.md", "docs/reliability.md", "docs/quality.md"):
+    for page in MADE:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / page, tmp_path / page)
     return tmp_path
 
@@ -38,16 +41,22 @@ def test_tables_are_those_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "pages"),
     [
-        ("decode.csv", "tq4,32,8192,32,8.372,8.503", "tq4,32,8192,32,8.372,8.603", "README.md, docs/measured.md"),
-        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", "README.md, docs/measured.md"),
-        ("generate-smollm2/calibrated.json", '"kl_mean": 0.00297', '"kl_mean": 0.00797', "README.md, docs/measured.md"),
-        ("quality-smollm2-h200/calibrated-window-64.json", '"kl_mean": 0.0034', '"kl_mean": 0.0074',
-         "docs/measured.md"),
+        ("decode.csv", "tq4,32,8192,32,8.372,8.503", "tq4,32,8192,32,8.372,8.603",
+         "README.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
+        ("decode.csv", ",NVIDIA H200", ",NVIDIA H100", 
+         "README.md, benchmarks/results/runs.md, docs/speed.md, overlay/packed_kv/planning/measured.json"),
+        ("generate-smollm2/calibrated.json", '"kl_mean": 0.00297', '"kl_mean": 0.00797', "README.md, docs/quality.md"),
+        ("quality-smollm2-h200/calibrated-window-64-29533ae.json", '"kl_mean": 0.00487974', '"kl_mean": 0.00787974',
+         "docs/quality.md, overlay/packed_kv/planning/measured.json"),
+        ("tensor_parallel.csv", "auto,1,32768,24,4.453,4.586", "auto,1,32768,24,4.453,4.686",
+         "docs/speed.md, overlay/packed_kv/planning/measured.json"),
+        ("means.csv", "tq4,32,8192,48,8.754,8.833", "tq4,32,8192,48,8.754,8.933", "docs/speed.md"),
         ("soak_restarts_cpu.json", '"errors": 0', '"errors": 1', "docs/reliability.md"),
-        ("latent_quality.csv", "tq4,yes,400,0.000556", "tq4,yes,400,0.000656", "docs/quality.md"),
-        ("runs.toml", "benchmarks/routes.py", "benchmarks/roads.py", "docs/measured.md, benchmarks/results/README.md"),
+        ("latent_quality.csv", "tq4,yes,400,0.000556", "tq4,yes,400,0.000656",
+         "docs/quality.md, overlay/packed_kv/planning/measured.json"),
+        ("runs.toml", "benchmarks/store.py --csv", "benchmarks/shop.py --csv", "benchmarks/results/runs.md"),
     ],
-    ids=["step", "card", "quality", "teacher-forced", "soak", "latents", "command"],
+    ids=["step", "card", "quality", "teacher-forced", "collective", "mean of two runs", "soak", "latents", "command"],
 )  # fmt: skip
 def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages: str) -> None:
     path = copy / "benchmarks" / "results" / file
@@ -60,9 +69,9 @@ def test_changed_row_is_noticed(copy: Path, file: str, old: str, new: str, pages
 
 def test_rows_without_a_command_are_refused(copy: Path) -> None:
     """A row whose commit runs.toml does not name."""
-    path = copy / "benchmarks" / "results" / "routes.csv"
-    path.write_text(path.read_text().replace("2e171f7", "1234abc", 1))
-    assert "runs.toml has no run for routes.csv at '1234abc'" in check(copy).stderr
+    path = copy / "benchmarks" / "results" / "store.csv"
+    path.write_text(path.read_text().replace("06b2a1e", "1234abc", 1))
+    assert "runs.toml has no run for store.csv at '1234abc'" in check(copy).stderr
 
 
 def test_pages_are_short_and_name_commits_in_tables_only() -> None:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from checkout import REPO
 from coverage_models import MODELS
 from packed_kv.architectures import IGNORES_KV_CACHE_DTYPE
+from packed_kv.commands import doctor, plan
 from packed_kv.facts import Facts
 from packed_kv.model_shape import parse
 from packed_kv.refusals import (
@@ -37,23 +39,34 @@ class Connector(NamedTuple):
 REFUSED = [
     (Facts(platform="rocm"), "this platform: rocm, and"),
     (Facts(capability=(7, 5)), "this GPU: compute capability 7.5, and"),
-    (Facts(architecture="RWForCausalLM"), "models whose attention layers are not told the dtype: RWForCausalLM, whose"),
+    (
+        Facts(architecture="RWForCausalLM"),
+        "models that do not pass cache_config to their attention layers: RWForCausalLM, whose",
+    ),
+    (
+        Facts(is_mla=True, architecture="HYV4ForCausalLM"),
+        "latent attention (MLA) with attention sinks: HYV4ForCausalLM, whose sinks vLLM would leave out; use",
+    ),
+    (Facts(has_latent_sinks=True), "latent attention (MLA) with attention sinks: the model, whose"),
     (Facts(is_sparse=True), "sparse attention: the model, whose"),
     (
         Facts(layer="layers.0", latent_layer="MLA"),
         "latent attention (MLA) in layers of their own kind: layers.0 is a MLA, which writes",
     ),
     (
-        Facts(is_mla=True, architecture="KimiLinearForCausalLM"),
-        "latent attention (MLA) in layers of their own kind: KimiLinearForCausalLM, whose",
+        Facts(is_mla=True, architecture="Dots3NoteForCausalLM"),
+        "latent attention (MLA) in layers of their own kind: Dots3NoteForCausalLM, whose layers write their cache",
     ),
-    (Facts(is_mla=True, has_states=True), "latent attention (MLA) beside state layers: the model, whose"),
-    (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels beside 64 of RoPE, and"),
+    (
+        Facts(is_mla=True, has_states=True, states_fit=False),
+        "latent attention (MLA) with state layers: the model, and vLLM has patches of an older packed-kv",
+    ),
+    (Facts(latent_rank=500, rope_size=64), "latent attention (MLA) of this size: 500 channels and 64 of RoPE, and"),
     (
         Facts(latent_size=576, built_latent_size=512),
         "latent attention (MLA) of this size: 576 channels with RoPE's",
     ),
-    (Facts(is_mla=True, without_latents="0.31.0"), "latent attention (MLA) with this vLLM: 0.31.0; 0.32.0 and"),
+    (Facts(is_mla=True, version_without_latents="0.31.0"), "latent attention (MLA) with this vLLM: 0.31.0; 0.32.0 and"),
     (Facts(is_mla=True, sliding_window=64), "latent attention (MLA) with a sliding window: 64 tokens; use"),
     (Facts(is_mla=True, skip_layers=("0", "2")), "latent attention (MLA) with skipped layers: 0 2, whose"),
     (Facts(is_mla=True, has_lora=True), "latent attention (MLA) with LoRA: adapters of kv_b_proj would"),
@@ -69,7 +82,7 @@ REFUSED = [
         "models that choose their own attention backend: layers.0 has",
     ),
     (Facts(architecture="Step5ForCausalLM"), "models that choose their own attention backend: Step5ForCausalLM, whose"),
-    (Facts(has_static_sinks=True), "static attention sinks: the model, which puts"),
+    (Facts(has_static_sinks=True), "static attention sinks: the model, which prepends"),
     (Facts(cache_kind="RSWASpec"), "this kind of KV cache: a RSWASpec, whose tokens"),
     (
         Facts(layer="draft.0", cache_of="layers.3"),
@@ -77,8 +90,8 @@ REFUSED = [
     ),
     (Facts(head_size=72), "this head size: 72 channels, and packed pages need a multiple of 16"),
     (Facts(head_size=0), "this head size: 0 channels, and"),
-    (Facts(head_size=128, value_size=192), "this head size of V: V of 192 channels beside K of 128; V may"),
-    (Facts(head_size=128, value_size=72), "this head size of V: V of 72 channels beside K of 128; V may"),
+    (Facts(head_size=128, value_size=192), "this head size of V: V of 192 channels with K of 128; V may"),
+    (Facts(head_size=128, value_size=72), "this head size of V: V of 72 channels with K of 128; V may"),
     (
         Facts(layer="layers.0", head_size=128, value_size=64, built_value_size=128),
         "this head size of V: layers.0 has",
@@ -160,19 +173,16 @@ def test_every_row_refuses_something() -> None:
 
 SERVED = Facts(
     platform="cuda", capability=(8, 0), architecture="LlamaForCausalLM", is_mla=False, is_sparse=False,
-    attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False, layer="layers.0",
-    sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128, layer_options=(),
-    backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)), connector="NixlConnector",
-    speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False, has_output_scale=False,
-    skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
-    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs",
-    dcp_run=1, has_own_queries=True, has_mean_blocks=True,
-    has_several_kinds=True,
-    has_states=True, has_chunks=True, sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True,
-    has_one_cache_manager=True, without_scratch_groups="0.28.0", without_latents="0.31.0", has_lora=True,
-    groups_stay=True,
-    is_draft=True, packs_draft=True, is_causal=True, auto_cache="fp8",
-    latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
+    has_latent_sinks=False, attention="decoder", has_alibi=False, has_static_sinks=False, has_image_prefix=False,
+    layer="layers.0", sinks=(32,), query_heads=32, head_size=192, value_size=128, built_value_size=128,
+    layer_options=(), backend_reasons=(), block_size=16, connectors=tuple(map(Connector, CONNECTORS)),
+    connector="NixlConnector", speculative_method="ngram", has_fast_prefill=False, has_micro_batches=False,
+    has_output_scale=False, skip_layers=("0", "sliding_window"), layer_numbers=frozenset({0, 1}), slides=True,
+    skipped_dtype="tq4", page=(1500, 1000), shares_cache=True, dcp=1, dcp_backend="ag_rs", dcp_run=1,
+    has_own_queries=True, has_mean_blocks=True, has_several_kinds=True, has_states=True, has_chunks=True,
+    sliding_window=128, pipeline=2, has_other_dtypes=True, has_draft_cache=True, has_one_cache_manager=True,
+    version_without_latents="0.31.0", has_lora=True, groups_stay=True, is_draft=True, packs_draft=True, is_causal=True,
+    auto_cache="fp8", states_fit=False, latent_rank=512, rope_size=64, latent_size=576, built_latent_size=576,
 )  # fmt: skip
 
 
@@ -189,9 +199,8 @@ def test_what_is_unknown_or_served_is_not_refused() -> None:
 
 
 NO_WINDOW = [
-    (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) beside other pages"),
-    (Facts(without_scratch_groups="0.28.0"), "this vLLM (0.28.0, in which"),
-    (Facts(dcp=2), "decode context parallelism (it deals"),
+    (Facts(is_mla=True, has_draft_cache=True, speculative_method="eagle"), "latent attention (MLA) with other pages"),
+    (Facts(dcp=2), "decode context parallelism (it distributes"),
     (Facts(has_one_cache_manager=True), "--disable-hybrid-kv-cache-manager (some KV"),
     (
         Facts(connectors=(Connector("NixlConnector"), Connector("NixlPushConnector"))),
@@ -242,12 +251,13 @@ def test_a_config_is_refused_where_the_engine_refuses(architecture: str, result:
 @pytest.mark.parametrize(
     ("config", "subject"),
     [
-        ({"architectures": [IGNORES_KV_CACHE_DTYPE[0]]}, "models whose attention layers are not told the dtype"),
+        ({"architectures": [IGNORES_KV_CACHE_DTYPE[0]]}, "models that do not pass cache_config to their attention "
+         "layers"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "models that choose their own attention backend"),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "sparse attention"),
         ({"kv_lora_rank": 512, "model_type": "deepseek_v3"}, "latent attention (MLA) of this size"),
         (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "architectures": ["KimiLinearForCausalLM"]},
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "architectures": ["Dots3NoteForCausalLM"]},
             "latent attention (MLA) in layers of their own kind",
         ),
         ({"architectures": ["HrmTextForCausalLM"]}, "prompts that are read in both directions"),
@@ -269,6 +279,25 @@ def test_what_a_config_tells(config: dict, subject: str) -> None:
     config = {**SHAPE, **config}
     (refusal,) = refusals_of_model(config, parse(config, "model"))
     assert refusal.rule.subject == subject and refusal.rule.is_of_model
+
+
+LATENTS = {**SHAPE, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.31.0", True), ("0.32.0", False), ("1.0.0+cpu", False)])
+def test_plan_and_doctor_refuse_latents_with_an_older_vllm(
+    version: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the engine does."""
+    (tmp_path / "config.json").write_text(json.dumps(LATENTS))
+    for command in (plan, doctor):
+        monkeypatch.setattr(command, "installed_vllm", lambda: version)
+    words = f"latent attention (MLA) with this vLLM: {version}; 0.32.0 and later can; upgrade vLLM"
+    assert plan.main([str(tmp_path), "--kv-cache-memory", "10GiB"]) == (2 if is_refused else 0)
+    assert (words in capsys.readouterr().err) == is_refused
+    findings = doctor.findings(doctor.parser().parse_args([str(tmp_path)]))
+    next(findings)  # of Python
+    assert (words in str(next(findings))) == is_refused
 
 
 def test_the_docs_have_the_table() -> None:

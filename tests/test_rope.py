@@ -1,4 +1,4 @@
-"""What is read of a config's RoPE is the same whichever names its fields have, and says what changes it."""
+"""A config's RoPE is read whichever names its fields have, and what changes it is said."""
 
 from __future__ import annotations
 

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers_cache
 from calibration_files import content, write
-from checkout import DEMO_MODEL
+from checkout import DEMO_MODEL, REPO
 from packed_kv import FORMATS, get_codec
-from packed_kv.attention.active_blocks import AttentionOptions, attend
-from packed_kv.calibration_file import CalibrationError, fields_for, load
+from packed_kv.calibration_file import CalibrationError, LayerCalibration, load
 from packed_kv.codecs import ring
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.layout import MEAN_BLOCK
+from packed_kv.reference.attention import AttentionOptions, RecentVectors, attend
 from packed_kv.transformers import PackedCache, PackedLayer
-from packed_kv.window.metadata import RecentTokens
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,13 +33,13 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 
 
 def calibration_of(folder: Path, version: int) -> Path:
-    """For layers of `HEADS` heads of `HEAD_DIM` channels."""
+    """Write a calibration for layers of `HEADS` heads of `HEAD_DIM` channels."""
     return write(folder, content(2, HEADS, HEAD_DIM, version=version, mean=5.0))
 
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory) -> Path:
-    """With means by position."""
+    """A calibration with means by position."""
     return calibration_of(tmp_path_factory.mktemp("calibration"), 3)
 
 
@@ -68,7 +66,7 @@ def keys_and_values(tokens: int, sequences: int = 1) -> tuple[torch.Tensor, torc
 
 
 def fill(layer: PackedLayer, key: torch.Tensor, value: torch.Tensor, *, at_once: int) -> tuple[torch.Tensor, ...]:
-    """What the last of the updates returned."""
+    """Return what the last of the updates returned."""
     for start in range(0, key.shape[2], at_once):
         part = slice(start, start + at_once)
         found = layer.update(key[:, :, part], value[:, :, part])
@@ -99,15 +97,16 @@ def test_a_decode_reads_what_the_engine_reads(name, version, window, tmp_path):
     ours = torch.einsum("hgt,htd->hgd", scores.softmax(-1), read_value[0]).reshape(1, HEADS * group, HEAD_DIM)
 
     fmt = FORMATS[name]
-    rows = {field: getattr(load(file).layers[0], field) for field in fields_for(fmt)} if file else {}
-    codec, blocks, positions = PagedCodec(fmt, HEAD_DIM, **rows), -(-tokens // 16), torch.arange(tokens)
+    known = load(file).layers[0].taken_by(fmt) if file else LayerCalibration()
+    codec = PagedCodec(fmt, HEAD_DIM, known.key, known.value)
+    blocks, positions = -(-tokens // 16), torch.arange(tokens)
     flat = [x[0].transpose(0, 1) for x in (key, value)]
     pages = torch.zeros(blocks, HEADS, 16, fmt.slot_bytes(HEAD_DIM), dtype=torch.uint8)
     codec.write(pages, positions, *flat, positions=positions)
     recent = None
     if window:
         held = [ring.round_trip(x)[-window:].transpose(0, 1) for x in codec.prepare(*flat, positions)]
-        recent = RecentTokens(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
+        recent = RecentVectors(tokens - window, window, codec.whole_keys(held[0], positions[-window:]), held[1])
     engine = attend(codec, pages, torch.arange(blocks), tokens, query, AttentionOptions(HEAD_DIM**-0.5), recent)[0]
     assert relative_rms(ours, engine) < 1e-5
 
@@ -120,7 +119,7 @@ def test_a_prompt_reads_itself_raw_and_what_was_there_as_stored(name):
     first = layer.update(key[:, :, :30], value[:, :, :30])
     assert torch.equal(first[0], key[:, :, :30])
     assert torch.equal(first[1], value[:, :, :30])
-    stored = [part.read(layer._positions_held(), torch.float32) for part in layer.parts]
+    stored = [held.read(layer._positions_held(), torch.float32) for held in layer.vectors]
     second = layer.update(key[:, :, 30:], value[:, :, 30:])
     for found, held, raw in zip(second, stored, (key, value), strict=True):
         assert torch.equal(found[:, :, :30], held)
@@ -198,7 +197,7 @@ def test_a_token_is_not_copied_with_each_that_follows():
         memory: list[torch.Tensor] = []
         for at in range(600):
             cache.update(key[:, :, at : at + 1], value[:, :, at : at + 1], 0)
-            packed = cache.layers[0].parts[0].packed
+            packed = cache.layers[0].vectors[0].packed
             if not memory or packed.memory is not memory[-1]:
                 memory.append(packed.memory)
         assert len(memory) <= (44 if window is None else 44 + 600 * 8 // window)
@@ -239,9 +238,9 @@ def test_sequences_move_with_all_that_is_theirs(change, calibration):
     mask = torch.tensor([[0] * pad + [1] * (30 - pad) for pad in (0, 4, 9)])
     cache = PackedCache("turboquant35", recent_tokens=8, calibration=calibration, attention_mask=mask)
     cache.update(key, value, 0)
-    before = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
+    before = cache.layers[0].vectors[0].read(cache.layers[0]._positions_held(), torch.float32)
     act(cache)
-    after = cache.layers[0].parts[0].read(cache.layers[0]._positions_held(), torch.float32)
+    after = cache.layers[0].vectors[0].read(cache.layers[0]._positions_held(), torch.float32)
     assert torch.equal(after, before[rows])
 
 
@@ -271,7 +270,7 @@ def test_a_second_call_goes_on_where_the_first_one_ended(demo, tokenizer):
 
 
 def log_probabilities(demo, inputs, cache, beams: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the 24 tokens that each prompt gets, the mean by the cache that generated them, and by a model without one."""
+    """Mean over the 24 tokens that each prompt gets, by the cache that generated them, and by a model without one."""
     made = generate(
         demo, inputs, cache, num_beams=beams, return_dict_in_generate=True, output_scores=True, output_logits=True
     )
@@ -312,7 +311,10 @@ def test_assisted_generation_takes_back_what_was_not_accepted(demo, tokenizer):
     assert cache.get_seq_length() < found.shape[1]
 
 
-def test_the_script_measures_what_is_lost_and_held(demo, tokenizer):
+def test_the_script_measures_what_is_lost_and_held(demo, tokenizer, monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import transformers_cache
+
     ids = tokenizer(PROMPTS[1], return_tensors="pt")["input_ids"]
     near, far = (transformers_cache.compare(demo, [ids], PackedCache("turboquant25", recent_tokens=n)) for n in (99, 0))
     assert 0 < near.kl_mean < 0.02 * far.kl_mean
@@ -342,7 +344,7 @@ def test_a_sliding_layer_holds_its_window(prompt):
     a_token = 2 * HEADS * FORMATS["tq4"].slot_bytes(64)
     assert full.nbytes - sliding.nbytes == (prompt + 30 - (window - 1)) * a_token
     most = (window - 1) * 9 // 8 * HEADS * 34
-    assert sliding.layers[0].parts[0].packed.memory.untyped_storage().nbytes() <= most
+    assert sliding.layers[0].vectors[0].packed.memory.untyped_storage().nbytes() <= most
     with pytest.raises(NotImplementedError, match="cannot be cropped"):
         sliding.crop(-1)
 

@@ -66,7 +66,7 @@ def apply(options: argparse.Namespace) -> int:
 
 
 def revert(options: argparse.Namespace) -> int:
-    installed = tree.locate(options.target, pins.load())
+    installed = tree.locate(options.target, pins.load(), to_revert=True)
     with tree.locked(installed, _warn):
         found = tree.inspect(installed)
         _refuse_changed(installed, found)
@@ -151,7 +151,8 @@ def _name(installed: tree.Installed) -> str:
 
 def _reinstall(installed: tree.Installed) -> str:
     requirement = f"{installed.distribution}=={installed.pin.version}"
-    return f"pip install --force-reinstall --no-deps {requirement}, then packed-kv-patch apply"
+    install = f"pip install --force-reinstall --no-deps {requirement}"
+    return f"{install}, then packed-kv-patch apply" if installed.pin.files else install
 
 
 def parser(prog: str = "packed-kv-patch") -> argparse.ArgumentParser:

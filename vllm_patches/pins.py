@@ -1,4 +1,4 @@
-"""What is pinned: the vLLM versions of versions.toml, each with its wheels, touched files and series of patches."""
+"""Pins: the vLLM versions of versions.toml, each with its wheels, touched files and series of patches."""
 
 import hashlib
 import re
@@ -10,6 +10,8 @@ from pathlib import Path
 from . import diff
 
 ROOT = Path(__file__).parent
+SERVED_UP_TO = {"0.28.0": "02bbd23", "0.26.0": "edb2ffc"}
+"""Versions of vLLM that are patched no longer -> the last commit of packed-kv that patches them."""
 HEADER_FIELDS = ("Subject:", "Concern:", "Why a patch:", "Drop when:")
 
 
@@ -74,11 +76,14 @@ def load(root: Path = ROOT) -> dict[str, Pin]:
 
 
 def choose(pins: Mapping[str, Pin], version: str, distribution: str = "vllm") -> str:
-    """Which versions of vLLM are patched, and the one of this distribution that is nearest to another version."""
+    """Say what to do about a version that is not patched: the commit of packed-kv that serves it, if there is one, the
+    versions that are patched, and the nearest of this distribution."""
     wheels = [f"{wheel.distribution}=={pin.version}" for pin in pins.values() for wheel in pin.wheels]
     own = [pin for pin in pins.values() if distribution in {wheel.distribution for wheel in pin.wheels}]
     nearest = min(own, key=lambda pin: abs(_number(pin.version) - _number(version)))
-    return f"install one of: {', '.join(wheels)} (nearest: {distribution}=={nearest.version})"
+    commit = SERVED_UP_TO.get(version.split("+")[0])
+    former = f"packed-kv serves it up to commit {commit}; here, " if commit else ""
+    return f"{former}install one of: {', '.join(wheels)} (nearest: {distribution}=={nearest.version})"
 
 
 def _number(version: str) -> int:

@@ -1,4 +1,4 @@
-"""What a version of vLLM not patched yet would need: which patches fit, and which names have moved or changed.
+"""Survey of a version of vLLM that is not patched yet: which patches fit, and which names have moved or changed.
 
 Reads Python files of two wheels or folders, and runs none of them.
 """
@@ -139,7 +139,7 @@ def uses(package: Path) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def compare(old: Tree, new: Tree, module: str, name: str, words: set[str]) -> Iterator[str]:
-    """How a name of `old` differs in `new`. Of a class's members only those that are abstract or among `words`."""
+    """Yield how a name of `old` differs in `new`. Of a class's members only those that are abstract or in `words`."""
     head, *member = name.split(".")
     before, after = (tree.definition(module, head) for tree in (old, new))
     if before is None or (after is None and new.module(f"{module}.{head}")):
@@ -205,7 +205,7 @@ def _spans(node: ast.stmt, lines: set[int]) -> bool:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module, those under `if` and `try` at its top, too."""
+    """Yield a module's statements, those under `if` and `try` at its top, too."""
     for statement in body:
         yield statement
         for part in ("body", "orelse", "finalbody") if isinstance(statement, ast.If | ast.Try) else ():

@@ -55,8 +55,12 @@ class Status:
     faults: tuple[str, ...] = ()  # what is wrong with which file
 
 
-def locate(target: Path | None, pins: Mapping[str, Pin]) -> Installed:
-    """The vLLM in ``target``, or the one that this interpreter would import (without importing it)."""
+def locate(target: Path | None, pins: Mapping[str, Pin], to_revert: bool = False) -> Installed:
+    """The vLLM in ``target``, or the one that this interpreter would import (without importing it).
+
+    With ``to_revert``, a version that is not pinned is taken if a record says that it was patched: the record has the
+    original bytes, so its pin names no files.
+    """
     root = target or _site_packages()
     if not (root / "vllm" / "__init__.py").is_file():
         raise PatchError(
@@ -75,6 +79,8 @@ def locate(target: Path | None, pins: Mapping[str, Pin]) -> Installed:
         )
     [(name, version)] = found
     pin = pins.get(version.split("+")[0])
+    if pin is None and to_revert and (root / RECORD).is_file():
+        return Installed(root, name, Pin(version.split("+")[0], (), {}))
     if pin is None or name not in {wheel.distribution for wheel in pin.wheels}:
         raise PatchError(f"{name} {version} is not supported; {choose(pins, version, name)}", EXIT_UNSUPPORTED)
     return Installed(root, name, pin)
@@ -129,6 +135,8 @@ def inspect(tree: Installed) -> Status:
         return Status(State.CHANGED, originals, wrong)
     if "patched" not in states.values():
         return Status(State.UNPATCHED, originals)
+    if record and not tree.pin.files:
+        return Status(State.PATCHED, originals)
     if record and record["fingerprint"] != tree.pin.fingerprint():
         return Status(State.OUTDATED, originals)
     if "original" in states.values():

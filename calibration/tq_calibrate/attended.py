@@ -26,7 +26,7 @@ TILE = 1024
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer turns products of queries and keys into attention.
+    """A layer's way from products of queries and keys to attention.
 
     Its softmax is over `scale` * q . k, within ±`soft_cap` by tanh if there is one, of the last `window` keys (None: of
     all), with `sinks` [heads] beside them.

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.formats import FORMATS, GROUP_SIZE
 
 from .ropes import ModelRope
@@ -36,17 +37,12 @@ FLOOR = 1e-9
 
 @dataclass
 class LayerChoice:
-    """What the file lists of one layer: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
-    float64 [KV heads, head_size] or None; those of V are of its own head_size. `key_mean`: before `rope`, if any."""
+    """A layer's entry in the file: channels int64 [KV heads, outliers] and [KV heads, head_size], means and scales
+    float64 [KV heads, head_size] or None; those of V are of its own head_size. `key.mean` is the mean before `rope`, if
+    there is one; `key.rope` is not used."""
 
-    key_outlier_channels: torch.Tensor
-    value_outlier_channels: torch.Tensor
-    key_channel_order: torch.Tensor
-    value_channel_order: torch.Tensor
-    key_mean: torch.Tensor | None = None
-    key_first_mean: torch.Tensor | None = None
-    key_scale: torch.Tensor | None = None
-    value_scale: torch.Tensor | None = None
+    key: ChannelCalibration
+    value: ChannelCalibration
     rope: ModelRope | None = None
 
 
@@ -57,16 +53,12 @@ def choose(layer: LayerStatistics, recipe: str) -> LayerChoice:
     value_scale = channel_scale(layer.value_energy, layer.value_weight)
     key = (layer.key_variance * key_scale.square(), layer.key_weight / key_scale.square())
     value = (layer.value_energy * value_scale.square(), layer.value_weight / value_scale.square())
+    value_order = channel_order(layer.value_energy, layer.value_weight)
+    means = layer.key_mean, layer.key_first_mean
     return LayerChoice(
-        key_outlier_channels=outlier_channels(*key, count),
-        value_outlier_channels=outlier_channels(*value, count),
-        key_channel_order=channel_order(*key),
-        value_channel_order=channel_order(layer.value_energy, layer.value_weight),
-        key_mean=layer.key_mean,
-        key_first_mean=layer.key_first_mean,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        rope=layer.rope,
+        ChannelCalibration(outlier_channels(*key, count), channel_order(*key), *means, key_scale),
+        ChannelCalibration(outlier_channels(*value, count), value_order, scale=value_scale),
+        layer.rope,
     )
 
 

@@ -22,7 +22,7 @@ from .text import LEAST_CONTEXT, LEAST_TOKENS
 ENGINES = ("transformers", "vllm")
 EXIT_INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+"""Constant of Linux's <sys/prctl.h>."""
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "tq-calibrate") -> int:
@@ -57,34 +57,35 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, metavar="COMMAND")
 
     model = commands.add_parser("model", help="run a model over text and write its calibration file")
-    model.add_argument("model", metavar="MODEL", help="folder of a Hugging Face causal LM, or its id")
+    model.add_argument("model", metavar="MODEL", help="folder or id of a Hugging Face causal LM")
     model.add_argument("--text", nargs="+", default=[], metavar="FILE",
                        help="UTF-8 text (default: Python's help topics)")  # fmt: skip
     model.add_argument("--tokens", type=_tokens, default=32768, metavar="N", help="tokens to run (default 32768)")
     model.add_argument("--context", type=_context, metavar="N",
-                       help="tokens of a sequence (default 2048, or what it reads)")  # fmt: skip
+                       help="tokens per sequence (default 2048, or the model's limit if less)")  # fmt: skip
     model.add_argument("--engine", choices=ENGINES,
                        help="what runs the model (default: transformers, or vllm if that cannot load it)")  # fmt: skip
     model.add_argument("--engine-options", type=_object, default={}, metavar="JSON",
-                       help='for --engine vllm: arguments of its LLM, as {"tensor_parallel_size": 2}')  # fmt: skip
+                       help='for --engine vllm: arguments of its LLM, such as {"tensor_parallel_size": 2}')  # fmt: skip
     model.add_argument("--batch-size", type=_positive, default=4, metavar="N",
-                       help="sequences at once (default 4; vllm: 1)")  # fmt: skip
+                       help="sequences at once (default 4; with vllm 1)")  # fmt: skip
     model.add_argument("--device", default="auto",
-                       help="cpu, cuda or cuda:N (default: cuda if there is one; not for vllm)")  # fmt: skip
+                       help="cpu, cuda or cuda:N (default: cuda if there is one); not with vllm")  # fmt: skip
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="dtype to run in (default: float32 on a CPU, else that of the checkpoint)")  # fmt: skip
+                       help="dtype of the model (default: float32 on a CPU, else the checkpoint's)")  # fmt: skip
     model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],
-                       help=f"dtype that the file names (default {RECIPES[-1]}; it serves all)")  # fmt: skip
-    model.add_argument("--seed", type=int, default=0, metavar="N", help="which parts of the text (default 0)")
+                       help=f"dtype named in the file, which serves all dtypes (default {RECIPES[-1]})")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, metavar="N",
+                       help="seed that chooses the parts of the text (default 0)")  # fmt: skip
     model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
     model.add_argument("--weights-only", action="store_true",
-                       help="estimate from the projection weights; for models too large to run")  # fmt: skip
+                       help="estimate from the projection weights, without running the model")  # fmt: skip
     model.add_argument("--parent", type=_positive, help=argparse.SUPPRESS)  # end with this process
     model.set_defaults(run=_model)
 
     check = commands.add_parser("check", help="say whether a calibration file is sound")
     check.add_argument("file", metavar="FILE")
-    check.add_argument("--model", metavar="MODEL", help="and whether it fits this model")
+    check.add_argument("--model", metavar="MODEL", help="also check that the file fits this model")
     check.set_defaults(run=_check)
 
     show = commands.add_parser("show", help="print a summary of a calibration file")

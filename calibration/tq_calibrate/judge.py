@@ -63,11 +63,11 @@ def _of_layer(held: LayerSums, seen: LayerStatistics, choice: LayerChoice, has_l
     channels = found.key_energy.shape[1]  # of latents, less RoPE's
     plain, stored = (
         held.squares_about(mean, rope)[:, :channels]
-        for mean, rope in ((None, None), (_wide(choice.key_mean, held), choice.rope))
+        for mean, rope in ((None, None), (_wide(choice.key.mean, held), choice.rope))
     )
     own = held.squares_about(_wide(found.key_mean, held), found.rope)[:, :channels]
     one = torch.ones_like(plain)
-    key_scale, value_scale = (one if scale is None else scale for scale in (choice.key_scale, choice.value_scale))
+    key_scale, value_scale = (one if scale is None else scale for scale in (choice.key.scale, choice.value.scale))
     return [
         _error(stored, found.key_weight, key_scale) / _error(plain, found.key_weight, one),
         _error(found.value_energy, found.value_weight, value_scale)

@@ -33,7 +33,7 @@ def join_ranks(sums: Iterable[tuple[int, Sums]], kv_heads: int) -> Sums:
     found = sorted({len(layer.key) for layer in whole.layers.values()})
     if found and kv_heads not in found:
         raise UserError(
-            f"the ranks' sums come to {', '.join(map(str, found))} KV heads a layer where the model has {kv_heads}; "
+            f"the ranks' sums come to {', '.join(map(str, found))} KV heads per layer, but the model has {kv_heads}; "
             "calibrate with --tensor-parallel-size 1"
         )
     return whole

@@ -47,13 +47,13 @@ def report(path: str, folder: Path) -> Path:
             images.append(f"layer-{layer:0{digits}d}.png")
             known = calibration.layers[layer]
             figure = Figure(figsize=(20, 1.6 + 0.3 * known.kv_heads), layout="constrained")
-            means = known.key_mean or [[0.0] * calibration.head_size] * known.kv_heads
+            means = known.key.mean or [[0.0] * calibration.head_size] * known.kv_heads
             key, value = (stored_rms(role, known, entry) for role in ROLES)
             left, middle, right = figure.subplots(1, 3)
-            what = "the mean of K" if known.key_rope is None else "the mean of K before RoPE"
+            what = "the mean of K" if known.key.rope is None else "the mean of K before RoPE"
             _heat_map(left, what, means, [])
-            _heat_map(middle, "K as stored", key, known.key_outlier_channels)
-            _heat_map(right, "V as stored", value, known.value_outlier_channels)
+            _heat_map(middle, "K as stored", key, known.key.outlier_channels)
+            _heat_map(right, "V as stored", value, known.value.outlier_channels)
             figure.suptitle(f"layer {layer}")
             figure.savefig(folder / images[-1], dpi=100)
         page = folder / "index.html"

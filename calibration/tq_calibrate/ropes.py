@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from packed_kv.codecs.rope import block_table
+from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.rope import VARYING, Rope, average_length, rope_parameters
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CONTEXT = 1 << 15
 """Tokens of a model whose configuration does not tell."""
 CLEARLY = 1.02
-"""How many times a RoPE's energy the mean behind RoPE must have to be taken for a layer's without RoPE."""
+"""Least ratio of the energy of the mean behind RoPE to a RoPE's at which a layer counts as one without RoPE."""
 
 
 class ModelRope(NamedTuple):
@@ -26,7 +26,7 @@ class ModelRope(NamedTuple):
 
 
 def ropes_of(config: Any) -> list[ModelRope]:
-    """Those that a language model's configuration names, each with channels (i, i + n) for pairs, and (2i, 2i + 1).
+    """RoPEs that a language model's configuration names, each with channels (i, i + n) for pairs, and (2i, 2i + 1).
 
     None if there are none, or if `why_none` says why.
     """
@@ -44,7 +44,7 @@ def ropes_of(config: Any) -> list[ModelRope]:
 
 
 def why_none(config: Any) -> str | None:
-    """Why a model's keys get one mean for all positions, in words; None if its RoPEs are known."""
+    """Say why a model's keys get one mean for all positions; None if its RoPEs are known."""
     found = rope_parameters(config)
     if not found:
         return "its configuration names no RoPE"
@@ -104,7 +104,7 @@ def stored_squares(means: torch.Tensor, found: ModelRope) -> torch.Tensor:
     first, second, _ = _pairs(mean, found.rope)
     varying = torch.cat((mean, squares - mean.square(), products), -1)
     varying[..., 2 * mean.shape[-1] :][..., : first.shape[-1]] -= first * second
-    cos, sin = block_table(found.rope, mean.shape[-1], 1)[0].to(mean)
+    cos, sin = spectrum_of_blocks(found.rope, mean.shape[-1], 1)[0].to(mean)
     turned = mean.square() * (1 - cos.square() - sin.square())  # the constant's distance from its block's average
     first, second, rest = _pairs(turned, found.rope)
     within = _joined((first + second) / 2, (first + second) / 2, rest, found.rope)
@@ -115,7 +115,7 @@ def squares_of_other_mean(difference: torch.Tensor, found: ModelRope) -> torch.T
     """Return what mean squares of stored keys grow by if a mean before RoPE is taken off that differs from their own:
     float64 [heads, head_dim] -> [heads, head_dim]. It is taken off as its block's average, so fast pairs hardly
     count."""
-    cos, sin = block_table(found.rope, difference.shape[-1], 1)[0].to(difference)
+    cos, sin = spectrum_of_blocks(found.rope, difference.shape[-1], 1)[0].to(difference)
     averaged = difference * (cos.square() + sin.square()).sqrt()
     first, second, _ = _pairs(averaged, found.rope)
     unused = difference.shape[-1] // 2 - first.shape[-1]
@@ -143,8 +143,8 @@ def _double_angles(found: ModelRope, device: torch.device) -> tuple[torch.Tensor
 
 
 def rope_of_layer(ropes: Sequence[ModelRope], before: torch.Tensor, behind: torch.Tensor) -> int | None:
-    """Which RoPE a layer has, by the sums of its keys: before each of `ropes`, float64 [KV heads, ropes, head_dim], and
-    behind, as the cache holds them, [KV heads, head_dim]. None: it has no RoPE, or its keys have no mean before it.
+    """Find a layer's RoPE by the sums of its keys: before each of `ropes`, float64 [KV heads, ropes, head_dim], and
+    after it, as the cache holds them, [KV heads, head_dim]. None: it has no RoPE, or its keys have no mean before it.
 
     Keys have a constant in them before RoPE, which another RoPE's frequencies or pairs would turn differently at every
     position, so that it vanishes from the mean. A mistake is safe: whatever the mean, the runtime gives scores back
@@ -172,7 +172,7 @@ def _joined(first: torch.Tensor, second: torch.Tensor, rest: torch.Tensor, rope:
 
 
 def _split(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim / 2]."""
+    """Split sums of channels [.., head_dim], of their squares, and of products of pairs [.., head_dim / 2]."""
     size = means.shape[-1] * 2 // 5
     mean, squares, products = means.split((size, size, size // 2), -1)
     return mean, squares, products

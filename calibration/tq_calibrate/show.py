@@ -25,13 +25,13 @@ def summary(path: str) -> str:
     """Text that says what a file holds and how channels differ in each layer. Raises CalibrationError."""
     calibration, content = read(path)
     layers = list(calibration.layers.values())
-    orders = any(layer.key_channel_order or layer.value_channel_order for layer in layers)
+    orders = any(layer.key.channel_order or layer.value.channel_order for layer in layers)
     means, key_scales, value_scales = (
-        any(getattr(layer, field) for layer in layers) for field in ("key_mean", "key_scale", "value_scale")
+        any(field in layer.known() for layer in layers) for field in ("key_mean", "key_scale", "value_scale")
     )
     lines = [
         f"{path}: {content.get('model_name') or 'unnamed model'}, made for {calibration.recipe}",
-        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key_outlier_channels[0])} outlier channels each",
+        f"{len(layers)} layers, {calibration.heads}, {len(layers[0].key.outlier_channels[0])} outlier channels each",
         f"{_with(orders)} channel orders for isoquant and planarquant, {_with(means)} means of keys, "
         f"{_with(key_scales)} scales of keys, {_with(value_scales)} scales of values",
         *_ropes(calibration),
@@ -52,8 +52,8 @@ def _ropes(calibration: Calibration) -> list[str]:
     """A line for each RoPE behind which means turn, and one if some do not."""
     count: dict[Rope | None, int] = {}
     for layer in calibration.layers.values():
-        if layer.key_mean:
-            count[layer.key_rope] = count.get(layer.key_rope, 0) + 1
+        if layer.key.mean:
+            count[layer.key.rope] = count.get(layer.key.rope, 0) + 1
     return [
         f"means of {layers} layers "
         + (
@@ -78,7 +78,7 @@ def stored_rms(role: str, layer: LayerCalibration, entry: dict[str, Any]) -> Row
     `entry` is the layer in the file; its `key_channel_rms` is of K less the mean already.
     """
     rms: Rows = entry[f"{role}_channel_rms"]
-    scale = layer.key_scale if role == "key" else layer.value_scale
+    scale = layer.key.scale if role == "key" else layer.value.scale
     if scale is None:
         return rms
     return [[x * s for x, s in zip(*head, strict=True)] for head in zip(rms, scale, strict=True)]
@@ -114,11 +114,11 @@ def _row(number: int, layer: LayerCalibration, entry: dict[str, Any]) -> str:
 def _taken_off(layer: LayerCalibration) -> Rows:
     """Root mean squares of what is subtracted from K, [KV heads][head_size], but for how pairs of channels share them:
     its mean, behind RoPE averaged over a block of positions."""
-    means = layer.key_mean or [[0.0]] * layer.kv_heads
-    if layer.key_rope is None or not layer.key_mean:
+    means = layer.key.mean or [[0.0]] * layer.kv_heads
+    if layer.key.rope is None or not layer.key.mean:
         return means
     lengths = [1.0] * len(means[0])
-    for frequency, channels in zip(layer.key_rope.frequencies, layer.key_rope.pairs(), strict=True):
+    for frequency, channels in zip(layer.key.rope.frequencies, layer.key.rope.pairs(), strict=True):
         for channel in channels:
             lengths[channel] = abs(average_length(frequency, MEAN_BLOCK))
     return [[mean * length for mean, length in zip(head, lengths, strict=True)] for head in means]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from packed_kv.calibration_file import RECIPES
-from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP
+from packed_kv.formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE
 
 from .errors import UserError, differ
 from .ropes import ModelRope
@@ -68,7 +68,7 @@ class Statistics:
 def check_head_size(head_size: int) -> None:
     """Raise UserError for a head size that no format stores or that has only one group."""
     if head_size % GROUP_SIZE or head_size <= GROUP_SIZE:
-        dtype = "auto" if head_size % HEAD_DIM_STEP else "tq4"
+        dtype = "auto" if head_size % HEAD_DIM_MULTIPLE else "tq4"
         raise UserError(
             f"heads of {head_size} channels cannot be calibrated: channels are chosen for whole groups of "
             f"{GROUP_SIZE}, two or more; run this model with --kv-cache-dtype {dtype}"

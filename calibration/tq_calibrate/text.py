@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PIECE = 16384
 """Characters taken from one position of the text."""
 LEAST_TOKENS = 256
-"""With fewer tokens, the statistics of channels are too noisy to choose by."""
+"""Fewest tokens of a text: with fewer, the statistics of channels are too noisy to choose by."""
 LEAST_HELD_OUT, MOST_HELD_OUT, SHARE_HELD_OUT = 128, 1024, 8
 """Tokens on which a file is compared with none, as many as an eighth of `--tokens`."""
 LEAST_CONTEXT = 32

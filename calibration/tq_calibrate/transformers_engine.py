@@ -34,7 +34,7 @@ class TransformersModel:
 
     @property
     def text_config(self) -> PretrainedConfig:
-        """That of the language model."""
+        """The config of the language model."""
         return self.config.get_text_config()
 
     @property

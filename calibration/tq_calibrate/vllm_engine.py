@@ -61,7 +61,7 @@ class VllmModel:
 
     @property
     def text_config(self) -> PretrainedConfig:
-        """That of the language model, as vLLM has it."""
+        """The config of the language model, as vLLM has it."""
         return self.config.hf_text_config
 
     @property

@@ -1,4 +1,5 @@
-"""What `tq-calibrate --engine vllm` adds to each worker of vLLM: sums of the queries, keys and values of its layers.
+"""Extension of each worker of vLLM under `tq-calibrate --engine vllm`: sums of the queries, keys and values of its
+layers.
 
 vLLM adds the methods of such a class to its workers (`worker_extension_cls`). Only the processes of such an engine
 import this module.
@@ -61,14 +62,14 @@ class CalibrationWorker:
 
 
 def _keeps_keys(layer: object) -> bool:
-    """Whether a layer stores K and V."""
+    """True if a layer stores K and V."""
     if not isinstance(layer, Attention) or layer.attn_type != AttentionType.DECODER:
         return False
     return layer.kv_sharing_target_layer_name is None  # else it reads another layer's cache
 
 
 def _keeps_latents(layer: object) -> bool:
-    """Whether a layer stores latent vectors."""
+    """True if a layer stores latent vectors."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention  # of models that have such layers
 
     return isinstance(layer, MLAAttention)

@@ -52,17 +52,17 @@ def file_content(
 
 def _layer(seen: LayerStatistics, choice: LayerChoice, ropes: list[ModelRope]) -> dict[str, Any]:
     numbers = {
-        "key_channel_mean" if choice.rope is None else "key_channel_mean_before_rope": choice.key_mean,
-        "key_first_token_mean": choice.key_first_mean,
-        "key_channel_scale": choice.key_scale,
-        "value_channel_scale": choice.value_scale,
+        "key_channel_mean" if choice.rope is None else "key_channel_mean_before_rope": choice.key.mean,
+        "key_first_token_mean": choice.key.first_mean,
+        "key_channel_scale": choice.key.scale,
+        "value_channel_scale": choice.value.scale,
     }
     return {
         **({} if choice.rope is None else {"rope": ropes.index(choice.rope)}),
-        "key_high_precision_indices": choice.key_outlier_channels.tolist(),
-        "value_high_precision_indices": choice.value_outlier_channels.tolist(),
-        "key_channel_order": choice.key_channel_order.tolist(),
-        "value_channel_order": choice.value_channel_order.tolist(),
+        "key_high_precision_indices": choice.key.outlier_channels.tolist(),
+        "value_high_precision_indices": choice.value.outlier_channels.tolist(),
+        "key_channel_order": choice.key.channel_order.tolist(),
+        "value_channel_order": choice.value.channel_order.tolist(),
         **{field: _rounded(found, 5) for field, found in numbers.items() if found is not None},
         "key_channel_rms": _rounded(seen.key_variance.sqrt(), 3),
         "value_channel_rms": _rounded(seen.value_energy.sqrt(), 3),

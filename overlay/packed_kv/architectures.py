@@ -9,16 +9,18 @@ from __future__ import annotations
 IGNORES_KV_CACHE_DTYPE = ("FalconForCausalLM", "RWForCausalLM")
 """Architectures, whole names, that make their attention layers without a `cache_config` (vLLM's `falcon.py`)."""
 OWN_BACKENDS = (
-    "DeepSeekV4", "DeepseekV4", "Dots3Note", "ExtractHiddenStates", "Flint", "HYV4", "Inkling", "MiniMaxM3", "Qwen4Exp",
-    "Step5", "VoxtralRealtime",
+    "DeepSeekV4", "DeepseekV4", "ExtractHiddenStates", "Flint", "Inkling", "MiniMaxM3", "Qwen4Exp", "Step5",
+    "VoxtralRealtime",
 )  # fmt: skip
 """Architectures whose layers choose an attention backend themselves, or write and read their pages themselves."""
 SPARSE = ("DeepseekV32", "Glm5Next", "GlmMoeDsa")
-"""Architectures whose layers read some tokens of the cache, whatever their configs say."""
+"""Architectures whose layers read only some tokens of the cache, whatever their configs say."""
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
-OWN_LATENTS = ("BailingMoe", "KimiK3", "KimiLinear")
-"""Architectures with latent attention whose layers are of a class of their own, or lie beside state layers."""
+LATENT_SINKS = ("HYV4",)
+"""Architectures with latent attention and a learned sink a head, which vLLM drops where a backend cannot have it."""
+OWN_LATENTS = ("Dots3Note",)
+"""Architectures with latent attention in layers of a class of their own. Kimi's is served."""
 LAYER_OPTIONS = {"Rnj1": "chunk_lookback"}
 """Architecture -> arguments of its attention layers that packed attention does not know."""
 ENCODERS = (

@@ -1,8 +1,8 @@
-"""Which KV-cache dtype a checkpoint asks for, by the `quantization_config` of its config.json. Imports no torch."""
+"""KV-cache dtype that a checkpoint asks for, by the `quantization_config` of its config.json. Imports no torch."""
 
 from __future__ import annotations
 
-from .model_shape import FP8, Config, part, word
+from .model_shape import FP8, Config, nested, word
 
 
 def asked_cache(quantization: Config) -> str:
@@ -12,10 +12,10 @@ def asked_cache(quantization: Config) -> str:
     """
     method = word(quantization, "quant_method")
     if method == "compressed-tensors":
-        return FP8 if part(quantization, "kv_cache_scheme") else ""
+        return FP8 if nested(quantization, "kv_cache_scheme") else ""
     if not method.startswith("modelopt"):
         return ""
-    places = part(quantization, "quantization"), quantization
+    places = nested(quantization, "quantization"), quantization
     asked = [place.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
     scheme = next(filter(None, asked), None)
     if isinstance(scheme, dict):

@@ -11,11 +11,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, Format, fits_value_dim
+from .channel_calibration import UNCALIBRATED, ChannelCalibration
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, Format, fits_value_dim
 from .json_file import printable, read_json, shown
 from .model_shape import EXPANDED_LATENTS, Model, word
 from .rope import Parameters, Rope, normalised, rope_in_words
@@ -23,7 +24,8 @@ from .rope import Parameters, Rope, normalised, rope_in_words
 FILE_NAME = "turboquant_kv.json"
 """Name of the file in a model's folder."""
 VERSION = 3
-"""Of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before RoPE."""
+"""Version of the files that are written; 1 and 2 are read too: 1 has no means and scales of channels, 2 none before
+RoPE."""
 FIRST_WITH_ROPES = 3
 LARGEST_HEAD_SIZE = 4096
 LARGEST_MEAN = 32768.0
@@ -34,8 +36,6 @@ TRANSFORM_VERSION = "structured_hadamard_v1"
 CODEBOOK_VERSION = "lloyd_beta_v1"
 """Names that files made for other TurboQuant caches carry. The file describes channels, whatever code stores them, so
 they are written and accepted as they are; other names mean a file that we do not know."""
-MIXES_NEIGHBOURS = ("quaternion", "givens")
-"""Rotations of a few channels at a time, for which it matters which channels share a scale."""
 RECIPES = tuple(name for name, fmt in FORMATS.items() if fmt.outlier_bits)
 
 Row = TypeVar("Row")
@@ -49,31 +49,30 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """A layer's channels, by KV head of the whole model.
+    """A layer's channels of K and V, by KV head of the whole model: rows are `[KV heads][channels]`.
 
-    `key_outlier_channels`, `value_outlier_channels`: `[KV heads][outlier channels]`, ascending. `key_channel_order`,
-    `value_channel_order`: all channels in packing order, `[KV heads][head_size]`, for values
-    `[KV heads][value_head_size]`, or None.
-
-    The rest has such shapes, too, in the model's order of channels, or is None. A key is stored less `key_mean`
-    (at position 0 of a sequence less `key_first_mean`, never without `key_mean`) and times `key_scale`, a value times
-    `value_scale`. With `key_rope`, which is of all heads, `key_mean` is the mean before RoPE, and what is taken off is
-    what RoPE makes of it at the key's position.
+    Both have `outlier_channels`. A `first_mean` is never without a `mean`; V has no means.
     """
 
-    key_outlier_channels: list[list[int]]
-    value_outlier_channels: list[list[int]]
-    key_channel_order: list[list[int]] | None = None
-    value_channel_order: list[list[int]] | None = None
-    key_mean: list[list[float]] | None = None
-    key_first_mean: list[list[float]] | None = None
-    key_scale: list[list[float]] | None = None
-    value_scale: list[list[float]] | None = None
-    key_rope: Rope | None = None
+    key: ChannelCalibration = UNCALIBRATED
+    value: ChannelCalibration = UNCALIBRATED
 
     @property
     def kv_heads(self) -> int:
-        return len(self.key_outlier_channels)
+        return len(self.key.outlier_channels)
+
+    def taken_by(self, fmt: Format) -> LayerCalibration:
+        """The parts that a format stores K and V with."""
+        return LayerCalibration(self.key.taken_by(fmt, "key"), self.value.taken_by(fmt, "value"))
+
+    def map_rows(self, change: Callable[[Any], Any]) -> LayerCalibration:
+        """The same with `change` of every part that has rows."""
+        return LayerCalibration(self.key.map_rows(change), self.value.map_rows(change))
+
+    def known(self) -> dict[str, Any]:
+        """The parts that are not None: "key_mean", "value_scale" and so on. Fingerprints hold these names."""
+        roles = (("key", self.key), ("value", self.value))
+        return {f"{role}_{name}": part for role, channels in roles for name, part in channels.known().items()}
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Calibration:
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """How many a layer has; more than one number where layers differ."""
+        """Numbers of KV heads that a layer has; several where layers differ."""
         return tuple(sorted({layer.kv_heads for layer in self.layers.values()}))
 
     @property
@@ -141,14 +140,6 @@ class Calibration:
         _refuse(self.path, fault)
 
 
-def fields_for(fmt: Format) -> tuple[str, ...]:
-    """Fields of a `LayerCalibration` that a format takes; arguments of a `PagedCodec`."""
-    centred = ("key_mean", "key_first_mean", "key_scale", "key_rope")
-    if fmt.outlier_bits:
-        return ("key_outlier_channels", "value_outlier_channels", *centred, "value_scale")
-    return ("key_channel_order", "value_channel_order", *centred) if fmt.rotation in MIXES_NEIGHBOURS else centred
-
-
 def heads_of_rank(heads: Sequence[Row], kv_heads: int, tp_size: int, tp_rank: int) -> list[Row]:
     """Rows of the `kv_heads` heads that a tensor-parallel rank has: a run, or one head that several ranks share.
 
@@ -190,7 +181,7 @@ def _load(path: str, _mtime_ns: int, _size: int) -> Calibration:
 
 
 class _FaultError(Exception):
-    """What is wrong with a file's content."""
+    """A fault in a file's content."""
 
 
 def _refuse(path: str, fault: str) -> NoReturn:
@@ -214,18 +205,18 @@ def _calibration(path: str, content: Any) -> Calibration:
             raise _FaultError(f"{field} {shown(value)} is not supported ({known} is)")
     recipe: str = content["recipe"]
     head_size: Any = content.get("head_size")
-    if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_STEP:
-        rule = f"head_size must be a positive multiple of {HEAD_DIM_STEP}, at most {LARGEST_HEAD_SIZE}"
+    if type(head_size) is not int or not 0 < head_size <= LARGEST_HEAD_SIZE or head_size % HEAD_DIM_MULTIPLE:
+        rule = f"head_size must be a positive multiple of {HEAD_DIM_MULTIPLE}, at most {LARGEST_HEAD_SIZE}"
         raise _FaultError(f"{rule}, got {shown(head_size)}")
     if not FORMATS[recipe].outlier_channels(head_size):
         raise _FaultError(f"heads of {head_size} channels have no outlier channels")
     value_size: Any = content.get("value_head_size", head_size)
     if type(value_size) is not int or not fits_value_dim(head_size, value_size):
-        rule = f"value_head_size must be a positive multiple of {HEAD_DIM_STEP}, at most head_size"
+        rule = f"value_head_size must be a positive multiple of {HEAD_DIM_MULTIPLE}, at most head_size"
         raise _FaultError(f"{rule}, got {shown(value_size)}")
     listed = content.get("layers")
     if not isinstance(listed, dict) or not listed:
-        raise _FaultError(f"layers must be an object with an entry a layer, got {shown(listed)}")
+        raise _FaultError(f"layers must be an object with an entry per layer, got {shown(listed)}")
     numbers_of_heads: Any = content.get("kv_heads")
     if numbers_of_heads is not None and not (
         isinstance(numbers_of_heads, list)
@@ -260,7 +251,7 @@ def _calibration(path: str, content: Any) -> Calibration:
 
 
 def why_no_file(model: Model) -> str:
-    """Why tq-calibrate makes no file for a model, in words; "": it makes one."""
+    """Say why tq-calibrate makes no file for a model; "": it makes one."""
     layers = [layer for layer in model.attention if not layer.is_shared]
     sizes = {(layer.head_size, layer.value_size or layer.head_size): layer for layer in reversed(layers)}
     if len(sizes) > 1:
@@ -304,19 +295,13 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         raise _FaultError(f"expected an object, got {shown(entry)}")
     count = FORMATS[recipe].outlier_channels(sizes[0])
     roles = tuple(zip(("key", "value"), sizes, strict=True))
-    key_outlier_channels, value_outlier_channels = (
-        _outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles
-    )
-    if len(key_outlier_channels) != len(value_outlier_channels):
-        raise _FaultError(
-            f"lists {len(key_outlier_channels)} heads of keys and {len(value_outlier_channels)} of values"
-        )
-    heads = len(key_outlier_channels)
-    key_channel_order, value_channel_order = (
-        _order(entry, f"{role}_channel_order", (heads, size)) for role, size in roles
-    )
+    outliers = [_outliers(entry, f"{role}_high_precision_indices", recipe, size, count) for role, size in roles]
+    if len(outliers[0]) != len(outliers[1]):
+        raise _FaultError(f"lists {len(outliers[0])} heads of keys and {len(outliers[1])} of values")
+    shapes = tuple((len(outliers[0]), size) for size in sizes)
+    orders = [_order(entry, f"{role}_channel_order", shape) for (role, _), shape in zip(roles, shapes, strict=True)]
     if version == 1:
-        return LayerCalibration(key_outlier_channels, value_outlier_channels, key_channel_order, value_channel_order)
+        return LayerCalibration(*map(ChannelCalibration, outliers, orders))
     before = {"key_channel_mean_before_rope", "rope"} & {name for name, value in entry.items() if value is not None}
     name = "key_channel_mean"
     if version < FIRST_WITH_ROPES:
@@ -328,20 +313,18 @@ def _layer(entry: Any, version: int, recipe: str, sizes: tuple[int, int], ropes:
         if entry.get(name) is not None:
             raise _FaultError(f"has both {name} and {name}_before_rope, and may have one")
         name += "_before_rope"
-    layer = LayerCalibration(
-        key_outlier_channels,
-        value_outlier_channels,
-        key_channel_order,
-        value_channel_order,
-        key_mean=_numbers(entry, name, (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
-        key_first_mean=_numbers(entry, "key_first_token_mean", (heads, sizes[0]), -LARGEST_MEAN, LARGEST_MEAN),
-        key_scale=_numbers(entry, "key_channel_scale", (heads, sizes[0]), *SCALE_BOUNDS),
-        value_scale=_numbers(entry, "value_channel_scale", (heads, sizes[1]), *SCALE_BOUNDS),
-        key_rope=_rope_of_layer(entry["rope"], ropes) if before else None,
+    key = ChannelCalibration(
+        outliers[0],
+        orders[0],
+        mean=_numbers(entry, name, shapes[0], -LARGEST_MEAN, LARGEST_MEAN),
+        first_mean=_numbers(entry, "key_first_token_mean", shapes[0], -LARGEST_MEAN, LARGEST_MEAN),
+        scale=_numbers(entry, "key_channel_scale", shapes[0], *SCALE_BOUNDS),
+        rope=_rope_of_layer(entry["rope"], ropes) if before else None,
     )
-    if layer.key_first_mean is not None and layer.key_mean is None:
+    if key.first_mean is not None and key.mean is None:
         raise _FaultError("key_first_token_mean is there without key_channel_mean")
-    return layer
+    value_scale = _numbers(entry, "value_channel_scale", shapes[1], *SCALE_BOUNDS)
+    return LayerCalibration(key, ChannelCalibration(outliers[1], orders[1], scale=value_scale))
 
 
 def _ropes(listed: Any, head_size: int) -> list[tuple[Rope, Parameters]]:
@@ -407,7 +390,7 @@ def _numbers(entry: dict, field: str, shape: tuple[int, int], least: float, larg
     if heads is None:
         return None
     if not isinstance(heads, list):
-        raise _FaultError(f"{field} must be a list with a list of numbers a KV head, got {shown(heads)}")
+        raise _FaultError(f"{field} must be a list with a list of numbers per KV head, got {shown(heads)}")
     _check_heads(heads, field, shape[0])
     for head, numbers in enumerate(heads):
         if not isinstance(numbers, list) or len(numbers) != shape[1]:
@@ -429,7 +412,7 @@ def _check_heads(heads: list, field: str, expected: int) -> None:
 
 def _integers(value: Any, field: str) -> list[list[int]]:
     if not isinstance(value, list) or not value:
-        raise _FaultError(f"{field} must be a list with a list of channels a KV head, got {shown(value)}")
+        raise _FaultError(f"{field} must be a list with a list of channels per KV head, got {shown(value)}")
     for head, channels in enumerate(value):
         if not isinstance(channels, list) or not all(type(channel) is int for channel in channels):
             raise _FaultError(f"{field}: head {head} must be a list of integers, got {shown(channels)}")

@@ -1,4 +1,4 @@
-"""What is known of an engine, its model and one of its layers: what the rules of `refusals.py` read. No torch."""
+"""Facts about an engine, its model and one of its layers, read by the rules of `refusals.py`. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Connector(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of an engine, of its model and of one of its layers; None: not known.
+    """Facts about an engine, its model and one of its layers; None: not known.
 
     Of the engine:
         capability: compute capability of the GPU.
@@ -34,10 +34,10 @@ class Facts:
         is_draft: these are facts of the draft and its layers; `packs_draft`: a draft's layers have a packed dtype, too.
         has_several_kinds: the model's layers differ in what they attend to, as sliding and full ones.
         backend_reasons: what vLLM says against the backend.
-        without_scratch_groups: version of a vLLM that knows no cache groups beside the prefix cache.
-        without_latents: version of a vLLM whose latent attention has not what packed pages need.
+        version_without_latents: version of a vLLM whose latent attention has not what packed pages need.
         has_lora: `--enable-lora`.
         groups_stay: a spec can keep its cache group from KV connectors.
+        states_fit: blocks beside state layers are sized by latents as they are stored.
 
     Of a layer:
         layer: what to call it, where its backend, its size of V or the cache that it reads is wrong.
@@ -79,10 +79,10 @@ class Facts:
     is_draft: bool | None = None
     packs_draft: bool | None = None
     has_one_cache_manager: bool | None = None
-    without_scratch_groups: str | None = None
-    without_latents: str | None = None
+    version_without_latents: str | None = None
     has_lora: bool | None = None
     groups_stay: bool | None = None
+    states_fit: bool | None = None
     has_fast_prefill: bool | None = None
     has_micro_batches: bool | None = None
     backend_reasons: tuple[str, ...] | None = None
@@ -91,6 +91,7 @@ class Facts:
     architecture: str | None = None
     is_mla: bool | None = None
     is_sparse: bool | None = None
+    has_latent_sinks: bool | None = None
     has_alibi: bool | None = None
     has_static_sinks: bool | None = None
     has_image_prefix: bool | None = None

@@ -20,15 +20,15 @@ FORMAT_VERSION = 3
 
 GROUP_SIZE = 32
 """Channels that share one scale byte."""
-HEAD_DIM_STEP = 16
-"""What a head_dim must be a multiple of."""
+HEAD_DIM_MULTIPLE = 16
+"""A head_dim must be a multiple of this."""
 
 CODES_PER_LANE = 16
 """Codes of one group that one of a warp's 32 lanes holds (layout.py draws how)."""
 
 
 class Code(NamedTuple):
-    """What a width is: the values of its codes, and where the 16 codes of a lane and group lie in 32-bit words.
+    """A code width: the values of its codes, and the places of a lane's 16 codes of a group in 32-bit words.
 
     The top bit of a code is its sign, the rest the index of a magnitude. Bit positions are by code e of the lane and
     linear in the bits of e; code e lies in code word e * code_words // 16.
@@ -40,15 +40,15 @@ class Code(NamedTuple):
     at all: a code is an fp16 number, and its scale 1 (`NULL_CODE`)."""
     search: tuple[int, int]
     """(above, below): scale bytes tried above and below that of absmax. Wider ranges gain less than 0.2 % of the error,
-    as `experiments/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
+    as `quality/format_error.py` measures. `above` also makes a second round trip exact: if scale byte b is kept for
     a group, the search on the decoded group starts at b - above or later and finds b again (docs/formats.md)."""
     value_gain: float
-    """What a reader multiplies V by to offset the quantizer's shrinkage: a code of least squared error gives back
+    """Factor on V when it is read, to offset the quantizer's shrinkage: a code of least squared error gives back
     vectors that are shorter along the original, by its error (docs/formats.md, section 8: 0.6, 2.6 and 10.7 %).
     Attention averages V over tokens: noise averages out, a common factor does not. The writer leaves V as it is, so
     that one stored vector can serve as K and as V: that is what version 3 changed."""
     unit: float
-    """What a value of 1 is, before its scale, as the kernels decode it (kernels/units.py)."""
+    """The number to which kernels decode a value of 1, before its scale (kernels/units.py)."""
     code_words: int
     """Words of a lane and group, without sign words: a power of 2."""
     magnitude_shift: tuple[int, ...]
@@ -137,7 +137,7 @@ BYTE_CODE = Code(
 """No entry of `CODES`: the ring's code (`codecs/ring.py`), a byte of code + 128. RoPE channels of latent pages may have
 it."""
 ROPE_BITS = (NULL_CODE.bits, BYTE_CODE.bits)
-"""What RoPE channels of latent pages may have, the default first."""
+"""Bits that RoPE channels of latent pages may have, the default first."""
 
 
 def code_of(bits: int) -> Code:
@@ -151,14 +151,14 @@ decoded value is finite in fp16; bytes above it are never written."""
 
 
 def fits_value_dim(head_dim: int, value_dim: int) -> bool:
-    """Whether heads of V of `value_dim` channels can lie beside K's of `head_dim`."""
-    return 0 < value_dim <= head_dim and value_dim % HEAD_DIM_STEP == 0
+    """True if a head of V with `value_dim` channels can be stored with K's of `head_dim`."""
+    return 0 < value_dim <= head_dim and value_dim % HEAD_DIM_MULTIPLE == 0
 
 
 def stored_dim(head_dim: int) -> int:
     """Channels that are stored of a head of `head_dim`: whole groups. Raises ValueError if it is no multiple of 16."""
-    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % HEAD_DIM_STEP:
-        raise ValueError(f"head_dim must be a positive multiple of {HEAD_DIM_STEP}, got {head_dim!r}")
+    if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"head_dim must be a positive multiple of {HEAD_DIM_MULTIPLE}, got {head_dim!r}")
     return -(-head_dim // GROUP_SIZE) * GROUP_SIZE
 
 
@@ -211,7 +211,7 @@ class Format:
         return self.vector_bytes(rank) + rope_bits * rope_dim // 8 + scales
 
     def compression(self, head_dim: int) -> float:
-        """How many times smaller a slot is than in bf16."""
+        """Bytes of a slot in bf16 over the packed slot's."""
         return 2 * head_dim * 2 / self.slot_bytes(head_dim)
 
 

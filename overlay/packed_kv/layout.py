@@ -1,4 +1,4 @@
-"""Where the codes and scales of a token lie in a page. Imports no torch.
+"""Layout of a page: the places of a token's codes and scales. Imports no torch.
 
 vLLM sees a page as an opaque `[KV heads, block_size, slot_bytes]` of bytes, head-major, so the tokens of one head
 are one run of bytes. That run is cut into micro-blocks of `MICRO_BLOCK` = 16 tokens:
@@ -77,12 +77,12 @@ PAIR = ("key", "value")
 ROPE = "RoPE"
 """Content of the plane of RoPE channels in a page of latent attention."""
 ROPE_SCALES = "RoPE scales"
-"""And of their scales, where they have 8 bits."""
+"""Content of the plane of their scales, where they have 8 bits."""
 
 SIGN_WORD_SHIFT = tuple(4 * NIBBLES[e] + 3 - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in a sign word, for the first of the two groups that share it."""
 SIGN_PARITY_SHIFT = -2
-"""What the second group's positions are beyond those."""
+"""Distance of the second group's bit positions from those."""
 SIGN_HALF_SHIFT = tuple(4 * (NIBBLES[e] & 3) + 3 - 2 * (e >> 2 & 1) - (e >> 3) for e in range(CODES_PER_LANE))
 """Bit position of code e's sign in the half word of an odd last group with sign words."""
 

@@ -104,7 +104,7 @@ class PackedVectors:
 
     @staticmethod
     def _shapes(chunks: Sequence[torch.Tensor]) -> list[torch.Size]:
-        """Of chunks that hold numbers, one behind the other. Raises ValueError for others."""
+        """Shapes of chunks that hold numbers one after the other. Raises ValueError for others."""
         for chunk in chunks:
             if not chunk.is_floating_point():
                 raise ValueError(

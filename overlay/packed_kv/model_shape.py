@@ -18,8 +18,8 @@ Config = dict[str, Any]
 
 DENSE, FP8 = "bf16", "fp8"
 MAX_PADDING = 1.5
-"""How many times its content a packed page may take. Layers with pages of several sizes share a pool, and vLLM pads the
-smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
+"""Largest ratio of a packed page's bytes to its content. Layers with pages of several sizes share a pool, and vLLM pads
+the smaller pages; beside a skipped layer in bf16 a packed page would take 3.8 times its content or more."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 KINDS = {
@@ -42,6 +42,8 @@ SLIDING_AND_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "g
 """Model type -> period of its layers, of which the last is full and the others slide, where the config says nothing."""
 EXPANDED_LATENTS = ("minicpm3",)
 """Model types with a `kv_lora_rank` whose latent vectors vLLM expands to K and V of every head."""
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+"""Fields of the tokens that a model reads."""
 LARGEST_WHOLE, MOST_LAYERS = 1 << 40, 10_000
 """Bounds of the numbers in a config."""
 LAYER_FIELDS = frozenset((
@@ -55,9 +57,9 @@ NEUTRAL_FIELDS = frozenset((
     "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "attention_dropout", "attention_bias",
     "mlp_bias", "hidden_act", "hidden_activation", "rms_norm_eps", "attn_logit_softcapping", "num_experts_per_tok",
 ))  # fmt: skip
-"""Those that change no page and no number of weights."""
+"""Fields that change no page and no number of weights."""
 WINDOW_FIELDS = frozenset(("sliding_window", "attention_chunk_size"))
-"""Those that may be another number in some layers, but not null in these or in the others alone."""
+"""Fields that may be another number in some layers, but not null in these or in the others alone."""
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Model types whose layers all are state layers, though their configs do not say so."""
 
@@ -68,7 +70,7 @@ class BadInput(ValueError):
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer keeps of a request: `kind` is "full", "sliding", "chunked" or "state".
+    """A layer's part of a request's cache: `kind` is "full", "sliding", "chunked" or "state".
 
     `value_size`: channels of a head of V, 0: as many as K's. `rope_size`: RoPE channels beside one latent vector of
     `head_size` channels, which is K and V at once; 0: K and V are apart. `rope_bits`: of RoPE in packed pages.
@@ -92,7 +94,7 @@ class Layer:
 
     @property
     def channels(self) -> int:
-        """Of a head's K and V together."""
+        """Channels of a head's K and V together."""
         if self.rope_size:
             return self.head_size + self.rope_size
         return self.head_size + (self.value_size or self.head_size)
@@ -119,7 +121,7 @@ class Model:
 
     @property
     def rope_bits(self) -> int | None:
-        """Of RoPE beside latents, in packed pages; None: the model has no latents."""
+        """Bits of RoPE channels in packed pages of latents; None: the model has no latents."""
         return next((layer.rope_bits for layer in self.layers if layer.rope_size), None)
 
     def with_rope_bits(self, bits: int) -> Model:
@@ -144,7 +146,7 @@ def whole(config: Config, *names: str, default: int = 0) -> int:
     if value is None:
         return default
     if type(value) is not int or not 0 <= value <= LARGEST_WHOLE:
-        raise BadInput(f"{name} is {shown(value)}; a config has a whole number there, of at most {LARGEST_WHOLE:,}")
+        raise BadInput(f"{name} is {shown(value)}; it must be a whole number of at most {LARGEST_WHOLE:,}")
     return value
 
 
@@ -152,15 +154,15 @@ def word(config: Config, *names: str) -> str:
     """The first field that is there and not null, a text; "": there is none. Raises BadInput for anything else."""
     name, value = _first(config, names)
     if not isinstance(value, str | None):
-        raise BadInput(f"{name} is {shown(value)}; a config has a text there")
+        raise BadInput(f"{name} is {shown(value)}; it must be a string")
     return value or ""
 
 
-def part(config: Config, *names: str) -> Config:
+def nested(config: Config, *names: str) -> Config:
     """The first field that is there and not null, an object; {}: there is none. Raises BadInput for anything else."""
     name, value = _first(config, names)
     if not isinstance(value, dict | None):
-        raise BadInput(f"{name} is {shown(value)}; a config has an object there")
+        raise BadInput(f"{name} is {shown(value)}; it must be an object")
     return value or {}
 
 
@@ -173,9 +175,9 @@ def listed(config: Config, *names: str, of: type, least: int = 0) -> list[Any]:
     bounded = range(LARGEST_WHOLE + 1)
     if not isinstance(value, list) or not all(isinstance(x, of) and (of is not int or x in bounded) for x in value):
         kinds = {int: "whole numbers", str: "words"}[of]
-        raise BadInput(f"{name} is {shown(value)}; a config has a list of {kinds} there")
+        raise BadInput(f"{name} is {shown(value)}; it must be a list of {kinds}")
     if len(value) < least:
-        raise BadInput(f"{name} has {len(value)} entries, and the model {least} layers; give a config that agrees")
+        raise BadInput(f"{name} has {len(value)} entries, but the model has {least} layers; give a config that agrees")
     return value
 
 
@@ -185,12 +187,12 @@ def _first(config: Config, names: Iterable[str]) -> tuple[str, Any]:
 
 def text_config(config: Config) -> Config:
     """The part of a config that describes the language model. Raises BadInput."""
-    text = part(config, "text_config", "llm_config") or config
+    text = nested(config, "text_config", "llm_config") or config
     return {**{key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}, **text}
 
 
 def reads_latents(text: Config) -> bool:
-    """Whether vLLM serves the model with latent attention (MLA)."""
+    """True if vLLM serves the model with latent attention (MLA)."""
     return whole(text, "kv_lora_rank") > 0 and word(text, "model_type") not in EXPANDED_LATENTS
 
 
@@ -227,7 +229,7 @@ def parse(config: Config, name: str, ranks: int = 1, recurrent_dtype: str | None
         config=text,
         layers=layers,
         ranks=ranks,
-        max_len=whole(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        max_len=whole(text, *LENGTHS),
         dtype_bytes=_dtype_bytes(text),
     )
 
@@ -279,9 +281,10 @@ def layer_config(text: Config, number: int) -> Config:
 
 
 def _per_layer(text: Config) -> dict[int, Config]:
-    """Of layers that differ, by number: `per_layer_config`, as transformers 5.19 writes it. Raises BadInput."""
-    layers, number = part(text, "per_layer_config"), text["num_hidden_layers"]
-    found = {int(key): part(layers, key) for key in layers if key.isdecimal() and len(key) < 6 and int(key) < number}
+    """Settings of layers that differ, by number: `per_layer_config`, as transformers 5.19 writes it. Raises
+    BadInput."""
+    layers, number = nested(text, "per_layer_config"), text["num_hidden_layers"]
+    found = {int(key): nested(layers, key) for key in layers if key.isdecimal() and len(key) < 6 and int(key) < number}
     if len(found) < len(layers):
         raise BadInput(f"per_layer_config has {len(layers)} entries, not all for one of {number} layers, from 0 on")
     for layer, fields in found.items():
@@ -305,8 +308,7 @@ def _layers_with_weights(text: Config) -> int:
 
 
 def layer_runs(text: Config) -> list[int]:
-    """How often each layer runs for a token: in vLLM each run has a cache of its own, unless they share one. Raises
-    BadInput."""
+    """Runs of each layer per token: in vLLM each run has a cache of its own, unless they share one. Raises BadInput."""
     number = text["num_hidden_layers"]
     if word(text, "model_type") == "hrm_text":
         high, low = whole(text, "H_cycles", default=2), whole(text, "L_cycles", default=3)
@@ -317,9 +319,7 @@ def layer_runs(text: Config) -> list[int]:
     else:
         runs = [max(_loops(text, "loop_num"), _loops(text, "total_ut_steps"), 1)] * number
     if sum(runs) > MOST_LAYERS:
-        raise BadInput(
-            f"layers run {sum(runs):,} times for a token; packed-kv reads configs of at most {MOST_LAYERS:,}"
-        )
+        raise BadInput(f"layers run {sum(runs):,} times per token; packed-kv reads configs of at most {MOST_LAYERS:,}")
     return runs
 
 
@@ -345,7 +345,7 @@ def _heads(text: Config, kind: str) -> tuple[int, int, int]:
         size = expanded_size(text)
         return heads, size, size
     names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups")
-    kv_heads = whole(part(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
+    kv_heads = whole(nested(text, "attn_config"), "kv_n_heads") or whole(text, *names)  # DBRX and MPT, others
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, StarCoder
         kv_heads = 1
     size = whole(text, "head_dim", "attention_head_dim", "kv_channels") or hidden // heads
@@ -363,12 +363,12 @@ def layer_letters(text: Config) -> str:
     """Nemotron-H's letter of each layer; "" for other models. Raises BadInput for fewer letters than layers."""
     letters, number = word(text, "hybrid_override_pattern"), text["num_hidden_layers"]
     if letters and len(letters) < number:
-        raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, and the model {number} layers")
+        raise BadInput(f"hybrid_override_pattern has {len(letters)} letters, but the model has {number} layers")
     return letters[:number]
 
 
 def layer_kinds(text: Config) -> list[tuple[str, ...]]:
-    """What each layer keeps in one run, in words of `KINDS`' values. Raises BadInput for a word that is not known."""
+    """Kind of each layer in one run, one of `KINDS`' values. Raises BadInput for a word that is not known."""
     kinds = _kinds(text)
     return [kept * 2 for kept in kinds] if word(text, "model_type").startswith("longcat_flash") else kinds
 
@@ -394,6 +394,12 @@ def _kinds(text: Config) -> list[tuple[str, ...]]:
         return [("full",) if i % period == offset else ("state",) for i in range(number)]
     if interval := whole(text, "full_attention_interval"):  # Qwen3-Next
         return [("state",) if (i + 1) % interval else ("full",) for i in range(number)]
+    if "linear_attn_config" in text:  # Kimi-Linear, Kimi K3: numbers begin at 1
+        states = set(listed(nested(text, "linear_attn_config"), "kda_layers", of=int))
+        return [("state",) if i + 1 in states else ("full",) for i in range(number)]
+    if group := whole(text, "layer_group_size"):  # Ling V2.5, and V3, whose last layers are full beyond whole groups
+        states = number // group * group if has_delta_attention(text) else number
+        return [("state",) if (i + 1) % group and i < states else ("full",) for i in range(number)]
     if "full_attn_idxs" in text:  # LFM2
         full = set(listed(text, "full_attn_idxs", of=int))
         return [("full",) if i in full else ("state",) for i in range(number)]
@@ -456,6 +462,13 @@ def state_of(config: Config, ranks: int, dtype_bytes: int, recurrent_dtype: str 
         keys, values = delta_net_channels(config)
         conv = (2 * keys + values) * max(0, whole(config, "linear_conv_kernel_dim", default=4) - 1)
         return State((conv * dtype_bytes + values * whole(config, "linear_key_head_dim") * recurrent) // ranks)
+    if has_delta_attention(config):
+        heads, head_dim, kernel = delta_attention(config)
+        conv = 3 * heads * head_dim * max(0, kernel - 1)
+        return State((conv * dtype_bytes + heads * head_dim**2 * recurrent) // ranks)
+    if whole(config, "layer_group_size"):  # linear attention of Ling V2.5
+        heads = config["num_attention_heads"]
+        return State(heads * (whole(config, "head_dim") or hidden // heads) ** 2 * dtype_bytes // ranks)
     if "conv_L_cache" in config or kind.startswith("lfm2"):
         kept = max(0, whole(config, "conv_L_cache", default=3) - 1)
         return State((whole(config, "conv_dim") or hidden) * kept * dtype_bytes // ranks)
@@ -483,17 +496,36 @@ def delta_net_channels(config: Config) -> tuple[int, int]:
     return keys * whole(config, "linear_key_head_dim"), values * whole(config, "linear_value_head_dim")
 
 
+def has_delta_attention(config: Config) -> bool:
+    """True if state layers are Kimi's delta attention (KDA): in Kimi-Linear, Kimi K3 and Ling V3."""
+    return "linear_attn_config" in config or bool(
+        whole(config, "layer_group_size") and whole(config, "short_conv_kernel_size")
+    )
+
+
+def delta_attention(config: Config) -> tuple[int, int, int]:
+    """Heads of Kimi's delta attention, channels of a head in Q, K and V, and tokens that its convolution reads."""
+    linear = nested(config, "linear_attn_config")
+    if linear:
+        heads, head_dim = whole(linear, "num_heads"), whole(linear, "head_dim")
+    else:
+        heads, head_dim = config["num_attention_heads"], whole(config, "head_dim")
+    return heads, head_dim, whole(linear or config, "short_conv_kernel_size", default=4)
+
+
 def mamba_channels(config: Config) -> int:
     """Channels within a Mamba layer."""
     expand = config.get("mamba_expand", 2)
     if type(expand) not in (int, float) or not 0 < expand < LARGEST_WHOLE:
-        raise BadInput(f"mamba_expand is {shown(expand)}; a config has a number above 0 there")
+        raise BadInput(f"mamba_expand is {shown(expand)}; it must be a number above 0")
     return whole(config, "mamba_d_ssm") or int(expand * config["hidden_size"])
 
 
 def _recurrent_dtype(config: Config) -> str:
-    """What vLLM keeps recurrent states in where the model says so, else ""."""
+    """Dtype in which vLLM keeps recurrent states if the model says so, else ""."""
     kind = word(config, "model_type")
+    if has_delta_attention(config):
+        return "float32"
     if kind == "nemotron_h":
         return word(config, "mamba_ssm_cache_dtype") or "float32"
     return word(config, "mamba_ssm_dtype") if kind.startswith("qwen3_5") else ""

@@ -1,13 +1,12 @@
-"""What packed pages cannot serve: one ordered table for the engine, `packed-kv plan`, `packed-kv doctor` and the docs.
+"""Refusals of packed pages: one ordered table for the engine, `packed-kv plan`, `packed-kv doctor` and the docs.
 
-A rule reads a record of facts and says in words what it read; no words, no refusal. A fact that nobody knows is None
-and refuses nothing. The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from
-config.json.
-`python -m packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM.
-"""
+A rule reads a record of facts and returns what it objects to, or nothing. An unknown fact is None and never refuses.
+The engine reads facts from vLLM's configuration and its layers, `plan` and `doctor` from config.json. `python -m
+packed_kv.refusals` prints the table of docs/models.md. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from .architectures import (
     ENCODERS_UNLESS_DECODERS,
     IGNORES_KV_CACHE_DTYPE,
     IMAGE_PREFIXES,
+    LATENT_SINKS,
     LAYER_OPTIONS,
     OWN_BACKENDS,
     OWN_DRAFT_METHODS,
@@ -32,7 +32,7 @@ from .architectures import (
 )
 from .cache_scheme import asked_cache
 from .facts import Connector, Facts
-from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_STEP, fits_value_dim
+from .formats import FORMATS, GROUP_SIZE, HEAD_DIM_MULTIPLE, fits_value_dim
 from .json_file import printable
 from .layout import MEAN_BLOCK, MICRO_BLOCK
 from .model_shape import (
@@ -40,7 +40,7 @@ from .model_shape import (
     Config,
     Model,
     listed,
-    part,
+    nested,
     reads_latents,
     text_config,
     whole,
@@ -50,8 +50,10 @@ from .model_shape import (
 AUTO_OPTION = "--kv-cache-dtype auto"
 AUTO = f"use {AUTO_OPTION} for this model"
 DRAFT_AUTO = 'add "kv_cache_dtype": "auto" to --speculative-config'
-"""What to do about a draft that packed pages cannot serve: the model keeps its dtype."""
+"""Remedy for a draft that packed pages cannot serve: the model keeps its dtype."""
 LEAST_CAPABILITY = (8, 0)
+OLDER_LATENTS = r"0\.([0-9]|[12][0-9]|3[01])\."
+"""Beginning of a vLLM's version whose latent attention packed pages do not serve."""
 
 CONNECTORS = (
     "OffloadingConnector",
@@ -127,7 +129,7 @@ def refuse(facts: Facts, dtype: str) -> None:
 
 
 def no_window(facts: Facts) -> str:
-    """Why an engine has no recent window, in words; "": it can have one."""
+    """Say why an engine has no recent window; "": it can have one."""
     return next((f"{found.rule.subject} ({found.read})" for found in _applied(WINDOW_RULES, facts)), "")
 
 
@@ -150,18 +152,19 @@ def _connector_without_handshake(facts: Facts) -> str | None:
 
 
 def _value_size(facts: Facts) -> str | None:
-    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_STEP`."""
+    """Heads of V have at most K's channels, in multiples of `HEAD_DIM_MULTIPLE`."""
     key, value = facts.head_size, facts.value_size
-    if key is None or value is None or key % HEAD_DIM_STEP or fits_value_dim(key, value):
+    if key is None or value is None or key % HEAD_DIM_MULTIPLE or fits_value_dim(key, value):
         return None
-    return f"V of {value} channels beside K of {key}; V may have up to as many as K, in multiples of {HEAD_DIM_STEP}"
+    most = f"V may have at most as many as K, in multiples of {HEAD_DIM_MULTIPLE}"
+    return f"V of {value} channels with K of {key}; {most}"
 
 
 def _latent_size(facts: Facts) -> str | None:
     """Latents and their RoPE channels come in whole groups, and of one size in a model."""
     rank, rope = facts.latent_rank, facts.rope_size
     if rank is not None and rope is not None and (rank <= 0 or rank % GROUP_SIZE or rope <= 0 or rope % GROUP_SIZE):
-        return f"{rank} channels beside {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
+        return f"{rank} channels and {rope} of RoPE, and packed pages need multiples of {GROUP_SIZE}"
     if facts.built_latent_size is not None and facts.latent_size != facts.built_latent_size:
         return f"{facts.latent_size} channels with RoPE's in a layer, and the model's have {facts.built_latent_size}"
     return None
@@ -190,7 +193,7 @@ def _padded(facts: Facts) -> str | None:
     if not facts.skip_layers or not facts.page or facts.page[0] <= MAX_PADDING * facts.page[1]:
         return None
     return (
-        f"--kv-cache-dtype-skip-layers {' '.join(facts.skip_layers)}, beside which a packed page of {facts.page[1]} "
+        f"--kv-cache-dtype-skip-layers {' '.join(facts.skip_layers)}, with which a packed page of {facts.page[1]} "
         f"bytes would take {facts.page[0]}, as layers of several kinds share pages of one size"
     )
 
@@ -237,22 +240,28 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.capability is not None and f.capability < LEAST_CAPABILITY
          and "compute capability {}.{}, and packed pages need 8.0 or later".format(*f.capability),
          "use another GPU, or --kv-cache-dtype auto"),
-    Rule("models whose attention layers are not told the dtype", "`architectures`",
+    Rule("models that do not pass cache_config to their attention layers", "`architectures`",
          lambda f: f.architecture in IGNORES_KV_CACHE_DTYPE and f"{f.architecture}, whose pages would stay dense",
          is_of_model=True),
+    Rule("latent attention (MLA) with attention sinks", "`learnable_sink`, `architectures`",
+         lambda f: (f.has_latent_sinks or _is_named(f, LATENT_SINKS))
+         and f"{_model(f)}, whose sinks vLLM would leave out",
+         is_of_model=True),
     Rule("sparse attention", "`index_topk`, `architectures`; vLLM's `use_sparse`",
-         lambda f: (f.is_sparse or _is_named(f, SPARSE)) and f"{_model(f)}, whose layers read some tokens of the cache",
+         lambda f: (f.is_sparse or _is_named(f, SPARSE))
+         and f"{_model(f)}, whose layers read only some tokens of the cache",
          is_of_model=True),
     Rule("latent attention (MLA) in layers of their own kind", "`architectures`; a layer's class",
          lambda f: (f.latent_layer and f"{f.layer} is a {f.latent_layer}, which writes its cache itself")
-         or (f.is_mla and _is_named(f, OWN_LATENTS)
-             and f"{f.architecture}, whose layers write their cache themselves or lie beside state layers"),
+         or (_is_named(f, OWN_LATENTS) and f"{f.architecture}, whose layers write their cache themselves"),
          is_of_model=True),
-    Rule("latent attention (MLA) beside state layers", "the model",
-         lambda f: f.is_mla and f.has_states and f"{_model(f)}, whose pages vLLM would size as plain ones"),
+    Rule("latent attention (MLA) with state layers", "vLLM's patches",
+         lambda f: f.is_mla and f.has_states and f.states_fit is False and f"{_model(f)}, and vLLM has patches of an "
+         "older packed-kv, with which it sizes latents as plain ones",
+         "run packed-kv-patch revert, then apply"),
     Rule("latent attention (MLA) of this size", "`kv_lora_rank`, `qk_rope_head_dim`", _latent_size, is_of_model=True),
     Rule("latent attention (MLA) with this vLLM", "its version",
-         lambda f: f.is_mla and f.without_latents and f"{f.without_latents}; 0.32.0 and later can",
+         lambda f: f.is_mla and f.version_without_latents and f"{f.version_without_latents}; 0.32.0 and later can",
          "upgrade vLLM, or use --kv-cache-dtype auto"),
     Rule("latent attention (MLA) with a sliding window", "a layer",
          lambda f: f.is_mla and f.sliding_window is not None and f"{f.sliding_window} tokens"),
@@ -276,7 +285,7 @@ RULES: tuple[Rule, ...] = (
          or (_is_named(f, OWN_BACKENDS) and f"{f.architecture}, whose backend reads other pages"),
          is_of_model=True),
     Rule("static attention sinks", "`param_sink_number`; a layer's KV-cache spec",
-         lambda f: f.has_static_sinks and f"{_model(f)}, which puts parameters before the keys of every request",
+         lambda f: f.has_static_sinks and f"{_model(f)}, which prepends learned key/value parameters to every request",
          is_of_model=True),
     Rule("this kind of KV cache", "`rswa_window`; a layer's KV-cache spec",
          lambda f: f.cache_kind and f"a {f.cache_kind}, whose tokens packed attention would read as plain ones",
@@ -285,8 +294,8 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.cache_of and not f.unlike_its_cache and f"{f.layer} reads that of {f.cache_of}",
          "use another speculative method, or none", is_of_model=True),
     Rule("this head size", "`head_dim`, `hidden_size`",
-         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_STEP)
-         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_STEP}",
+         lambda f: f.head_size is not None and (f.head_size <= 0 or f.head_size % HEAD_DIM_MULTIPLE)
+         and f"{f.head_size} channels, and packed pages need a multiple of {HEAD_DIM_MULTIPLE}",
          is_of_model=True),
     Rule("this head size of V", "`v_head_dim`; a layer's `head_size_v`", _value_size, is_of_model=True),
     Rule("this head size of V", "a layer and its implementation",
@@ -340,13 +349,13 @@ RULES: tuple[Rule, ...] = (
     Rule("--decode-context-parallel-size with means of keys by position", "a calibration file", _cut_mean_block,
          "use 2, 4, 8 or 16 ranks with --cp-kv-cache-interleave-size 1, or a calibration file without ropes"),
     Rule("this word of --kv-cache-dtype-skip-layers", "the option; the model's layers", _names_no_layer,
-         f"write numbers of layers, one a word, as 0 35, or {SLIDING}"),
+         f"write layer numbers separated by spaces, such as 0 35, or {SLIDING}"),
     Rule("skipped layers that share a KV cache", "`--kv-cache-dtype-skip-layers`; `kv_sharing_target_layer_name`",
          lambda f: f.unlike_its_cache and f"{f.layer} reads the cache of {f.cache_of}, which is {f.unlike_its_cache}",
          "name both or none of them in --kv-cache-dtype-skip-layers"),
     Rule("skipped layers of chunked attention", "`--kv-cache-dtype-skip-layers`",
          lambda f: f.skipped_dtype is not None and f.skipped_dtype not in FORMATS
-         and f"a layer with {f.skipped_dtype} pages, which cannot lie beside packed ones",
+         and f"a layer with {f.skipped_dtype} pages, which cannot share a block with packed ones",
          "name other layers in --kv-cache-dtype-skip-layers"),
     Rule("these skipped layers", "`--kv-cache-dtype-skip-layers`", _padded, "leave out --kv-cache-dtype-skip-layers"),
     Rule("this configuration", "what vLLM says of the backend",
@@ -354,14 +363,11 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 WINDOW_RULES: tuple[Rule, ...] = (
-    Rule("this vLLM", "its version",
-         lambda f: f.without_scratch_groups and f"{f.without_scratch_groups}, in which all layers' blocks take part in "
-         "the prefix cache; 0.31.0 has groups that do not"),
-    Rule("latent attention (MLA) beside other pages", "the draft's dtype and its layers",
+    Rule("latent attention (MLA) with other pages", "the draft's dtype and its layers",
          lambda f: f.is_mla and (f.has_other_dtypes or (f.has_draft_cache and f.speculative_method != "mtp"))
          and "vLLM cannot pad pages of latents to one size"),
     Rule("decode context parallelism", "`--decode-context-parallel-size`",
-         lambda f: (f.dcp or 1) > 1 and "it deals a request's tokens out to ranks"),
+         lambda f: (f.dcp or 1) > 1 and "it distributes a request's tokens over ranks"),
     Rule("--disable-hybrid-kv-cache-manager", "the option",
          lambda f: f.has_one_cache_manager and "some KV connectors imply it"),
     Rule("this KV connector", "`--kv-transfer-config`",
@@ -372,14 +378,14 @@ WINDOW_RULES: tuple[Rule, ...] = (
     Rule("pipeline parallelism", "`--pipeline-parallel-size`",
          lambda f: (f.pipeline or 1) > 1
          and bool(f.has_draft_cache or (f.has_other_dtypes and (f.has_states or f.has_several_kinds)))
-         and "its stages would lay out their pages differently beside "
+         and "its stages would lay out their pages differently with "
          + ("layers of another KV-cache dtype" if f.has_other_dtypes else "a draft's layers")),
 )  # fmt: skip
-"""With which an engine has no recent window; it serves without, and its log says so."""
+"""Rules by which an engine has no recent window; it serves without, and its log says so."""
 
 
 def facts_of_config(config: Config) -> Facts:
-    """What a config.json says of a model's architecture. Raises BadInput."""
+    """Facts from a config.json about a model's architecture. Raises BadInput."""
     text, kind = text_config(config), word(config, "model_type")
     names = listed(config, "architectures", of=str) or listed(text, "architectures", of=str)
     kinds = {kind, word(text, "model_type")}
@@ -392,16 +398,17 @@ def facts_of_config(config: Config) -> Facts:
         attention = "encoder_decoder"
     drafts = sorted(kinds & {*DRAFTS_WITHOUT_A_CACHE})
     return Facts(
-        auto_cache=asked_cache(part(text, "quantization_config")),
+        auto_cache=asked_cache(nested(text, "quantization_config")),
         architecture=printable(name, 60) or None,
         is_mla=reads_latents(text),
         is_sparse=reads_latents(text) and text.get("index_topk") is not None,
+        has_latent_sinks=reads_latents(text) and bool(text.get("learnable_sink")),
         latent_rank=whole(text, "kv_lora_rank") if reads_latents(text) else None,
         rope_size=whole(text, "qk_rope_head_dim") if reads_latents(text) else None,
         attention=attention,
         cache_kind="RSWASpec" if whole(config, "rswa_window") or whole(text, "rswa_window") else None,
         layer_options=("dual_chunk_attention_config",) if text.get("dual_chunk_attention_config") else None,
-        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or part(text, "attn_config").get("alibi")),
+        has_alibi=bool(kinds & {*ALIBI} or text.get("alibi") or nested(text, "attn_config").get("alibi")),
         has_static_sinks=bool(text.get("param_sink_number")),
         has_image_prefix=bool(kind in IMAGE_PREFIXES and config.get("vision_config"))
         or text.get("use_bidirectional_attention") == "vision",
@@ -410,10 +417,12 @@ def facts_of_config(config: Config) -> Facts:
     )
 
 
-def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusal]:
-    """What a config.json tells of a model, and of its layers if `model` has them. Each rule refuses once. Raises
-    BadInput."""
+def refusals_of_model(config: Config, model: Model | None = None, vllm: str = "") -> list[Refusal]:
+    """Refusals by a config.json of a model, of its layers if `model` has them, and of a version of `vllm`, "": not
+    known. Each rule refuses once. Raises BadInput."""
     facts = facts_of_config(config)
+    if re.match(OLDER_LATENTS, vllm):
+        facts = replace(facts, version_without_latents=vllm)
     found = refusals_of(facts)
     for layer in model.attention if model else ():
         value_size = layer.value_size or layer.head_size
@@ -422,12 +431,12 @@ def refusals_of_model(config: Config, model: Model | None = None) -> list[Refusa
 
 
 def untried(config: Config) -> str:
-    """What to know of a model that no rule refuses and that nobody tried, in one line; "": it was tried, or its config
-    does not name it. Raises BadInput."""
+    """A line about a model that no rule refuses and that is untested; "": it is tested, or its config does not name it.
+    Raises BadInput."""
     name = facts_of_config(config).architecture
     if name is None or name in TRIED:
         return ""
-    return f"{name} was not tried here; no rule speaks against it, so compare its answers with those of auto"
+    return f"{name} has not been tested; no rule refuses it, so compare its answers with those of auto"
 
 
 def markdown() -> str:

@@ -1,5 +1,5 @@
-"""What rotary position embedding (RoPE) does to the channels of a key, and what configs say of it. Imports no torch and
-no vLLM."""
+"""Rotary position embedding (RoPE): how it turns the channels of a key, and its parameters in configs. Imports no torch
+and no vLLM."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Rope(NamedTuple):
 
 
 def average_length(frequency: float, positions: int) -> float:
-    """Of the average of vectors of length 1 at so many positions in a row, each turned by `frequency` radians more than
-    the one before; negative where it points away from the middle one. A geometric series."""
+    """Signed length of the mean of `positions` unit vectors, each turned `frequency` radians past the last; negative if
+    it points away from the middle one. A geometric series."""
     under = positions * math.sin(frequency / 2)
     return math.sin(positions * frequency / 2) / under if under else 1.0
 
 
 DEFAULTS: Parameters = {"partial_rotary_factor": 1.0, "mrope_interleaved": False}
-"""What a config that leaves a field out means."""
+"""Values of fields that a config leaves out."""
 FIELDS = (
     "rope_type", "rope_theta", *DEFAULTS, "factor", "original_max_position_embeddings", "low_freq_factor",
     "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
     "short_factor", "long_factor", "alpha", "mixed_b", "rope_dim", "mrope_section",
 )  # fmt: skip
-"""Of a config's RoPE parameters, those that decide how far channels turn, and how long they are afterwards."""
+"""RoPE parameters of a config that decide how far channels turn, and how long they are afterwards."""
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 THETA = ("rope_theta", "rotary_emb_base")
 LEGACY_TYPES = {"su": "longrope", "mrope": "default"}
@@ -52,7 +52,7 @@ VARYING = ("dynamic", "longrope")
 
 
 def rope_parameters(config: Any) -> dict[str, Parameters]:
-    """What a model's config says of its RoPE: fields of `FIELDS` by type of layer, "" where layers do not differ.
+    """Parameters of a model's RoPE by its config: fields of `FIELDS` by type of layer, "" where layers do not differ.
 
     Args:
         config: of transformers, or what its config.json holds: older names of fields count, too.
@@ -75,7 +75,7 @@ def rope_parameters(config: Any) -> dict[str, Parameters]:
 
 
 def rope_in_words(parameters: Parameters) -> str:
-    """Without what is as by default."""
+    """Name the parameters that are not as by default."""
     return ", ".join(f"{name} {shown(value)}" for name, value in parameters.items() if value != DEFAULTS.get(name))
 
 

@@ -4,7 +4,8 @@
 
 Every token lies as the reference codec packs it (docs/formats.md), and the newest ones of a sequence once more in 8
 bits (`codecs/ring.py`), as in vLLM. The model's attention wants keys and values whole, so each layer unpacks its own,
-for as long as its attention takes, in PyTorch: this saves memory, not time.
+for as long as its attention takes: this saves memory, not time. On a CPU kernels in C++ pack and unpack
+(`kernels/cpu/vectors.py`), elsewhere, or without a compiler, PyTorch does.
 
 What attention reads: a lone token, all of it as it is stored, its own key and value included, the newest from the 8
 bits; several tokens at once, a prompt or a part of one, those before them as they are stored and their own as they are.
@@ -13,16 +14,20 @@ bits; several tokens at once, a prompt or a part of one, those before them as th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging
 
-from .calibration_file import Calibration, fields_for, heads_in_words, load
+from .calibration_file import Calibration, LayerCalibration, heads_in_words, load
 from .codecs import format_named, ring
 from .codecs.pages import PagedCodec
+from .kernels.cpu import tables
+from .kernels.cpu.compiler import BuildError
+from .kernels.cpu.vectors import CpuVectors
 from .layout import RECENT_TOKENS
 
 if TYPE_CHECKING:
@@ -31,14 +36,19 @@ if TYPE_CHECKING:
     from .codecs import Codec
     from .formats import Format
 
+logger = logging.get_logger(__name__)
+
+SLOWER = "3 to 5 times"
+"""Time of a generate step in PyTorch, in steps of the kernels, as benchmarks/cpu_cache.py measures it."""
+
 TILE = 1024
-"""Tokens that are unpacked at a time, through fp32."""
+"""Tokens that are unpacked at a time in PyTorch, through fp32."""
 
 
 @dataclass
 class _Settings:
-    """What all layers of a cache share. `starts`: int64 [sequences], the column of each one's first token, or None:
-    column 0."""
+    """Settings that all layers of a cache share. `starts`: int64 [sequences], the column of each one's first token, or
+    None: column 0."""
 
     fmt: Format
     recent_tokens: int
@@ -46,19 +56,19 @@ class _Settings:
     starts: torch.Tensor | None
 
     def codec(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> PagedCodec:
-        """That of a layer with keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
+        """Make a layer's codec, for keys and values [sequences, KV heads, tokens, head_dim]. Raises ValueError."""
         sizes = key.shape[1], key.shape[-1], value.shape[-1]
-        rows = {} if self.calibration is None else self._rows(self.calibration, layer, sizes)
-        return PagedCodec(self.fmt, key.shape[-1], device=key.device, value_dim=value.shape[-1], **rows)
+        known = LayerCalibration() if self.calibration is None else self._known(self.calibration, layer, sizes)
+        return PagedCodec(self.fmt, key.shape[-1], known.key, known.value, key.device, value.shape[-1])
 
-    def _rows(self, file: Calibration, layer: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    def _known(self, file: Calibration, layer: int, sizes: tuple[int, int, int]) -> LayerCalibration:
         """`sizes`: KV heads, and their channels in keys and values."""
         if layer not in file.layers:
             file.refuse(f"has no entry for layer {layer}")
         if (file.layers[layer].kv_heads, file.head_size, file.value_head_size) != sizes:
             ours = heads_in_words([sizes[0]], *sizes[1:])
             file.refuse(f"made for another model: {file.heads}, layer {layer} has {ours}")
-        return {name: getattr(file.layers[layer], name) for name in fields_for(self.fmt)}
+        return file.layers[layer].taken_by(self.fmt)
 
 
 class PackedCache(Cache):
@@ -105,7 +115,7 @@ class PackedCache(Cache):
         return sum(tokens.held.nbytes for layer in self.layers for tokens in layer.all())
 
     def reset(self, attention_mask: torch.Tensor | None = None) -> None:
-        """Drop all tokens. `attention_mask`: of the prompts that come next, as for the class."""
+        """Drop all tokens. `attention_mask`: [sequences, tokens], of the prompts that come next, as for the class."""
         self.settings.starts = _starts(attention_mask)
         super().reset()
 
@@ -122,7 +132,7 @@ class PackedCache(Cache):
         return PackedLayer(self.settings, len(self.layers))
 
     def _layer(self, number: int, plain: Any) -> PackedLayer:
-        """In the place of the layer that transformers would make."""
+        """Return the packed layer in place of the one that transformers would make."""
         if type(plain) is DynamicLayer:
             return PackedLayer(self.settings, number)
         if type(plain) is DynamicSlidingWindowLayer:
@@ -172,7 +182,7 @@ class _Tokens:
             self._move(tokens)
 
     def _move(self, tokens: int) -> None:
-        """To memory for so many tokens and more."""
+        """Move what is held to memory for `tokens` tokens and more."""
         held = self.held
         sequences, heads, count, width = held.shape
         self.memory = held.new_empty((sequences, heads, _with_room(tokens), width))
@@ -191,29 +201,41 @@ class _Vectors:
     ring has them, int8 [.., stored_dim] and uint8 [.., stored_dim / 32].
     """
 
-    def __init__(self, codec: Codec, sequences: int, heads: int) -> None:
+    def __init__(self, codec: Codec, sequences: int, heads: int, kernel: CpuVectors | None) -> None:
+        """`kernel`: of the layer; None: PyTorch packs and unpacks."""
+
         def empty(dtype: torch.dtype, width: int) -> _Tokens:
             return _Tokens(torch.empty((sequences, heads, 0, width), dtype=dtype, device=codec.device))
 
-        self.codec = codec
+        self.codec, self.kernel, self.role = codec, kernel, int(codec.role == "value")
         self.packed = empty(torch.uint8, codec.vector_bytes)
         self.codes = empty(torch.int8, codec.stored_dim)
         self.scales = empty(torch.uint8, len(codec.group_bits))
 
     def append(self, x: torch.Tensor, positions: torch.Tensor, recent: int) -> None:
         """Tokens [sequences, KV heads, tokens, head_dim], the last `recent` twice; `positions`: see `read`."""
-        x = x.transpose(1, 2)
-        self.packed.append(self.codec.encode(x, positions).transpose(1, 2))
+        newest: Sequence[torch.Tensor]
+        if self.kernel is not None:
+            packed, *newest = self.kernel.encode(self.role, x, positions.squeeze(-1), recent)
+        else:
+            x = x.transpose(1, 2)
+            packed, newest = self.codec.encode(x, positions).transpose(1, 2), ()
+            if recent:
+                rotated = self.codec.prepare(x[:, -recent:], positions[:, -recent:])
+                newest = tuple(part.transpose(1, 2) for part in ring.quantize(rotated))
+        self.packed.append(packed)
         if recent:
-            newest = ring.quantize(self.codec.prepare(x[:, -recent:], positions[:, -recent:]))
             for kept, new in zip((self.codes, self.scales), newest, strict=True):
-                kept.append(new.transpose(1, 2))
+                kept.append(new)
                 kept.keep_last(recent)
 
     def read(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """All tokens, [sequences, KV heads, tokens, head_dim]; `positions`: int64 [sequences, tokens, 1], of each in
         its sequence."""
         codec, packed = self.codec, self.packed.held
+        if self.kernel is not None:
+            newest = self.codes.held, self.scales.held
+            return self.kernel.decode(self.role, packed, *newest, positions.squeeze(-1), dtype)
         older = self.tokens - self.codes.held.shape[2]
         found = torch.empty((*packed.shape[:3], codec.head_dim), dtype=dtype, device=codec.device)
         for start in range(0, older, TILE):
@@ -235,13 +257,25 @@ class _Vectors:
         self.packed, self.codes, self.scales = (_Tokens(change(tokens.held)) for tokens in self.all())
 
 
+def _kernel_of(codec: PagedCodec, dtype: torch.dtype) -> CpuVectors | None:
+    """The kernels of a layer on a CPU, or None; without a compiler a warning, once, says why."""
+    key = codec.key
+    if key.device.type != "cpu" or dtype not in tables.ELEMENT_TYPES or tables.refusal(key.fmt, key.head_dim):
+        return None
+    try:
+        return CpuVectors(codec)
+    except BuildError as error:
+        logger.warning_once(f"PackedCache packs and unpacks in PyTorch, a step takes {SLOWER} as long: {error}")
+        return None
+
+
 class PackedLayer(DynamicLayer):
     """One layer's keys and values. `keys` and `values` of its base stay None: nothing is held but packed bytes."""
 
     def __init__(self, settings: _Settings, number: int, **window: int) -> None:
         super().__init__(**window)
         self.settings, self.number = settings, number
-        self.parts: tuple[_Vectors, ...] = ()
+        self.vectors: tuple[_Vectors, ...] = ()
         self.cumulative_length = 0
         """Tokens that came in; a sliding window holds the last of them."""
 
@@ -249,7 +283,8 @@ class PackedLayer(DynamicLayer):
         codec = self.settings.codec(self.number, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         sequences, heads = key_states.shape[:2]
-        self.parts = tuple(_Vectors(part, sequences, heads) for part in (codec.key, codec.value))
+        kernel = _kernel_of(codec, key_states.dtype)
+        self.vectors = tuple(_Vectors(one, sequences, heads, kernel) for one in codec.codecs)
         self.starts = self._starts(sequences)
         self.is_initialized = True
 
@@ -260,19 +295,19 @@ class PackedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         states, new = (key_states, value_states), key_states.shape[2]
-        raw = [] if new == 1 else [self._whole(part, x) for part, x in zip(self.parts, states, strict=True)]
+        raw = [] if new == 1 else [self._whole(held, x) for held, x in zip(self.vectors, states, strict=True)]
         positions = self._positions(self.cumulative_length, new)
-        for part, x in zip(self.parts, states, strict=True):
-            part.append(x, positions, self.settings.recent_tokens)
+        for held, x in zip(self.vectors, states, strict=True):
+            held.append(x, positions, self.settings.recent_tokens)
         self.cumulative_length += new
-        key, value = raw or [part.read(self._positions_held(), self.dtype) for part in self.parts]
+        key, value = raw or [held.read(self._positions_held(), self.dtype) for held in self.vectors]
         return key, value
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
 
     def reset(self) -> None:
-        self.parts, self.cumulative_length, self.is_initialized = (), 0, False
+        self.vectors, self.cumulative_length, self.is_initialized = (), 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens: as many as the number is below 0, or, above 0, all but that many."""
@@ -293,22 +328,22 @@ class PackedLayer(DynamicLayer):
 
     def all(self) -> list[_Tokens]:
         """All that grows with the tokens."""
-        return [tokens for part in self.parts for tokens in part.all()]
+        return [tokens for held in self.vectors for tokens in held.all()]
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace what sequences have by `change` of it."""
-        for part in self.parts:
-            part.change(change)
+        for held in self.vectors:
+            held.change(change)
         if self.is_initialized:
             self.starts = change(self.starts)
 
-    def _whole(self, part: _Vectors, x: torch.Tensor) -> torch.Tensor:
-        """What is held, and `x` behind it."""
-        held = self.parts[0].tokens
-        return torch.cat((part.read(self._positions_held(), self.dtype), x), dim=2) if held else x
+    def _whole(self, vectors: _Vectors, x: torch.Tensor) -> torch.Tensor:
+        """Return the vectors that the layer holds, with `x` after them."""
+        held = self.vectors[0].tokens
+        return torch.cat((vectors.read(self._positions_held(), self.dtype), x), dim=2) if held else x
 
     def _positions_held(self) -> torch.Tensor:
-        held = self.parts[0].tokens
+        held = self.vectors[0].tokens
         return self._positions(self.cumulative_length - held, held)
 
     def _positions(self, column: int, count: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ LEAST = {
     "context": 1, "windows": 1, "top_k": 1, "facts": 1, "kv_cache_memory": 1, "parallel": 1,
     "tokens": 1, "greedy": 0, "tasks": 0, "drafts": 0, "batched_tokens": 1,
 }  # fmt: skip
-"""Of numbers among the options, the least that makes sense."""
+"""Least sensible values of the options that are numbers."""
 CONTENTS = {"run": (True, True), "sweep": (True, False), "teacher-forced": (True, False), "recall": (False, True)}
 """Command -> whether it runs text, and whether it measures recall."""
 
@@ -45,71 +45,71 @@ def add_run_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add = parser.add_argument
     add_engine_arguments(parser)
     add("--context", type=int, metavar="N",
-        help=f"tokens of a window of text (default: up to {MAX_CONTEXT})")  # fmt: skip
+        help=f"tokens per window of text (default: up to {MAX_CONTEXT})")  # fmt: skip
     if texts:
         _add_text_arguments(parser)
     if recall:
         _add_recall_arguments(parser)
     if texts and recall:
-        add("--skip-recall", action="store_true", help="measure no recall")
+        add("--skip-recall", action="store_true", help="do not measure recall")
     if command in ("run", "sweep"):
-        add("--max-kl", type=float, metavar="NATS", help="bound of every dtype's mean KL")
+        add("--max-kl", type=float, metavar="NATS", help="largest mean KL that passes, for every dtype")
     add("--graphs", action="store_true",
-        help="decode under CUDA graphs (for chunks of 1 token)")  # fmt: skip
+        help="decode in CUDA graphs (with --chunk 1)")  # fmt: skip
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every command that runs engines: model, dtypes, engine, output."""
     add = parser.add_argument
-    add("--model", help="folder or Hugging Face name (default: the demo model)")
+    add("--model", help="folder or id (default: the demo model)")
     add("--dtypes", nargs="*", metavar="DTYPE", default=list(FORMATS),
-        help="any that vLLM knows (default: ours); none: the baseline")  # fmt: skip
+        help="KV-cache dtypes of vLLM (default: ours; none: the baseline alone)")  # fmt: skip
     add("--kv-cache-memory", type=memory, metavar="SIZE",
-        help="KV memory of each engine, as 4G (default: 96M, or 2G)")  # fmt: skip
-    add("--calibration", type=Path, metavar="PATH", help="turboquant_kv.json for our dtypes")
+        help="KV memory per engine (default: 2G; demo model: 96M)")  # fmt: skip
+    add("--calibration", type=Path, metavar="PATH", help="calibration file for our dtypes")
     add("--additional-config", type=json_object, metavar="JSON", default={},
-        help="vLLM's for our dtypes, as '{\"packed_kv\": {...}}'")  # fmt: skip
+        help="vLLM's option of that name, for our dtypes")  # fmt: skip
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", metavar="T",
-        help="of the model: auto, bfloat16, float16, float32")  # fmt: skip
+        help="the model's: auto, bfloat16, float16, float32")  # fmt: skip
     add("--parallel", type=int, default=1, metavar="N",
-        help="dtypes at a time on the device (default: %(default)s)")  # fmt: skip
+        help="dtypes measured at once on the device (default: %(default)s)")  # fmt: skip
     add("--output", type=Path, metavar="DIR", default=Path("results/quality"),
-        help="for JSON, CSV and plots (default: %(default)s)")  # fmt: skip
-    add("--commit", metavar="NAME", help="of packed-kv, where there is no git history")
-    add("--no-plots", action="store_true", help="draw nothing, without matplotlib")
+        help="folder for JSON, CSV and plots (default: %(default)s)")  # fmt: skip
+    add("--commit", metavar="NAME", help="commit of packed-kv, if there is no git history")
+    add("--no-plots", action="store_true", help="draw no plots (they need matplotlib)")
 
 
 def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--text", type=Path, nargs="+", metavar="FILE",
-        help="UTF-8 texts, one of each kind (default: a checkout's)")  # fmt: skip
-    add("--windows", type=int, default=1, metavar="N", help="windows of each text (default: %(default)s)")
+        help="UTF-8 texts, one per kind (default: a checkout's)")  # fmt: skip
+    add("--windows", type=int, default=1, metavar="N", help="windows per text (default: %(default)s)")
     add("--chunk", type=int, default=CHUNK, metavar="N",
-        help="tokens of a prefill chunk, which may read its own K and V raw (default: %(default)s)")  # fmt: skip
+        help="tokens per prefill chunk, which may read its own K and V raw (default: %(default)s)")  # fmt: skip
     add_baseline_arguments(parser)
 
 
 def add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
     """The options about the file of the baseline's predictions."""
     add = parser.add_argument
-    add("--emit", type=Path, metavar="FILE", help="keep the baseline's predictions")
-    add("--baseline", type=Path, metavar="FILE", help="compare with kept predictions")
-    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens, and one remainder")
+    add("--emit", type=Path, metavar="FILE", help="write the baseline's predictions to FILE")
+    add("--baseline", type=Path, metavar="FILE", help="read the baseline's predictions from FILE")
+    add("--top-k", type=int, metavar="K", help="--emit the K likeliest tokens and one remainder")
 
 
 def _add_recall_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", metavar="N",
-        help="of recall prompts (default: quarters of the context)")  # fmt: skip
+        help="tokens per prompt (default: quarters of the context)")  # fmt: skip
     add("--depths", type=float, nargs="+", metavar="P", default=list(DEPTHS),
-        help=f"of facts, in percent (default: {' '.join(map(str, DEPTHS))})")  # fmt: skip
+        help=f"depths of facts, in percent (default: {' '.join(map(str, DEPTHS))})")  # fmt: skip
     add("--facts", type=int, default=FACTS, metavar="N",
-        help="recall prompts a length and depth (default: %(default)s)")  # fmt: skip
+        help="prompts per length and depth (default: %(default)s)")  # fmt: skip
     add("--recall-chunk", type=int, default=RECALL_CHUNK, metavar="N",
         help="--chunk of recall prompts (default: %(default)s)")  # fmt: skip
     add("--prompts", choices=("auto", "chat", "plain"), default="auto", metavar="P",
-        help="auto, chat (the template's) or plain")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="of the facts (default: %(default)s)")
+        help="auto, plain, or chat (with the model's template)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="seed of the facts (default: %(default)s)")
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -37,8 +37,8 @@ class BaselineError(ValueError):
 
 @dataclass(frozen=True)
 class Scores:
-    """How well the true tokens were predicted, and how close to the baseline: KL divergence from it in nats, shares of
-    positions with the same likeliest token, and of the five likeliest tokens that are the same. `kl_error` is the
+    """Quality of predictions of the true tokens, and closeness to the baseline: KL divergence from it in nats, shares
+    of positions with the same likeliest token, and of the five likeliest tokens that are the same. `kl_error` is the
     standard error of `kl_mean` (uncertainty.py); None if there is too little text."""
 
     positions: int
@@ -202,8 +202,8 @@ def compare_exactly(expected: torch.Tensor, log_probs: torch.Tensor, targets: to
 
 
 def agreement(kl: torch.Tensor, top: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) -> Positions:
-    """From KL divergences fp32 [rows], the baseline's likeliest tokens int [rows, 5], log-probabilities fp32 [rows,
-    vocabulary] and true next tokens int64 [rows]."""
+    """Compare positions, given KL divergences fp32 [rows], the baseline's likeliest tokens int [rows, 5],
+    log-probabilities fp32 [rows, vocabulary] and true next tokens int64 [rows]."""
     ours = log_probs.topk(top.shape[-1]).indices
     same = (ours[:, :, None] == top[:, None, :]).any(-1).float().mean(-1)
     return Positions(losses(log_probs, targets), kl, (ours[:, 0] == top[:, 0]).float(), same)
@@ -215,6 +215,6 @@ def losses(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def split_off(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From [rows, vocabulary], the log-probabilities of `ids` [rows, k] and of all other tokens together [rows]."""
+    """Split log-probabilities [rows, vocabulary] into those of `ids` [rows, k] and of all others together [rows]."""
     rest = log_probs.scatter(-1, ids, -torch.inf)
     return log_probs.gather(-1, ids), rest.logsumexp(-1)

@@ -1,6 +1,6 @@
 """Measure what KV-cache dtypes cost in quality, through the real vLLM engine. docs/quality.md explains the results.
 
-Each dtype gets an engine of its own, in a process of its own, with the same KV memory.
+Each dtype runs in its own engine and process, with the same KV memory.
 
 Exit code: 0 if all is well; 1 if a dtype fails or one of packed-kv's own was refused, in `run` and `sweep` also if one
 is the baseline by another name, equals another or exceeds its bound; 2 if the arguments are wrong or the baseline does
@@ -27,7 +27,7 @@ COMMANDS = {
     "run": "everything: teacher-forced text, recall of planted facts, verdicts, plots",
     "teacher-forced": "perplexity of texts, KL divergence and agreement with the unquantized baseline; no verdicts",
     "recall": "facts planted in prose, asked for at the end, by depth and length",
-    "sweep": "which dtypes are placebos, equal or broken: teacher-forced text and verdicts",
+    "sweep": "which dtypes do nothing, equal another or are broken: teacher-forced text and verdicts",
 }
 
 
@@ -54,14 +54,14 @@ def parser(prog: str = "packed-kv-quality") -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, usage=usage, formatter_class=_wide)
         add_run_arguments(command, name)
         command.set_defaults(run=_run)
-    text = "as servers generate: prompts prefilled whole, text forced behind them, tasks with known answers"
+    text = "as servers generate: whole prompts, then forced text and greedy answers; tasks with known answers"
     usage = f"{prog} generate [options]   (docs/quality.md says what they are for)"
     command = commands.add_parser("generate", help=text, description=text, usage=usage, formatter_class=_wide)
     add_generation_arguments(command)
     command.set_defaults(run=_generate)
-    plots = commands.add_parser("plots", help="draw the plots of a run again", description="Draw a run's plots again.")
+    plots = commands.add_parser("plots", help="draw a run's plots again", description="Draw a run's plots again.")
     plots.add_argument("folder", type=Path, metavar="DIR|FILE.json",
-        help="--output of a run, with its quality.json or the like; or a quality.json of any name")  # fmt: skip
+        help="the --output folder of a run, or its JSON file")  # fmt: skip
     plots.set_defaults(run=_plots)
     return made
 

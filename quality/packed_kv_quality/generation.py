@@ -44,9 +44,9 @@ class Window:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What all dtypes share. `windows` of one prompt length follow each other, as `tasks` do. `greedy`: tokens that are
-    decoded greedily behind each prompt. `drafts`: tokens of an n-gram draft, 0: none are measured. `batched_tokens`: of
-    a step, which bounds how many prompts are prefilled whole at once."""
+    """Settings that all dtypes share. `windows` of one prompt length follow each other, as `tasks` do. `greedy`: tokens
+    that are decoded greedily behind each prompt. `drafts`: tokens of an n-gram draft, 0: none are measured.
+    `batched_tokens`: of a step, which bounds how many prompts are prefilled whole at once."""
 
     model: str
     windows: list[Window]
@@ -101,7 +101,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one dtype gave. `acceptance`: of decodes with n-gram drafts, by prompt, the tokens and the steps that they
+    """Results of one dtype. `acceptance`: of decodes with n-gram drafts, by prompt, the tokens and the steps that they
     took; None if it was not measured. `rounding`, of the baseline alone: mean KL divergence of the same model with
     attention outputs rounded once more, by prompt length."""
 
@@ -248,7 +248,7 @@ def _by_window(settings: GenerationSettings, values: torch.Tensor) -> list[tuple
 
 
 def first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+    """Number of equal tokens before the first that differs."""
     return next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]), len(tokens))
 
 

@@ -43,23 +43,24 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", metavar="FILE",
-        help="UTF-8 texts, one of each kind (default: a checkout's)")  # fmt: skip
+        help="UTF-8 texts, one per kind (default: a checkout's)")  # fmt: skip
     add("--lengths", type=int, nargs="+", metavar="N",
-        help="tokens of prompts (default: those of 1000 3500 7500 that the model's context holds)")  # fmt: skip
-    add("--windows", type=int, default=4, metavar="N", help="prompts a text and length (default: %(default)s)")
+        help="tokens per prompt (default: those of 1000 3500 7500 that fit the context)")  # fmt: skip
+    add("--windows", type=int, default=4, metavar="N", help="prompts per text and length (default: %(default)s)")
     add("--tokens", type=int, default=TOKENS, metavar="N",
-        help="of the text, forced behind each prompt (default: %(default)s)")  # fmt: skip
+        help="tokens forced after each prompt (default: %(default)s)")  # fmt: skip
     add("--greedy", type=int, default=GREEDY, metavar="N",
-        help="tokens decoded greedily behind each prompt; 0: none (default: %(default)s)")  # fmt: skip
+        help="greedy tokens after each prompt (default: %(default)s)")  # fmt: skip
     add("--tasks", type=int, default=8, metavar="N",
-        help="tasks a kind and length; 0: none (default: %(default)s)")  # fmt: skip
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="of tasks (default: all)")
+        help="tasks per kind and length (default: %(default)s)")  # fmt: skip
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
+        help="kinds of tasks (default: all)")  # fmt: skip
     add("--drafts", type=int, default=0, metavar="N",
-        help="acceptance of n-gram drafts of N tokens, in one more engine a dtype (default: none)")  # fmt: skip
+        help="also measure accepted n-gram drafts of N tokens")  # fmt: skip
     add("--batched-tokens", type=int, default=GenerationSettings.batched_tokens, metavar="N",
-        help="of a step: as many prompts are prefilled at once (default: %(default)s)")  # fmt: skip
+        help="tokens per prefill step (default: %(default)s)")  # fmt: skip
     add_baseline_arguments(parser)
-    add("--seed", type=int, default=0, metavar="N", help="of the tasks (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the tasks (default: %(default)s)")
 
 
 def run_generation(options: argparse.Namespace) -> int:
@@ -110,7 +111,7 @@ def check_settings(options: argparse.Namespace) -> tuple[GenerationSettings, dic
     if not 0 < lengths[0] <= lengths[-1] <= longest - behind:
         raise BadInput(
             f"--lengths must be 1 to {longest - behind:,} for {model}, whose context of {longest:,} tokens holds "
-            f"{behind} more behind a prompt; got {' '.join(map(str, lengths))}"
+            f"{behind} more after a prompt; got {' '.join(map(str, lengths))}"
         )
     windows = [
         Window(name, length, token_ids)
@@ -159,10 +160,10 @@ def describe_row(row: Generation) -> str:
 
 
 def describe(options: argparse.Namespace, settings: GenerationSettings, identity: dict[str, Any]) -> dict[str, Any]:
-    """What the run was, for whoever reads its results."""
-    words = [f"{options.windows} prompts a text and length, {options.tokens} tokens forced behind each"]
+    """Description of the run, for readers of its results."""
+    words = [f"{options.windows} prompts per text and length, {options.tokens} tokens forced after each"]
     if settings.tasks:
-        words.append(f"{options.tasks} tasks a kind and length")
+        words.append(f"{options.tasks} tasks per kind and length")
     if settings.drafts:
         words.append(f"n-gram drafts of {settings.drafts}")
     return description(options, settings, identity, words)

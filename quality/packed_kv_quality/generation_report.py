@@ -35,7 +35,7 @@ class Kept:
 
 
 def kept(row: Generation, baseline: Generation) -> Iterator[Kept]:
-    """By kind and length; none where the baseline solves no task."""
+    """Yield what is kept of the baseline, by kind and length; nothing where the baseline solves no task."""
     for ours, theirs in zip(row.answers, baseline.answers, strict=True):
         pairs = [pair for pair in zip(_single(ours), _single(theirs), strict=True) if pair[1][0]]
         if pairs:
@@ -59,7 +59,7 @@ def markdown(report: GenerationReport) -> str:
 
 
 def tokens_a_step(acceptance: Sequence[Sequence[int]]) -> float:
-    """Of all prompts together."""
+    """Tokens per step of all prompts together."""
     return sum(tokens for tokens, _ in acceptance) / sum(steps for _, steps in acceptance)
 
 
@@ -83,7 +83,7 @@ def _accepted(report: GenerationReport) -> str:
         if row.acceptance is not None:
             ratio, error = accepted_ratio(row.acceptance, baseline)
             rows.append([row.dtype, f"{tokens_a_step(row.acceptance):.3f}", f"{ratio:.3f} ± {error:.3f}"])
-    return table([["dtype", "tokens a step with n-gram drafts", "of the baseline's"], *rows])
+    return table([["dtype", "tokens per step with n-gram drafts", "of the baseline's"], *rows])
 
 
 def _continuations(report: GenerationReport) -> str:

@@ -162,7 +162,7 @@ def _short(numbers: Sequence[int]) -> str:
 
 
 def at_once(llm: LLM, length: int, width: int, limit: int) -> int:
-    """How many prompts of up to `length` tokens an engine can run in steps of `width`, `limit` at most.
+    """Number of prompts of up to `length` tokens that an engine can run in steps of `width`, at most `limit`.
 
     Bounds are its KV memory and the tokens of its largest step. Raises RuntimeError if it cannot run one.
     """

@@ -34,8 +34,8 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class EngineSettings(Protocol):
-    """How an engine is started. `dtype` is that of weights and activations, `additional_config` is for packed-kv's
-    dtypes, and `parallel` engines run on the device at a time."""
+    """Settings with which an engine is started. `dtype` is that of weights and activations, `additional_config` is for
+    packed-kv's dtypes, and `parallel` engines run on the device at a time."""
 
     @property
     def model(self) -> str: ...
@@ -79,7 +79,7 @@ class Settings:
         return max(lengths + [length + ANSWER_TOKENS for length in self.recall.lengths])
 
     def windows_at_once(self, llm: LLM) -> int:
-        """As many as the engine holds."""
+        """Return the number of windows that the engine holds at once."""
         return at_once(llm, max(map(len, self.windows)) + 1, self.chunk, min(len(self.windows), LARGEST_BATCH))
 
     def by_text(self, positions: Positions) -> dict[str, Text]:
@@ -221,7 +221,7 @@ def _measurement(dtype: str, llm: LLM, settings: Settings, positions: Positions)
 
 
 def _bytes_per_value(llm: LLM) -> int:
-    """Of the baseline's cache; fp8 takes one."""
+    """Bytes per value of the baseline's cache; fp8 takes one."""
     return llm.llm_engine.vllm_config.model_config.dtype.itemsize
 
 

@@ -98,7 +98,7 @@ def judge(baseline: Measurement, found: Sequence[Measurement], limits: Limits) -
 
 
 def passes(verdicts: Mapping[str, Verdict], refused: Mapping[str, str], failed: Mapping[str, str]) -> bool:
-    """Whether the sweep passes: all verdicts are ok, nothing broke off, and none of our dtypes was refused."""
+    """True if the sweep passes: all verdicts are ok, nothing broke off, and none of our dtypes was refused."""
     ours_refused = any(dtype in FORMATS for dtype in refused)
     return all(verdict.text == OK for verdict in verdicts.values()) and not failed and not ours_refused
 

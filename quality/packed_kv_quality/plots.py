@@ -160,7 +160,7 @@ def _draw_pareto(axes: Axes, rows: Sequence[Point], rounding: float) -> None:
 
 
 def _better(one: Point, other: Point) -> bool:
-    """Whether `one` is as small and as near as `other` at least, and not both the same."""
+    """True if `one` is at least as small and as near as `other`, and not both the same."""
     a, b = ((row.bytes_per_token, row.kl_mean) for row in (one, other))
     return a[0] <= b[0] and a[1] <= b[1] and a != b
 

@@ -49,7 +49,7 @@ class RecallPrompt:
     depth: float
 
     def is_recalled(self, completion: str) -> bool:
-        """Whether a completion of the prompt begins with the number."""
+        """True if a completion of the prompt begins with the number."""
         return re.match(rf"\W*{self.answer}(?!\d)", completion) is not None
 
 

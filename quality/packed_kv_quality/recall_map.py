@@ -54,12 +54,12 @@ class RecallSettings:
     seed: int
 
     def prompts(self, tokenizer, length: int) -> list[RecallPrompt]:
-        """Of one length. Raises ValueError if it cannot hold a fact and its question."""
+        """Prompts of one length. Raises ValueError if it cannot hold a fact and its question."""
         places = [depth for depth in self.depths for _ in range(self.facts)]
         return recall_prompts(tokenizer, len(places), length, self.seed, places, self.chat)
 
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(self.lengths) * len(self.depths) * self.facts
 
 
@@ -85,7 +85,7 @@ def recall_map(llm: LLM, settings: RecallSettings, done: Callable[[int], object]
 def _answers(
     llm: LLM, prompts: Sequence[RecallPrompt], chunk: int, done: Callable[[int], object]
 ) -> Iterator[tuple[bool, float]]:
-    """For each of some equally long prompts, whether the fact is recalled, and the answer's log-probability."""
+    """Yield, for each of some equally long prompts, True if the fact is recalled, and the answer's log-probability."""
     length = len(prompts[0].token_ids)
     widths = chain(repeat(chunk, length // chunk), [length % chunk] if length % chunk else [], repeat(1))
     found = lockstep.run(llm, [prompt.token_ids + prompt.answer_ids[:-1] for prompt in prompts], widths, done)

@@ -204,7 +204,7 @@ def description(
     words: list[str],
     **more: Any,
 ) -> dict[str, Any]:
-    """Of any run, for its results. `words`: its contents, for the title; `more`: further entries."""
+    """Description of a run, for its results. `words`: its contents, for the title; `more`: further entries."""
     here = made_with()
     words = [*words, f"{settings.kv_cache_memory >> 20} MiB of KV memory", *(f"{name} {here[name]}" for name in here)]
     large = ("windows", "texts", "tasks")

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import cpu_prefill
-from packed_kv.attention.active_blocks import AttentionOptions
 from packed_kv.attention.cpu_prefill import CpuPrefill
+from packed_kv.attention.metadata import Batch as LayerBatch
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs import ring as rings
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK, ring_slot_bytes
+from packed_kv.reference.attention import AttentionOptions
 from packed_kv.rope import Rope
+from page_codecs import page_codec
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's attention op is that of its CPU platform")
@@ -126,7 +128,7 @@ class Batch:
         output = torch.full((len(query), HEADS, self.codec.value.head_dim), torch.nan, dtype=self.dtype)
         own = (None, None) if shared else (key, value)
         ring = self.ring if with_ring else None
-        prefill.attend(query, *own, self.cache, self.metadata(), 0, output, ring)
+        prefill.attend(LayerBatch(query, *own, self.cache, self.metadata(), output), 0, ring)
         return output
 
 
@@ -164,8 +166,9 @@ def test_requests_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
     metadata = batch.metadata()
     monkeypatch.setattr(cpu_prefill, "PIECE", 48)
     prefill = CpuPrefill(batch.codec, HEADS, KV_HEADS, OPTIONS["plain"], 1133, torch.bfloat16, engine=2)
-    parts = prefill._parts(metadata, 0, shared=False)
-    assert len(parts) > 1 and [span.request for part in parts for span in part.spans] == list(range(len(LENGTHS)))
+    batches = prefill._scratch_batches(metadata, 0, shared=False)
+    requests = [span.request for fitting in batches for span in fitting.spans]
+    assert len(batches) > 1 and requests == list(range(len(LENGTHS)))
     check(batch.attend(prefill, with_ring=True), batch.expected(with_ring=True, shared=False))
 
 
@@ -178,7 +181,7 @@ def test_heads(head_dim: int, value_dim: int) -> None:
         "key_rope": Rope(tuple(10000.0 ** (-i / head_dim) for i in range(head_dim // 2))),
         "positions": 3 * MEAN_BLOCK,
     }
-    codec = PagedCodec(FORMATS["turboquant35"], head_dim, value_dim=value_dim, **calibration)
+    codec = page_codec(FORMATS["turboquant35"], head_dim, value_dim=value_dim, **calibration)
     batch = Batch(codec, OPTIONS["plain"], torch.bfloat16)
     prefill = CpuPrefill(codec, HEADS, KV_HEADS, OPTIONS["plain"], 1300, torch.bfloat16, engine=3)
     check(batch.attend(prefill, with_ring=True), batch.expected(with_ring=True, shared=False))

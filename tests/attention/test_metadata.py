@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv.attention import metadata
-from packed_kv.attention.active_blocks import AttentionOptions
-from packed_kv.attention.layer_attention import LayerAttention
+from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.metadata import PackedMetadataBuilder
 from packed_kv.attention.routes import longest_fused
+from packed_kv.reference.attention import AttentionOptions
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -78,7 +78,7 @@ class Layer(AttentionLayerBase):
 
 
 def is_captured(layers, drafts, capability, kernel, monkeypatch):
-    """Whether CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
+    """True if CUDA graphs hold decodes of these packed layers; one that is not packed has no say."""
     monkeypatch.setattr(metadata.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(metadata.current_platform, "get_device_capability", lambda: capability)
     monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
@@ -135,9 +135,9 @@ def test_graphs_hold_what_triton_serves_of_a_layer_that_the_cuda_kernel_refuses(
 @pytest.mark.parametrize(("query_len", "decodes"), [(5, 3), (6, 0)])
 def test_a_layer_goes_by_its_own_heads(query_len: int, decodes: int):
     """As the builder does for graphs: 12 query heads a KV head, whatever the model says."""
-    layer = object.__new__(LayerAttention)
-    layer.fused = SimpleNamespace(longest=longest_fused(12, by_cuda=False))
+    kernels = object.__new__(PairKernels)
+    kernels.decode = SimpleNamespace(longest=longest_fused(12, by_cuda=False))
     batch = SimpleNamespace(decodes=3, decode_query_len=query_len)
-    assert layer.fused_decodes(batch, torch.bfloat16) == decodes
-    layer.fused.longest = longest_fused(12, by_cuda=True)
-    assert layer.fused.longest == 20 and layer.fused_decodes(batch, torch.bfloat16) == 3
+    assert kernels.count_decodes(batch, torch.bfloat16) == decodes
+    kernels.decode.longest = longest_fused(12, by_cuda=True)
+    assert kernels.decode.longest == 20 and kernels.count_decodes(batch, torch.bfloat16) == 3

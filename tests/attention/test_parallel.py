@@ -15,7 +15,6 @@ from harness import engine, keep_chunks, kv_tokens, mean_kl
 from packed_kv import refusals
 from packed_kv.attention import impl
 from packed_kv.attention.context_shard import ContextShard
-from packed_kv.attention.plain import PlainAttention
 from packed_kv_quality.engines import scheduler
 from vllm import SamplingParams
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
@@ -136,7 +135,7 @@ def test_layers_that_cannot_be_dealt_out(what: str, monkeypatch: pytest.MonkeyPa
 def test_a_step_without_requests_computes_no_attention(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data-parallel rank without requests takes such steps with the others. The profiling run takes one, too."""
     profiled: list[object] = []
-    monkeypatch.setattr(PlainAttention, "profile", lambda *arguments, **_: profiled.append(arguments))
+    monkeypatch.setattr(impl.PackedAttentionImpl, "_profile", lambda *arguments: profiled.append(arguments))
     with engine(model, "turboquant25", skip_tokenizer_init=True, max_model_len=256) as llm:
         executor = llm.llm_engine.model_executor
         runner = executor.driver_worker.worker.model_runner

@@ -39,7 +39,7 @@ def run(script: str, *arguments: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one run of decode.py wrote: the rows of a dtype, and none of one that vLLM does not know."""
+    """Folder with the output of one run of decode.py: the rows of a dtype, and none of one that vLLM does not know."""
     target = tmp_path_factory.mktemp("rows")
     output = run("decode.py", *DECODE.split(), "--out", str(target), code=1)
     assert f"{DTYPE}: 900x256 does not fit the KV cache" in output
@@ -97,28 +97,30 @@ def test_tables_show_ratios_of_the_last_rows(tmp_path: Path) -> None:
 
     for dtype, tokens, rate in (("auto", 64, 10), ("auto", 64, 50), ("auto", 128, 40), (DTYPE, 64, 75)):
         append(tmp_path / "prefill.csv", {"dtype": dtype, "tokens": tokens, "tokens_s": rate})
-    assert run("tables.py", str(tmp_path)).splitlines() == [
+    assert run("measured.py", "--of", str(tmp_path)).splitlines() == [
         "| tokens/s, tokens: | 64 | 128 |",
         "| --- | ---: | ---: |",
-        "| auto | 50 | 40 |",
+        "| bf16 | 50 | 40 |",
         f"| {DTYPE} | 75 (1.50) | not run |",
     ]
 
 
-def test_tables_of_capacity_have_arithmetic_behind_what_was_measured(tmp_path: Path) -> None:
+def test_tables_of_capacity_show_the_last_row_of_a_case(tmp_path: Path) -> None:
     from rows import append
 
     seen = dict.fromkeys(("ttft_p50_s", "ttft_p90_s", "turns_s", "output_tokens_s", "recomputed_tokens"), 7)
     for engine, offload, rate in (("vllm", 0, 0.5), ("vllm", 0, 0.6), ("arithmetic", 0, 0.7), ("vllm", 24, 0.8)):
         row = {"engine": engine, "dtype": DTYPE, "agents": 16, "offload_gib": offload, "hit_rate": rate}
         append(tmp_path / "agentic.csv", {**row, **seen})
-    output = run("tables.py", str(tmp_path))
-    assert f"| 16 | {DTYPE} | 0.6 (0.7) | 7 (7) |" in output and f"| 16 | {DTYPE} | 0.8 | 7 |" in output
-    assert "| agents, 24 GiB of host memory | dtype |" in output
-    made = dict.fromkeys(("mean_requests", "ended", "preemptions", "first_half_tokens_s", "second_half_tokens_s"), 1)
+    output = run("measured.py", "--of", str(tmp_path))
+    cells = ((0, "vllm", 0.6), (0, "arithmetic", 0.7), (24, "vllm", 0.8))
+    assert [line for line in output.splitlines() if DTYPE in line] == [
+        f"| {offload} | 16 | {DTYPE} | {engine} | {rate} | 7 | 7 | 7 | 7 | 7 |" for offload, engine, rate in cells
+    ]
+    made = dict.fromkeys(("mean_requests", "ended", "preemptions"), 1)
     for dtype, rate in (("auto", 100), (DTYPE, 250)):
         append(tmp_path / "reasoning.csv", {"engine": "vllm", "dtype": dtype, "output_tokens_s": rate, **made})
-    assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("tables.py", str(tmp_path))
+    assert f"| vllm | {DTYPE} | 250 (2.50) | 1 |" in run("measured.py", "--of", str(tmp_path))
 
 
 def test_pages_are_filled_and_requests_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,38 +295,16 @@ def test_a_made_up_calibration_fits_its_model(means: str, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "config.json").read_text())
     found.check_model(layers=config["num_hidden_layers"], kv_heads=8, head_size=128)
     found.check_rope(rope_parameters(config))
-    assert all((layer.key_rope is not None) == (means == "blocks") for layer in found.layers.values())
+    assert all((layer.key.rope is not None) == (means == "blocks") for layer in found.layers.values())
 
 
-FAKE_NCU = """
-import sys
-metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
-print("==PROF== Connected to process 1")
-launches = [[str(i), *(f"1,{i}00.5" for _ in metrics)] for i in LAUNCHES]
-for line in (["ID", *metrics], ["", *("%" for _ in metrics)], *launches):
-    print(",".join(f'"{cell}"' for cell in line))
-"""
-
-
-def test_profile_of_kernels(tmp_path: Path) -> None:
+def test_rows_of_a_build(tmp_path: Path) -> None:
     from rows import read
 
-    def profile(launches: str, code: int = 0) -> str:
-        ncu = tmp_path / "ncu"
-        ncu.write_text(f"#!{sys.executable}\n{FAKE_NCU.replace('LAUNCHES', launches)}")
-        ncu.chmod(0o755)
-        cases = ("--decode", "4x1", "4x4+64", "--latent", "16")
-        return run("profile_kernels.py", *cases, f"--ncu={ncu}", f"--csv={tmp_path / 'p.csv'}", "--commit=a", code=code)
-
-    assert "decode        4x4+64  us 1.2 warps 1200.50 issued 12.005 instructions 1200" in profile("(1, 2, 3)")
-    rows = read(tmp_path / "p.csv")
-    cases = [(row["kernel"], row["case"], row["alu"], row["stall_wait"]) for row in rows]
-    assert cases == [
-        ("decode", "4x1", "11.005", "1100.50"),
-        ("decode", "4x4+64", "12.005", "1200.50"),
-        ("latent_decode", "16", "13.005", "1300.50"),
-    ]
-    profile("(1, 2)", code=1)  # a launch is missing
+    file = tmp_path / "cpu_build.csv"
+    run("cpu_build.py", "--compilers", "c++", "--dtype", "turboquant25", "--csv", str(file))
+    (row,) = read(file)
+    assert float(row["cold_ms"]) > 500 and float(row["warm_ms"]) < float(row["cold_ms"]) / 4
 
 
 def test_rows_of_a_cpu(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def model(name: str, attention: str) -> PreTrainedModel:
-    """With sinks, if it has any, that take a part of attention: scores of these models are in the hundreds."""
+    """Build a model whose sinks, if it has any, take a part of attention: its scores are in the hundreds."""
     built = build(MAKERS[name](), attention)
     for parameter, weight in built.named_parameters():
         if parameter.endswith("sinks"):

@@ -1,4 +1,4 @@
-"""From `tq-calibrate` to the engine: a model with large channels loses much less with its calibration file."""
+"""Calibration from `tq-calibrate` to the engine: a model with large channels loses much less with its file."""
 
 from __future__ import annotations
 

@@ -107,11 +107,11 @@ def test_dead_channels_do_not_disturb() -> None:
     energy[1] = weight[2] = 0
     layer = LayerStatistics(energy, energy, energy, weight, weight, energy, energy)
     choice = choose(layer, "turboquant25")
-    for scale in (choice.key_scale, choice.value_scale):
+    for scale in (choice.key.scale, choice.value.scale):
         assert (scale >= 1 / 64).all() and (scale <= 64).all()
     for outliers, order in (
-        (choice.key_outlier_channels, choice.key_channel_order),
-        (choice.value_outlier_channels, choice.value_channel_order),
+        (choice.key.outlier_channels, choice.key.channel_order),
+        (choice.value.outlier_channels, choice.value.channel_order),
     ):
         assert outliers.shape == (HEADS, 32) and (outliers.diff() > 0).all()
         assert (order.sort(-1).values == torch.arange(HEAD_SIZE)).all()

@@ -1,4 +1,4 @@
-"""What the collector sees is what the KV cache holds, in every architecture, and the model does not notice."""
+"""The collector sees what the KV cache holds, in every architecture, and the model does not notice."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_the_file_follows_the_schema_and_is_read_by_the_runtime(calibrated: Path
     assert all(None not in vars(layer).values() for layer in calibration.layers.values())
     assert file["version"] == 3
     frequencies = tuple((1 / 1e4 ** (torch.arange(0, 128, 2).float() / 128)).tolist())
-    assert {layer.key_rope for layer in calibration.layers.values()} == {Rope(frequencies)}
+    assert {layer.key.rope for layer in calibration.layers.values()} == {Rope(frequencies)}
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     assert [rope["parameters"] for rope in file["ropes"]] == [*rope_parameters(config).values()]
     assert file["model_name"] == "demo-7m" and file["recipe"] == "turboquant35"
@@ -130,7 +130,7 @@ def test_keys_have_one_mean_where_rope_depends_on_the_context(
     lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "one mean" in line]
     assert len(lines) == 1 and reason in lines[0] and "contexts of 2,048 tokens" in lines[0]
     assert load(out).ropes == ()
-    assert all(layer.key_mean and layer.key_rope is None for layer in load(out).layers.values())
+    assert all(layer.key.mean and layer.key.rope is None for layer in load(out).layers.values())
 
 
 def test_weights_only_finds_no_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_weights_only_finds_no_means(tmp_path: Path, capsys: pytest.CaptureFixtu
     calibration = load(out)
     calibration.check_model(layers=6, kv_heads=2, head_size=128)
     for layer in calibration.layers.values():
-        assert layer.key_mean is layer.key_first_mean is None and layer.key_scale and layer.value_scale
+        assert layer.key.mean is layer.key.first_mean is None and layer.key.scale and layer.value.scale
 
 
 def test_check_and_show(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +231,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "rank of latents": (
         bad_model(model_type="deepseek_v3", kv_lora_rank=-5),
-        "kv_lora_rank is -5; a config has a whole",
+        "kv_lora_rank is -5; it must be a whole",
     ),
     "expanded latents": (
         bad_model(model_type="minicpm3", kv_lora_rank=64),
@@ -332,7 +332,7 @@ def sources_of(package: ModuleType) -> list[Path]:
 
 
 def imports(source: Path, name: str, at_top: bool = False) -> bool:
-    """Whether a file imports a package or module; `at_top`: outside of functions and of `if TYPE_CHECKING`."""
+    """True if a file imports a package or module; `at_top`: outside of functions and of `if TYPE_CHECKING`."""
     indent = "" if at_top else r"\s*"
     return bool(re.search(rf"^{indent}(from|import) {name}\b", source.read_text(), re.MULTILINE))
 

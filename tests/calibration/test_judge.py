@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from checkout import DEMO_MODEL
-from packed_kv.codecs.rope import block_table
+from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.rope import Rope
 from tq_calibrate import judge as judging
@@ -71,7 +71,7 @@ def test_held_out_tokens_are_not_those_of_the_text() -> None:
 
 
 def sums_of(key: torch.Tensor, ropes: list[ModelRope]) -> Sums:
-    """Of one sequence of keys [tokens, heads, head_dim], which are queries and values, too."""
+    """Return the sums of one sequence of keys [tokens, heads, head_dim], which are queries and values, too."""
     sums = Sums(ropes)
     columns = torch.ones(key.shape[1] * key.shape[2], dtype=torch.float64)
     sums.add(0, key, key, key, torch.arange(len(key)), Scores(0.1), lambda: columns)
@@ -102,7 +102,7 @@ def test_squares_about_a_mean_that_rope_turns() -> None:
     layer = sums_of(key, [rope]).layers[0]
     found = layer.statistics(even=1.0)
     torch.testing.assert_close(layer.squares_about(found.key_mean, rope, even=1.0), found.key_variance)
-    table = block_table(rope.rope, 64, 16).double().repeat_interleave(MEAN_BLOCK, 0)  # cos and sin of a block
+    table = spectrum_of_blocks(rope.rope, 64, 16).double().repeat_interleave(MEAN_BLOCK, 0)  # cos and sin of a block
     c, s = (table[:, at, None, :32] for at in (0, 1))
     first, second = mean.chunk(2, -1)
     stored = key - torch.cat((first * c - second * s, second * c + first * s), -1)

@@ -18,7 +18,7 @@ ROPES = [ModelRope(Rope((1.0, 0.1, 0.01), interleaved), {}) for interleaved in (
 
 
 def sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, columns: torch.Tensor) -> Sums:
-    """Of two layers; queries and keys of the second are twice as large."""
+    """Return the sums of two layers; queries and keys of the second are twice as large."""
     seen = Sums(ROPES)
     positions = torch.arange(TOKENS)
     for layer in (0, 1):
@@ -62,8 +62,8 @@ def test_ranks_whose_keys_do_not_tell_who_shares_them_are_refused() -> None:
     query, columns = torch.randn(TOKENS, 2, SIZE), torch.rand(2, SIZE)
     key, value = torch.randn(2, TOKENS, 1, SIZE)
     near = [(rank, sums(query[:, rank : rank + 1], key * (1 + rank / 1e3), value, columns[rank])) for rank in (0, 1)]
-    with pytest.raises(UserError, match="come to 2 KV heads a layer where the model has 1; calibrate with"):
+    with pytest.raises(UserError, match="come to 2 KV heads per layer, but the model has 1; calibrate with"):
         join_ranks(near, 1)
     zeros = [(rank, sums(query[:, rank : rank + 1], 0 * key, value, columns[rank])) for rank in (0, 1)]
-    with pytest.raises(UserError, match="come to 1 KV heads a layer where the model has 2"):
+    with pytest.raises(UserError, match="come to 1 KV heads per layer, but the model has 2"):
         join_ranks(zeros, 2)

@@ -1,4 +1,4 @@
-"""Which RoPE a layer has is found in its keys, in every architecture, and their mean is the one before it."""
+"""A layer's RoPE is found in its keys, in every architecture, and their mean is the one before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from packed_kv.codecs.rope import block_table, partner
+from packed_kv.codecs.rope import partner, spectrum_of_blocks
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.rope import Rope
 from small_models import MAKERS, build, config_of
@@ -105,7 +105,7 @@ def test_statistics_are_those_of_all_positions_of_the_model(interleaved: bool) -
     assert_close(seen.key_mean, mean)
 
     every = torch.arange(2 * MEAN_BLOCK)
-    table = block_table(rope, HEAD_SIZE, 2)[every // MEAN_BLOCK].unsqueeze(2)
+    table = spectrum_of_blocks(rope, HEAD_SIZE, 2)[every // MEAN_BLOCK].unsqueeze(2)
     blocks = (mean * table[:, 0] + partner(rope, mean) * table[:, 1]).double()
     at_each = [before_rope(x.double().expand(len(every), -1, -1), -every, rope) for x in raw[0]]
     left = torch.stack([(key - blocks).square().mean(0) for key in at_each]).mean(0)

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 LENGTH = 1024
 FLOORS = {"partial-rope": 0.94, "sinks": 0.92}
-"""Of models with more than is estimated: the bias of a LayerNorm, and YaRN's scaling of RoPE."""
+"""Floors of models with more than is estimated: the bias of a LayerNorm, and YaRN's scaling of RoPE."""
 FIGURES = ("key_energy", "value_energy", "key_weight", "value_weight")
 
 

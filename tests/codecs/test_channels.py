@@ -1,4 +1,4 @@
-"""Which channels of a head the codecs take as outliers, and in which order they pack the others."""
+"""Outlier channels of a head, and the order in which codecs pack the others."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv import FORMATS, get_codec
-from packed_kv.attention.active_blocks import AttentionOptions, attend
-from packed_kv.codecs.pages import PagedCodec
+from packed_kv.reference.attention import AttentionOptions, attend
+from page_codecs import page_codec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -42,7 +42,7 @@ def test_same_pages_and_attention(name: str, centred: bool) -> None:
         )
     outputs, pages = [], []
     for device in ("cpu", "cuda"):
-        codec = PagedCodec(FORMATS[name], head_dim, device=device, **transforms)
+        codec = page_codec(FORMATS[name], head_dim, device=device, **transforms)
         cache = torch.full((len(table), heads, block_size, codec.slot_bytes), 0xFF, dtype=torch.uint8, device=device)
         codec.write(cache, slots.to(device), key.to(device), value.to(device), positions.to(device))
         options = AttentionOptions(scale=head_dim**-0.5, sliding_window=1500, logits_soft_cap=30.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv import FORMATS, get_codec
-from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import stored_dim
 from packed_kv.layout import page_layout, ring_slot_bytes
+from page_codecs import page_codec
 
 HEADS = 2
 every_dtype = pytest.mark.parametrize("name", FORMATS)
@@ -59,7 +59,7 @@ def test_a_head_of_80_is_one_of_96_with_zeros_behind(name: str, calibrated: bool
 def test_scores_and_outputs_are_those_of_the_decoded_vectors(name: str) -> None:
     given = channels_of(name, 80, False)
     arguments = {f"key_{field}".replace("outliers", "outlier_channels"): x for field, x in given.items()}
-    codec = PagedCodec(FORMATS[name], 80, **arguments, value_scale=given["scale"])
+    codec = page_codec(FORMATS[name], 80, **arguments, value_scale=given["scale"])
     key, value = random(2, 32, HEADS, 80, seed=3)
     cache = torch.full((2, HEADS, 16, codec.slot_bytes), 0xFF, dtype=torch.uint8)
     tokens = torch.arange(32)

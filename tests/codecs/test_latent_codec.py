@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from packed_kv import FORMATS
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs import ring
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import ROPE_BITS
@@ -12,7 +13,7 @@ from packed_kv.layout import ROPE, ROPE_SCALES, latent_layout
 
 every_dtype = pytest.mark.parametrize("name", FORMATS)
 SLOT_BYTES = {"tq4": (400, 338), "tq3": (336, 274), "turboquant35": (352, 290), "turboquant25": (288, 226)}
-"""With RoPE at 16 bits, and at 8."""
+"""Bytes of a slot with RoPE at 16 bits, and at 8."""
 every_rope = pytest.mark.parametrize("rope_bits", ROPE_BITS)
 
 
@@ -21,8 +22,8 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def centred(name: str, rank: int = 512) -> LatentCodec:
-    scale = gaussian(rank, seed=8).mul(0.5).exp()
-    return LatentCodec(FORMATS[name], rank, 64, mean=gaussian(rank, seed=7), scale=scale)
+    channels = ChannelCalibration(mean=gaussian(rank, seed=7), scale=gaussian(rank, seed=8).mul(0.5).exp())
+    return LatentCodec(FORMATS[name], rank, 64, channels=channels)
 
 
 @every_dtype

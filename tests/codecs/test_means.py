@@ -7,11 +7,14 @@ import math
 import pytest
 import torch
 from packed_kv import FORMATS, get_codec
-from packed_kv.codecs.pages import PagedCodec
-from packed_kv.codecs.rope import Rope, block_table
+from packed_kv.channel_calibration import ChannelCalibration
+from packed_kv.codecs.rope import spectrum_of_blocks
 from packed_kv.codecs.transform import ChannelTransform
 from packed_kv.layout import MEAN_BLOCK
+from packed_kv.rope import Rope
+from page_codecs import page_codec
 
+CPU = torch.device("cpu")
 HEADS = 3
 
 
@@ -42,7 +45,7 @@ every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 
 
 def turned(key: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
-    """What RoPE makes of `key` [heads, head_dim] at each of the positions: float64 [positions, heads, head_dim]."""
+    """Turn `key` [heads, head_dim] by RoPE to each of the positions: float64 [positions, heads, head_dim]."""
     found = key.double().repeat(len(positions), 1, 1)
     for pair, frequency in enumerate(rope.frequencies):
         n = len(rope.frequencies)
@@ -57,7 +60,7 @@ def turned(key: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tens
 @every_rope
 def test_a_block_has_the_average_of_its_positions(rope: Rope) -> None:
     key = gaussian(HEADS, 64)
-    transform = ChannelTransform(64, 64, key, None, None, torch.device("cpu"), rope)
+    transform = ChannelTransform(64, 64, ChannelCalibration(mean=key, rope=rope), CPU)
     for block in (0, 1, 7, 511):
         positions = torch.arange(block * MEAN_BLOCK, (block + 1) * MEAN_BLOCK)
         means = transform.means(positions[1:, None])
@@ -80,7 +83,8 @@ def test_the_turned_mean_costs_nothing_to_store(rope: Rope) -> None:
 def test_rounding_is_as_it_is_written() -> None:
     """Both factors rounded once to fp32 from float64, products and sum rounded each: kernels write the same bytes."""
     rope, mean, first = ROPES["yarn"], 20 * gaussian(HEADS, 80), gaussian(HEADS, 80, seed=1)
-    transform = ChannelTransform(80, 96, mean, None, first, torch.device("cpu"), rope, positions=4 * MEAN_BLOCK - 24)
+    channels = ChannelCalibration(mean=mean, first_mean=first, rope=rope)
+    transform = ChannelTransform(80, 96, channels, CPU, positions=4 * MEAN_BLOCK - 24)
     assert transform.spectrum.shape == (4, 2, 96) and transform.spectrum.dtype == torch.float32
     rows = transform.mean_rows()
     positions = torch.tensor([0, 1, MEAN_BLOCK - 1, MEAN_BLOCK, 4 * MEAN_BLOCK - 25, 10**6])
@@ -96,31 +100,30 @@ def test_rounding_is_as_it_is_written() -> None:
 def test_tables_are_made_on_the_cpu() -> None:
     """Whatever PyTorch's default device is: a GPU's sines differ."""
     with torch.device("meta"):
-        table = block_table(Rope((0.5, 0.25)), 64, 3)
+        table = spectrum_of_blocks(Rope((0.5, 0.25)), 64, 3)
     assert table.device.type == "cpu" and table.dtype == torch.float32
 
 
 def test_layers_of_a_rope_share_a_table() -> None:
-    one, other = (
-        ChannelTransform(64, 64, gaussian(64, seed=seed), None, None, torch.device("cpu"), Rope(frequencies(32)), 4096)
-        for seed in (0, 1)
-    )
+    means = (gaussian(64, seed=seed) for seed in (0, 1))
+    both = (ChannelCalibration(mean=mean, rope=Rope(frequencies(32))) for mean in means)
+    one, other = (ChannelTransform(64, 64, channels, CPU, 4096) for channels in both)
     assert one.spectrum is other.spectrum and one.mean_blocks == 4096 // MEAN_BLOCK and one.block_tokens == MEAN_BLOCK
-    plain = ChannelTransform(64, 64, gaussian(64), None, None, torch.device("cpu"), positions=4096)
+    plain = ChannelTransform(64, 64, ChannelCalibration(mean=gaussian(64)), CPU, positions=4096)
     assert plain.spectrum.tolist() == [[[1.0] * 64, [0.0] * 64]] and plain.block_tokens == 0
 
 
 def test_a_table_grows_with_the_positions_that_come() -> None:
-    mean, rope = gaussian(64), ROPES["all"]
-    growing = ChannelTransform(64, 64, mean, None, None, torch.device("cpu"), rope)
-    bounded = ChannelTransform(64, 64, mean, None, None, torch.device("cpu"), rope, positions=100_000)
+    channels = ChannelCalibration(mean=gaussian(64), rope=ROPES["all"])
+    growing = ChannelTransform(64, 64, channels, CPU)
+    bounded = ChannelTransform(64, 64, channels, CPU, positions=100_000)
     for positions in (torch.tensor([3]), torch.tensor([700]), torch.tensor([99_999, 0])):
         assert torch.equal(growing.means(positions), bounded.means(positions))
     assert torch.equal(bounded.means(torch.tensor([10**6])), bounded.means(torch.tensor([99_999])))
 
 
 def test_position_0_without_a_mean_of_its_own_has_that_of_its_block() -> None:
-    transform = ChannelTransform(64, 64, gaussian(64), None, None, torch.device("cpu"), ROPES["all"])
+    transform = ChannelTransform(64, 64, ChannelCalibration(mean=gaussian(64), rope=ROPES["all"]), CPU)
     assert torch.equal(transform.mean_rows()[0, 2], transform.means(torch.tensor(5)))
 
 
@@ -132,7 +135,7 @@ def test_whole_keys_have_the_scores_of_decoded_ones(name: str) -> None:
     channels = (
         {"key_outlier_channels": order[:, :32].sort().values} if fmt.outlier_bits else {"key_channel_order": order}
     )
-    codec = PagedCodec(
+    codec = page_codec(
         fmt, 80, key_mean=9 * gaussian(HEADS, 80), key_scale=gaussian(HEADS, 80, seed=1).exp2(),
         key_first_mean=gaussian(HEADS, 80, seed=2), key_rope=rope, positions=4000, **channels,
     )  # fmt: skip
@@ -163,7 +166,7 @@ def test_a_rope_that_heads_cannot_have(rope: Rope, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         get_codec("tq4", 64, mean=[0.0] * 64, rope=rope)
     with pytest.raises(ValueError, match=words):
-        block_table(rope, 64, 1)
+        spectrum_of_blocks(rope, 64, 1)
 
 
 def test_a_rope_needs_a_mean_and_positions() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
+from page_codecs import page_codec
 
 HEADS = 2
 
@@ -82,14 +83,14 @@ def test_rotations_around_the_pages_cancel(name):
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.outlier_bits])
 def test_outliers_per_head_reach_pages_queries_and_outputs(name):
     outliers = torch.stack((torch.arange(96, 128), torch.arange(0, 64, 2)))
-    codec = PagedCodec(FORMATS[name], 128, key_outlier_channels=outliers, value_outlier_channels=outliers.flip(0))
+    codec = page_codec(FORMATS[name], 128, key_outlier_channels=outliers, value_outlier_channels=outliers.flip(0))
     check_rotations_cancel(codec)
 
 
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.outlier_bits])
 def test_channel_orders_per_head_reach_pages_queries_and_outputs(name):
     orders = torch.stack((torch.arange(127, -1, -1), torch.arange(128).view(32, 4).T.flatten()))
-    codec = PagedCodec(FORMATS[name], 128, key_channel_order=orders, value_channel_order=orders.flip(0))
+    codec = page_codec(FORMATS[name], 128, key_channel_order=orders, value_channel_order=orders.flip(0))
     check_rotations_cancel(codec)
 
 
@@ -108,11 +109,11 @@ def test_transforms_per_head_reach_pages_queries_and_outputs(name, without):
         given |= {"key_outlier_channels": order[:, :count].sort(-1).values}
     else:
         given |= {"key_channel_order": order, "value_channel_order": order[0]}
-    check_rotations_cancel(PagedCodec(FORMATS[name], 128, **given))
+    check_rotations_cancel(page_codec(FORMATS[name], 128, **given))
 
 
 def test_a_mean_of_first_tokens_needs_positions():
-    codec = PagedCodec(FORMATS["tq4"], 64, key_first_mean=[1.0] * 64)
+    codec = page_codec(FORMATS["tq4"], 64, key_first_mean=[1.0] * 64)
     cache = poisoned(codec, 1, 16, "0xFF")
     with pytest.raises(ValueError, match="pass the tokens' positions"):
         codec.write(cache, torch.arange(3), gaussian(3, HEADS, 64), gaussian(3, HEADS, 64))
@@ -209,7 +210,7 @@ def test_float_types_and_bad_numbers_are_those_of_the_codec(name):
 
 
 def _places(name: str, head_dim: int, role: str) -> tuple[dict[tuple[int, int, int], int], list[list[int]]]:
-    """From the docstring of layout.py alone, bit positions in a micro-block.
+    """Bit positions in a micro-block, from the docstring of layout.py alone.
 
     Returns {(token, channel, bit of the code): bit position} and [token][group] -> byte of the scale.
     """

@@ -71,28 +71,28 @@ def test_doctor(config: dict[str, Any], tmp_path: Path) -> None:
 
 
 BAD = {
-    "a text for a number": ({"sliding_window": "128"}, 'sliding_window is "128"; a config has a whole number there'),
-    "NaN": ({"head_dim": float("nan")}, "head_dim is NaN; a config has a whole number there"),
-    "a number for a list": ({"layer_types": 5}, "layer_types is 5; a config has a list of words there"),
+    "a text for a number": ({"sliding_window": "128"}, 'sliding_window is "128"; it must be a whole number'),
+    "NaN": ({"head_dim": float("nan")}, "head_dim is NaN; it must be a whole number"),
+    "a number for a list": ({"layer_types": 5}, "layer_types is 5; it must be a list of words"),
     "null for a list": ({"full_attn_idxs": None}, "has no attention layers"),
     "too many layers": ({"num_hidden_layers": 10**6}, "has 1,000,000 layers; packed-kv reads configs of at most"),
-    "a huge number": ({"num_hidden_layers": 10**12 * 4}, "num_hidden_layers is 4000000000000; a config has"),
+    "a huge number": ({"num_hidden_layers": 10**12 * 4}, "num_hidden_layers is 4000000000000; it must be"),
     "a forged line": ({"model_type": "x\nOK    all is well\x1b[0m", "hidden_size": 0},
                       r"(x\nOK    all is well\x1b[0m) has no attention"),
-    "a list for a name": ({"model_type": ["llama"]}, "model_type is [\"llama\"]; a config has a text there"),
-    "architectures": ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; a config has a'),
+    "a list for a name": ({"model_type": ["llama"]}, "model_type is [\"llama\"]; it must be a string"),
+    "architectures": ({"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM"; it must be a'),
     "latents": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": True},
-                "qk_nope_head_dim is true; a config has a whole number there"),
+                "qk_nope_head_dim is true; it must be a whole number"),
     "letters of fewer layers": ({"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4,
                                  "hybrid_override_pattern": "0"},
-                                "hybrid_override_pattern has 1 letters, and the model 4 layers"),
-    "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is [2, 2]; a config has"),
+                                "hybrid_override_pattern has 1 letters, but the model has 4 layers"),
+    "heads of a list": ({"num_key_value_heads": [2, 2]}, "num_key_value_heads is [2, 2]; it must be"),
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `doctor` asks of vLLM takes seconds, and says nothing of a config."""
+    """Leave out what `doctor` asks of vLLM, which takes seconds and says nothing of a config."""
     monkeypatch.setattr(doctor, "_vllm", lambda: doctor.Finding(True, "vllm"))
     monkeypatch.setattr(doctor, "_engine", lambda model: [doctor.Finding(True, f"heads {doctor._heads(model)}")])
 

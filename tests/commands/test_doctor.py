@@ -33,7 +33,7 @@ def test_where_nothing_is_installed_it_says_what_to_install(tmp_path: Path, bare
     assert plugin.endswith("run: pip install packed-kv")
     assert calibration.startswith("OK    no calibration (optional); to lower the error: packed-kv calibrate model ")
     assert tier.startswith(f"OK    tier {tmp_path}: ")
-    assert no_tier == f"--tiers {tmp_path}/none is no folder; run: mkdir -p {tmp_path}/none"
+    assert no_tier == f"--tiers {tmp_path}/none is not a folder; run: mkdir -p {tmp_path}/none"
 
 
 def lines(*arguments: str) -> list[str]:
@@ -68,7 +68,8 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked == ["128"]
     assert "OK    2 x NVIDIA H200, compute capability 9.0, 140.0 GiB" in found
     assert "OK    FlashAttention 3" in found
-    heads = "heads of 128 channels, 2 query heads a KV head"
+    assert "OK    whether these kernels are right here: packed-kv selftest" in found
+    heads = "heads of 128 channels, 2 query heads per KV head"
     served = f"OK    decodes of {heads} are served by the CUDA kernel"
     assert f"{served}, to be compiled at the first start, into {tmp_path}" in found
     assert f"OK    Triton kernels: to be compiled at the first start, into {tmp_path}/triton" in found
@@ -76,6 +77,8 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, source in (("ours", "site-packages/packed_kv/kernels/triton/store.py"), ("theirs", "vllm/store.py")):
         (tmp_path / "triton" / name).mkdir(parents=True)
         (tmp_path / "triton" / name / "store_kernel.ttir").write_text(f'#loc = loc("/usr/{source}":7:0)')
+    large = tmp_path / "triton" / "theirs" / "long.ttir"  # is not read to its end
+    large.write_text("x" * doctor.BEGINNING + '"/site-packages/packed_kv/kernels/triton/store.py"')
     (tmp_path / "triton" / "gone").mkdir()
     (tmp_path / "triton" / "gone" / "store_kernel.ttir").symlink_to(tmp_path / "nowhere")
     found = lines(str(DEMO_MODEL))
@@ -88,7 +91,7 @@ def test_a_healthy_machine(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         (
             {"capability": [8, 9]},
-            "OK    decodes of heads of 128 channels, 4 query heads a KV head are served by the T",
+            "OK    decodes of heads of 128 channels, 4 query heads per KV head are served by the T",
         ),
         ({"capability": [7, 5]}, "compute capability 7.5: packed pages need 8.0 or later; use another GPU"),
         ({"devices": 0}, "no CUDA device answers (platform cuda); look at: nvidia-smi"),
@@ -154,7 +157,7 @@ def test_a_vllm_that_does_not_load(probed) -> None:
 def test_plugins_that_are_left_out(probed, monkeypatch: pytest.MonkeyPatch) -> None:
     probed(H200)
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert "VLLM_PLUGINS=other leaves the plugin out; add packed_kv to it" in lines()
+    assert "VLLM_PLUGINS=other excludes the plugin; add packed_kv to it" in lines()
 
 
 def test_calibration_is_found_and_checked(probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

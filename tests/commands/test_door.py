@@ -15,7 +15,7 @@ from packed_kv.commands import completion
 from packed_kv.commands.main import COMMANDS, main
 
 LINES = 40
-"""Of a screen."""
+"""Lines of a screen."""
 
 
 def all_commands() -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from checkout import REPO
 PACKAGE = REPO / "overlay" / "packed_kv"
 PAGES = sorted(
     [*REPO.glob("docs/**/*.md"), *(REPO / name for name in ("README.md", "CONTRIBUTING.md"))]
-    + [REPO / folder / "README.md" for folder in ("benchmarks", "experiments", "vllm_patches")]
+    + [REPO / folder / "README.md" for folder in ("benchmarks", "vllm_patches")]
 )
 FOLDERS = {
     path.name: path.parent
@@ -28,7 +28,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
-    if page.name == "measured.md":
+    if page.name == "internals.md":
         pytest.skip("its commands are those of its rows' commits")
     named = set(NAMED.findall(page.read_text()))
     missing = {path for path in named if not (FOLDERS[path.partition("/")[0]] / path).exists()}

@@ -22,7 +22,7 @@ ON_CPU = ("GraniteMoeHybridForCausalLM", "JambaForCausalLM")
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged of the capacity."""
+    """Lines that are logged of the capacity."""
     found: list[str] = []
 
     def log(line: str, *values: object, **_options: object) -> None:
@@ -33,7 +33,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check(make_engine: Any, lines: list[str], **options: Any) -> float:
-    """Whether the line of tq4 says what its engine and one in bf16 count; returns the ratio."""
+    """Check that the line of tq4 says what its engine and one in bf16 count; returns the ratio."""
     with make_engine("auto", **options) as llm:
         plain = kv_tokens(llm)
     assert not lines
@@ -43,8 +43,8 @@ def check(make_engine: Any, lines: list[str], **options: Any) -> float:
         page_format = fingerprint(llm.llm_engine.vllm_config, FORMATS["tq4"])
     (line,) = {line for line in lines if line.startswith("KV cache dtype")}
     found = re.fullmatch(
-        r"KV cache dtype tq4: (\d+) bytes per token \(bf16: (\d+)\), ([\d,]+) KV tokens, (\d\.\d\d) times the tokens "
-        r"of bf16 in requests of [\d,]+ tokens(?: with ([\d,]+) bytes of recent window each)?, page "
+        r"KV cache dtype tq4: (\d+) bytes per token \(bf16: (\d+)\), ([\d,]+) KV tokens, (\d\.\d\d) x bf16 "
+        r"capacity at [\d,]+ tokens per request(?: \(recent window: ([\d,]+) bytes per request\))?, page "
         rf"format {page_format}",
         line,
     )
@@ -74,4 +74,4 @@ def test_states(architecture: str, lines: list[str], start: Start) -> None:
         assert ratio < 3.8
     else:
         assert ratio < 3.7
-        assert any(line.endswith("; --prefix-match-unit 16 finds parts of them") for line in lines)
+        assert any(line.endswith("; --prefix-match-unit 16 allows partial hits") for line in lines)

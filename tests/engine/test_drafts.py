@@ -88,7 +88,7 @@ def count_calls(function: Any, calls: list[None]) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(demo_model: str) -> Run:
-    """Without drafts."""
+    """A run without drafts."""
     with engine(demo_model, "tq4", **ENGINE) as llm:
         return run(llm, llm.get_tokenizer().encode(TEXT))
 

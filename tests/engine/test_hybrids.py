@@ -142,7 +142,7 @@ def check_pages(llm: LLM) -> None:
 def test_skipped_layers_beside_states_are_refused(start: Start) -> None:
     """Blocks of one size would make packed pages as large as those of the skipped layer."""
     with (
-        pytest.raises(ValueError, match="these skipped layers: --kv-cache-dtype-skip-layers 3, beside which") as error,
+        pytest.raises(ValueError, match="these skipped layers: --kv-cache-dtype-skip-layers 3, with which") as error,
         start("JambaForCausalLM", "tq4", kv_cache_dtype_skip_layers=["3"]),
     ):
         pass

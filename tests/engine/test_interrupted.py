@@ -29,7 +29,8 @@ ENGINE: dict[str, Any] = {
     "scheduler_reserve_full_isl": False,
 }  # fmt: skip
 BLOCKS = 36
-"""Of 16 tokens, of a cache without a window. The requests share 2, need up to 6 each to begin with, up to 8 at last."""
+"""Blocks of 16 tokens, of a cache without a window. The requests share 2, need up to 6 each to begin with, up to 8 at
+last."""
 RESETS = (3, 6, 10)
 """Steps before which all running requests are interrupted."""
 
@@ -39,7 +40,7 @@ def tokens(llm: LLM, prompts: list[dict]) -> list[list[int]]:
 
 
 def tokens_alone(llm: LLM) -> list[list[int]]:
-    """Of each prompt by itself, with nothing of it in the cache."""
+    """Return the tokens of each prompt by itself, with nothing of it in the cache."""
     found = []
     for prompt in PROMPTS:
         llm.reset_prefix_cache()
@@ -49,14 +50,14 @@ def tokens_alone(llm: LLM) -> list[list[int]]:
 
 
 def check_preempted(llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether tokens are those of requests served alone, although the cache is too small for all of them."""
+    """Check that tokens are those of requests served alone, although the cache is too small for all of them."""
     preempted = count_preemptions(llm, monkeypatch)
     assert tokens(llm, PROMPTS) == alone
     assert preempted, "nothing was preempted: the cache is too large for this test"
 
 
 def check_reset(llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether tokens are those of requests served alone, although all are interrupted at once, three times."""
+    """Check that tokens are those of requests served alone, although all are interrupted at once, three times."""
     running = reset_running(llm, monkeypatch)
     assert tokens(llm, PROMPTS) == alone
     assert len(running) == len(RESETS) and min(running) > 1, running

@@ -13,6 +13,9 @@ import tiny_models
 import torch
 from fake_codecs import register_null_format
 from harness import engine, keep_chunks, kv_tokens, mean_kl, teacher_forced_logits
+from packed_kv.attention.latent.cpu import CpuLatents
+from packed_kv.attention.latent.in_pytorch import ReferenceLatentPrefix, ReferenceLatents
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
@@ -21,6 +24,7 @@ from safetensors.torch import load_file
 from test_models import generate_with_ngram
 from tiny_models import true_logits
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 
 TOKEN_IDS = torch.randint(tiny_models.VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNK = 37
@@ -48,9 +52,9 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_chunks(monkeypatch)
 
 
-def coded(name: str, **known: object):
+def coded(name: str, rope_bits: int = 16, **known: object):
     """Latents through a codec, for K and, with its gain, for V."""
-    codec = LatentCodec(FORMATS[name], 512, 64, **known)
+    codec = LatentCodec(FORMATS[name], 512, 64, channels=ChannelCalibration(**known), rope_bits=rope_bits)
 
     def latents(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         stored = codec.latent.dequantize(*codec.latent.quantize(latent))
@@ -61,7 +65,7 @@ def coded(name: str, **known: object):
 
 
 def check_dtype(ours: torch.Tensor, model: str, name: str, **known: object) -> None:
-    """Whether logits of decodes, which read all from pages, are those of the codec in transformers."""
+    """Check that logits of decodes, which read all from pages, are those of the codec in transformers."""
     expected = true_logits(model, TOKEN_IDS, latents=coded(name, **known))
     error, loss = mean_kl(expected, ours), mean_kl(true_logits(model, TOKEN_IDS), expected)
     print(f"{name}: KL {error:.1e} from the codec in transformers, of {loss:.4f} that the codec costs")
@@ -117,7 +121,7 @@ def test_a_calibrated_dtype(model: str, tiny_engine, tmp_path: Path) -> None:
     for other in layers:
         other.update(entry)
     names = {
-        "outliers": "key_high_precision_indices",
+        "outlier_channels": "key_high_precision_indices",
         "mean": "key_channel_mean",
         "scale": "key_channel_scale",
     }
@@ -177,3 +181,23 @@ def test_ngram_speculation_changes_no_token(model: str, demo_model: str) -> None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         plain, plain_steps, drafted, steps = process.submit(*arguments).result()
     assert plain == drafted and plain_steps == tokens > steps
+
+
+@pytest.mark.parametrize(("name", "rope_bits"), [("tq4", 16), ("turboquant25", 8)])
+def test_half_precision_runs_in_cpp(name: str, rope_bits: int, model: str, tiny_engine) -> None:
+    """Decodes, and chunks behind pages, are as near to the codec as PyTorch's route is, on a CPU."""
+    if not current_platform.is_cpu():
+        pytest.skip("of vLLM's CPU platform")
+    expected = true_logits(model, TOKEN_IDS, latents=coded(name, rope_bits=rope_bits))
+    options = {"packed_kv": {"latent_rope_bits": rope_bits, "recent_tokens": 0}}
+    with tiny_engine(model, name, dtype="bfloat16", additional_config=options) as llm:
+        impls = [layer.impl for layer in attention_layers(llm)]
+        assert all(isinstance(impl.kernels.decode, CpuLatents) for impl in impls)
+        found = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK)]
+        for impl in impls:
+            decode = ReferenceLatents(impl.kernels.decode.decode.codec, impl.scale, impl.weights.constant)
+            impl.kernels = impl.kernels._replace(decode=decode, prefix=ReferenceLatentPrefix(decode.codec))
+        in_pytorch = [teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK)]
+    errors = [mean_kl(expected, logits) for logits in (*found, *in_pytorch)]
+    print(f"{name}: KL from the codec {errors}")
+    assert errors[0] < 1.25 * errors[2] and errors[1] < 1.25 * errors[3]

@@ -1,4 +1,4 @@
-"""What `/metrics` counts by route. tests/engine/test_server.py scrapes a server; here are routes that a CPU has not."""
+"""Counts of `/metrics` by route. tests/engine/test_server.py scrapes a server; here are routes that a CPU has not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def config(
     name: str, dtype: torch.dtype = torch.bfloat16, heads: int = 32, drafts: int = 0, use_mla: bool = False,
     kernel: str = "auto",
 ) -> SimpleNamespace:  # fmt: skip
-    """What routes and labels depend on; 8 KV heads."""
+    """Return a config with what routes and labels depend on; 8 KV heads."""
     speculative = SimpleNamespace(parallel_drafting=False, num_speculative_tokens=drafts) if drafts else None
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="tq4"),

@@ -16,9 +16,9 @@ import tiny_models
 import torch
 from fake_codecs import register_null_format
 from harness import engine, mean_kl, model_of, scheduler, teacher_forced_logits
-from packed_kv.attention import active_blocks
 from packed_kv.engine import capacity
 from packed_kv.formats import FORMATS
+from packed_kv.reference import attention as active_blocks
 from packed_kv_quality.engines import bytes_per_token
 from tiny_models import true_logits
 from vllm import SamplingParams
@@ -66,7 +66,7 @@ def logits(tiny_engine, model: str, kv_cache_dtype: str, **options: object) -> t
 
 
 def check_dtype(ours: torch.Tensor, model: str, kv_cache_dtype: str, skip_layers: tuple[int, ...] = ()) -> None:
-    """Whether logits are those of the codec and not of plain K and V (which are 100 times farther away at least)."""
+    """Check that logits are those of the codec and not of plain K and V (which are 100 times farther away at least)."""
     plain = true_logits(model, TOKEN_IDS)
     expected = true_logits(model, TOKEN_IDS, kv_cache_dtype, skip_layers)
     error, loss = mean_kl(expected, ours), mean_kl(plain, expected)

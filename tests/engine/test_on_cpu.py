@@ -26,9 +26,9 @@ TEXT = "'hello', " * 24 + "'hello'"
 SAMPLING = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 
-def routes(llm: LLM) -> list[object]:
-    """The routes of the layers."""
-    return [layer.impl.attention.fused for layer in attention_layers(llm)]
+def decode_kernels(llm: LLM) -> list[object]:
+    """The decode kernels of the layers."""
+    return [layer.impl.attention.kernels.decode for layer in attention_layers(llm)]
 
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), list(zip(MODELS, [*FORMATS] * 2, strict=False)))
@@ -38,10 +38,10 @@ def test_a_model(name: str, kv_cache_dtype: str, folder_of, tiny_engine) -> None
     model = folder_of[name]
     plain, coded = true_logits(model, TOKEN_IDS), true_logits(model, TOKEN_IDS, kv_cache_dtype)
     with tiny_engine(model, kv_cache_dtype, dtype="bfloat16") as llm:
-        assert all(isinstance(route, cpu.CpuRoute) and route.longest for route in routes(llm))
+        assert all(isinstance(kernel, cpu.CpuPairs) for kernel in decode_kernels(llm))
         decoded, chunked = (teacher_forced_logits(llm, TOKEN_IDS, chunk) for chunk in (1, CHUNK))
         for layer in attention_layers(llm):
-            layer.impl.attention.fused = layer.impl.attention.prefill = None
+            layer.impl.attention.kernels.decode = layer.impl.attention.kernels.prefill = None
         in_pytorch = teacher_forced_logits(llm, TOKEN_IDS, 1)
     ours, theirs = mean_kl(coded, decoded), mean_kl(coded, in_pytorch)
     loss, of_codec = mean_kl(plain, chunked), mean_kl(plain, coded)
@@ -102,7 +102,7 @@ def test_without_a_compiler(
     request.addfinalizer(compiler._find.cache_clear)
     caplog.set_level(logging.WARNING, "vllm.packed_kv")
     with engine(demo_model, "isoquant3", dtype="bfloat16") as llm:
-        assert not any(routes(llm))
+        assert not any(decode_kernels(llm))
         assert tokens(llm, {"prompt_token_ids": list(range(20, 60))})
     lines = [record.getMessage() for record in caplog.records if "PyTorch" in record.getMessage()]
     assert len(lines) == 1, lines

@@ -71,8 +71,8 @@ def test_a_long_prompt_leaves_no_more_memory_behind_than_a_short_one(demo_model:
 
 
 def graphs(mode: int, cudagraph_mode: str) -> dict:
-    """With a graph of as many requests as `greedy` has: the CUDA kernel's grid, and so the order in which it adds, is
-    another for a batch that is padded to more."""
+    """Options with a graph of as many requests as `greedy` has: the CUDA kernel's grid, and so the order in which it
+    adds, is another for a batch that is padded to more."""
     sizes = [1, 2, 4, 8, len(LENGTHS), 16]
     return {"mode": mode, "cudagraph_mode": cudagraph_mode, "cudagraph_capture_sizes": sizes}
 

@@ -184,7 +184,7 @@ WORDS = {
 def test_skipped_layers_that_do_not_exist(word: str, plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = refusal_before_weights(plain, monkeypatch, kv_cache_dtype_skip_layers=["0", word])
     assert f"this word of --kv-cache-dtype-skip-layers: {WORDS[word]}" in line
-    assert line.endswith("; write numbers of layers, one a word, as 0 35, or sliding_window")
+    assert line.endswith("; write layer numbers separated by spaces, such as 0 35, or sliding_window")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ PER_HEAD = {
     "config_groups": {},
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True},
 }
-"""Of a checkpoint with an fp8 scale for each KV head."""
+"""Quantization of a checkpoint with an fp8 scale for each KV head."""
 
 
 def test_scales_of_a_checkpoint_are_set_aside(plain: str, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_remedy_names_a_dtype_that_is_what_it_says(tmp_path: Path, monkeypatch
 
 
 def dflash(folder: Path, **options: Any) -> dict[str, Any]:
-    """What --speculative-config has of a draft. `options`: of its own config."""
+    """Return the --speculative-config of a draft. `options`: of its own config."""
     folder.mkdir()
     config = {"target_layer_ids": [0, 1], "mask_token_id": 3, **options}
     architecture = {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 8}

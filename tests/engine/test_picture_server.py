@@ -32,7 +32,7 @@ from picture_models import message, picture
 ARCHITECTURE, DTYPE, NAME = "Qwen3VLForConditionalGeneration", "isoquant4", "pictures"
 TOKENS, BLOCK = 12, 32
 ROWS, COLUMNS = 5, 7
-"""Of a picture in tokens, which are more than a block: the prefix cache finds pictures."""
+"""Size of a picture in tokens, which are more than a block: the prefix cache finds pictures."""
 PIXELS = picture_models.PROCESSORS[ARCHITECTURE][2] * picture_models.MERGED
 FIRST, SECOND = (picture(seed, COLUMNS * PIXELS, ROWS * PIXELS) for seed in (0, 1))
 QUESTION = "What is this?"
@@ -44,7 +44,7 @@ OPTIONS = f"""
     --limit-mm-per-prompt {json.dumps(IMAGES, separators=(",", ":"))} --enable-prompt-tokens-details
     --additional-config {{"packed_kv":{{"recent_tokens":0}}}}
 """
-"""Without a recent window these short answers are made from packed pages."""
+"""Options without a recent window, so that these short answers are made from packed pages."""
 NO_PICTURES = {
     "no base64": "data:image/png;base64,%%%",
     "no image": "data:image/png;base64," + base64.b64encode(b"a page of text").decode(),
@@ -54,7 +54,7 @@ NO_PICTURES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What the chat endpoint says: greedy token ids and their log-probabilities, tokens of the prompt, those of them
+    """Answer of the chat endpoint: greedy token ids and their log-probabilities, tokens of the prompt, those of them
     that the prefix cache had."""
 
     tokens: list[int]
@@ -96,7 +96,7 @@ def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[list[int]]:
-    """What `LLM.chat` says to each of `CONVERSATIONS`, one at a time and without prefix cache."""
+    """Answers of `LLM.chat` to each of `CONVERSATIONS`, one at a time and without prefix cache."""
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     coverage_engine.register(ARCHITECTURE)
     with pytest.MonkeyPatch.context() as patch:

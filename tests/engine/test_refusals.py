@@ -1,4 +1,4 @@
-"""What cannot be served is refused at start-up, by one line that says what, why and what to use instead."""
+"""Engines that cannot be served are refused at start-up, by one line that says what, why and what to use instead."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ MODELS = {
             num_attention_heads=2,
             num_hidden_layers=2,
         ),
-        "cannot serve models whose attention layers are not told the dtype: FalconForCausalLM",
+        "cannot serve models that do not pass cache_config to their attention layers: FalconForCausalLM",
     ),
     "head_dim": (
         lambda: small(transformers.LlamaConfig, "LlamaForCausalLM", head_dim=72),
         "cannot serve this head size: 72 channels, and packed pages need a multiple of 16",
     ),
 }
-"""What -> (configuration, words of the refusal)."""
+"""Case -> (configuration, words of the refusal)."""
 
 
 def start(model: str, kv_cache_dtype: str = "isoquant4", **options: object) -> None:
@@ -157,7 +157,7 @@ def test_skipped_layers_that_pad_the_packed_pages(layers: list[str], demo_model:
     """On the CPU; CUDA's platform aligns pages where the first layer is not skipped, and sliding layers only are."""
     model = tiny_models.save(tiny_models.gemma3(), tmp_path)
     line = refusal(model, tokenizer=demo_model, kv_cache_dtype_skip_layers=layers)
-    assert f"cannot serve these skipped layers: --kv-cache-dtype-skip-layers {layers[0]}, beside which" in line
+    assert f"cannot serve these skipped layers: --kv-cache-dtype-skip-layers {layers[0]}, with which" in line
     assert "leave out --kv-cache-dtype-skip-layers" in line
 
 
@@ -205,7 +205,7 @@ UNSAFE = {
     },
     "some.module.NixlConnector": {"kv_connector": "NixlConnector", "kv_connector_module_path": "some.module"},
 }
-"""What is refused -> its configuration."""
+"""Refused case -> its configuration."""
 
 
 @pytest.mark.parametrize("what", UNSAFE)
@@ -336,6 +336,15 @@ class TestUnpatched:
         (line,) = lines
         assert "this vLLM (0.30.0+cpu) is not patched" in line
         assert "install one of: vllm==0.33.0, " in line and line.endswith("(nearest: vllm==0.31.0)")
+
+    def test_patches_that_are_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One line, as with them, and no second error."""
+        lines: list[str] = []
+        monkeypatch.setattr(registration.logger, "error", lines.append)
+        monkeypatch.setitem(sys.modules, "packed_kv_patches.pins", None)
+        registration.register_formats()
+        (line,) = lines
+        assert "is not patched" in line and "reinstall packed-kv, whose patches are missing here" in line
 
     @pytest.mark.parametrize("arguments", [["--kv-cache-dtype", "tq4"], ["--kv-cache-dtype=tq4"]], ids=str)
     def test_command_line(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import torch
 from harness import count_preemptions, engine, scheduler
 from packed_kv.formats import FORMATS
 from packed_kv.rope import Rope
-from packed_kv.vllm_compat import no_scratch_groups
 from vllm import LLM, SamplingParams
 
 TEXT = topics["assignment"] + topics["class"] + topics["comparisons"]
@@ -43,10 +42,9 @@ def prompts(llm: LLM) -> list[dict]:
 
 WITH_WINDOW = ("tq4", "turboquant25")
 """Dtypes that CI also tests with a recent window: a minute each."""
-NEEDS_WINDOW = pytest.mark.skipif(bool(no_scratch_groups()), reason="this vLLM has no recent window")
 CASES = [
     *((name, 0) for name in FORMATS),
-    *(pytest.param(name, 64, marks=NEEDS_WINDOW) for name in WITH_WINDOW),
+    *((name, 64) for name in WITH_WINDOW),
 ]
 
 

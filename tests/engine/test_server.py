@@ -111,7 +111,7 @@ def wait_until_healthy(server: Server, process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="module")
 def expected(demo_model: str) -> list[str]:
-    """What an engine in this process completes, one prompt at a time."""
+    """Completions of an engine in this process, one prompt at a time."""
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0)
     with engine(demo_model, DTYPE, dtype="float32", recent_tokens=None) as llm:
         return [llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
@@ -125,8 +125,8 @@ def test_startup_line(server: Server) -> None:
     stored = 6 * 2 * FORMATS[DTYPE].slot_bytes(128)
     found = re.fullmatch(
         rf"KV cache dtype {DTYPE}: {stored} bytes per token \(bf16: {6 * 2 * 512}\), {reported} KV tokens, "
-        r"(\d\.\d\d) times the tokens of bf16 in requests of ([\d,]+) tokens with ([\d,]+) bytes of recent window "
-        r"each, page format [0-9a-f]{16}",
+        r"(\d\.\d\d) x bf16 capacity at ([\d,]+) tokens per request \(recent window: ([\d,]+) bytes per "
+        r"request\), page format [0-9a-f]{16}",
         line,
     )
     assert found, line

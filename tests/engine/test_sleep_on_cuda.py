@@ -46,7 +46,7 @@ def options(file: str, kernel: str) -> dict[str, Any]:
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    """Of all prompts together, with nothing of them in the cache."""
+    """Return the tokens of all prompts together, with nothing of them in the cache."""
     llm.reset_prefix_cache()
     return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, SAMPLING, use_tqdm=False)]
 

@@ -101,9 +101,9 @@ def test_calibrated_channels(model: str, tmp_path: Path) -> None:
     def channels(number: int, role: str) -> dict:
         layer = file.layers[number]
         if role == "value":
-            return {"outliers": layer.value_outlier_channels, "scale": layer.value_scale}
-        means = {"mean": layer.key_mean, "first_mean": layer.key_first_mean, "rope": layer.key_rope}
-        return {"outliers": layer.key_outlier_channels, "scale": layer.key_scale, **means}
+            return {"outliers": layer.value.outlier_channels, "scale": layer.value.scale}
+        means = {"mean": layer.key.mean, "first_mean": layer.key.first_mean, "rope": layer.key.rope}
+        return {"outliers": layer.key.outlier_channels, "scale": layer.key.scale, **means}
 
     with start(model, "turboquant35", additional_config={"packed_kv": {"calibration": str(path)}}) as llm:
         ours = teacher_forced_logits(llm, IDS, CHUNK)
@@ -121,14 +121,14 @@ def spec(kind: type[FullAttentionSpec], value_size: int, **options: int) -> Full
 def test_sizes_that_no_slot_holds(tmp_path: Path) -> None:
     """And openPangu's layers with static sinks, whose K and V have two sizes, too."""
     larger = tiny_models.save(tiny_models.mimo_v2(v_head_dim=256, swa_v_head_dim=256), tmp_path)
-    match = r"tq4 cannot serve this head size of V: V of 256 channels beside K of 192; .*; use --kv-cache-dtype auto"
+    match = r"tq4 cannot serve this head size of V: V of 256 channels with K of 192; .*; use --kv-cache-dtype auto"
     with pytest.raises(ValueError, match=match), start(larger, "tq4"):
         pass
     backend = backend_of("tq4")
     held = backend.customize_spec(spec(FullAttentionSpec, VALUE_SIZE))
     assert held.page_size_bytes == 16 * 2 * FORMATS["tq4"].slot_bytes(HEAD_SIZE)
     for value_size in (256, 72):
-        with pytest.raises(ValueError, match=f"V of {value_size} channels beside K of 192"):
+        with pytest.raises(ValueError, match=f"V of {value_size} channels with K of 192"):
             backend.customize_spec(spec(FullAttentionSpec, value_size))
     with pytest.raises(ValueError, match="cannot serve static attention sinks"):
         backend.customize_spec(spec(SinkFullAttentionSpec, VALUE_SIZE, sink_len=128))

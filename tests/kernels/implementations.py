@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from launchers import decode, merge
 from packed_kv.formats import GROUP_SIZE
 from packed_kv.kernels.cuda import launch
-from packed_kv.kernels.cuda.schedule import PART_SHIFT, SLOT_SHIFT, item_count, reference_schedule
-from packed_kv.kernels.triton.decode import decode
-from packed_kv.kernels.triton.merge import merge
+from packed_kv.kernels.cuda.schedule import PART_SHIFT, SLOT_SHIFT, item_count
 from packed_kv.layout import PageLayout
+from schedules import reference_schedule
 
 
 def attend_pages(

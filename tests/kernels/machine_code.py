@@ -1,4 +1,4 @@
-"""What the tools beside Triton's compiler say of machine code; they need no GPU."""
+"""Machine code by the tools that come with Triton's compiler; they need no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 def dump(option: str, file: Path) -> str:
-    """What cuobjdump says of a file of machine code: "--dump-resource-usage" or "--dump-sass"."""
+    """Return what cuobjdump says of a file of machine code: "--dump-resource-usage" or "--dump-sass"."""
     return _run("cuobjdump", option, str(file))
 
 

@@ -9,7 +9,7 @@ import torch
 
 REPEATS = 200
 MOST_BYTES = 1 << 26
-"""Of a launch's tensors. Larger ones, as of tests of offsets, are launched once."""
+"""Most bytes of a launch's tensors. Larger ones, as of tests of offsets, are launched once."""
 
 
 def repeat_launches(launch: Callable[..., None]) -> Callable[..., None]:

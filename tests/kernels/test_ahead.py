@@ -1,4 +1,4 @@
-"""What steps launch is compiled before them, side by side, while vLLM goes on."""
+"""Launches of steps are compiled before them, side by side, while vLLM goes on."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
-from packed_kv.attention.decode import FusedDecode
+from packed_kv.attention.decode import PairLayout, TritonPairs
 from packed_kv.attention.latent import decode as latent_decode
-from packed_kv.attention.latent.compile_ahead import compile_ahead
-from packed_kv.attention.latent.decode import LatentDecode, LatentLayer
-from packed_kv.attention.latent.fused import FusedLatents
-from packed_kv.attention.latent.hopper import HopperLatentDecode
-from packed_kv.attention.latent.metadata import LatentDecodeMetadata, LatentMetadataBuilder
-from packed_kv.attention.latent.plain import RecentContext, Span
-from packed_kv.attention.latent.portable import TritonLatentDecode
-from packed_kv.attention.metadata import PackedMetadataBuilder
+from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
+from packed_kv.attention.latent.impl import LatentKernels
+from packed_kv.attention.latent.in_pytorch import PrefixChunk, RecentContext
+from packed_kv.attention.latent.metadata import LatentMetadataBuilder
+from packed_kv.attention.latent.prefix import TritonLatentPrefix
+from packed_kv.attention.metadata import Batch, PackedMetadataBuilder
+from packed_kv.attention.protocols import DecodeBatch, NewTokens
+from packed_kv.attention.store import LatentStore
+from packed_kv.attention.triton_store import TritonLatentStore
+from packed_kv.attention.warmup import PairWarmup, warm_up_latents
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels import ahead
 from packed_kv.kernels.ahead import Ahead, current, wait_for, wait_for_all
+from packed_kv.kernels.cuda import kernel as cuda_kernel
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.cuda import launch as cuda
+from packed_kv.kernels.cuda.source import LATENT
 from packed_kv.kernels.triton.launch import Arguments, Launch
 from packed_kv.kernels.triton.merge import merge_tile
+from packed_kv.reference.attention import AttentionOptions
 from packed_kv.window.layer import WindowLayer
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
@@ -188,16 +193,18 @@ def test_a_launch_waits_for_its_compilation(noted_start: int) -> None:
 
 def test_the_cuda_kernel_waits_for_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     go, compiled = threading.Event(), []
-    constants = (("SHARED_BYTES", "0"), ("UNPACKERS", "0"), ("WARPS", "1"))
-    nvrtc = SimpleNamespace(load=lambda *_: list(compiled))
+    wanted = cuda_kernel.Compilation(LATENT, ())
+    nvrtc, launch = SimpleNamespace(load=lambda *_: list(compiled)), SimpleNamespace(launch_kernel=None)
+    monkeypatch.setattr("packed_kv.kernels.cuda.nvrtc", nvrtc, raising=False)
     monkeypatch.setitem(sys.modules, "packed_kv.kernels.cuda.nvrtc", nvrtc)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=SimpleNamespace(cuLaunchKernel=None)))
-    monkeypatch.setattr(cuda, "_machine_code", lambda _constants: b"")
+    monkeypatch.setitem(sys.modules, "packed_kv.kernels.cuda.early_launch", launch)
+    monkeypatch.setattr(cuda_kernel, "machine_code", lambda _wanted: b"")
+    monkeypatch.setattr(cuda_kernel, "block_of", lambda *_: (32, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda _index: nullcontext())
     with Ahead() as block:
-        block.note(constants, lambda: (go.wait(30), compiled.append("ahead")))
+        block.note(wanted, lambda: (go.wait(30), compiled.append("ahead")))
     threading.Timer(0.2, go.set).start()
-    assert cuda._load.__wrapped__(constants, 0).kernel == ["ahead"]
+    assert [function.kernel for function in cuda_kernel.load.__wrapped__(wanted, 0)] == [["ahead"]] * 2
 
 
 def window_layer() -> WindowLayer:
@@ -225,8 +232,11 @@ def test_profiling_compiles_what_steps_launch(
     monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
     keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
     monkeypatch.setattr(Launch, "_first", keep)
-    monkeypatch.setattr(cuda, "_load", lambda constants, _device: launched.add(constants))
-    of_cuda = lambda self, grid, length, *_: launched.add(self._constants(grid, length))  # noqa: E731
+    monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
+
+    def of_cuda(self, grid, length, *_) -> None:
+        launched.add(self.compilation((grid.warps, grid.is_final, length)))
+
     monkeypatch.setattr(cuda.CudaDecode, "__call__", lambda *a: None if current() else of_cuda(*a))
     monkeypatch.setattr("packed_kv.kernels.cuda._missing", lambda: None)
     card = SimpleNamespace(multi_processor_count=1, major=major, minor=0)
@@ -240,9 +250,9 @@ def test_profiling_compiles_what_steps_launch(
         rows = torch.zeros(tokens, HEADS + 2, HEAD_DIM, dtype=torch.float16, device=DEVICE)
         return rows[:, :HEADS], rows[:, HEADS : HEADS + 1], rows[:, HEADS + 1 :]
 
-    served.profile(*inputs(64), BLOCK, window)
+    PairWarmup(served, *inputs(64), BLOCK, window).run(shares_cache=False)
     if shares_cache:  # another layer, to which vLLM gives queries alone
-        served.profile(inputs(64)[0], None, None, BLOCK, None, shares_cache=True)
+        PairWarmup(served, inputs(64)[0], None, None, BLOCK, None).run(shares_cache=True)
     assert not launched and len(noted) >= 6
     for lengths in (
         [(20, 20), (3, 3)], [(40, 3)], [(40, 1), (40, 3)], [(40, 1), (3, 3)], *([(9, 1)] * n for n in range(1, 9)),
@@ -260,9 +270,9 @@ def test_profiling_compiles_what_steps_launch(
             step = WindowStep(window, WindowMetadata(table, slots, first), is_shared=False)
         cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
         query, key, value = inputs(metadata.num_actual_tokens)
-        served.forward(query, key, value, cache, metadata, torch.zeros_like(query), step)
+        served.forward(Batch(query, key, value, cache, metadata, torch.zeros_like(query), step))
         if shares_cache:
-            served.forward(query, None, None, cache, metadata, torch.zeros_like(query), None, shares_cache=True)
+            served.forward(Batch(query, None, None, cache, metadata, torch.zeros_like(query)))
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]
 
@@ -271,27 +281,31 @@ def test_profiling_compiles_what_steps_launch(
 @pytest.mark.parametrize(
     ("kernel", "rank", "rope_dim"),
     [
-        pytest.param(TritonLatentDecode, 96, 32, id="triton"),
-        pytest.param(HopperLatentDecode, 512, 64, id="cuda"),
+        pytest.param(TritonLatents, 96, 32, id="triton"),
+        pytest.param(HopperLatents, 512, 64, id="cuda"),
     ],
 )
 def test_profiling_compiles_what_steps_over_latents_launch(
-    kernel: type[LatentDecode], rank: int, rope_dim: int, has_ring: bool, monkeypatch: pytest.MonkeyPatch
+    kernel: type[TritonLatents | HopperLatents],
+    rank: int,
+    rope_dim: int,
+    has_ring: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stores, prefixes and decodes of any number, with drafts, launch no variant that was not noted."""
     noted, launched = set(), set()
     monkeypatch.setattr(Ahead, "_compile", lambda self: noted.update(self.jobs))
     keep = lambda self, _grid, tensors, step: launched.add(self.variant(tensors, step))  # noqa: E731
     monkeypatch.setattr(Launch, "_first", keep)
-    for module, of_cuda, variant in (
-        (latent_launch, latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
-        (latent_ring_launch, latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
+    monkeypatch.setattr(cuda_kernel, "load", lambda wanted, _device: launched.add(wanted))
+    for of_cuda, key in (
+        (latent_launch.CudaLatentDecode, lambda step: step.shape.rows),
+        (latent_ring_launch.CudaLatentRing, lambda step: step.grid[2]),
     ):
-        monkeypatch.setattr(module, "_load", lambda definitions, _device: launched.add(definitions))
 
-        def run(self, step, *_, variant=variant) -> None:
+        def run(self, step, *_, key=key) -> None:
             if not current():
-                launched.add(self._definitions(variant(step)))
+                launched.add(self.compilation(key(step)))
 
         monkeypatch.setattr(of_cuda, "__call__", run)
     workspace = Workspace()
@@ -300,11 +314,12 @@ def test_profiling_compiles_what_steps_over_latents_launch(
         card = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
     codec, heads, requests, longest = codec_of(FORMATS["tq4"], rank, rope_dim), 12, 9, 3
-    options = {"window": WINDOW if has_ring else 0}
-    layer = LatentLayer(codec, heads, 1.0, torch.float16, longest, requests, torch.ones(rank, device=DEVICE), **options)
-    pages, window = FusedLatents(kernel(layer)), window_layer() if has_ring else None
-    compile_ahead(pages, BLOCK, 128 + rope_dim, window)
-    assert not launched and len(noted) >= 5 and not pages.bound.held and not pages.decode.bound.held
+    constant, window = torch.ones(rank, device=DEVICE), window_layer() if has_ring else None
+    sizes = heads, 1.0, torch.float16, Limits(longest, requests)
+    decode = kernel(LatentLayout(codec, *sizes, constant, WINDOW if has_ring else 0))
+    store, prefix = TritonLatentStore(codec), TritonLatentPrefix(codec)
+    warm_up_latents(LatentKernels(LatentStore(store), decode, prefix), BLOCK, 128 + rope_dim, window)
+    assert not launched and len(noted) >= 5 and not any(x.bound.held for x in (store, decode, prefix))
 
     cache = torch.zeros(4, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
     counts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
@@ -316,24 +331,22 @@ def test_profiling_compiles_what_steps_over_latents_launch(
     for count, length in itertools.product(range(1, requests + 1), range(1, longest + 1)):
         query = torch.zeros(count * length, heads, 128 + rope_dim, dtype=torch.float16, device=DEVICE)
         latent = query.new_zeros(count * length, heads, rank)
-        starts = counts[: count + 1] * length
-        metadata = LatentDecodeMetadata(
-            block_table=table[:count], seq_lens=counts[:count], dcp_tot_seq_lens=None, query_start=starts,
-            query_starts=starts, max_query_len=length,
-        )  # fmt: skip
+        tables = table[:count], counts[: count + 1] * length, counts[:count]
         of_batch = ring and Ring(ring.cache, table[:count], counts[:count], WINDOW)
-        pages.attend(cache, metadata, latent, query[..., 128:], of_batch)
+        step = decode.prepare(DecodeBatch(*tables, len(query), length, ring=of_batch))
+        decode.attend(step, cache, (latent, query[..., 128:]), of_batch)
     rows = query.new_zeros(40, rank + rope_dim)
     new, slots = (rows[:, :rank].contiguous(), rows[:, rank:]), torch.arange(40, device=DEVICE)
-    chunk, recent = Span(counts[:2], counts[:3], 1, counts[:2]), None
+    chunk, recent = PrefixChunk(counts[:2], counts[:3], 1, counts[:2]), None
     if ring is not None:
-        pages.store(cache, slots, *new, ring.cache, slots[:7].int())
-        pages.store_in_ring(cache, *(x[3:] for x in new), ring.cache, slots[3:].int())
+        store.write(store.prepare(NewTokens(slots, ring_slots=slots[:7].int())), cache, *new, ring.cache)
+        rest = NewTokens(slots[3:].int(), ring_slots=slots[3:].int(), only_ring=True)
+        store.write(store.prepare(rest), cache, *(x[3:] for x in new), ring.cache)
         recent = RecentContext(ring, counts[:2])
-        pages.gather_values(chunk, rows, recent)
+        prefix.gather_values(chunk, rows, recent)
     else:
-        pages.store(cache, slots, *new)
-    pages.gather(cache, table, chunk, rows, recent)
+        store.write(store.prepare(NewTokens(slots)), cache, *new)
+    prefix.gather(cache, table, chunk, rows, recent)
     assert launched <= noted, [variant[0] for variant in launched - noted]
     assert noted <= launched, [variant[0] for variant in noted - launched]
 
@@ -359,24 +372,25 @@ def test_steps_with_drafts_launch_what_was_compiled_and_fit_the_workspace(
 ) -> None:
     """Of the Triton kernel, for up to 40 requests: tiles of 8, 16 and 32 columns, with every number of splits."""
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
-    fused = FusedDecode(codec, 2 * group, 2, AttentionOptions(1.0), longest, max_requests=40, kernel="triton")
-    fused.sm_count = 132
+    layer = PairLayout(codec, 2 * group, 2, AttentionOptions(1.0), Limits(longest, max_requests=40))
+    kernel = TritonPairs(layer, layer.rotation())
+    kernel.splits.sm_count = 132
     taken: list[tuple[int, int]] = []
 
     def reserve(tokens: int, partial: tuple[int, int, int]) -> list[torch.Tensor]:
         taken.append((tokens, partial[0] * partial[1] * partial[2]))
         return []
 
-    fused.reserve = reserve
-    fused.reserve_any_batch()
+    kernel.splits.take = reserve
+    kernel.reserve()
     (most,) = taken
     variants = {}
     for requests in range(1, 41):
         for query_len in range(1, longest + 1):
-            splits = fused._grid(requests, query_len).blocks
-            variants[requests, query_len] = fused.shape.tiles(query_len)[0], merge_tile(splits)
+            splits = kernel.splits.count(requests, query_len)
+            variants[requests, query_len] = kernel.shape.tiles(query_len)[0], merge_tile(splits)
             assert requests * query_len <= most[0]
             assert requests * query_len * 2 * group * splits <= most[1]
     assert {columns for columns, _ in variants.values()} == tiles
-    compiled = [variants[batch] for batch in fused.batches_to_compile()]
+    compiled = [variants[batch] for batch in kernel.batches_to_compile()]
     assert sorted(compiled) == sorted(set(variants.values()))

@@ -9,13 +9,14 @@ import pytest
 import test_cuda_decode
 import torch
 from implementations import attend_pages
+from launchers import rotate_query
 from packed_kv.codecs import ring as reference
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda.launch import Grid
 from packed_kv.kernels.triton.ring import plan_ring
-from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
+from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import page_layout
 from test_cuda_decode import gpu_only, runs
 from test_decode import BOUND, DEVICE, relative_rms

@@ -1,4 +1,4 @@
-"""What a launch asserts of its tensors, and what it is bound to: kernels read addresses and numbers, no tensors."""
+"""Launches assert layouts of their tensors, and are bound to some: kernels read addresses and numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from packed_kv.attention import decode, prefill
-from packed_kv.attention.latent import fused as latents
-from packed_kv.attention.layer_attention import LayerAttention
+from packed_kv.attention import decode, prefill, triton_store
+from packed_kv.attention.latent import prefix as latents
+from packed_kv.attention.layer import PairKernels
 from packed_kv.attention.metadata import PackedMetadata
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch, launch
-from packed_kv.kernels.triton.launch import Launches
+from packed_kv.kernels.cuda.kernel import Function
+from packed_kv.kernels.triton.launch import Arguments, Launches, StepLaunch
 from packed_kv.window.metadata import WindowMetadata
 from packed_kv.window.step import WindowStep
 
@@ -60,19 +61,19 @@ def test_latents_are_launched_for_the_dtypes_they_were_compiled_for_and_the_ring
     """The kernel takes fp32 and fp16 words for bf16 ones."""
     launched: list[bool] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0))
-    run = lambda *_, is_early: launched.append(is_early)  # noqa: E731
+    run = lambda *_, is_early=False: launched.append(is_early)  # noqa: E731
     if is_ring:
         attend: Any = object.__new__(latent_ring_launch.CudaLatentRing)
         attend.widest = latent_ring_launch.Variant(HEADS, 1, 16, torch.bfloat16, torch.bfloat16, False)
         step: Any = latent_ring_launch.Step(bytes(latent_ring_launch.STEP_ARGUMENTS.size), (1, 1, 1))
-        attend.functions = {1: latent_ring_launch._Function(run, None, 0)}
+        attend.functions = {1: (Function(run, None, 256, 0),)}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_ring_launch.STEP_ARGUMENTS.size
     else:
         attend = object.__new__(latent_launch.CudaLatentDecode)
         attend.heads, attend.query, attend.output = HEADS, torch.bfloat16, torch.bfloat16
         shape = latent_launch.Shape(16, 1, 1)
         step = latent_launch.Step(bytes(latent_launch.STEP_ARGUMENTS.size), shape, 1, 1, 1)
-        attend.functions = {16: latent_launch._Functions(run, None, None, 0)}
+        attend.functions = {16: (Function(run, None, 384, 0), Function(run, None, 512, 0))}
         attend.layer_at = latent_launch.CALL_ARGUMENTS.size + latent_launch.STEP_ARGUMENTS.size
     attend.arguments, attend.device, attend.address = bytearray(256), 0, 0
     output, query, rope_query = vectors()
@@ -124,7 +125,7 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(early_launch.driver, "cuLaunchKernelEx", launch)
     threads = [
         threading.Thread(
-            target=early_launch.launch_kernel, args=(name, (n, n + 1, n + 2), 32, 0, n, 0), kwargs={"is_early": n > 5}
+            target=early_launch.launch_kernel, args=(name, (n, n + 1, n + 2), 32, 0, n, 0), kwargs={"is_early": True}
         )
         for name, n in (("a", 1), ("b", 7))
     ]
@@ -133,17 +134,21 @@ def test_threads_launch_with_grids_of_their_own(monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     found = {name: tuple(int(x) for x in of) for name, of in seen.items()}
-    assert found == {"a": (1, 2, 3, 1, 0), "b": (7, 8, 9, 7, 1)}
+    assert found == {"a": (1, 2, 3, 1, 1), "b": (7, 8, 9, 7, 1)}
 
 
 # ---- what a launch is bound to
 
 
 class Binder:
-    """Stands for `bind_...`: counts its calls, and returns a launch that does nothing."""
+    """Stands for the class of a kernel: counts the launches that it makes, which do nothing."""
 
     def __init__(self) -> None:
         self.calls = 0
+
+    @staticmethod
+    def step(*_arguments: object, **_options: object) -> StepLaunch:
+        return StepLaunch((1, 1, 1), Arguments())
 
     def __call__(self, *_arguments: object, **_options: object) -> Callable[..., None]:
         self.calls += 1
@@ -167,53 +172,53 @@ def other_strides(x: torch.Tensor) -> torch.Tensor:
 
 def of_store(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    monkeypatch.setattr(decode, "bind_store", binder)
-    layer: Any = object.__new__(decode.FusedDecode)
+    monkeypatch.setattr(triton_store, "StoreLaunch", binder)
+    layer: Any = object.__new__(triton_store.TritonPairStore)
     layer.bound, layer.codec, layer.rotation = Launches(), None, None
-    step: Any = decode.StoreStep((1, 1, 1), None, True)
+    step: Any = triton_store.StoreStep(StepLaunch((1, 1, 1), Arguments()), only_ring=False, rotates=True)
 
     def store(cache: torch.Tensor, ring: torch.Tensor, key: Any, value: Any, query: Any) -> None:
-        layer.store(cache, key, value, step, ring, query)
+        layer.write(step, cache, key, value, ring, query)
 
     new = {"key": heads(2), "value": heads(2), "query": heads(4)}
     return binder, store, {"cache": cache_of(), "ring": cache_of(), **new}
 
 
 def of_decode(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
-    layer: Any = object.__new__(decode.FusedDecode)
+    layer: Any = object.__new__(decode.HopperPairs)
     binder = Binder()
-    layer.bound, layer.options = Launches(), SimpleNamespace(sinks=None)
-    layer._bind = lambda *_: (binder(), {})
-    step: Any = SimpleNamespace(decode=decode.CudaDecodeStep(None, 1, 1, b"", ()), merge=None)
+    layer.bound, layer.splits = Launches(), object.__new__(decode.Splits)
+    layer.splits.layer = SimpleNamespace(options=SimpleNamespace(sinks=None))
+    layer._bind = binder
+    step: Any = decode.HopperPairStep(None, None, None, 1, 1, b"", ())
 
     def attend(cache: torch.Tensor, ring: torch.Tensor, output: torch.Tensor) -> None:
-        layer.attend(cache, step, output, Ring(ring, ring, ring, 8))
+        layer.attend(step, cache, (), Ring(ring, ring, ring, 8), output)
 
     return binder, attend, {"cache": cache_of(), "ring": cache_of(), "output": heads(4)}
 
 
 def of_gather(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    for name in ("bind_gather", "bind_gather_ring", "bind_unrotate"):
+    for name in ("GatherLaunch", "GatherRingLaunch", "UnrotateLaunch"):
         monkeypatch.setattr(prefill, name, binder)
     layer: Any = object.__new__(prefill.FlashPrefill)
     codec = SimpleNamespace(layout=None, key=SimpleNamespace(stored_dim=32, head_dim=32))
     layer.bound, layer.codec, layer.kv_heads, layer.matrices, layer.means = Launches(), codec, 2, (None, None), None
     layer.flash_attention = SimpleNamespace(value_dim=32)
+    step = StepLaunch((1, 1, 1), Arguments())
 
     def read(cache: torch.Tensor, ring: torch.Tensor, key: torch.Tensor) -> None:
-        layer._read(cache, prefill.PartRead(None, key, key, (), (), ((), ())), Ring(ring, ring, ring, 8))
+        layer._read(cache, prefill.PartRead(None, key, key, step, step, (step, step)), Ring(ring, ring, ring, 8))
 
     return binder, read, {"cache": cache_of(), "ring": cache_of(), "key": heads(2)}
 
 
 def of_latents(monkeypatch: pytest.MonkeyPatch) -> tuple[Binder, Callable[..., None], dict[str, torch.Tensor]]:
     binder = Binder()
-    for name in ("bind_gather_latents", "bind_gather_latent_ring"):
+    for name in ("GatherLatentsLaunch", "GatherLatentRingLaunch"):
         monkeypatch.setattr(latents, name, binder)
-    for name in ("gather_latents", "gather_latent_ring"):
-        monkeypatch.setattr(latents, name, lambda *_, **__: None)
-    layer: Any = object.__new__(latents.FusedLatents)
+    layer: Any = object.__new__(latents.TritonLatentPrefix)
     layer.bound, layer.codec, layer.inverse_gain = Launches(), SimpleNamespace(layout=None), None
     chunk = SimpleNamespace(starts=None, cu_seq_lens=None, max_seq_len=0)
 
@@ -251,29 +256,30 @@ def test_a_launch_is_bound_anew_for_tensors_of_another_kind(make: Any, monkeypat
 @pytest.mark.parametrize("is_capturing", [False, True])
 def test_counters_begin_at_0_where_a_layer_is_bound(is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran before on the memory of an engine that gets another cache; but by no launch that a graph holds."""
-    layer: Any = object.__new__(decode.FusedDecode)
+    layer: Any = object.__new__(decode.HopperPairs)
     resets: list[str] = []
     counters = SimpleNamespace(is_cuda=True, zero_=lambda: resets.append("reset"))
-    layer.of_cuda, layer.codec, layer.kv_heads = (None, counters), SimpleNamespace(layout=None), 2
-    layer.shape, layer.mean_blocks, layer.has_lse = SimpleNamespace(group=2, tiles_a_block=0), 0, False
-    layer.longest_decode = 1
+    layer.matrix, layer.counters, layer.shape = None, counters, SimpleNamespace(tiles_a_block=0, mean_blocks=0)
+    layer.layer = SimpleNamespace(codec=SimpleNamespace(layout=None), limits=SimpleNamespace(longest_decode=1))
+    layer.splits = SimpleNamespace(heads_apart=lambda output: output, has_lse=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     bound = SimpleNamespace(compile_variants=lambda _longest: None)
     monkeypatch.setattr(decode.cuda, "CudaDecode", lambda *_: bound)
-    assert layer._bind(cache_of(), None, heads(4))[0] is bound
+    assert layer._bind(cache_of(), None, heads(4)) is bound
     assert resets == ([] if is_capturing else ["reset"])
 
 
 def test_a_step_of_other_rings_is_made_anew() -> None:
     """An object of the same `id` as one before is another."""
-    layer: Any = object.__new__(LayerAttention)
-    layer.query_heads = layer.kv_heads = 1
-    layer.codec = SimpleNamespace(key=SimpleNamespace(head_dim=32), value=SimpleNamespace(head_dim=32))
+    made: list[int] = []
+    decode_kernel = SimpleNamespace(kind="decode", prepare=lambda batch: made.append(len(made)) or len(made))
+    kernels: Any = object.__new__(PairKernels)
+    kernels.decode = decode_kernel
     metadata = PackedMetadata.of_one_request(4, 4, torch.device("cpu"))
     table = torch.zeros(1, 1, dtype=torch.int32)
-    made: list[int] = []
     for number in range(20):
-        window: Any = WindowStep(None, WindowMetadata(table, table, table), is_shared=False)  # the one before is gone
-        made.append(layer.once_a_step(metadata, window, ("decode",), lambda number=number: number))
-        assert layer.once_a_step(metadata, window, ("decode",), lambda: -1) == number
+        rings = WindowMetadata(table, table, table[0])  # those before are gone
+        window: Any = WindowStep(SimpleNamespace(kv_cache=table, window=8), rings, is_shared=False)
+        for _ in range(2):
+            assert kernels.prepare_decodes(metadata, window) == number + 1
     assert made == list(range(20))

@@ -148,7 +148,7 @@ def decode_case(
             ring_block_stride="i32", ring_head_stride="i32", soft_cap="fp32", query_bias="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=columns // 2, WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
+            KV_HEADS=8, QUERY_GROUP=columns // 2, SLIDING_WINDOW=0, HAS_SOFT_CAP=False, MICRO_BLOCKS_A_BLOCK=1,
             MEAN_BLOCKS=mean_blocks, TILES_A_BLOCK=8 if mean_blocks > 1 else 0,
             LAYOUT=kernel_layout(page_layout(fmt, head_dim)), RING_BLOCK=ring_block, RECENT=64 if ring_block else 0,
             COLUMNS=columns,
@@ -261,7 +261,7 @@ def check_transposing_layout(resources: Resources) -> None:
 
 
 def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool = False, head_dim: int = 128) -> Case:
-    """For 128 channels of V, in vectors of `head_dim`."""
+    """The merge for 128 channels of V, in vectors of `head_dim`."""
     splits, rows = tile
     return Case(
         kernel="packed_kv.kernels.triton.merge:_merge_kernel",
@@ -272,7 +272,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool 
             sinks="*bf16", lse="*fp32",
         ),
         constants=dict(
-            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, PART=head_dim & -head_dim,
+            KV_HEADS=8, QUERY_GROUP=4, HEAD_DIM=head_dim, PADDED_DIM=128, OUTPUT_DIM=128, CHANNELS=head_dim & -head_dim,
             ROWS=rows, SPLITS=splits, HAS_SINKS=sinks, HAS_LSE=lse,
         ),
         options=dict(num_warps=8 if rows >= 8 or head_dim > 128 else 4),
@@ -281,7 +281,7 @@ def merge_case(tile: tuple[int, int], arch: int, sinks: bool = False, lse: bool 
 
 
 def rotate_query_case() -> Case:
-    """Of heads of 80 channels."""
+    """The rotation of heads of 80 channels."""
     return Case(
         kernel="packed_kv.kernels.triton.rotate:_rotate_query_kernel",
         arch=90,

@@ -13,7 +13,8 @@ from packed_kv.layout import latent_layout, ring_layout
 
 RANK, ROPE_DIM = 512, 64
 SPILLED_BYTES = 160
-"""Of a thread with 16 rows, which has the most registers that there are: its stack is read a few times a tile."""
+"""Bytes that a thread with 16 rows spills, which has the most registers that there are: its stack is read a few times a
+tile."""
 
 
 def sizes(fmt: Format, rope_bits: int = 16) -> dict:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_cuda_latent
 import torch
+from packed_kv.attention.choice import Limits
 from packed_kv.attention.latent import decode
-from packed_kv.attention.latent.decode import LatentDecode, LatentLayer
-from packed_kv.attention.latent.hopper import HopperLatentDecode
+from packed_kv.attention.latent.decode import HopperLatents, LatentLayout, TritonLatents
+from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
-from packed_kv.attention.latent.plain import attend
-from packed_kv.attention.latent.portable import TritonLatentDecode
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
+from packed_kv.reference.latent_attention import attend
+from packed_kv.window.metadata import WindowMetadata
+from packed_kv.window.step import WindowStep
 from test_latent import DEVICE, SCALE, codec_of
 from test_latent_ring import Batch, cuda_ring
 from test_shares import Workspace
@@ -22,8 +25,8 @@ from test_shares import Workspace
 HEADS, WINDOW = 6, 32
 REQUESTS, COUNTS = ((70, 0), (3, 0), (129, 0)), (2, 1, 2)
 KERNELS = [
-    pytest.param(TritonLatentDecode, 96, 32, id="triton"),
-    pytest.param(HopperLatentDecode, 512, 64, id="cuda", marks=test_cuda_latent.runs),
+    pytest.param(TritonLatents, 96, 32, id="triton"),
+    pytest.param(HopperLatents, 512, 64, id="cuda", marks=test_cuda_latent.runs),
 ]
 
 
@@ -61,7 +64,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["alone", "window", "part"])
 @pytest.mark.parametrize(("kernel", "rank", "rope_dim"), KERNELS)
-def test_a_layer(kernel: type[LatentDecode], rank: int, rope_dim: int, kind: str) -> None:
+def test_a_layer(kernel: type[TritonLatents | HopperLatents], rank: int, rope_dim: int, kind: str) -> None:
     """In memory that was reserved for any batch; a second layer of the same kind takes the step of the first."""
     codec = codec_of(FORMATS["turboquant25"], rank, rope_dim)
     batch = Batch(codec, REQUESTS, COUNTS, WINDOW)
@@ -69,27 +72,30 @@ def test_a_layer(kernel: type[LatentDecode], rank: int, rope_dim: int, kind: str
     query = torch.randn(sum(COUNTS), HEADS, rank + rope_dim, generator=random).to(DEVICE).half()
     q_latent, q_rope = query.split([rank, rope_dim], dim=-1)  # side by side, as vLLM gathers them of ranks
     constant = torch.randn(rank, generator=random).to(DEVICE)
+    window = WINDOW if kind == "window" else 0
+    sizes = HEADS, SCALE, torch.float16, Limits(max(COUNTS), 4)
+    layers = [kernel(LatentLayout(codec, *sizes, constant, window, is_shard=kind == "part")) for _ in range(2)]
     metadata = LatentDecodeMetadata(
         block_table=batch.table, seq_lens=batch.seq_lens, dcp_tot_seq_lens=None, query_start=batch.starts,
         query_starts=batch.starts.cpu(), max_query_len=max(COUNTS),
     )  # fmt: skip
-    window = WINDOW if kind == "window" else 0
-    layers = [
-        kernel(
-            LatentLayer(
-                codec, HEADS, SCALE, torch.float16, max(COUNTS), 4, constant, window=window, is_shard=kind == "part"
-            )
-        )
-        for _ in range(2)
-    ]
+    rings = WindowMetadata(batch.ring.block_table, batch.ring.block_table, batch.ring.first)
+    step = WindowStep(SimpleNamespace(kv_cache=batch.ring.cache, window=WINDOW), rings, is_shared=False)
+
+    def forward(decode: TritonLatents | HopperLatents) -> tuple[torch.Tensor, torch.Tensor | None]:
+        impl: Any = object.__new__(LatentAttentionImpl)
+        impl.kernels, impl.kv_lora_rank, impl.qk_rope_head_dim = LatentKernels(None, decode, None), rank, rope_dim
+        impl._window_step = lambda: step if window else None
+        return impl.forward_mqa(query, batch.cache, SimpleNamespace(decode=metadata, num_decodes=len(COUNTS)), None)
+
     tables = (batch.cache, batch.table, batch.starts, batch.seq_lens)
     ring = batch.ring if window else None
     expected_lse = torch.zeros(sum(COUNTS), HEADS, device=DEVICE)
     added = None if kind == "part" else constant
     expected = attend(codec, *tables, q_latent, q_rope, SCALE, added, ring, expected_lse)
     for layer in layers:
-        layer.reserve_any_batch()
-        output, lse = layer(batch.cache, metadata, q_latent, q_rope, ring)
+        layer.reserve()
+        output, lse = forward(layer)
         error = (output - expected).norm() / (expected if added is None else expected - added).norm()
         assert error < 2e-3, error
         assert output.dtype == (torch.float32 if kind == "part" else torch.float16)
@@ -97,4 +103,4 @@ def test_a_layer(kernel: type[LatentDecode], rank: int, rope_dim: int, kind: str
             torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
         else:
             assert lse is None
-    assert len(metadata.made) == 1
+    assert len(metadata.steps.made) == 1

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from packed_kv.attention import context_parallel
+from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import ContextShard
 from packed_kv.attention.latent import decode
-from packed_kv.attention.latent.decode import LatentLayer
-from packed_kv.attention.latent.fused import FusedLatents
-from packed_kv.attention.latent.impl import LatentAttentionImpl
+from packed_kv.attention.latent.decode import LatentLayout, TritonLatents
+from packed_kv.attention.latent.impl import LatentAttentionImpl, LatentKernels
 from packed_kv.attention.latent.metadata import LatentDecodeMetadata
-from packed_kv.attention.latent.plain import attend
-from packed_kv.attention.latent.portable import TritonLatentDecode
+from packed_kv.attention.latent.prefix import TritonLatentPrefix
+from packed_kv.attention.store import LatentStore
+from packed_kv.attention.triton_store import TritonLatentStore
 from packed_kv.formats import FORMATS
+from packed_kv.reference.latent_attention import attend
 from test_decode import DEVICE
 from test_latent import SCALE, codec_of, poisoned, tokens
 from test_shares import RANKS, Group, Together, Workspace
@@ -28,7 +30,7 @@ ONE = ContextShard()
 
 
 class Layer:
-    """What is asked of a layer's implementation, of one rank or of the only one. `workspace`: rows for a prefix."""
+    """Stand-in for a layer's implementation, of one rank or of the only one. `workspace`: rows for a prefix."""
 
     def __init__(self, shard: ContextShard, together: Together, workspace: int = 64) -> None:
         self.codec = codec_of(FORMATS["turboquant25"], RANK, ROPE)
@@ -36,8 +38,10 @@ class Layer:
         self.config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16))
         constant = torch.randn(RANK, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         self.weights = SimpleNamespace(constant=constant)
-        sizes = (HEADS, SCALE, torch.float16, 1, len(LENGTHS))
-        self.pages = FusedLatents(TritonLatentDecode(LatentLayer(self.codec, *sizes, constant, is_shard=True)))
+        sizes = (HEADS, SCALE, torch.float16, Limits(1, len(LENGTHS)))
+        decode = TritonLatents(LatentLayout(self.codec, *sizes, constant, is_shard=True))
+        store = LatentStore(TritonLatentStore(self.codec))
+        self.kernels = LatentKernels(store, decode, TritonLatentPrefix(self.codec))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(context_parallel, "get_dcp_group", lambda: Group(together, shard.rank))
             self.ranks = context_parallel.Ranks(shard)
@@ -79,9 +83,13 @@ class Layer:
         if self.shard == ONE:
             tables = (self.cache, self.table, starts.to(DEVICE), lens)
             return attend(self.codec, *tables, q_latent, q_rope, SCALE, self.weights.constant)
-        part, lse = self.pages.attend(self.cache, metadata, q_latent, q_rope)
+        batch: Any = SimpleNamespace(decode=metadata, num_decodes=len(LENGTHS))
+        part, lse = LatentAttentionImpl.forward_mqa(self, (q_latent, q_rope), self.cache, batch, None)  # type: ignore[arg-type]
         asked: dict[str, Any] = {"seq_lens": lens, "query_start_loc": starts}
         return LatentAttentionImpl.combine(self, part, lse, **asked)  # type: ignore[arg-type]
+
+    def _window_step(self) -> None:
+        """None: there is no window."""
 
     def prefix(self) -> torch.Tensor:
         """Rows of all chunks of the prefix."""

@@ -10,11 +10,11 @@ import test_cuda_decode as cuda_tests
 import torch
 from packed_kv.kernels.cuda.launch import Grid
 from packed_kv.kernels.triton import combine
-from packed_kv.kernels.triton.combine import weigh_by_lse
+from packed_kv.kernels.triton.combine import WeighByLseLaunch
 from test_decode import DEVICE, run, transforms
 
 MOST = 3e-3
-"""Of an absolute error: scores are of order 1, and fp16 rounds queries and matrices to 2^-11."""
+"""Largest absolute error: scores are of order 1, and fp16 rounds queries and matrices to 2^-11."""
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,9 @@ def test_shares_of_the_keys(elements: int, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     rank_lse = torch.stack([scores[..., keys].logsumexp(-1).T for keys in shares])
     outputs[0][1] = float("nan")  # that rank has no key of it
-    total_lse = [weigh_by_lse(output, rank_lse, rank) for rank, output in enumerate(outputs)]
+    total_lse = [
+        WeighByLseLaunch(output, len(outputs), rank).weigh(output, rank_lse) for rank, output in enumerate(outputs)
+    ]
     expected = torch.einsum("htk,hkd->thd", scores.softmax(-1).nan_to_num(0.0), values)
     torch.testing.assert_close(sum(outputs), expected, rtol=1e-5, atol=1e-5)
     for lse in total_lse:

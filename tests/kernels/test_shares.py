@@ -11,13 +11,17 @@ import pytest
 import torch
 from packed_kv.attention import context_parallel as ranks
 from packed_kv.attention import decode as fused
-from packed_kv.attention.active_blocks import AttentionOptions
+from packed_kv.attention.choice import Limits
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
-from packed_kv.attention.metadata import PackedMetadata
-from packed_kv.attention.plain import PlainAttention
+from packed_kv.attention.layer import PairAttention, PairKernels
+from packed_kv.attention.metadata import Batch, PackedMetadata
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill
+from packed_kv.attention.store import PairStore
+from packed_kv.attention.triton_store import TritonPairStore
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
+from packed_kv.reference.attention import AttentionOptions
+from page_codecs import page_codec
 from test_decode import DEVICE, relative_rms, rope, transforms
 from test_gather import flash_attention
 from vllm.v1.worker import workspace
@@ -64,7 +68,7 @@ class Together:
 
 
 class Group:
-    """What `Ranks` asks of vLLM's group. Without NCCL it scatters as vLLM's does then: nothing."""
+    """Stand-in for vLLM's group, as far as `Ranks` asks it. Without NCCL it scatters as vLLM's does then: nothing."""
 
     def __init__(self, together: Together, rank: int, has_nccl: bool = True) -> None:
         self.together, self.rank, self.has_nccl = together, rank, has_nccl
@@ -109,16 +113,19 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layer(
     codec: PagedCodec, shard: ContextShard, group: Group | None, options: AttentionOptions, *, in_pytorch: bool
-) -> PlainAttention | ranks.ContextParallelAttention:
+) -> PairAttention | ranks.ContextParallelAttention:
     shape = (codec, HEADS, 1, options)
     flash = FlashAttention(flash_attention, HEAD_DIM)
     prefill = None if in_pytorch else FlashPrefill(*shape, 64, 8, flash, shard)
-    routes = fused.FusedDecode(*shape, 1, 8, shard=shard), prefill
+    layout = fused.PairLayout(*shape, Limits(1, 8), shard)
+    decode = fused.pair_kernel(layout, layout.rotation(), "auto")
+    store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
+    kernels = PairKernels(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)
     if group is None:
-        return PlainAttention(*shape, *routes)
+        return PairAttention(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "get_dcp_group", lambda: group)
-        return ranks.ContextParallelAttention(codec, HEADS // shard.ranks, 1, options, *routes, shard)
+        return ranks.ContextParallelAttention(kernels)
 
 
 def batch(shard: ContextShard, lengths: list[tuple[int, int]]) -> tuple[PackedMetadata, list[torch.Tensor]]:
@@ -173,7 +180,7 @@ def test_two_ranks_are_as_one(
     channels["value_scale"] = channels["value_scale"][:, :value_dim]
     if options.get("turns"):
         channels |= {"key_rope": rope(HEAD_DIM // 2), "positions": 1000}
-    codec = PagedCodec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
+    codec = page_codec(FORMATS["turboquant35"], HEAD_DIM, device=DEVICE, value_dim=value_dim, **channels)
     attention = AttentionOptions(HEAD_DIM**-0.5, logits_soft_cap=options.get("soft_cap"))
     vectors = [torch.randn(2, tokens, 1, HEAD_DIM, generator=generator).to(DEVICE).half() for tokens, _ in lengths]
     new = [x[:, -count:] for x, (_, count) in zip(vectors, lengths, strict=True)]
@@ -189,9 +196,9 @@ def test_two_ranks_are_as_one(
         for (tokens, count), (k, v), slot in zip(lengths, vectors, slots, strict=True):
             old = slice(0, tokens - count)
             codec.write(cache, slot[old], k[old], v[old][..., :value_dim], torch.arange(tokens, device=DEVICE)[old])
-        heads = slice(shard.rank * served.query_heads, (shard.rank + 1) * served.query_heads)
+        heads = slice(shard.rank * served.kernels.query_heads, (shard.rank + 1) * served.kernels.query_heads)
         output = torch.full_like(query[:, heads, :value_dim], float("nan"))
-        served.forward(query[:, heads], key, value, cache, metadata, output)
+        served.forward(Batch(query[:, heads], key, value, cache, metadata, output))
         return output
 
     together = Together()

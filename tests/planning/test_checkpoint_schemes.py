@@ -1,4 +1,4 @@
-"""What a checkpoint's quantization_config says of its weights and of its KV cache, and that `auto` agrees."""
+"""A checkpoint's quantization_config, of its weights and of its KV cache, is read as `auto` reads it."""
 
 from __future__ import annotations
 

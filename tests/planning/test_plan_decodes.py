@@ -1,4 +1,4 @@
-"""Which decode kernel the plan names, and up to how many new tokens."""
+"""Decode kernels that the plan names, and up to how many new tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from test_plan import SHAPE_8B
 @pytest.mark.parametrize(
     ("gpu", "heads", "ranks", "change", "said"),
     [
-        ("H200", 32, 1, {}, "4 query heads a KV head; the CUDA kernel takes steps of up to 64 new tokens"),
-        ("L4", 32, 1, {}, "4 query heads a KV head; the Triton kernel takes steps of up to 16 new tokens"),
-        ("H200", 128, 2, {}, "16 query heads a KV head; the CUDA kernel takes steps of up to 16 new tokens"),
+        ("H200", 32, 1, {}, "4 query heads per KV head; the CUDA kernel takes steps of up to 64 new tokens"),
+        ("L4", 32, 1, {}, "4 query heads per KV head; the Triton kernel takes steps of up to 16 new tokens"),
+        ("H200", 128, 2, {}, "16 query heads per KV head; the CUDA kernel takes steps of up to 16 new tokens"),
         # Of 64 heads and 8 KV heads on 16 ranks, a rank has 4 and 1.
-        ("A100", 64, 16, {}, "4 query heads a KV head; the Triton kernel takes steps of up to 16 new tokens"),
+        ("A100", 64, 16, {}, "4 query heads per KV head; the Triton kernel takes steps of up to 16 new tokens"),
         ("H100", 32, 1, {"head_dim": 96}, "the Triton kernel"),
         ("H100", 32, 1, {"model_type": "gemma2", "sliding_window": 512}, "the Triton kernel"),
-        ("H100", 1024, 1, {}, "128 query heads a KV head; the Triton kernel takes steps of up to 1 new tokens"),
+        ("H100", 1024, 1, {}, "128 query heads per KV head; the Triton kernel takes steps of up to 1 new tokens"),
     ],
 )
 def test_the_plan_names_the_kernel_of_decodes(gpu: str, heads: int, ranks: int, change: dict, said: str) -> None:

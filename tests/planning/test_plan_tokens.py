@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import plan_tokens
 import pytest
+import torch
 import window_memory
 from packed_kv.formats import FORMATS
 from packed_kv.model_shape import parse
@@ -23,6 +27,30 @@ def test_kv_tokens_are_those_that_vllm_counts(name: str) -> None:
     case, dtypes = plan_tokens.CASES[name], ("auto", "tq4")
     for dtype, (tokens, in_flight) in zip(dtypes, plan_tokens.counted(case, dtypes), strict=True):
         assert plan_tokens.planned(case, dtype, in_flight) == pytest.approx(tokens, rel=0.02), dtype
+
+
+class WithoutPrefixCache(plan_tokens.Case):
+    """A case without a prefix cache, which vLLM's CPU platform turns off for latents."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return super().options | {"enable_prefix_caching": False}
+
+
+def test_kv_tokens_of_latents_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi-Linear's own layers, which need CUDA to run, and not to be laid out. (`auto` is not served on a CPU.)"""
+    monkeypatch.setitem(sys.modules, "numba", None)  # vLLM 0.32 starts no engine in a process that has loaded it
+    from vllm.models.kimi_k3.nvidia import model
+
+    monkeypatch.setattr(model, "maybe_init_gemm_rs_ar", lambda *_layers, **_options: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    case, dtypes = WithoutPrefixCache("KimiLinearForCausalLM"), ("tq4", "turboquant25")
+    parsed = parse(case.config, "Kimi-Linear", recurrent_dtype=plan_tokens.RECURRENT)
+    for dtype, (tokens, in_flight) in zip(dtypes, plan_tokens.counted(case, dtypes), strict=True):
+        serving = Serving(
+            plan_tokens.CONTEXT, in_flight_tokens=in_flight, block_size=plan_tokens.BLOCK, keeps_prefixes=False
+        )
+        assert capacity(parsed, dtype, serving, plan_tokens.MEMORY).tokens == tokens, dtype
 
 
 @pytest.mark.parametrize("dtype", ["tq4", "turboquant25"])

@@ -15,6 +15,7 @@ import transformers
 from fake_codecs import NoiseCodec, register_format, register_null_format
 from harness import engine, mean_kl, model_of, teacher_forced_logits
 from packed_kv.attention import impl
+from packed_kv.attention.store import reference_pair_store
 from packed_kv.formats import FORMATS, Format
 from packed_kv_quality import run as commands
 from packed_kv_quality.cli import main
@@ -93,7 +94,8 @@ def test_a_codec_of_noise_fails(
     """Under the name of the dtype with the loosest bound, and with nothing beside it."""
     monkeypatch.setattr(impl, "PagedCodec", NoiseCodec)
     # Kernels in C++ do not ask the codec.
-    monkeypatch.setattr(impl.PackedAttentionImpl, "_cpu_routes", lambda _self, _codec: (None, None))
+    in_pytorch = lambda _self, codec: (reference_pair_store(codec), None, None)  # noqa: E731
+    monkeypatch.setattr(impl.PackedAttentionImpl, "_cpu_kernels", in_pytorch)
     code, found = sweep("--dtypes", "turboquant25", "--baseline", baselines[arguments], *arguments)
     assert code == 1
     assert found["verdicts"]["turboquant25"]["text"].startswith("TOO FAR")

@@ -164,7 +164,7 @@ def test_e4m3_storage() -> None:
 
 
 class TestVerdicts:
-    """By the general rules, but where a test says `demo`."""
+    """Verdicts by the general rules, but where a test says `demo`."""
 
     def in_line(self) -> list[Measurement]:
         return [measurement(name, 5 * gaussian_error(name), seed) for seed, name in enumerate(DEMO_KL)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SET_FOR_TESTS = ("PYTHONPATH", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
-"""What a user's environment has not."""
+"""Variables that a user's environment has not."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its processes: its commands come first, and nothing leads to the checkout."""
+        """Environment of its processes: its commands come first, and nothing leads to the checkout."""
         kept = {name: value for name, value in os.environ.items() if name not in SET_FOR_TESTS}
         return {**kept, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(self.folder)}
 

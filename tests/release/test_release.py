@@ -1,4 +1,4 @@
-"""What the distributions hold and declare, and that the wheel works where nothing else of the checkout is."""
+"""Distributions hold and declare what they should, and the wheel works where nothing else of the checkout is."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ROOTS = {
     "tq_calibrate": "calibration/tq_calibrate",
 }
 """Package -> its folder in the repository."""
-WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "numpy", "prometheus_client"}
-"""What vLLM brings for the modules that run inside it."""
+WITH_VLLM = {"vllm", "triton", "cuda", "huggingface_hub", "numpy", "prometheus_client", "psutil"}
+"""Packages that vLLM brings for the modules that run inside it."""
 WITH_LMCACHE = {"lmcache"}
-"""What lmcache.py, which runs inside LMCache's server, takes from there."""
+"""Packages that lmcache.py, which runs inside LMCache's server, takes from there."""
 EXTRAS = {"packed_kv_quality": "quality", "tq_calibrate": "calibrate"}
 OPTIONAL = {"matplotlib": "plots", "transformers": "transformers"}
 
@@ -78,7 +78,7 @@ def test_a_wheel_and_these_checks_can_be_made_of_the_source_distribution(distrib
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "docs/formats.md", "scripts/release.sh"}
     assert needed <= names
-    for folder in (*ROOTS.values(), "docs", "examples", "experiments", "tests"):
+    for folder in (*ROOTS.values(), "docs", "examples", "tests"):
         ours = {path for path in (REPO / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
         assert {str(path.relative_to(REPO)) for path in ours} <= names
     assert not any(name.startswith(("models/", "benchmarks/")) for name in names)

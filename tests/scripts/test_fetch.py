@@ -1,4 +1,4 @@
-"""What fetch_smollm2.py and fetch_texts.py do with what they are given; what they download is no business of CI."""
+"""Tests of fetch_smollm2.py and fetch_texts.py with what they are given; what they download is no business of CI."""
 
 from __future__ import annotations
 

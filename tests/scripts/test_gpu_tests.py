@@ -41,7 +41,8 @@ def test_parts_one_after_the_other(path: str) -> None:
     done = run(path)
     assert done.returncode == 0, done.stderr
     kernels, engine, memcheck = done.stdout.split("== ")[1:]
-    assert "ran -n 8 tests/codecs/test_cuda.py tests/kernels --ignore=tests/kernels/test_compile.py" in kernels
+    first = "tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/kernels"
+    assert f"ran -n 8 {first} --ignore=tests/kernels/test_compile.py" in kernels
     assert "ran -n 6 tests/engine/test_on_cuda.py tests/engine/test_latent_on_cuda.py" in engine
     cases = re.findall(r'^    "(tests/.*?)"', SCRIPT.read_text(), re.MULTILINE)
     assert memcheck.count("ran tests/") == 4 and len(cases) > 20

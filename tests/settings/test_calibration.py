@@ -12,7 +12,7 @@ import torch
 from calibration_files import ORDERS, OUTLIERS, content, write
 from checkout import DEMO_MODEL
 from harness import engine, mean_kl, teacher_forced_logits
-from packed_kv.calibration_file import CalibrationError
+from packed_kv.calibration_file import CalibrationError, LayerCalibration
 from packed_kv.formats import FORMATS
 from packed_kv.layout import MEAN_BLOCK
 from packed_kv.rope import Rope, rope_parameters
@@ -42,7 +42,7 @@ def model(plain_model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said about calibration, with its level."""
+    """Lines of the log about calibration, with their levels."""
     lines: list[str] = []
 
     def logger(level: str):
@@ -89,7 +89,7 @@ def channels(file: dict, kv_cache_dtype: str, layer: int, role: str) -> dict:
 
 
 def used(kv_cache_dtype: str, means: str | None = "means of keys by position") -> str:
-    """What the log says of a file."""
+    """Return what the log says of a file."""
     fmt = FORMATS[kv_cache_dtype]
     channels = "outlier channels" if fmt.outlier_bits else "" if fmt.rotation == "hadamard" else "channel orders"
     scales = "scales of keys and scales of values" if fmt.outlier_bits else "scales of keys"
@@ -126,15 +126,15 @@ def test_a_file_with_one_mean_is_read(name: str, model: Path, log: list[str]) ->
 @pytest.mark.parametrize("name", FORMATS)
 def test_first_channels_in_their_order_are_what_is_taken_without_a_file(name: str, model: Path, log: list[str]) -> None:
     without = logits(model, name)
-    missing = f"KV cache calibration: no {model / 'turboquant_kv.json'}, so {name}"
+    missing = f"KV cache calibration: no {model / 'turboquant_kv.json'}; {name}"
     if FORMATS[name].outlier_bits:
         line = (
-            f"warning: {missing} stores keys as they are and the first 32 channels of each head with more bits, "
-            f"whichever are large; to choose them run: tq-calibrate model {model}"
+            f"warning: {missing} gives its extra bits to the first 32 channels of each head. To choose them, run: "
+            f"tq-calibrate model {model}"
         )
     else:
         order = "" if FORMATS[name].rotation == "hadamard" else ", in the model's order of channels"
-        line = f"info: {missing} stores keys as they are{order}; tq-calibrate model {model} would improve it"
+        line = f"info: {missing} serves uncalibrated{order}. To lower its error, run: tq-calibrate model {model}"
     assert {*log} == {line}
     path = write(model, content(LAYERS, KV_HEADS, HEAD_DIM, first=True))
     assert torch.equal(logits(model, name), without)
@@ -220,7 +220,7 @@ def test_heads_that_cannot_be_calibrated_get_no_advice(config: PretrainedConfig,
     assert not log
     calibration._say_that_there_is_none(Path("file"), FORMATS["turboquant25"], model)
     (line,) = log
-    assert line.startswith("warning: ") and "; none can be made (" in line and line.endswith("), and tq4 needs none")
+    assert line.startswith("warning: ") and ". None can be made (" in line and line.endswith("); tq4 needs none")
     assert "tq-calibrate" not in line
 
 
@@ -315,7 +315,7 @@ def test_layers_of_a_draft_take_first_channels(name: str, has_draft: bool, tmp_p
     path = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM))
     rank = calibration.RankCalibration(calibration.load(path), FORMATS["turboquant25"], 1, 0, has_draft)
     if has_draft:
-        assert rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM) == {}
+        assert rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM) == LayerCalibration()
     else:
         with pytest.raises(CalibrationError, match=f"has no entry for the model's layer {name}; make"):
             rank.channels(name, KV_HEADS, HEAD_DIM, HEAD_DIM)
@@ -324,7 +324,7 @@ def test_layers_of_a_draft_take_first_channels(name: str, has_draft: bool, tmp_p
 @pytest.mark.parametrize(
     ("kv_heads", "head_sizes", "words"),
     [
-        (3, (64, 64), "2 KV heads do not deal out to the 3 of"),
+        (3, (64, 64), "2 KV heads cannot be split into the 3 of"),
         (2, (96, 96), "head_size 64, but model.layers.1.attn has 96"),
         (2, (64, 32), "value_head_size 64, but model.layers.1.attn has 32"),
     ],

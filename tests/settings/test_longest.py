@@ -27,7 +27,8 @@ def test_tables_are_as_long_as_what_can_be_served(length: int, largest: int, tmp
     with engine(str(model), "tq4", **options, max_num_batched_tokens=512, dtype="float32") as llm:
         fitted = llm.llm_engine.model_config.max_model_len
         assert model_of(llm) is not None
-        codecs = [layer.impl.attention.codec for layer in attention_layers(llm) if hasattr(layer.impl, "attention")]
+        packed = [layer.impl.attention for layer in attention_layers(llm) if hasattr(layer.impl, "attention")]
+        codecs = [attention.kernels.codec for attention in packed]
         tables = {codec.key.transform.spectrum.data_ptr() for codec in codecs}
         (blocks,) = {codec.key.transform.mean_blocks for codec in codecs}
     assert len(codecs) == 3 and len(tables) == 1  # one table for all layers

@@ -75,7 +75,7 @@ def instead(monkeypatch: pytest.MonkeyPatch, script: str) -> list[list[str]]:
 
 
 def replace_popen(monkeypatch: pytest.MonkeyPatch, popen: Callable[..., subprocess.Popen]) -> None:
-    """For the module alone: vLLM starts programs, too."""
+    """Replace it for the module alone: vLLM starts programs, too."""
     constants = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL")}
     monkeypatch.setattr(self_calibration, "subprocess", SimpleNamespace(Popen=popen, **constants))
 
@@ -95,7 +95,7 @@ def test_an_engine_calibrates_its_model_once(
     with engine(model, "tq4", **OPTIONS) as llm:
         config = llm.llm_engine.vllm_config
         path = Path(config.additional_config["packed_kv"]["calibration"])
-        assert path.parent == cache and all(layer.key_mean for layer in load(path).layers.values())
+        assert path.parent == cache and all(layer.key.mean for layer in load(path).layers.values())
         layer = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
         assert layer.impl.calibration.file == load(path)
     assert log[0] == f"KV cache calibration: none for {model} yet; making {path}, once"
@@ -117,9 +117,9 @@ def test_an_engine_of_latents_calibrates_its_model(
         path = Path(config.additional_config["packed_kv"]["calibration"])
         assert path.parent == cache
         layer = config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"]
-        (mean,) = load(path).layers[0].key_mean
+        (mean,) = load(path).layers[0].key.mean
         assert (
-            layer.impl.pages.codec.latent.transform.mean.tolist() == pytest.approx(mean)
+            layer.impl.kernels.prefix.codec.latent.transform.mean.tolist() == pytest.approx(mean)
             and layer.impl.weights.constant is not None
         )
 

@@ -38,7 +38,7 @@ def save_adapter(folder: Path, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def keys_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine here wraps is undone."""
+    """Undo what an engine here wraps."""
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
 
 

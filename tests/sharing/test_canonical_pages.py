@@ -36,8 +36,8 @@ def derive(pages: torch.Tensor, ranks: int, rank: int, dtype: str, dcp: int = 1)
 
 
 def canonical(pages: torch.Tensor, ranks: int, dtype: str) -> bytes:
-    """What `ranks` ranks together write of a layer's pages uint8 [blocks, all heads, tokens, bytes]; each page is
-    written once by one rank, and read back whole by each."""
+    """Write a layer's pages uint8 [blocks, all heads, tokens, bytes] as `ranks` ranks together do; each page is written
+    once by one rank, and read back whole by each."""
     shards = [pages[:, first : first + max(1, HEADS // ranks)].clone() for first in shard_starts(ranks)]
     size = pages[0].numel()
     written = np.full((BLOCKS, size), 0xFF, np.uint8)
@@ -61,7 +61,7 @@ def shard_starts(ranks: int) -> list[int]:
 
 
 def copy(mapping: Any, local: np.ndarray, page: np.ndarray, store: bool) -> None:
-    """As vLLM's worker copies a page, by its plan."""
+    """Copy a page as vLLM's worker does, by its plan."""
     plan = _build_copy_plan(CanonicalKVCacheRef(0, mapping.local_page_size_bytes, mapping), gpu_to_cpu=store)
     source, target = (local, page) if store else (page, local)
     for start, end, size in zip(plan.frag_offsets_src, plan.frag_offsets_dst, plan.frag_sizes, strict=True):

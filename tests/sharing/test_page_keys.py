@@ -6,7 +6,7 @@ import shutil
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from inspect import getsource, signature
+from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +78,7 @@ def test_engines_share_pages_of_one_format_only(tmp_path: Path, monkeypatch: pyt
 
 
 def settings(model: Path, kv_cache_dtype: str, *, skip: list[str] | None = None, file: Path | None = None) -> Any:
-    """What of a VllmConfig a fingerprint depends on."""
+    """Stand-in for a VllmConfig, as far as a fingerprint depends on it."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), revision=None, dtype="bfloat16"),
         load_config=SimpleNamespace(load_format="auto"),
@@ -201,14 +201,13 @@ def test_nixl_refuses_a_peer_with_another_format(tmp_path: Path, monkeypatch: py
     file = write(tmp_path, content(LAYERS, KV_HEADS, HEAD_DIM)).rename(tmp_path / "other.json")
     plain = EngineArgs(model, tokenizer=str(DEMO_MODEL), kv_cache_dtype="isoquant4").create_engine_config()
     calibrated = replace(plain, additional_config={"packed_kv": {"calibration": str(file)}})
-    options = {"cross_layers_blocks": False} if "cross_layers_blocks" in signature(nixl_hash).parameters else {}  # 0.28
-    hashes = [nixl_hash(config, "PACKED_KV_ISOQUANT4", **options) for config in (plain, calibrated)]
+    hashes = [nixl_hash(config, "PACKED_KV_ISOQUANT4") for config in (plain, calibrated)]
     found = [fingerprint(config, FORMATS["isoquant4"]) for config in (plain, calibrated)]
     assert found[0] != found[1]
     larger = deepcopy(plain)
     larger.cache_config.block_size *= 2
     merges_tokens_first = "# use physical order" in getsource(kv_postprocess_blksize_on_receive)  # before 0.32
-    assert (nixl_hash(larger, "PACKED_KV_ISOQUANT4", **options) != hashes[0]) == merges_tokens_first
+    assert (nixl_hash(larger, "PACKED_KV_ISOQUANT4") != hashes[0]) == merges_tokens_first
     worker = MagicMock(_is_csa_linear=False, enforce_compat_hash=True, compat_hash=hashes[0])
     worker.transfer_topo.handshake_target_ranks.return_value = [0]
     payload = NixlHandshakePayload(compatibility_hash=hashes[1], agent_metadata_bytes=b"")

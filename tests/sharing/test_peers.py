@@ -20,6 +20,7 @@ from checkout import LATENT_MODEL, REPO
 from coverage_models import MODELS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
+from page_codecs import page_codec
 from transfers import RegisterHybrid, behind_a_hit_as_behind_a_transfer
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 
@@ -53,14 +54,14 @@ def test_what_nixl_takes_for_granted_of_a_block(name: str) -> None:
     if fmt.rotation != "hadamard":
         tables |= {"key_channel_order": order}
     key, value = torch.randn(2, tokens, heads, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    sent = pages_of(PagedCodec(fmt, HEAD_DIM, **tables), key, value, BLOCK)
+    sent = pages_of(page_codec(fmt, HEAD_DIM, **tables), key, value, BLOCK)
     for rank, own in enumerate((slice(0, 2), slice(2, 4))):
         part = {field: table and table[own] for field, table in tables.items()}
-        kept = pages_of(PagedCodec(fmt, HEAD_DIM, **part), key[:, own], value[:, own], BLOCK)
+        kept = pages_of(page_codec(fmt, HEAD_DIM, **part), key[:, own], value[:, own], BLOCK)
         assert torch.equal(sent.flatten(1).chunk(2, dim=1)[rank], kept.flatten(1))
     if "# use physical order" in getsource(kv_postprocess_blksize_on_receive):
         return  # before 0.32, tokens first: peers of another block size are refused (test_page_keys.py)
-    larger = pages_of(PagedCodec(fmt, HEAD_DIM, **tables), key, value, 4 * BLOCK)
+    larger = pages_of(page_codec(fmt, HEAD_DIM, **tables), key, value, 4 * BLOCK)
     received = sent.reshape(larger.shape).clone()
     assert not torch.equal(received, larger)
     kv_postprocess_blksize_on_receive(received, torch.arange(len(larger)), 4)
@@ -126,7 +127,7 @@ def test_decode_engine_goes_on_with_pages_of_another(peers: tuple[Peer, Peer]) -
 
 
 def assert_same_pages(prefill: Peer, sent: Answer, decode: Peer) -> None:
-    """Of the prompt's full blocks, in both engines, once the decode engine has them."""
+    """Compare the prompt's full blocks in both engines, once the decode engine has them."""
     again = decode.prefill(PROMPT)
     assert not again.transfers
     pages = [

@@ -33,7 +33,7 @@ def spoil(storages: Any) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For engines that this process starts from now on."""
+    """Install it for engines that this process starts from now on."""
     load_model = CPUWorker.load_model
 
     def load_and_watch(worker: CPUWorker, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's CPU platform lacks for decode context parallelism, in PyTorch: an extension of its workers, by name."""
+"""Decode context parallelism on vLLM's CPU platform, which lacks it, in PyTorch: an extension of workers, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Extension:
 
 
 def compute_slot_mapping(self: Any, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor) -> None:
-    """As `ComputeSlotMappingKernel` of `block_table.py`."""
+    """Compute slots as `ComputeSlotMappingKernel` of `block_table.py` does."""
     run, ranks_, block = self.cp_kv_cache_interleave_size, self.dcp_world_size, self.block_size
     starts = query_start_loc[: num_reqs + 1].long()
     request = torch.repeat_interleave(torch.arange(num_reqs), starts.diff())

@@ -6,7 +6,6 @@ a plugin of vLLM (`write_plugin`), which does it in each of its processes.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 
 def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """For vLLM's `dispatch_cpu_unquantized_gemm`."""
+    """Replace vLLM's `dispatch_cpu_unquantized_gemm`."""
     weight = layer.weight.detach().double()
     layer.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(
         x.double(), weight, None if bias is None else bias.double()
@@ -22,17 +21,23 @@ def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **transforms: object) -> None:
-    """For engines that this process starts from now on; their codecs have these means, scales and RoPE."""
+    """Install them for engines that this process starts from now on; their codecs have these means, scales and RoPE
+    (`page_codec`), in place of the calibrated ones."""
     from fake_codecs import Float64Codec
     from packed_kv.attention import impl
+    from page_codecs import page_codec
     from vllm.model_executor.layers import utils
 
+    def transformed(fmt, head_dim, _key, _value, device, value_dim, positions):
+        sizes = {"device": device, "value_dim": value_dim, "positions": positions}
+        return page_codec(fmt, head_dim, kind=Float64Codec, **sizes, **transforms)
+
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
-    monkeypatch.setattr(impl, "PagedCodec", partial(Float64Codec, **transforms) if transforms else Float64Codec)
+    monkeypatch.setattr(impl, "PagedCodec", transformed if transforms else Float64Codec)
 
 
 def register() -> None:
-    """Of the plugin: for good."""
+    """Install them for good: entry point of the plugin."""
     install(pytest.MonkeyPatch())
 
 

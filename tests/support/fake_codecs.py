@@ -12,6 +12,7 @@ import pytest
 import torch
 from packed_kv.attention import impl
 from packed_kv.attention.latent import impl as latent_impl
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.engine import backend, registration
@@ -35,10 +36,11 @@ class NullFormat(Format):
 class ExactLatentCodec(LatentCodec):
     """Latents as a format stores them, rotated, centred and scaled, but not coded: fp32 numbers."""
 
-    def __init__(self, fmt: Format, rank: int, rope_dim: int, device: object = "cpu", **_unused: object) -> None:
+    def __init__(self, fmt: Format, rank: int, rope_dim: int, device: object = "cpu", *_unused: object) -> None:
         random = torch.Generator().manual_seed(7)
         mean, scale = torch.randn(2, rank, generator=random).mul(0.5)
-        super().__init__(FORMATS["tq4"], rank, rope_dim, device, mean=mean, scale=scale.exp())
+        channels = ChannelCalibration(mean=mean, scale=scale.exp())
+        super().__init__(FORMATS["tq4"], rank, rope_dim, device, channels)
         self.slot_bytes = fmt.latent_bytes(rank, rope_dim)
 
     def write(self, cache, slots, latent, rope):
@@ -58,7 +60,7 @@ class ExactLatentCodec(LatentCodec):
 class NullCodec:
     """The interface of `PagedCodec` without rotation or quantisation."""
 
-    def __init__(self, fmt: Format, head_dim: int, **_unused: object) -> None:
+    def __init__(self, fmt: Format, head_dim: int, *_unused: object) -> None:
         self.dtype, self.slot_bytes = NULL_DTYPES[fmt.name], fmt.slot_bytes(head_dim)
 
     def write(self, cache, slots, key, value, positions=None):

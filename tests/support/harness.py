@@ -1,4 +1,4 @@
-"""What engine tests share with the quality harness: the engine in this process, and teacher forcing through it."""
+"""Engines of tests, shared with the quality harness: the engine in this process, and teacher forcing through it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 Start = Callable[..., AbstractContextManager[LLM]]
-"""Of the fixture `start`: architecture, KV-cache dtype and options -> an engine."""
+"""Type of the fixture `start`: architecture, KV-cache dtype and options -> an engine."""
 HYBRIDS = (
     "Qwen3_5ForCausalLM",
     "Qwen3NextForCausalLM",
@@ -29,8 +29,8 @@ HYBRIDS = (
     "JambaForCausalLM",
     "Lfm2ForCausalLM",
 )
-"""Of `coverage_models`: gated delta nets twice, Mamba 2 beside attention in each layer and in layers of its own, Mamba
-1, short convolutions."""
+"""Hybrids of `coverage_models`: gated delta nets twice, Mamba 2 with attention in each layer and in layers of its own,
+Mamba 1, short convolutions."""
 
 
 def engine(

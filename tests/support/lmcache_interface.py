@@ -1,4 +1,4 @@
-"""What `packed_kv.lmcache` takes from LMCache 0.5.6, for machines without that package: its interface as published.
+"""LMCache 0.5.6 for machines without that package: its interface as published, as far as `packed_kv.lmcache` uses it.
 
 `install` leaves a real package alone.
 """

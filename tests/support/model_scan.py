@@ -29,7 +29,7 @@ CACHE_CHECKS = ("cache_dtype", "get_name()", "attn_backend")
 
 
 class Definition(NamedTuple):
-    """Of a class, a function or a constant: its signs, and what it names of vLLM's models."""
+    """A class, a function or a constant: its signs, and the names of vLLM's models that it uses."""
 
     signs: frozenset[str]
     names: frozenset[tuple[str, str]]
@@ -114,7 +114,7 @@ class Scan:
         return self.definitions[place]
 
     def _names(self, module: str) -> dict[str, list[ast.stmt | tuple[str, str]]]:
-        """What a module defines, and whence it imports the rest."""
+        """Return the definitions of a module, and where it imports the rest from."""
         if module in self.modules:
             return self.modules[module]
         names: dict[str, list[ast.stmt | tuple[str, str]]] = {}
@@ -200,7 +200,7 @@ def _target(node: ast.Assign | ast.AnnAssign) -> str:
 
 
 def _refuses_caches(node: ast.AST) -> bool:
-    """Whether a statement asserts something of a KV-cache dtype or of a backend, or raises because of it."""
+    """True if a statement asserts something of a KV-cache dtype or of a backend, or raises because of it."""
     if isinstance(node, ast.If):
         is_check = any(isinstance(statement, ast.Raise) for statement in node.body)
     else:

@@ -1,4 +1,4 @@
-"""Which tests `pytest --quick` runs: all but those of `tests/only_in_all.txt`."""
+"""Choice of the tests that `pytest --quick` runs: all but those of `tests/only_in_all.txt`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Quick:
         self.patterns = {line: re.compile(re.escape(line.removeprefix("!")).replace(r"\*", ".*")) for line in lines}
 
     def runs(self, test: str) -> bool:
-        """Whether the last line that fits an id, if any, takes it back."""
+        """True if the last line that fits an id, if any, takes it back."""
         return next((line.startswith("!") for line, at in reversed(self.patterns.items()) if at.fullmatch(test)), True)
 
     def stale(self, tests: Iterable[str]) -> list[str]:

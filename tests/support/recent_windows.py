@@ -1,4 +1,4 @@
-"""What tests of the recent window ask of an engine."""
+"""Questions of tests of the recent window to an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine in a process of its own does before it starts, in tests of transfers: `prepare` of a `Peer`."""
+"""Set-up of an engine in a process of its own before it starts, in tests of transfers: `prepare` of a `Peer`."""
 
 from __future__ import annotations
 

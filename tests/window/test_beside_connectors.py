@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "recent_tokens": WINDOW,
 }  # fmt: skip
 Reads = list[tuple[int, int]]
-"""Of each step of one request: tokens before it, and the first of them that is in the ring."""
+"""Reads of each step of one request: tokens before it, and the first of them that is in the ring."""
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
@@ -53,8 +53,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 def clear_free_blocks(llm: LLM) -> None:
-    """Of what rings have left there. vLLM's CPU attention multiplies what lies behind a request's end in its last page
-    by 0, and a ring's bytes, read as floats, may be NaN."""
+    """Clear them of what rings have left there. vLLM's CPU attention multiplies what lies behind a request's end in its
+    last page by 0, and a ring's bytes, read as floats, may be NaN."""
     pool = scheduler(llm).kv_cache_manager.block_pool
     free = [block.block_id for block in pool.blocks if not (block.ref_cnt or block.block_hash or block.is_null)]
     for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
@@ -82,7 +82,7 @@ def behind_pages(llm: LLM, text: list[int], reads: Reads) -> torch.Tensor:
 
 cpu_only = pytest.mark.skipif(ON_GPU, reason="`reads` follows the calls and the steps of vLLM's CPU runner only")
 FULL = [(before, max(HIT, before - WINDOW + 1)) for before in range(HIT, HIT + TAIL, 8)]
-"""What is read of rings that fill behind the pages."""
+"""Reads of rings that fill behind the pages."""
 
 
 @cpu_only

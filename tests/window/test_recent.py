@@ -11,8 +11,8 @@ import tiny_models
 import torch
 from harness import engine, kv_tokens, mean_kl, newest_logits, teacher_forced_logits
 from packed_kv.layout import RECENT_TOKENS
+from packed_kv.reference.attention import RecentVectors
 from packed_kv.settings.options import OptionError
-from packed_kv.window.metadata import RecentTokens
 from packed_kv.window.step import WindowStep
 from packed_kv_quality import lockstep
 from packed_kv_quality.engines import attention_layers, bytes_per_request
@@ -66,31 +66,31 @@ def test_models(make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [None, tiny_models.gemma4], ids=["demo", "shared"])
-def test_a_step_leaves_no_recent_tokens_behind(make, demo_model: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_step_leaves_no_recent_vectors(make, demo_model: str, tmp_path: Path, monkeypatch) -> None:
     """Prefills in PyTorch take the window as fp32 K and V of all new tokens, while a layer reads them: nothing is held
     by the next layer's turn, unless that shares the cache, and nothing after the step."""
     model = demo_model if make is None else tiny_models.save(make(max_position_embeddings=2048), tmp_path)
     before: list[int] = []
-    asked = WindowStep.recent_tokens
+    asked = WindowStep.recent_vectors
 
-    def recent_tokens(self, *batch):
+    def recent_vectors(self, *batch):
         before.append(held_bytes())
         return asked(self, *batch)
 
-    monkeypatch.setattr(WindowStep, "recent_tokens", recent_tokens)
+    monkeypatch.setattr(WindowStep, "recent_vectors", recent_vectors)
     options = {} if make is None else {"skip_tokenizer_init": True}
     with engine(model, "tq4", recent_tokens=None, dtype="float32", max_model_len=2048, **options) as llm:
         prompt = {"prompt_token_ids": [3 + i % 200 for i in range(1500)]}
         llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0, detokenize=False), use_tqdm=False)
         assert before and held_bytes() == 0
         shared = sum(bool(layer.kv_sharing_target_layer_name) for layer in attention_layers(llm))
-    print(f"bytes of recent tokens before each layer of a step: {before}")
+    print(f"bytes of recent vectors before each layer of a step: {before}")
     assert bool(shared) == any(before) == (make is not None)
 
 
 def held_bytes() -> int:
-    """Bytes of all `RecentTokens` that are alive."""
-    return sum(x.key.nbytes + x.value.nbytes for x in gc.get_objects() if isinstance(x, RecentTokens))
+    """Bytes of all `RecentVectors` that are alive."""
+    return sum(x.key.nbytes + x.value.nbytes for x in gc.get_objects() if isinstance(x, RecentVectors))
 
 
 def test_chunked_attention(tmp_path: Path) -> None:

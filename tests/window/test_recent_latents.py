@@ -19,8 +19,8 @@ from harness import (
     scheduler,
     teacher_forced_logits,
 )
+from packed_kv.reference.latent_attention import page_lens
 from packed_kv.window.metadata import slot_filler
-from packed_kv.window.slots import page_lens
 from packed_kv_quality.engines import bytes_per_request
 from recent_windows import ring_specs
 from tiny_models import true_logits
@@ -28,7 +28,7 @@ from vllm import LLM, SamplingParams
 
 TOKEN_IDS = torch.randint(tiny_models.VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
 LAYERS, LATENT_BYTES, RING_BYTES = 3, 288, 600
-"""Of the model; of a token in pages of turboquant25, and in a ring."""
+"""Layers of the model; bytes of a token in pages of turboquant25, and in a ring."""
 
 
 @pytest.fixture(scope="module")

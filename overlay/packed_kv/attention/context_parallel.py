@@ -6,21 +6,19 @@ weighted by their log-sum-exp (lse), as in vLLM's FlashAttention backend.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import get_dcp_group
 
-from ..codecs.pages import PagedCodec
-from .active_blocks import AttentionOptions
 from .context_shard import ContextShard
-from .layer_attention import LayerAttention
-from .metadata import PackedMetadata
+from .layer import PairKernels
+from .metadata import Batch
 
 if TYPE_CHECKING:
-    from ..kernels.triton.launch import Launch
-    from .protocols import DecodeRoute, PrefillRoute
+    from ..kernels.triton.combine import WeighByLseLaunch
+    from .prefill import FlashPrefill
 
 
 class Ranks:
@@ -28,15 +26,18 @@ class Ranks:
 
     def __init__(self, shard: ContextShard) -> None:
         self.shard, self.group = shard, get_dcp_group()
-        self.launch: Launch | None = None
+        self.launch: WeighByLseLaunch | None = None
 
     def gather(self, query: torch.Tensor) -> torch.Tensor:
-        """[tokens, query heads, head_dim] of this rank -> those of all ranks' heads, contiguous. All ranks have the
-        same tokens."""
+        """Return queries of all ranks' heads, contiguous, from this rank's [tokens, query heads, head_dim]. All ranks
+        have the same tokens."""
         return self.group.all_gather(query.contiguous(), dim=1).contiguous()
 
     def reserve(self, query: torch.Tensor, value_dim: int) -> None:
-        """Take the memory of `gather` and `combine` for such queries, so that vLLM's memory profile counts it."""
+        """Take the memory of `gather` and `combine`, so that vLLM's memory profile counts it.
+
+        query: [tokens, query heads, head_dim] of this rank, as many as a batch has at most.
+        """
         queries = self.gather(query)
         output = queries.new_zeros((*queries.shape[:2], value_dim), dtype=torch.float32)
         self.combine(output, output[..., 0].contiguous())
@@ -75,74 +76,55 @@ class Ranks:
             weights = (rank_lse[self.shard.rank] - total_lse).exp().nan_to_num(0.0)
             output.mul_(weights.unsqueeze(-1))
             return total_lse
-        from ..kernels.triton.combine import bind_weigh_by_lse, weigh_by_lse
+        from ..kernels.triton.combine import WeighByLseLaunch
 
         if self.launch is None:
-            self.launch = bind_weigh_by_lse(output, self.shard.ranks, self.shard.rank)
-        return weigh_by_lse(output, rank_lse, self.shard.rank, self.launch)
+            self.launch = WeighByLseLaunch(output, self.shard.ranks, self.shard.rank)
+        return self.launch.weigh(output, rank_lse)
 
 
-class ContextParallelAttention(LayerAttention):
-    """Attention of a layer whose tokens several ranks split. See `LayerAttention`."""
+class ContextParallelAttention:
+    """Attention of a layer whose tokens several ranks split."""
 
-    def __init__(
-        self,
-        codec: PagedCodec,
-        query_heads: int,
-        kv_heads: int,
-        options: AttentionOptions,
-        fused: DecodeRoute | None,
-        prefill: PrefillRoute | None,
-        shard: ContextShard,
-    ) -> None:
-        super().__init__(codec, query_heads, kv_heads, options, fused, prefill, shard)
-        self.ranks = Ranks(shard)
+    def __init__(self, kernels: PairKernels) -> None:
+        self.kernels, self.ranks = kernels, Ranks(kernels.shard)
 
-    def reserve(self, query: torch.Tensor) -> None:
-        super().reserve(query)
-        self.ranks.reserve(query, self.codec.value.head_dim)
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        metadata: PackedMetadata, output: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Store a batch and attend. See `PackedAttentionImpl.forward`.
+    def forward(self, batch: Batch) -> None:
+        """Store a batch and attend.
 
         First all ranks serve the rows that read pages, then each adds what a prefill reads raw. What decides whether
         they communicate is the same on all.
         """
-        tokens, decodes = metadata.num_actual_tokens, self.fused_decodes(metadata, query.dtype)
+        kernels, metadata, query = self.kernels, batch.metadata, batch.query
+        tokens, decodes = metadata.num_actual_tokens, kernels.count_decodes(metadata, query.dtype)
         decode_rows = tokens if decodes == len(metadata.context) else metadata.query_starts[decodes]
-        has_prefixes = self.prefill is None or not metadata.has_new_prompts(decodes)
+        has_prefixes = kernels.prefill is None or not metadata.has_new_prompts(decodes)
         page_rows = tokens if has_prefixes else decode_rows
+        flash = cast("FlashPrefill", kernels.prefill)
         if not page_rows:
-            assert self.prefill is not None
-            self.store(query, key, value, kv_cache, metadata, None, 0, None)
-            self.prefill.attend(query, key, value, kv_cache, metadata, 0, output)
+            kernels.store.store(batch, 0, None)
+            flash.attend(batch, 0)
             return
-        _, flash = self._routes_of_cuda()
         queries = self.ranks.gather(query[:page_rows])
-        over_shard = queries.new_empty((*queries.shape[:2], self.codec.value.head_dim), dtype=torch.float32)
+        over_shard = queries.new_empty((*queries.shape[:2], kernels.codec.value.head_dim), dtype=torch.float32)
         assert metadata.lse is not None
         lse = metadata.lse[: page_rows * queries.shape[1]].view(page_rows, -1)
-        decode_step = self.decode_step(metadata, None, lse[:decode_rows]) if decodes else None
-        self.store(queries, key, value, kv_cache, metadata, None, decodes, decode_step)
+        of_shard = batch._replace(query=queries, output=over_shard)
+        decode_step = kernels.prepare_decodes(metadata, None, lse[:decode_rows]) if decodes else None
+        kernels.store.store(of_shard, decodes, decode_step)
         if decode_step is not None:
-            assert self.fused is not None
-            self.fused.attend(kv_cache, decode_step, over_shard)
-        if self.prefill is None:
-            self.attend_in_pytorch(queries, key, value, kv_cache, metadata, None, decodes, over_shard, lse)
+            assert kernels.decode is not None
+            kernels.decode.attend(decode_step, batch.cache, (queries,), None, over_shard)
+        if kernels.prefill is None:
+            kernels.attend_in_pytorch(of_shard, decodes, lse)
         elif page_rows > decode_rows:
-            assert flash is not None
-            flash.attend_shard(queries, kv_cache, metadata, decodes, over_shard, lse)
+            flash.attend_shard(of_shard, decodes, lse)
         over_ranks = self.ranks.combine(over_shard, lse)
-        done = decode_rows if self.prefill is not None else tokens
-        output[:done] = over_ranks[0][:done]
+        done = decode_rows if kernels.prefill is not None else tokens
+        batch.output[:done] = over_ranks[0][:done]
         if done == tokens:
             return
-        assert self.prefill is not None
         if has_prefixes:
-            assert flash is not None
-            flash.attend_rest(query, key, value, kv_cache, metadata, decodes, output, over_ranks)
+            flash.attend_rest(batch, decodes, over_ranks)
         else:
-            self.prefill.attend(query, key, value, kv_cache, metadata, decodes, output)
+            flash.attend(batch, decodes)

@@ -1,15 +1,14 @@
-"""The routes of a CPU, in C++: what of a layer they serve, its store and its decodes. Prefill is in `cpu_prefill.py`.
+"""The kernels of a CPU, in C++: which of them serve a layer, and its decodes. Prefill is in `cpu_prefill.py`.
 
-They have the calls of `FusedDecode`. Stored bytes equal the reference's, so every layer that `kernels/cpu` knows is
-stored by it. Decodes run on it in fp16 and bf16: with fp32 activations a result must not depend on how the scheduler
-cut, batched or cached a request, and that only `active_blocks.py` gives.
+Stored bytes equal the reference's, so every layer that `kernels/cpu` knows is stored by it. Decodes run on it in fp16
+and bf16: with fp32 activations a result must not depend on how the scheduler cut, batched or cached a request, and that
+only `reference/attention.py` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,11 +22,13 @@ from ..kernels.cpu.compiler import BuildError
 from ..kernels.cpu.constants import constants_header
 from ..kernels.kernel_layout import kernel_layout
 from ..layout import page_layout
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
 from .cpu_prefill import CpuPrefill
 from .cpu_prefill import refusal as prefill_refusal
+from .protocols import DecodeBatch, DecodeKernel, StoreKernel
 from .routes import longest_fused
+from .store import DirectStore, reference_pair_store
 
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
@@ -36,128 +37,49 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.packed_kv")
 
 SLOWER = "10 to 25 times"
-"""What a decode step in PyTorch takes, in steps of these kernels, as benchmarks/cpu.py measures it."""
+"""Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
-@dataclass(frozen=True)
-class CpuDecodeStep:
-    """Of a step's decodes: `decode.CpuDecode`'s arguments, one a request, and the number of their tokens."""
-
-    block_table: torch.Tensor
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    tokens: int
-
-
-@dataclass(frozen=True)
-class CpuStoreStep:
-    """Of a step's tokens: `CpuStore`'s arguments."""
-
-    slots: torch.Tensor
-    positions: torch.Tensor
-    ring_slots: torch.Tensor | None
-
-
-class CpuRoute:
-    """Store, and decode attention, of one layer.
+class CpuPairs(DecodeKernel[None]):
+    """The C++ decode kernel of one layer of pairs. It rotates queries, and knows nothing of context parallelism.
 
     Args:
         codec: of the layer, on the CPU.
         query_heads, kv_heads: of this rank.
         options: see `AttentionOptions`.
-        decodes: whether decodes are served, too.
 
     Raises:
         BuildError: no compiler, or one that fails.
     """
 
-    def __init__(
-        self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions, *, decodes: bool
-    ) -> None:
-        self.store_tokens = store.CpuStore(codec)
-        self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options) if decodes else None
-        self.longest = longest_fused(query_heads // kv_heads, by_cuda=False) if decodes else 0
-        """Query tokens of a request that this route takes; 0: it takes none."""
-        self.step_kind = ("cpu",)
-        """Layers of one kind share the step of a batch's decodes."""
+    kind = "cpu"
 
-    def store_step(
-        self,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        ring_slots: torch.Tensor | None = None,
-        decodes: CpuDecodeStep | None = None,
-    ) -> CpuStoreStep | None:
-        """For a step's tokens: see `CpuStore`. `decodes`: not looked at. None: no tokens."""
-        return CpuStoreStep(slots, positions, ring_slots) if len(slots) else None
-
-    def store(
-        self,
-        cache: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        step: CpuStoreStep | None,
-        ring: torch.Tensor | None = None,
-        query: torch.Tensor | None = None,
-        *,
-        only_ring: bool = False,
-    ) -> None:
-        """Write new tokens, into the ring too if the step has `ring_slots`. `query`: not looked at."""
-        if step is not None:
-            pages = None if only_ring else cache
-            self.store_tokens(pages, key, value, step.slots, step.positions, ring, step.ring_slots)
-
-    def rotate(self, query: torch.Tensor, step: CpuDecodeStep) -> None:
-        """Nothing: `attend` rotates queries."""
-
-    def decode_step(
-        self,
-        positions: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_query_len: int,
-        ring: Ring | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> CpuDecodeStep:
-        """For the decodes of a step: see `FusedDecode.decode_step`. `max_query_len`, `ring`: not looked at."""
-        assert lse is None, "context parallelism decodes in PyTorch"
-        return CpuDecodeStep(block_table, query_start, seq_lens, len(positions))
+    def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
+        self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
+        self.longest = longest_fused(query_heads // kv_heads, by_cuda=False)
 
     def attend(
-        self,
-        cache: torch.Tensor,
-        step: CpuDecodeStep,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-        query: torch.Tensor | None = None,
-    ) -> None:
-        """Attention of requests with few query tokens, over all of their cached tokens.
-
-        Args:
-            cache: uint8 [blocks, KV heads, block_size, slot_bytes].
-            step: of these tokens.
-            output: [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
-            ring: of the layer, the new tokens included; None: there is none.
-            query: fp16 or bf16 [tokens or more, query heads, head_dim].
-        """
-        assert self.decode is not None and query is not None
-        self.decode(query, cache, step.block_table, step.query_start, step.seq_lens, output, ring)
+        self, step: DecodeBatch, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        output: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert output is not None
+        self.decode(queries[0], cache, step.block_table, step.query_start, step.seq_lens, output, ring)
 
 
 class Sizes(NamedTuple):
-    """Of an engine: the most tokens of a request and of a batch; the model's dtype; a number of its own."""
+    """An engine's limits, the most tokens of a request and of a batch; the model's dtype; the engine's own number."""
 
     max_tokens: int
     dtype: torch.dtype
     engine: int
 
 
-def find_routes(
+def find_kernels(
     fmt: Format, head_dim: int, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions,
     sizes: Sizes, shard: ContextShard = UNSHARDED,
-) -> tuple[CpuRoute | None, CpuPrefill | None]:  # fmt: skip
-    """Return the routes of a layer: None of what they do not serve, which the log says.
+) -> tuple[StoreKernel, CpuPairs | None, CpuPrefill | None]:  # fmt: skip
+    """Return the kernels of a layer that store, decode and prefill: in PyTorch, or None, where those in C++ do not
+    serve it, which the log says.
 
     Args:
         fmt, head_dim: K's.
@@ -166,29 +88,31 @@ def find_routes(
         shard: what is in this rank's pages. Where there are several ranks, all runs in PyTorch.
     """
     attends = sizes.dtype != torch.float32
+    in_pytorch = reference_pair_store(codec), None, None
     if shard != UNSHARDED:
-        return None, None
+        return in_pytorch
     if refused := tables.refusal(fmt, head_dim):
         warn_of_pytorch(fmt.name, f"the kernels do not serve {refused}")
-        return None, None
+        return in_pytorch
     wait_for_libraries(fmt, head_dim, attends=attends)
     layer = (codec, query_heads, kv_heads, options)
     try:
-        route = CpuRoute(*layer, decodes=attends)
+        library = DirectStore(store.CpuStore(codec))
         if not attends:
-            return route, None
+            return library, None, None
+        pairs = CpuPairs(*layer)
         if refused := prefill_refusal(head_dim):
             logger.warning_once(
-                "%s: vLLM's attention op does not serve %s; prefill runs in PyTorch, many times slower",
+                "%s: vLLM's attention op does not support %s; prefill runs in PyTorch, many times slower",
                 fmt.name,
                 refused,
                 scope="local",
             )
-            return route, None
-        return route, CpuPrefill(*layer, *sizes)
+            return library, pairs, None
+        return library, pairs, CpuPrefill(*layer, *sizes)
     except BuildError as error:
         warn_of_pytorch(fmt.name, str(error))
-        return None, None
+        return in_pytorch
 
 
 def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
@@ -197,7 +121,7 @@ def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
         return
     with Ahead() as ahead:
         for name, load in _libraries(fmt, head_dim, attends=attends).items():
-            ahead.note(name, lambda load=load: _without_error(load))  # type: ignore[misc]
+            ahead.note(name, lambda load=load: without_error(load))  # type: ignore[misc]
 
 
 def wait_for_libraries(fmt: Format, head_dim: int, *, attends: bool) -> None:
@@ -217,17 +141,18 @@ def _libraries(fmt: Format, head_dim: int, *, attends: bool) -> dict[tuple[objec
     return {**of_decodes, **of_all, ("cpu", "gather"): gather.load}
 
 
-def _without_error(load: Callable[[], object]) -> None:
+def without_error(load: Callable[[], object]) -> None:
+    """Call `load`; whoever loads the library then is told why it cannot be built."""
     with suppress(BuildError):
         load()
 
 
-def warn_of_pytorch(name: str, reason: str) -> None:
+def warn_of_pytorch(name: str, reason: str, slower: str = SLOWER) -> None:
     """Log, once, that attention runs in PyTorch, why, and what it costs."""
     logger.warning_once(
         "KV cache dtype %s: attention runs in PyTorch, a decode step takes %s as long: %s",
         name,
-        SLOWER,
+        slower,
         reason,
         scope="local",
     )

@@ -17,10 +17,12 @@ from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
 from ..kernels.cpu.gather import CpuGather
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
+from .protocols import PrefillKernel, PrefillKind
+from .step import StepKey
 
 if TYPE_CHECKING:
-    from .metadata import PackedMetadata
+    from .metadata import Batch, PackedMetadata
 
 BLOCK = 128
 """Tokens of a block of the scratch cache."""
@@ -28,10 +30,10 @@ PIECE = 1024
 """Tokens that are unpacked at a time, on their way into the scratch cache."""
 
 
-class Span(NamedTuple):
-    """What the op sees of a request: its tokens from `start`, a multiple of 16, to `end`; from `own` on they are new.
+class ScratchSpan(NamedTuple):
+    """Tokens of a request that the op sees: from `start`, a multiple of 16, to `end`; from `own` on they are new.
 
-    `block`: its first block of the scratch cache.
+    `block`: the request's first block of the scratch cache.
     """
 
     request: int
@@ -42,10 +44,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ScratchBatch:
     """Requests that fit the scratch cache together: their spans and rows of the batch, and arguments of the op."""
 
-    spans: list[Span]
+    spans: list[ScratchSpan]
     rows: slice
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -73,10 +75,10 @@ class Scratch:
 
 
 _scratch: weakref.WeakValueDictionary[tuple[object, ...], Scratch] = weakref.WeakValueDictionary()
-"""Those of engines in this process, as long as a layer has them."""
+"""Scratch caches of the engines in this process, as long as a layer has them."""
 
 
-class CpuPrefill:
+class CpuPrefill(PrefillKernel):
     """Prefill attention of one layer.
 
     Args:
@@ -111,47 +113,36 @@ class CpuPrefill:
             scratch = _scratch.setdefault((engine, *size), Scratch(*size))
         self.scratch = scratch
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-    ) -> None:
-        """Attention of the batch's requests from `first` on: see `FlashPrefill.attend`."""
-        for part in self._parts(metadata, first, key is None):
-            for span in part.spans:
-                self._fill(span, key, value, cache, metadata, first, ring)
-            self._attend(part, query[part.rows], output[part.rows])
+    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
+        for fitting in self._scratch_batches(batch.metadata, first, batch.key is None):
+            for span in fitting.spans:
+                self._fill(span, batch, first, ring)
+            self._attend(fitting, batch.query[fitting.rows], batch.output[fitting.rows])
 
-    def _parts(self, metadata: PackedMetadata, first: int, shared: bool) -> list[Part]:
+    def _scratch_batches(self, metadata: PackedMetadata, first: int, shared: bool) -> list[ScratchBatch]:
         """Made for the first layer of a kind, kept for the rest."""
         window = self.options.sliding_window
-        sizes = self.query_heads, self.kv_heads, self.head_dim
 
-        def make() -> list[Part]:
-            parts: list[list[Span]] = [[]]
+        def make() -> list[ScratchBatch]:
+            batches: list[list[ScratchSpan]] = [[]]
             free = self.scratch.blocks
             for request in range(first, len(metadata.context)):
                 count = metadata.query_starts[request + 1] - metadata.query_starts[request]
                 end = metadata.context[request]
                 start = 0 if window is None else max(0, end - count - window + 1) // MICRO_BLOCK * MICRO_BLOCK
                 blocks = -(-(end - start) // BLOCK)
-                if blocks > free and parts[-1]:
-                    parts.append([])
+                if blocks > free and batches[-1]:
+                    batches.append([])
                     free = self.scratch.blocks
                 own = end if shared else end - count
-                parts[-1].append(Span(request, start, own, end, self.scratch.blocks - free))
+                batches[-1].append(ScratchSpan(request, start, own, end, self.scratch.blocks - free))
                 free -= blocks
-            return [self._part(spans, metadata) for spans in parts if spans]
+            return [self._scratch_batch(spans, metadata) for spans in batches if spans]
 
-        return metadata.once(("cpu prefill", first, shared, window, *sizes), make)
+        kind = PrefillKind((self.query_heads, self.kv_heads, self.head_dim, self.scratch.blocks), window, shared)
+        return metadata.steps.get(StepKey("prefill", kind, first), make)
 
-    def _part(self, spans: list[Span], metadata: PackedMetadata) -> Part:
+    def _scratch_batch(self, spans: list[ScratchSpan], metadata: PackedMetadata) -> ScratchBatch:
         from vllm import _custom_ops as ops
 
         starts = metadata.query_starts[spans[0].request : spans[-1].request + 2]
@@ -166,13 +157,11 @@ class CpuPrefill:
             seq_lens=seq_lens, dtype=self.dtype, query_start_loc=query_start, causal=True,
             sliding_window_size=self.options.sliding_window or -1, isa=self.isa, enable_kv_split=True,
         )  # fmt: skip
-        return Part(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
+        return ScratchBatch(spans, slice(starts[0], starts[-1]), query_start, seq_lens, table, schedule)
 
-    def _fill(
-        self, span: Span, key: torch.Tensor | None, value: torch.Tensor | None, cache: torch.Tensor,
-        metadata: PackedMetadata, first: int, ring: Ring | None,
-    ) -> None:  # fmt: skip
+    def _fill(self, span: ScratchSpan, batch: Batch, first: int, ring: Ring | None) -> None:
         """Bring a request's K and V into the scratch cache."""
+        key, value, metadata = batch.key, batch.value, batch.metadata
         # The op reads the last block to its end, and 0 times what a former request left there may be NaN.
         self.scratch.cache[span.block + (span.end - span.start - 1) // BLOCK].zero_()
         with_ring: dict[str, Ring | int] = {}
@@ -186,13 +175,13 @@ class CpuPrefill:
         for start in range(span.start, span.own, PIECE):
             end = min(start + PIECE, span.own)
             unpacked = piece[0, : end - start], piece[1, : end - start, :, : self.value_dim]
-            self.gather(cache, table, start, end, *unpacked, **(with_ring if ring_from < end else {}))  # type: ignore[arg-type]
+            self.gather(batch.cache, table, start, end, *unpacked, **(with_ring if ring_from < end else {}))  # type: ignore[arg-type]
             self._put(span, start, *unpacked)
         if key is not None and value is not None:
             rows = slice(metadata.query_starts[span.request], metadata.query_starts[span.request + 1])
             self._put(span, span.own, key[rows], value[rows])
 
-    def _put(self, span: Span, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _put(self, span: ScratchSpan, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write tokens of a request from `start` on."""
         from vllm import _custom_ops as ops
 
@@ -202,7 +191,7 @@ class CpuPrefill:
         slots = self.scratch.slots[at : at + len(key)]
         ops.cpu_attn_reshape_and_cache(key, value, self.scratch.key, self.scratch.value, slots, self.isa)
 
-    def _attend(self, part: Part, query: torch.Tensor, output: torch.Tensor) -> None:
+    def _attend(self, batch: ScratchBatch, query: torch.Tensor, output: torch.Tensor) -> None:
         from vllm import _custom_ops as ops
 
         sinks = self.options.sinks
@@ -212,9 +201,9 @@ class CpuPrefill:
         result = query.new_empty(query.shape) if pads else output
         ops.cpu_attention_with_kv_cache(
             query=query, key_cache=self.scratch.key, value_cache=self.scratch.value, output=result,
-            query_start_loc=part.query_start, seq_lens=part.seq_lens, scale=self.options.scale, causal=True,
-            alibi_slopes=None, sliding_window=self.options.sliding_window or -1, block_table=part.block_table,
-            softcap=self.options.logits_soft_cap or 0.0, scheduler_metadata=part.schedule, s_aux=sinks,
+            query_start_loc=batch.query_start, seq_lens=batch.seq_lens, scale=self.options.scale, causal=True,
+            alibi_slopes=None, sliding_window=self.options.sliding_window or -1, block_table=batch.block_table,
+            softcap=self.options.logits_soft_cap or 0.0, scheduler_metadata=batch.schedule, s_aux=sinks,
         )  # fmt: skip
         if pads:
             output.copy_(result[..., : self.value_dim])

@@ -1,36 +1,38 @@
 """vLLM's attention implementation of one layer: what it refuses, its codec and kernels, and the call of each step.
 
-A batch's decodes run on the fused route (`decode.py`; on a CPU `cpu.py`) and the rest on the prefill route
-(`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`active_blocks.py`).
+`layer.py` has the step: a batch's decodes run on a decode kernel (`decode.py`; on a CPU `cpu.py`) and the rest on the
+prefill kernel (`prefill.py`; `cpu_prefill.py`); what these do not serve, in PyTorch (`reference/attention.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
+from ..calibration_file import LayerCalibration
 from ..codecs.pages import PagedCodec
 from ..facts import Facts
 from ..formats import FORMATS
-from ..layout import MICRO_BLOCK
+from ..reference.attention import AttentionOptions
 from ..refusals import refuse
 from ..settings.calibration import find_calibration
 from ..settings.facts import auto_cache, is_draft
 from ..settings.longest import longest_sequence
 from ..settings.options import read_options
-from ..window.layer import SUFFIX, add_window_layer, recent_tokens_of_model
+from ..window.layer import SUFFIX, WindowLayer, add_window_layer, window_tokens_of_model
 from ..window.step import WindowStep
-from .active_blocks import AttentionOptions
 from .context_parallel import ContextParallelAttention
 from .context_shard import UNSHARDED, shard_of
-from .metadata import PackedMetadata, longest_decode
-from .plain import PlainAttention
-from .protocols import DecodeRoute, PrefillRoute
+from .layer import PairAttention, PairKernels
+from .metadata import Batch, PackedMetadata, longest_decode
+from .protocols import DecodeKernel, PrefillKernel, StoreKernel
+from .store import PairStore
+from .warmup import PairWarmup, block_size_of
 
 if TYPE_CHECKING:
     from .prefill import FlashAttention
@@ -96,7 +98,7 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         refuse(replace(facts, dcp=self.shard.ranks), kv_cache_dtype)
         self.group = self.num_heads * self.shard.ranks // self.num_kv_heads
         """Query heads a KV head that the decode kernel serves."""
-        self.recent_tokens = recent_tokens_of_model(config)
+        self.window_tokens = window_tokens_of_model(config)
         self.decode_kernel = read_options(config.additional_config).decode_kernel
         self.layers = config.compilation_config.static_forward_context
         self.max_requests = config.scheduler_config.max_num_seqs
@@ -112,17 +114,17 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         self.calibration = find_calibration(config, FORMATS[kv_cache_dtype])
         has_mean_blocks = self.calibration is not None and bool(self.calibration.file.ropes)
         refuse(Facts(dcp=self.shard.ranks, dcp_run=self.shard.run, has_mean_blocks=has_mean_blocks), kv_cache_dtype)
-        self.attention: PlainAttention | ContextParallelAttention | None = None
-        """What `build` makes."""
+        self.attention: PairAttention | ContextParallelAttention | None = None
+        """Attention of the layer's steps; None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Add the window layer."""
-        if self.recent_tokens and self.kv_sharing_target_layer_name is None:
-            window = min(self.recent_tokens, self.options.sliding_window or self.recent_tokens)
+        if self.window_tokens and self.kv_sharing_target_layer_name is None:
+            window = min(self.window_tokens, self.options.sliding_window or self.window_tokens)
             add_window_layer(self, window, self.longest_decode, self.config)
 
     def _find_flash_attention(self) -> FlashAttention | None:
-        """What prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
+        """Return what prefill runs on here. vLLM says it only while it builds the model, as its settings count."""
         if self.device.type != "cuda":
             return None
         from .prefill import find_flash_attention
@@ -148,36 +150,42 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
             return
         name = self.kv_sharing_target_layer_name or layer_name
         sizes = self.num_kv_heads, self.head_size, self.head_size_v
-        channels: dict[str, Any] = {} if self.calibration is None else self.calibration.channels(name, *sizes)
-        channels["positions"] = longest_sequence(self.config)
-        fmt = FORMATS[self.kv_cache_dtype]
-        codec = PagedCodec(fmt, self.head_size, device=self.device, value_dim=self.head_size_v, **channels)
-        layer = (codec, self.num_heads, self.num_kv_heads, self.options, *self._routes(codec))
-        if self.shard == UNSHARDED:
-            self.attention = PlainAttention(*layer)
-        else:
-            self.attention = ContextParallelAttention(*layer, self.shard)
+        known = LayerCalibration() if self.calibration is None else self.calibration.channels(name, *sizes)
+        head, positions = (self.head_size, known.key, known.value), longest_sequence(self.config)
+        codec = PagedCodec(FORMATS[self.kv_cache_dtype], *head, self.device, self.head_size_v, positions)
+        store, decode, prefill = self._kernels(codec)
+        writes = PairStore(store, None if decode is None else decode.kind)
+        layer = codec, self.num_heads, self.num_kv_heads, self.options, writes, decode, prefill
+        kernels = PairKernels(*layer, self.shard)
+        self.attention = PairAttention(kernels) if self.shard == UNSHARDED else ContextParallelAttention(kernels)
 
-    def _routes(self, codec: PagedCodec) -> tuple[DecodeRoute | None, PrefillRoute | None]:
-        """Those of the device, where they serve the layer."""
+    def _kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
+        """Return the device's kernels that store, decode and prefill, where they serve the layer."""
         if self.device.type == "cpu":
-            return self._cpu_routes(codec)
-        from .decode import FusedDecode  # imports Triton, which the CPU platform may lack
+            return self._cpu_kernels(codec)
+        from .choice import Limits  # these import Triton, which the CPU platform may lack
+        from .decode import PairLayout, pair_kernel
         from .prefill import FlashPrefill
+        from .triton_store import TritonPairStore
 
-        layer = (codec, self.num_heads * self.shard.ranks, self.num_kv_heads, self.options)
-        fused = FusedDecode(*layer, self.longest_decode, self.max_requests, self.decode_kernel, self.shard)
+        heads, limits = self.num_heads * self.shard.ranks, Limits(self.longest_decode, self.max_requests)
+        layer = codec, heads, self.num_kv_heads, self.options
+        layout = PairLayout(*layer, limits, self.shard)
+        rotation = layout.rotation()
+        store = TritonPairStore(codec, self.num_kv_heads, rotation)
+        decode = pair_kernel(layout, rotation, self.decode_kernel)
         if self.flash_attention is None:
-            return fused, None
-        return fused, FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
+            return store, decode, None
+        prefill = FlashPrefill(*layer, self.max_tokens, self.max_requests, self.flash_attention, self.shard)
+        return store, decode, prefill
 
-    def _cpu_routes(self, codec: PagedCodec) -> tuple[DecodeRoute | None, PrefillRoute | None]:
+    def _cpu_kernels(self, codec: PagedCodec) -> tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None]:
         from . import cpu
 
         model = self.config.model_config
         size = cpu.Sizes(max(model.max_model_len, self.max_tokens), self.dtype, id(self.layers))
         layer = (codec, self.num_heads, self.num_kv_heads, self.options)
-        return cpu.find_routes(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
+        return cpu.find_kernels(FORMATS[self.kv_cache_dtype], self.head_size, *layer, size, self.shard)
 
     def forward(
         self,
@@ -195,13 +203,10 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
 
         Args:
             layer: may share another layer's cache.
-            query: [tokens, query heads, head_dim], fp16, bf16 or fp32.
-            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim], same dtype; not looked at in a
-                layer that shares another's cache. None: the layer reads what it stored of this batch before, as in a
-                model that runs its layers in loops.
-            kv_cache: uint8 [blocks, KV heads, block_size, slot_bytes]; empty in vLLM's profiling run.
-            attn_metadata: None in the profiling run, and in steps without requests.
-            output: [tokens, query heads, value_dim], filled; rows of padding may hold anything afterwards.
+            query, key, value, kv_cache, attn_metadata, output: see `Batch`. Rows of padding of the output may hold
+                anything afterwards. Key and value are not looked at in a layer that shares another's cache; None: the
+                layer reads what it stored of this batch before, as in a model that runs its layers in loops. The cache
+                is empty in vLLM's profiling run; there are no metadata then, nor in steps without requests.
             output_scale, output_block_scale: must be None.
         """
         shared = self.kv_sharing_target_layer_name
@@ -222,17 +227,20 @@ class PackedAttentionImpl(AttentionImpl[PackedMetadata]):
         window_layer = self.layers.get((shared or layer.layer_name) + SUFFIX)
         if attn_metadata is None:
             if not kv_cache.numel():  # later such steps, of a data-parallel rank without requests, compute nothing
-                own_window = None if shared else window_layer
-                attention.profile(query, key, value, self._block_size(), own_window, shares_cache=shared is not None)
+                self._profile(attention, query, key, value, None if shared else window_layer)
             return output.zero_()
-        batch = (query, key, value, kv_cache, attn_metadata, output)
-        if isinstance(attention, PlainAttention):
-            attention.forward(*batch, WindowStep.of(window_layer, reads_only), shares_cache=reads_only)
-        else:
-            attention.forward(*batch)
+        own = None if reads_only else key, None if reads_only else value
+        window = WindowStep.of(window_layer, reads_only) if self.shard == UNSHARDED else None
+        attention.forward(Batch(query, *own, kv_cache, attn_metadata, output, window))
         return output
 
-    def _block_size(self) -> int:
-        """Tokens of a block, or a number that will do where vLLM has not settled it yet."""
-        block_size = self.config.cache_config.block_size
-        return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
+    def _profile(
+        self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
+        value: torch.Tensor | None, window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        """Take the workspace, and begin to compile the kernels. On a CPU, they did so when they were made."""
+        if self.device.type == "cuda":
+            block_size = block_size_of(self.config)
+            PairWarmup(attention, query, key, value, block_size, window_layer).run(
+                shares_cache=self.kv_sharing_target_layer_name is not None
+            )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -27,26 +26,27 @@ from ..kernels.cuda import refusal
 from ..layout import MICRO_BLOCK
 from ..refusals import refuse
 from ..settings.options import read_options
-from ..vllm_compat import lengths_on_host
 from .context_shard import UNSHARDED, ContextShard, shard_of
 from .routes import longest_fused
+from .step import StepCache, StepKey
+
+if TYPE_CHECKING:
+    from ..window.step import WindowStep
 
 logger = init_logger("vllm.packed_kv")
-
-Made = TypeVar("Made")
 
 
 @dataclass
 class PackedMetadata(AttentionMetadata):
-    """What `PackedAttentionImpl` needs to know of a batch.
+    """Metadata of a batch, which `PackedAttentionImpl` reads.
 
     On the device: `block_table` int32 [requests, blocks], `slot_mapping` int64 [tokens], `positions` int64 [tokens],
     positions in the request, `query_start_loc` int32 [requests + 1] and `seq_lens` int32 [requests], tokens in
     the cache with the batch's own.
     On the host, lists with an entry a request: `query_starts[i]` .. `query_starts[i + 1]` are request i's rows of the
-    batch; `context[i]` is `seq_lens[i]` (of requests that the fused route serves it may be more).
+    batch; `context[i]` is `seq_lens[i]` (of requests that the decode kernel serves it may be more).
     The first `decodes` requests have up to `decode_query_len` query tokens, `decode_tokens` in all.
-    `made` keeps what the first layer of a kind made for the others: see `once`.
+    `steps` keeps what the first layer of a kind made for the others.
     `shard` says which of these tokens are in this rank's pages, and `stored_lens`, int32 [requests] on the device, how
     many (`seq_lens` where there is one rank); of the others, `slot_mapping` is -1. `lse`, fp32, is memory for a number
     of each token and query head of all ranks; None where there is one rank.
@@ -66,22 +66,12 @@ class PackedMetadata(AttentionMetadata):
     stored_lens: torch.Tensor
     shard: ContextShard = UNSHARDED
     lse: torch.Tensor | None = None
-    made: dict[tuple, Any] = field(default_factory=dict)
-
-    def once(self, name: tuple, make: Callable[[], Made]) -> Made:
-        """What `make` returned when this was first asked for under `name`.
-
-        A name has values, objects that are equal to themselves alone, which it keeps alive, and addresses of tensors
-        that what was made keeps alive: never the `id` of an object, which another may have later.
-        """
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
+    steps: StepCache = field(default_factory=StepCache)
 
     def has_new_prompts(self, first: int) -> bool:
-        """Whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
+        """Return whether all requests from `first` on are new: nothing of them is in the cache before this batch."""
         new_tokens = self.query_starts[-1] - self.query_starts[first]
-        return self.once(("new prompts", first), lambda: new_tokens == sum(self.context[first:]))
+        return self.steps.get(StepKey("new prompts", first=first), lambda: new_tokens == sum(self.context[first:]))
 
     @classmethod
     def of_one_request(
@@ -110,6 +100,24 @@ class PackedMetadata(AttentionMetadata):
         )
 
 
+class Batch(NamedTuple):
+    """Input and output of a layer of pairs in a step.
+
+    `query`: [tokens, query heads, head_dim], fp16, bf16 or fp32. `key`, `value`: [tokens, KV heads, head_dim] and
+    [tokens, KV heads, value_dim], of the same dtype; None in a layer that reads what another has stored. `cache`: uint8
+    [blocks, KV heads, block_size, slot_bytes]. `metadata`: of the batch, its decodes first. `output`: [tokens, query
+    heads, value_dim], filled. `window`: the layer's ring in this step; None: there is none.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    cache: torch.Tensor
+    metadata: PackedMetadata
+    output: torch.Tensor
+    window: WindowStep | None = None
+
+
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     """Builds `PackedMetadata`. On CUDA, batches of decodes alone can be captured into CUDA graphs.
 
@@ -127,13 +135,13 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if device.type == "cuda" and not self.decodes_fused:
             most, group = _longest_fused(vllm_config)
             logger.warning_once(
-                "KV cache dtype %s: decodes of %d query heads a KV head and %d tokens with their drafts run as "
-                "prefills do, slower and without CUDA graphs: the decode kernel takes fp16 and bf16, of these heads "
-                "up to %d tokens; set num_speculative_tokens to %d at most",
+                "KV cache dtype %s: steps with %d query tokens per request use the slower prefill route, without CUDA "
+                "graphs; the decode kernel takes fp16 and bf16, and up to %d tokens at GQA group %d. Set "
+                "num_speculative_tokens to at most %d",
                 vllm_config.cache_config.cache_dtype,
-                group,
                 self.reorder_batch_threshold or 1,
                 most,
+                group,
                 most - 1,
                 scope="local",
             )
@@ -150,7 +158,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches of decodes, drafts included, where the fused route serves them; others are scheduled on the host."""
+        """Return UNIFORM_BATCH where the decode kernel serves decodes with their drafts; others need the host."""
         if _fused_serves(vllm_config, kv_cache_spec, longest_decode(vllm_config)):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.NEVER
@@ -169,7 +177,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         context = common.seq_lens
         speculative = self.vllm_config.speculative_config
         stays = self.decodes_fused and not (speculative and speculative.uses_draft_model())
-        bounds = lengths_on_host(common)
+        bounds = common.seq_lens_cpu_upper_bound
         if bounds is not None and (speculative is None or stays):
             context = bounds
         return PackedMetadata(
@@ -190,7 +198,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         )
 
     def _stored_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
+        """Return those of `PackedMetadata`, in memory that outlives the step, for CUDA graphs."""
         if self.shard == UNSHARDED:
             return seq_lens
         return self.stored_lens[: len(seq_lens)].copy_(self.shard.count(seq_lens))
@@ -225,20 +233,20 @@ def longest_decode(vllm_config: VllmConfig) -> int:
 
 
 def device_and_kernel(vllm_config: VllmConfig) -> tuple[tuple[int, int] | None, str]:
-    """Of the GPU, its compute capability, and the option `decode_kernel`: what limits decodes; see `routes.py`."""
+    """Return the GPU's compute capability and the option `decode_kernel`: what limits decodes; see `routes.py`."""
     return current_platform.get_device_capability(), read_options(vllm_config.additional_config).decode_kernel
 
 
 def _fused_serves(vllm_config: VllmConfig, spec: AttentionSpec, query_len: int) -> bool:
-    """Whether the fused route decodes all packed layers, `spec`'s among them, with up to `query_len` query tokens."""
+    """Return whether the decode kernel serves all packed layers, `spec`'s among them, with so many query tokens."""
     if not current_platform.is_cuda() or not isinstance(spec, AttentionSpec):
         return False
     return vllm_config.model_config.dtype != torch.float32 and query_len <= _longest_fused(vllm_config)[0]
 
 
 def _longest_fused(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The most query tokens of a request that the fused route takes of all packed layers, and the query heads a KV head
-    of the layer that takes no more. Sliding layers may have more heads than the model says (Step-3.5), and the CUDA
+    """Return the most query tokens of a request that the decode kernel takes of all packed layers, and the GQA group of
+    the layer that takes no more. Sliding layers may have more heads than the model says (Step-3.5), and the CUDA
     kernel does not serve them."""
     capability, kernel = device_and_kernel(vllm_config)
     limits = []

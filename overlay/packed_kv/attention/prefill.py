@@ -17,34 +17,27 @@ import torch
 
 from ..codecs.pages import PagedCodec
 from ..codecs.ring import Ring
-from ..kernels.triton.combine import apply_sinks, bind_combine, bind_sinks, combine
-from ..kernels.triton.gather import (
-    bind_gather,
-    bind_unrotate,
-    gather_arguments,
-    gather_grid,
-    unrotate_arguments,
-    unrotate_grid,
-)
-from ..kernels.triton.launch import Arguments, Launch, Launches
+from ..kernels.triton.combine import CombineLaunch, SinksLaunch
+from ..kernels.triton.gather import GatherLaunch, UnrotateLaunch
+from ..kernels.triton.launch import Launches, StepLaunch
 from ..kernels.triton.means import Means
-from ..kernels.triton.ring import bind_gather_ring, gather_ring_arguments
+from ..kernels.triton.ring import GatherRingLaunch
 from ..kernels.triton.rotate import rotation_matrix
 from ..layout import MICRO_BLOCK
-from .active_blocks import AttentionOptions
+from ..reference.attention import AttentionOptions
 from .context_shard import UNSHARDED, ContextShard
 from .prefix import KeyPart, Span, key_part, own_part, prefix_parts
+from .protocols import PrefillKernel, PrefillKind
+from .step import StepKey
 
 if TYPE_CHECKING:
-    from .metadata import PackedMetadata
+    from .metadata import Batch
 
 PREFIX_TOKENS = 32768
 """Tokens of prefixes that the workspace holds at a time: 128 MB of K and V at 8 KV heads of 128 channels."""
 MAX_HEAD_DIM = {2: 256, 3: 256, 4: 512}
 """FlashAttention version -> the largest head_dim that it serves."""
 
-Launched = tuple[tuple[int, int, int], tuple[torch.Tensor, ...], Arguments]
-"""What a `Launch` is called with."""
 NOTHING = -1.0e30
 """A finite lse that counts for nothing beside any other."""
 
@@ -60,45 +53,39 @@ class FlashAttention:
 
 @dataclass(frozen=True)
 class PartRead:
-    """A part of a step's prefill, and how its keys are read: grid, tensors and arguments of each launch. `key`,
+    """A part of a step's prefill, and how its keys are read. `key`,
     `value`: where they are then, in the model's dtype [tokens, KV heads, stored_dim]."""
 
     part: KeyPart
     key: torch.Tensor
     value: torch.Tensor
-    gather: Launched
-    ring: Launched | None
-    unrotate: tuple[Launched, Launched]
+    gather: StepLaunch
+    ring: StepLaunch | None
+    unrotate: tuple[StepLaunch, StepLaunch]
 
     @classmethod
     def of(
         cls, part: KeyPart, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, ring: Ring | None = None
     ) -> PartRead:
-        """`key`, `value`: fp16 memory for at least the part's tokens."""
+        """Return how a part is read. `key`, `value`: fp16 memory [tokens or more, KV heads, stored_dim]."""
         key, value = key[: part.tokens], value[: part.tokens]
-        kv_heads = key.shape[1]
-        micro_blocks = part.micro_blocks
         of_ring = None
         if ring is not None and part.recent is not None:
-            arguments = gather_ring_arguments(ring, part.recent, key, value)
-            of_ring = ((len(part.recent), kv_heads, 1), (), arguments)
+            of_ring = GatherRingLaunch.step(ring, part.recent, key, value)
         return cls(
             part,
             key.view(dtype),
             value.view(dtype),
-            (gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, part.rows, key, value)),
+            GatherLaunch.step(part.micro_blocks, part.rows, key, value),
             of_ring,
-            (
-                (unrotate_grid(key), (), unrotate_arguments(key, dtype, part.positions)),
-                (unrotate_grid(value), (), unrotate_arguments(value, dtype)),
-            ),
+            (UnrotateLaunch.step(key, dtype, part.positions), UnrotateLaunch.step(value, dtype)),
         )
 
 
 @dataclass(frozen=True)
 class PrefillStep:
     """A step's prefill: the requests' own part, how it is read if it is shared, their prefixes' parts, memory for
-    attention over these and, where V is padded, for the own part's V and output; and the rings' block table, or None.
+    attention over these and, where V is padded, for the own part's V and output.
     """
 
     own: KeyPart
@@ -106,10 +93,9 @@ class PrefillStep:
     parts: list[PartRead]
     over_parts: torch.Tensor
     padded: list[torch.Tensor]
-    ring_table: torch.Tensor | None
 
 
-class FlashPrefill:
+class FlashPrefill(PrefillKernel):
     """Prefill attention of one layer.
 
     Args:
@@ -139,110 +125,67 @@ class FlashPrefill:
         own_tokens = max_tokens + max_requests * MICRO_BLOCK
         self.capacity = -(-max(PREFIX_TOKENS, own_tokens) // MICRO_BLOCK) * MICRO_BLOCK
         self.means = Means.of(codec.key.transform)
-        self.matrices = [rotation_matrix(part, kv_heads, inverse=True) for part in (codec.key, codec.value)]
+        self.matrices = [rotation_matrix(one, kv_heads, inverse=True) for one in (codec.key, codec.value)]
+        self.sizes = (query_heads, kv_heads, codec.key.head_dim, codec.value.head_dim, self.capacity)
         self.bound = Launches()
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        ring: Ring | None = None,
-    ) -> None:
-        """Attention of the batch's requests from `first` on.
-
-        Args:
-            query: fp16 or bf16 [tokens, query heads, head_dim], all of the batch.
-            key, value: [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim] of the same dtype; None in a
-                layer that shares another's cache.
-            cache: uint8 [blocks, KV heads, block_size, slot_bytes]; holds the batch's own tokens already.
-            metadata: of the batch.
-            first: index of a request.
-            output: [tokens, query heads, value_dim]; the rows of these requests are filled.
-            ring: of these requests, before the batch's own tokens are in it; None: there is none.
-        """
-        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        query, output = query[rows], output[rows]
-        step = self._step(metadata, first, cache.shape[2], key is None, query.dtype, ring)
-        if key is not None and value is not None:
-            key, value = key[rows], value[rows]
+    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
+        step, query, output = self._step(batch, first, ring), *self._rows(batch, first)
+        if batch.key is not None and batch.value is not None:
+            rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
+            key, value = batch.key[rows], batch.value[rows]
         else:
             assert step.own_read is not None
-            key, value = self._read(cache, step.own_read)
+            key, value = self._read(batch.cache, step.own_read)
         lse = self._attend_chunks(query, key, value, step, output)
-        self._attend_prefixes(query, cache, step, output, lse, ring)
+        self._attend_prefixes(query, batch.cache, step, output, lse, ring)
         if (sinks := self.options.sinks) is not None:
             held_for = (output.stride(), output.dtype, sinks.data_ptr(), sinks.dtype)
-            launch = self.bound.get("sinks", held_for, lambda: bind_sinks(output, sinks))
-            apply_sinks(output, lse, launch)
+            launch = self.bound.get("sinks", held_for, lambda: SinksLaunch(output, sinks))
+            launch.apply(output, lse)
 
-    def attend_shard(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
+    def attend_shard(self, batch: Batch, first: int, lse: torch.Tensor) -> None:
         """Attention of the requests from `first` on over what this rank has of their prefixes.
 
         Args:
-            query: [tokens, query heads of all ranks, head_dim] of the batch.
-            output, lse: fp32 [tokens, query heads of all ranks, value_dim] and [tokens, query heads of all ranks]; the
-                rows of these requests are filled, with 0 and `NOTHING` where the rank has no token of a prefix.
-            cache, metadata, first: see `attend`.
+            batch: with the query heads of all ranks, and their output in fp32. The rows of these requests are filled,
+                with 0 where the rank has no token of a prefix.
+            first: index of a request.
+            lse: fp32 [tokens, query heads of all ranks], filled likewise, with `NOTHING`.
         """
-        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        query, output = query[rows], output[rows]
-        step = self._step(metadata, first, cache.shape[2], False, query.dtype, None)
+        step, query, output = self._step(batch, first, None), *self._rows(batch, first)
         over_prefixes = lse.new_full((lse.shape[1], len(query)), NOTHING)
-        self._attend_prefixes(query, cache, step, output.zero_(), over_prefixes, None)
-        lse[rows] = over_prefixes.T
+        self._attend_prefixes(query, batch.cache, step, output.zero_(), over_prefixes, None)
+        lse[batch.metadata.query_starts[first] : batch.metadata.num_actual_tokens] = over_prefixes.T
 
-    def attend_rest(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: PackedMetadata,
-        first: int,
-        output: torch.Tensor,
-        over_prefixes: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
+    def attend_rest(self, batch: Batch, first: int, over_prefixes: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Attention of the requests from `first` on over their own chunks, and over their prefixes as it is.
 
-        Args:
-            query, key, value, cache, metadata, first, output: see `attend`.
-            over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch:
-                the ranks' results of `attend_shard`, combined.
+        over_prefixes: fp32 [tokens, query heads, value_dim], contiguous, and [tokens, query heads] of the batch: the
+        ranks' results of `attend_shard`, combined.
         """
-        rows = slice(metadata.query_starts[first], metadata.num_actual_tokens)
-        output, (part, part_lse) = output[rows], (x[rows] for x in over_prefixes)
-        step = self._step(metadata, first, cache.shape[2], False, query.dtype, None)
-        lse = self._attend_chunks(query[rows], key[rows], value[rows], step, output)
-        combine(output, lse, part, part_lse.T.contiguous(), self._combine(output, part.shape[2]))
+        assert batch.key is not None and batch.value is not None
+        step, query, output = self._step(batch, first, None), *self._rows(batch, first)
+        rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
+        part, part_lse = (x[rows] for x in over_prefixes)
+        lse = self._attend_chunks(query, batch.key[rows], batch.value[rows], step, output)
+        self._combine(output, part.shape[2]).combine(output, lse, part, part_lse.T.contiguous())
 
     def _attend_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: PrefillStep, output: torch.Tensor
     ) -> torch.Tensor:
         """Attention of a prefill's rows over their own chunks; returns its lse, fp32 [query heads, rows]."""
-        window = self.options.sliding_window
-        seen = (-1 if window is None else window - 1, 0)
+        sliding_window = self.options.sliding_window
+        seen = (-1 if sliding_window is None else sliding_window - 1, 0)
         if not self.pads:
-            return self._flash(query, key, value, step.own, output, causal=True, window=seen)
+            return self._flash(query, key, value, step.own, output, causal=True, window_size=seen)
         value_dim = self.codec.value.head_dim
         padded_value, padded_output = (x[: len(query)] for x in step.padded)
         padded_output = padded_output[:, : query.shape[1]]  # of a rank's own heads, where all ranks' have memory
         if value.shape[2] == value_dim:  # raw; read from pages, they have their padding
             padded_value[..., :value_dim] = value  # behind these may be anything: a channel of V meets no other
             value = padded_value
-        lse = self._flash(query, key, value, step.own, padded_output, causal=True, window=seen)
+        lse = self._flash(query, key, value, step.own, padded_output, causal=True, window_size=seen)
         output.copy_(padded_output[..., :value_dim])
         return lse
 
@@ -253,17 +196,22 @@ class FlashPrefill:
         """Add the attention over prefixes to `output` and `lse`, part by part."""
         for read in step.parts:
             part = read.part
-            seen = slice(part.first_row, part.end_row)
+            seen = part.seen
             key, value = self._read(cache, read, ring)
-            over_part = step.over_parts[: part.end_row - part.first_row]
+            over_part = step.over_parts[: seen.stop - seen.start]
             # Keys follow one another without a mask: to the right of its position a row sees all there are.
-            part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window=(part.left, -1))
-            combine(output[seen], lse[:, seen], over_part, part_lse, self._combine(output, over_part.shape[2]))
+            part_lse = self._flash(query[seen], key, value, part, over_part, causal=False, window_size=(part.left, -1))
+            self._combine(output, over_part.shape[2]).combine(output[seen], lse[:, seen], over_part, part_lse)
 
-    def _combine(self, output: torch.Tensor, part_dim: int) -> Launch:
+    def _rows(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and output of the requests from `first` on."""
+        rows = slice(batch.metadata.query_starts[first], batch.metadata.num_actual_tokens)
+        return batch.query[rows], batch.output[rows]
+
+    def _combine(self, output: torch.Tensor, part_dim: int) -> CombineLaunch:
         held_for = (output.shape[1], output.stride(), output.dtype)
         name = ("combine", output.shape[1], part_dim)
-        return self.bound.get(name, held_for, lambda: bind_combine(output, part_dim))
+        return self.bound.get(name, held_for, lambda: CombineLaunch(output, part_dim))
 
     def reserve(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Workspace for gathered K and V, for the attention over them and, if V is padded, for a chunk's V and output.
@@ -279,15 +227,10 @@ class FlashPrefill:
             *(own if self.pads else []),
         )
 
-    def _step(
-        self, metadata: PackedMetadata, first: int, block_size: int, shared: bool, dtype: torch.dtype, ring: Ring | None
-    ) -> PrefillStep:
+    def _step(self, batch: Batch, first: int, ring: Ring | None) -> PrefillStep:
         """Made for the first layer of a kind, kept for the rest."""
-        recent = ring.window if ring else 1
-        heads = (self.query_heads, self.kv_heads, self.codec.key.head_dim, self.codec.value.head_dim)
-        table = None if ring is None else ring.block_table
-        address = None if table is None else table.data_ptr()  # the step keeps the table
-        name = ("prefill", self.options.sliding_window, self.capacity, first, shared, recent, heads, address, dtype)
+        metadata, shared, dtype = batch.metadata, batch.key is None, batch.query.dtype
+        recent, block_size = ring.window if ring else 1, batch.cache.shape[2]
 
         def make() -> PrefillStep:
             starts = metadata.query_starts[first:]
@@ -309,47 +252,39 @@ class FlashPrefill:
                 [PartRead.of(part, key, value, dtype, ring) for part in parts],
                 over_parts,
                 padded,
-                table,
             )
 
-        return metadata.once(name, make)
+        kind = PrefillKind(self.sizes, self.options.sliding_window, shared, recent, dtype)
+        rings = batch.window.metadata if ring and batch.window else None
+        return metadata.steps.get(StepKey("prefill", kind, first, rings), make)
 
     def _read(self, cache: torch.Tensor, read: PartRead, ring: Ring | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a part in the model's basis, [tokens, KV heads, channels that FlashAttention is given]."""
         stored_dim = self.codec.key.stored_dim
         held_for = (cache.data_ptr(), cache.stride())
-        self.bound.get("gather", held_for, lambda: bind_gather(self.codec.layout, cache, self.kv_heads))(*read.gather)
+        launch = self.bound.get("gather", held_for, lambda: GatherLaunch(self.codec.layout, cache, self.kv_heads))
+        grid, arguments = read.gather
+        launch(grid, (), arguments)
         if ring is not None and read.ring is not None:
             held_for = (ring.cache.data_ptr(), ring.cache.stride())
-            self.bound.get("ring", held_for, lambda: bind_gather_ring(ring, stored_dim))(*read.ring)
-        for name, arguments, matrix, means in zip(
+            grid, arguments = read.ring
+            self.bound.get("ring", held_for, lambda: GatherRingLaunch(ring, stored_dim))(grid, (), arguments)
+        for name, (grid, arguments), matrix, means in zip(
             ("key", "value"), read.unrotate, self.matrices, (self.means, None), strict=True
         ):
-            bind = functools.partial(bind_unrotate, matrix, self.kv_heads, stored_dim, means)
-            self.bound.get(name, read.key.dtype, bind)(*arguments)
+            bind = functools.partial(UnrotateLaunch, matrix, self.kv_heads, stored_dim, means)
+            self.bound.get(name, read.key.dtype, bind)(grid, (), arguments)
         return read.key[..., : self.codec.key.head_dim], read.value[..., : self.flash_attention.value_dim]
 
     def _flash(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        part: KeyPart,
-        output: torch.Tensor,
-        *,
-        causal: bool,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Attention over a part into `output`; returns its lse, fp32 [query heads, rows].
-
-        Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows
-        than keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
-        """
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: KeyPart, output: torch.Tensor, *,
+        causal: bool, window_size: tuple[int, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention over a part into `output`; returns its lse, fp32 [query heads, rows]."""
         _, lse = self.flash_attention.function(
-            query, key, value, cu_seqlens_q=part.query_starts, cu_seqlens_k=part.key_starts,
-            max_seqlen_q=part.longest_query, max_seqlen_k=max(part.longest_key, part.longest_query),
-            softmax_scale=self.options.scale, causal=causal, window_size=list(window),
-            softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True, out=output,
+            query, key, value, **part.lengths, softmax_scale=self.options.scale, causal=causal,
+            window_size=list(window_size), softcap=self.options.logits_soft_cap or 0.0, return_softmax_lse=True,
+            out=output,
         )  # fmt: skip
         return lse
 
@@ -371,7 +306,7 @@ def find_flash_attention(
 
 
 def takes_two_sizes(version: int, generation: int, head_dim: int, value_dim: int) -> bool:
-    """Whether a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation (9:
-    Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them. Others
-    get V padded, version 4 too, which vLLM does not choose for keys of 192 channels."""
+    """Return True if a version of FlashAttention has kernels for V of fewer channels than K, on GPUs of a generation
+    (9: Hopper): where vLLM's `mla/prefill/flash_attn.py` gives it such, for its sizes and those rounded up to them.
+    Others get V padded, version 4 too, which vLLM does not choose for keys of 192 channels."""
     return (version, generation) == (3, 9) and 128 < head_dim <= 192 and 96 < value_dim <= 128

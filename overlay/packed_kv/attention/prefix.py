@@ -1,4 +1,4 @@
-"""Which cached tokens a prefill reads, cut into parts that fit the workspace. Planned on the host, once a step.
+"""Cached tokens that a prefill reads, cut into parts that fit the workspace: scheduled on the host, once a step.
 
 A request's new tokens (its chunk) attend over themselves, causally, and over its prefix, which all of them follow: so
 a piece of the prefix needs no causal mask, and pieces combine by their log-sum-exps.
@@ -31,14 +31,18 @@ class Span:
 
 
 def prefix_parts(
-    query_lens: Sequence[int], prefixes: Sequence[int], window: int | None, capacity: int, whole_blocks: bool = False
+    query_lens: Sequence[int],
+    prefixes: Sequence[int],
+    sliding_window: int | None,
+    capacity: int,
+    whole_blocks: bool = False,
 ) -> list[list[Span]]:
     """Spans that cover the prefixes of a batch, in parts of at most `capacity` tokens.
 
     Args:
         query_lens: new tokens of each request, at least 1.
         prefixes: tokens of each request before them.
-        window: tokens that a query sees, its own included, or None.
+        sliding_window: tokens that a query sees, its own included, or None.
         capacity: tokens that the workspace holds, a positive multiple of 16.
         whole_blocks: leave out what a prefix has beyond its last whole micro-block (see `own_part`).
 
@@ -51,8 +55,8 @@ def prefix_parts(
     room = capacity
     for request, (count, prefix) in enumerate(zip(query_lens, prefixes, strict=True)):
         end = prefix // MICRO_BLOCK * MICRO_BLOCK if whole_blocks else prefix
-        if window is not None:
-            parts += [[span] for span in _window_spans(request, count, prefix, end, window, capacity)]
+        if sliding_window is not None:
+            parts += [[span] for span in _window_spans(request, count, prefix, end, sliding_window, capacity)]
             continue
         start = 0
         while end - start > room:
@@ -76,21 +80,21 @@ def own_part(query_lens: Sequence[int], prefixes: Sequence[int]) -> list[Span]:
     ]
 
 
-def _window_spans(request: int, count: int, prefix: int, last: int, window: int, capacity: int) -> list[Span]:
+def _window_spans(request: int, count: int, prefix: int, last: int, sliding_window: int, capacity: int) -> list[Span]:
     """Spans of one request with a sliding window, up to token `last`: each is a part, as its `left` is its own."""
-    first = max(0, prefix - window + 1) // MICRO_BLOCK * MICRO_BLOCK
+    first = max(0, prefix - sliding_window + 1) // MICRO_BLOCK * MICRO_BLOCK
     spans = []
     for start in range(first, last, capacity):
         end = min(start + capacity, last)
-        # Row i, at position prefix + i, sees keys from prefix + i - window + 1 on.
-        queries = min(count, end - prefix + window - 1)
+        # Row i, at position prefix + i, sees keys from prefix + i - sliding_window + 1 on.
+        queries = min(count, end - prefix + sliding_window - 1)
         if queries > 0:
-            spans.append(Span(request, queries, start, end, left=end - prefix - queries + window - 1))
+            spans.append(Span(request, queries, start, end, left=end - prefix - queries + sliding_window - 1))
     return spans
 
 
 def _trim(part: list[Span]) -> list[Span]:
-    """Without the empty spans at the ends."""
+    """Return the spans without the empty ones at the ends."""
     filled = [i for i, span in enumerate(part) if span.end > span.start]
     return part[filled[0] : filled[-1] + 1] if filled else []
 
@@ -99,18 +103,17 @@ def _trim(part: list[Span]) -> list[Span]:
 class KeyPart:
     """A part as the kernels and FlashAttention want it.
 
-    `first_row` .. `end_row` are its rows of the prefill; `query_starts` and `key_starts`, int32 [requests + 1] on the
-    device, where each request's rows and keys begin in the part; `micro_blocks` and `rows` are those of `gather`;
-    `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of `gather_ring`, or
-    None.
+    `seen` are its rows of the prefill; `lengths`, FlashAttention's arguments for where each request's rows and keys
+    begin in the part, int32 [requests + 1] on the device, and the most of one; `micro_blocks` and `rows` are those of
+    `gather`; `positions`, int32 [tokens], are the keys' places in their requests; `recent` are the spans of
+    `gather_ring`, or None.
+
+    Where a window has a left end alone, FlashAttention 2 puts its right end `max_seqlen_k` keys on: with more rows than
+    keys too near for the first of them, so it is told the larger number (to others it is only an upper bound).
     """
 
-    first_row: int
-    end_row: int
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
-    longest_query: int
-    longest_key: int
+    seen: slice
+    lengths: dict[str, torch.Tensor | int]
     tokens: int
     left: int
     micro_blocks: torch.Tensor
@@ -163,17 +166,17 @@ def key_part(
     # Of each key: what its index in the part is short of its place. A known size saves waiting for the device.
     offsets = starts_.repeat_interleave(keys_.diff(), output_size=keys[-1])
     indices = torch.arange(keys[-1], dtype=torch.int32, device=block_table.device) + offsets
+    longest = max(span.queries for span in spans)
     return KeyPart(
-        first_row=first_row,
-        end_row=first_row + queries[-1],
-        query_starts=queries_,
-        key_starts=keys_,
-        longest_query=max(span.queries for span in spans),
-        longest_key=max(span.end - span.start for span in spans),
+        seen=slice(first_row, first_row + queries[-1]),
+        lengths=dict(
+            cu_seqlens_q=queries_, cu_seqlens_k=keys_, max_seqlen_q=longest,
+            max_seqlen_k=max(longest, *(span.end - span.start for span in spans)),
+        ),
         tokens=keys[-1],
         left=spans[0].left,
         micro_blocks=micro_blocks,
         rows=rows_,
         positions=indices if shard == UNSHARDED else shard.position(indices),
         recent=recent_.view(-1, 4) if recent else None,
-    )
+    )  # fmt: skip

@@ -1,61 +1,149 @@
-"""What a layer's attention calls on the routes of a device. `routes.py` says which requests take which."""
+"""The kernels of a layer's attention, as a layer calls them: to store tokens, to attend to decodes and to prefills.
+
+What a step decides is worked out once (`prepare`), for the first layer of a kind; the others only launch. No kernel of
+a GPU waits for the device or allocates in a step, once vLLM's profiling run has sized the workspace.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     from ..codecs.ring import Ring
-    from .metadata import PackedMetadata
+    from .metadata import Batch
+
+Result = TypeVar("Result", covariant=True)
 
 
-class DecodeRoute(Protocol):
-    """Stores a layer's tokens and attends to its decodes: `decode.FusedDecode`, `cpu.CpuRoute`.
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The decodes of a step, on the device.
 
-    What a step decides is worked out for its first layer (`store_step`, `decode_step`) and serves all of one kind.
+    `block_table`: int32 [requests, blocks]. `query_start`: int32 [requests + 1], first query token of each request, and
+    their number. `seq_lens`: int32 [requests], tokens in this rank's pages. `tokens`: query tokens of all requests.
+    `max_query_len`: the most of one, known on the host. `positions`: int64 [tokens], or None over latents. `ring`: of
+    these requests, of any of the layers that share the step; None: there is none. `lse`: with several ranks, over
+    pages of pairs, fp32 [tokens, query heads], contiguous, filled; else None.
     """
 
-    longest: int
-    """Query tokens of a request that are served; 0: no decodes are."""
+    block_table: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    tokens: int
+    max_query_len: int
+    positions: torch.Tensor | None = None
+    ring: Ring | None = None
+    lse: torch.Tensor | None = None
 
-    @property
-    def step_kind(self) -> tuple:
-        """Layers of one kind, and of the same heads, share the step of a batch's decodes."""
 
-    def store_step(
-        self, slots: torch.Tensor, positions: torch.Tensor, ring_slots: torch.Tensor | None = None, decodes: Any = None
-    ) -> Any:
-        """See `FusedDecode.store_step`."""
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to be stored.
 
-    def store(
-        self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Any,
-        ring: torch.Tensor | None = None, query: torch.Tensor | None = None, *, only_ring: bool = False,
-    ) -> None:  # fmt: skip
-        """See `FusedDecode.store`."""
+    `slots`: int64 [tokens], block * block_size + offset; negative ones are skipped. `positions`: int64 [tokens], of
+    each in its request; None of latents. `ring_slots`: int32 [up to tokens], of the first of them, likewise; None: none
+    goes into a ring. `decodes`: the step of the decode kernel whose queries are rotated in the same launch, or None.
+    `only_ring`: whether the pages stay as they are.
+    """
 
-    def rotate(self, query: torch.Tensor, step: Any) -> None:
-        """See `FusedDecode.rotate`."""
+    slots: torch.Tensor
+    positions: torch.Tensor | None = None
+    ring_slots: torch.Tensor | None = None
+    decodes: Any = None
+    only_ring: bool = False
 
-    def decode_step(
-        self, positions: torch.Tensor, block_table: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        max_query_len: int, ring: Ring | None = None, lse: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """See `FusedDecode.decode_step`."""
 
-    def attend(
-        self, cache: torch.Tensor, step: Any, output: torch.Tensor, ring: Ring | None = None,
+class StoreKernel(Protocol):
+    """Writes new tokens of one layer into its pages and its ring: `TritonPairStore`, `TritonLatentStore`,
+    `DirectStore`."""
+
+    def prepare(self, tokens: NewTokens) -> Any:
+        """Return the step of these tokens; None: there are none."""
+        return tokens if len(tokens.slots) else None
+
+    def write(
+        self, step: Any, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: torch.Tensor | None = None,
         query: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """See `FusedDecode.attend`. `query`: [tokens or more, query heads, head_dim], as the model made it."""
+        """Write the tokens of a step.
+
+        Args:
+            cache: uint8 [blocks, KV heads, block_size, slot_bytes]; of latents [blocks, block_size, slot_bytes].
+            key, value: [tokens or more, KV heads, head_dim] and [tokens or more, KV heads, value_dim]; latents and
+                their RoPE channels, [tokens or more, rank] and [tokens or more, rope_dim].
+            ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], where the step has `ring_slots`.
+            query: [tokens or more, query heads, head_dim], looked at where the step has decodes.
+        """
+
+    def rotate(self, query: torch.Tensor, decodes: Any) -> None:
+        """Rotate the queries of `decodes`, for a layer that stores no tokens, where attention wants them rotated.
+
+        query: [tokens or more, query heads, head_dim].
+        """
+        return None
 
 
-class PrefillRoute(Protocol):
-    """Attends to the requests of a layer that are no decodes: `prefill.FlashPrefill`, `cpu_prefill.CpuPrefill`."""
+class DecodeKernel(Protocol[Result]):
+    """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
+    `HopperLatents`, `ReferenceLatents`."""
+
+    kind: Hashable
+    """Kernels of equal kinds can share the step of a batch."""
+    longest: int
+    """Query tokens of a request that are served."""
+
+    def reserve(self) -> None:
+        """Size the workspace for any batch, where there is one."""
+        return None
+
+    def prepare(self, batch: DecodeBatch) -> Any:
+        """Return the step of a batch: grids, arguments and memory of its launches."""
+        return batch
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, cache: torch.Tensor,
-        metadata: PackedMetadata, first: int, output: torch.Tensor, ring: Ring | None = None,
-    ) -> None:  # fmt: skip
-        """See `FlashPrefill.attend`."""
+        self, step: Any, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        output: torch.Tensor | None = None,
+    ) -> Result:  # fmt: skip
+        """Attend over all cached tokens of a step's requests, the new ones included.
+
+        Args:
+            cache: see `StoreKernel.write`.
+            queries: of pairs [tokens or more, query heads, head_dim], not looked at where the store has rotated them;
+                of latents [tokens, heads, rank], which meets stored latents, and [tokens, heads, rope_dim].
+            ring: of the layer, the new tokens included; None: there is none.
+            output: of pairs, [tokens or more, query heads, value_dim]; the rows of these tokens are filled.
+
+        Returns:
+            Of pairs None. Of latents, in memory that the next layer overwrites: [tokens, heads, rank] of the queries'
+            dtype, and None; of a rank's part in fp32, without the constant, and the natural lse of the scores, fp32
+            [tokens, heads], -inf where the part has no token.
+        """
+        raise NotImplementedError
+
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        """Return requests and their query tokens, of steps that launch all variants of the kernel between them."""
+        return []
+
+
+class PrefillKind(NamedTuple):
+    """Key of the layers that share a prefill's step: `sizes` (query and KV heads, channels, tokens of the
+    workspace), sliding window, whether they read their own keys back from the pages, tokens of the recent window that
+    they read (1: none), and queries' dtype, where it matters."""
+
+    sizes: tuple[int, ...]
+    sliding_window: int | None
+    is_shared: bool
+    recent: int = 1
+    dtype: torch.dtype | None = None
+
+
+class PrefillKernel(Protocol):
+    """Attends to the requests of a layer that are no decodes: `FlashPrefill`, `CpuPrefill`."""
+
+    def attend(self, batch: Batch, first: int, ring: Ring | None = None) -> None:
+        """Fill `batch.output` for the requests from `first` on. `ring`: of these requests, before the batch's own
+        tokens are in it; None: there is none."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..channel_calibration import ChannelCalibration
 from ..formats import FORMATS, Format
+from ..rope import Rope
 from .codec import Channels, Codec
-from .rope import Rope
 from .transform import Numbers
 
 __all__ = ["Codec", "format_named", "get_codec"]
@@ -26,9 +27,13 @@ def get_codec(
     rope: Rope | None = None,
     positions: int | None = None,
 ) -> Codec:
-    """The codec of a KV-cache dtype; see `Codec` for the arguments. Raises ValueError for an unknown name."""
-    of_channels = (outliers, device, channel_order, mean, scale, first_mean)
-    return Codec(format_named(name), head_dim, role, *of_channels, layout_dim, rope, positions)
+    """The codec of a KV-cache dtype.
+
+    `outliers`, `channel_order`, `mean`, `scale`, `first_mean` and `rope` are the parts of a `ChannelCalibration`; see
+    `Codec` for the others. Raises ValueError for an unknown name.
+    """
+    channels = ChannelCalibration(outliers, channel_order, mean, first_mean, scale, rope)
+    return Codec(format_named(name), head_dim, role, channels, device, layout_dim, positions)
 
 
 def format_named(name: str) -> Format:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..channel_calibration import UNCALIBRATED, ChannelCalibration
 from ..formats import CODES, GROUP_SIZE, Format, runs, stored_dim
 from ..layout import MEAN_BLOCK
 from . import bitpack, scalar
-from .rope import Rope
 from .rotations import ROTATIONS
-from .transform import INPUT_LIMIT, ChannelTransform, Numbers
+from .transform import INPUT_LIMIT, ChannelTransform
 
 Channels = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor
 
@@ -30,18 +30,14 @@ class Codec:
         fmt: the format.
         head_dim: channels of a head, a multiple of 16.
         role: "key" or "value": the order of codes in a page, and V is decoded times `Code.value_gain`.
-        outliers: strictly ascending channel indices of the outlier group, [n] for all heads or [heads, n] for
-            inputs [..., heads, head_dim], with n = `fmt.outlier_channels(layout_dim)`. None: the first n channels.
-            Must be None for a format without an outlier group.
+        channels: what is known of the channels, for all heads or for the heads of inputs [..., heads, head_dim].
+            `outlier_channels` are strictly ascending, n = `fmt.outlier_channels(layout_dim)` of them (None: the first
+            n), and None for a format without an outlier group. `channel_order` is for such a format: a permutation
+            (None: as they come). `encode` stores (x - mean) * scale, `decode` gives x back; see `ChannelTransform`.
         device: where the constants live; inputs must be on it.
-        channel_order: for a format without an outlier group: the channels in packing order, a permutation [head_dim]
-            for all heads or [heads, head_dim]; 32 in a row share a scale. None: as they come.
-        mean, scale, first_mean: of the channels, [head_dim] or [heads, head_dim] in the model's order; see
-            `ChannelTransform`. `encode` stores (x - mean) * scale, `decode` gives x back.
-        rope, positions: what turns the vectors with their position, and how many positions there are; see
-            `ChannelTransform`.
         layout_dim: head_dim of the vectors whose size these have when packed, at least `head_dim`: V of fewer channels
             than K takes K's. None: `head_dim`.
+        positions: most positions of a sequence; see `ChannelTransform`.
 
     Raises:
         ValueError: unsupported head_dim, role, outliers, channel order, means, scales or RoPE.
@@ -52,14 +48,9 @@ class Codec:
         fmt: Format,
         head_dim: int,
         role: str = "key",
-        outliers: Channels | None = None,
+        channels: ChannelCalibration = UNCALIBRATED,
         device: torch.device | str = "cpu",
-        channel_order: Channels | None = None,
-        mean: Numbers | None = None,
-        scale: Numbers | None = None,
-        first_mean: Numbers | None = None,
         layout_dim: int | None = None,
-        rope: Rope | None = None,
         positions: int | None = None,
     ) -> None:
         if role not in ("key", "value"):
@@ -76,13 +67,13 @@ class Codec:
         self.sections = [size for size in (self.outlier_count, self.stored_dim - self.outlier_count) if size]
         self.rotations = [ROTATIONS[fmt.rotation](size, device) for size in self.sections]
         order = None
-        if outliers is not None:
-            order = self._outliers_first(outliers)
-        if channel_order is not None:
-            order = self._permutation(channel_order)
+        if channels.outlier_channels is not None:
+            order = self._outliers_first(channels.outlier_channels)
+        if channels.channel_order is not None:
+            order = self._permutation(channels.channel_order)
         self.order = None if order is None else order.to(device)
         self.inverse_order = None if self.order is None else self.order.argsort(-1)
-        self.transform = ChannelTransform(head_dim, self.stored_dim, mean, scale, first_mean, device, rope, positions)
+        self.transform = ChannelTransform(head_dim, self.stored_dim, channels, device, positions)
         self.heads = self._heads()
         # For kernels: the rotations' constants by packed channel, and the channels in packing order,
         # [heads, stored_dim] or [stored_dim].
@@ -118,7 +109,7 @@ class Codec:
         return codes.flatten(-2), scales
 
     def prepare(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """What `quantize` quantises: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
+        """The input of quantisation: `x` float [..., head_dim], cleaned, padded, centred, scaled and rotated -> fp32
         [..., stored_dim]. NaN and infinities become 0, and numbers are clamped to +-INPUT_LIMIT before the rotation:
         neither reaches a neighbour."""
         if x.shape[-1:] != (self.head_dim,) or not x.dtype.is_floating_point:
@@ -132,7 +123,7 @@ class Codec:
         return self.rotate(x)
 
     def gain(self, bits: int) -> float:
-        """What values of a width are multiplied by when they are read."""
+        """The factor on decoded values of a width: V's gain, 1 for K."""
         return CODES[bits].value_gain if self.role == "value" else 1.0
 
     def restore(self, rotated: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,8 +131,8 @@ class Codec:
         return self.transform.inverse(self.unrotate(rotated), positions)[..., : self.head_dim]
 
     def prepared_means(self, positions: torch.Tensor) -> torch.Tensor:
-        """What `prepare` takes off vectors of tokens at `positions`, int [tokens], scaled and rotated as they are:
-        fp32 [tokens, heads or 1, stored_dim]. With it added, they have the scores of whole vectors."""
+        """Means that `prepare` subtracts at `positions`, int [tokens], scaled and rotated like the vectors: fp32
+        [tokens, heads or 1, stored_dim]. Added to stored vectors, they give the scores of whole ones."""
         block = torch.where(positions == 0, -1, positions // MEAN_BLOCK)  # tokens of a block have one mean
         blocks, of_token = torch.unique(block, return_inverse=True)
         some = torch.where(blocks < 0, 0, (blocks * MEAN_BLOCK).clamp(min=1))
@@ -170,7 +161,8 @@ class Codec:
         return torch.cat([*(bitpack.pack(group.flatten(-2), bits) for bits, group in groups), scales], dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inverse of `pack`."""
+        """Inverse of `pack`: uint8 [..., vector_bytes] -> codes uint8 [..., stored_dim] and scale bytes uint8 [...,
+        groups]. Raises ValueError for other shapes and dtypes."""
         if packed.shape[-1:] != (self.vector_bytes,) or packed.dtype != torch.uint8:
             raise ValueError(
                 f"{self.fmt.name} at head_dim {self.head_dim}: expected uint8 [..., {self.vector_bytes}], "
@@ -191,7 +183,7 @@ class Codec:
         return torch.cat([rotation.forward(part) for rotation, part in parts], -1)
 
     def unrotate(self, y: torch.Tensor) -> torch.Tensor:
-        """Undo `rotate`."""
+        """Undo `rotate`: fp32 [..., stored_dim] -> the same shape, channels in the model's order."""
         x = torch.cat([r.inverse(part) for r, part in zip(self.rotations, y.split(self.sections, -1), strict=True)], -1)
         return x if self.inverse_order is None else x.gather(-1, self.inverse_order.expand(x.shape))
 
@@ -250,7 +242,7 @@ class Codec:
 
 
 def split_runs(group_bits: tuple[int, ...], groups: torch.Tensor, dim: int) -> list[tuple[int, torch.Tensor]]:
-    """Split a dimension of groups into runs of groups of equal bits: (bits, part) of each."""
+    """Split dimension `dim`, which counts groups, into runs of groups of equal bits; returns (bits, groups) of each."""
     lengths = runs(group_bits)
     parts = groups.split([count for _, count in lengths], dim=dim)
     return [(bits, part) for (bits, _), part in zip(lengths, parts, strict=True)]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import torch
 
+from ..channel_calibration import UNCALIBRATED, ChannelCalibration
 from ..formats import BYTE_CODE, GROUP_SIZE, ROPE_BITS, Format, code_of
 from ..layout import MICRO_BLOCK, ROPE, latent_layout, ring_slot_bytes
 from . import ring
-from .codec import Channels, Codec
+from .codec import Codec
 from .pages import micro_blocks_of, pack_codes, pack_scales, unpack_codes, unpack_scales
-from .transform import INPUT_LIMIT, Numbers
+from .transform import INPUT_LIMIT
 
 
 class LatentCodec:
@@ -33,7 +34,7 @@ class LatentCodec:
         rank: channels of a latent vector, vLLM's `kv_lora_rank`; a multiple of 32.
         rope_dim: channels of RoPE, `qk_rope_head_dim`; a multiple of 32.
         device: where the constants live; inputs must be on it.
-        outliers, channel_order, mean, scale: of the latent's channels, [n] or [rank]; see `Codec`.
+        channels: what is known of the latent's channels, [n] or [rank]; without `first_mean` and `rope`. See `Codec`.
         rope_bits: of RoPE channels: 16, or 8 as in the ring (`ring.py`).
 
     Raises:
@@ -46,14 +47,11 @@ class LatentCodec:
         rank: int,
         rope_dim: int,
         device: torch.device | str = "cpu",
-        outliers: Channels | None = None,
-        channel_order: Channels | None = None,
-        mean: Numbers | None = None,
-        scale: Numbers | None = None,
+        channels: ChannelCalibration = UNCALIBRATED,
         rope_bits: int = ROPE_BITS[0],
     ) -> None:
         self.layout = latent_layout(fmt, rank, rope_dim, rope_bits)
-        self.latent = Codec(fmt, rank, "key", outliers, device, channel_order, mean, scale)
+        self.latent = Codec(fmt, rank, "key", channels, device)
         if self.latent.heads is not None:
             raise ValueError(f"latent vectors have no heads; expected channels, means and scales [{rank}]")
         self.fmt, self.rank, self.rope_dim, self.device = fmt, rank, rope_dim, self.latent.device
@@ -119,8 +117,8 @@ class LatentCodec:
         ring.write(cache, slots, whole.unsqueeze(1))
 
     def read_ring(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `write_ring` stored in slots int [tokens]: latents as `read` returns them, but that V's gain is not for
-        them, fp32 [tokens, rank], and RoPE channels, fp32 [tokens, rope_dim]."""
+        """Read the ring's slots int [tokens]: latents as `read` returns them, except that V's gain is not for them,
+        fp32 [tokens, rank], and RoPE channels, fp32 [tokens, rope_dim]."""
         (whole,) = ring.read(cache, slots, vectors=1)
         latent, rope = whole.squeeze(1).split([self.rank, self.rope_dim], dim=-1)
         return latent, rope
@@ -145,7 +143,8 @@ class LatentCodec:
         return folded.to(key_up.dtype)
 
     def lacking(self, folded: torch.Tensor, nope_dim: int) -> torch.Tensor | None:
-        """What `folded` times a stored latent lacks of K and V, fp32 [heads, nope_dim + value_dim]; None: nothing."""
+        """The constant that `folded` times a stored latent lacks of K and V, fp32 [heads, nope_dim + value_dim]; None:
+        nothing."""
         mean, constant = self.stored_mean(), self.output_constant()
         if mean is None or constant is None:
             return None
@@ -158,15 +157,15 @@ class LatentCodec:
         return torch.tensor(gains, device=self.device).repeat_interleave(GROUP_SIZE)
 
     def stored_mean(self) -> torch.Tensor | None:
-        """What stored latents lack of whole ones, R diag(scale) mean, fp32 [rank]; None: nothing."""
+        """The mean that stored latents lack, R diag(scale) mean, fp32 [rank]; None: there is none."""
         transform = self.latent.transform
         if transform.mean is None:
             return None
         return self.latent.rotate(transform.mean if transform.scale is None else transform.mean * transform.scale)
 
     def output_constant(self) -> torch.Tensor | None:
-        """What sums of stored latents with weights of sum 1 lack before the folded `W_UV`, fp32 [rank]; None:
-        nothing. V's gain, which is for the codes, is taken off it."""
+        """The constant that sums of stored latents, with weights of sum 1, lack before the folded `W_UV`, fp32 [rank];
+        None: there is none. V's gain, which is for the codes, is taken off it."""
         mean = self.stored_mean()
         return None if mean is None else mean / self.value_gain()
 

@@ -9,11 +9,10 @@ import functools
 
 import torch
 
+from ..channel_calibration import UNCALIBRATED, ChannelCalibration
 from ..formats import CODES_PER_LANE, GROUP_SIZE, Format, code_of, runs
 from ..layout import LANES, MICRO_BLOCK, SIGN_HALF_SHIFT, SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT, VectorLayout, page_layout
-from .codec import Channels, Codec, split_runs
-from .rope import Rope
-from .transform import Numbers
+from .codec import Codec, split_runs
 
 # Axes of a group's codes in a micro-block, [n3, n2 n1 n0, d4, d3, d2 d1, d0] for K and
 # [n3, n2 n1, n0, d4, d3, d2 d1 d0] for V, and the order that makes them [lane, code] (see layout.py).
@@ -30,57 +29,26 @@ class PagedCodec:
     query with `rotate_query`, attend, and turn the output back once with `unrotate_output`.
 
     Args:
-        fmt, head_dim, device: as for `Codec`; `head_dim` is K's.
+        fmt, device, positions: as for `Codec`.
+        head_dim: channels of a head of K.
+        key_channels: what is known of K's channels, `head_dim` a head.
+        value_channels: what is known of V's channels, `value_dim` a head; without means.
         value_dim: channels of a head of V, at most K's; in a page vectors of V have the size of K's. None: `head_dim`.
-        key_outlier_channels, value_outlier_channels: `outliers` of the two codecs, [heads, n] or [n].
-        key_channel_order: `channel_order` of K's codec, [heads, head_dim] or [head_dim].
-        key_mean, key_scale, key_first_mean: `mean`, `scale` and `first_mean` of K's codec, [heads, head_dim] or
-            [head_dim].
-        value_scale: `scale` of V's codec, `value_channel_order` its `channel_order`: of `value_dim` channels.
-        key_rope, positions: `rope` and `positions` of K's codec.
     """
 
     def __init__(
         self,
         fmt: Format,
         head_dim: int,
-        key_outlier_channels: Channels | None = None,
-        value_outlier_channels: Channels | None = None,
+        key_channels: ChannelCalibration = UNCALIBRATED,
+        value_channels: ChannelCalibration = UNCALIBRATED,
         device: torch.device | str = "cpu",
-        key_channel_order: Channels | None = None,
-        value_channel_order: Channels | None = None,
-        key_mean: Numbers | None = None,
-        key_scale: Numbers | None = None,
-        key_first_mean: Numbers | None = None,
-        value_scale: Numbers | None = None,
         value_dim: int | None = None,
-        key_rope: Rope | None = None,
         positions: int | None = None,
     ) -> None:
-        self.key = Codec(
-            fmt,
-            head_dim,
-            "key",
-            key_outlier_channels,
-            device,
-            key_channel_order,
-            key_mean,
-            key_scale,
-            key_first_mean,
-            rope=key_rope,
-            positions=positions,
-        )
         value_dim = head_dim if value_dim is None else value_dim
-        self.value = Codec(
-            fmt,
-            value_dim,
-            "value",
-            value_outlier_channels,
-            device,
-            value_channel_order,
-            scale=value_scale,
-            layout_dim=head_dim,
-        )
+        self.key = Codec(fmt, head_dim, "key", key_channels, device, positions=positions)
+        self.value = Codec(fmt, value_dim, "value", value_channels, device, layout_dim=head_dim)
         self.codecs = (self.key, self.value)
         # For the store kernel: the tables of K and V; None if neither is centred or scaled.
         changes = any(codec.transform.changes for codec in self.codecs)
@@ -102,8 +70,8 @@ class PagedCodec:
             cache: see the class.
             slots: int [tokens], block * block_size + offset; negative ones are skipped, the others are distinct.
             key, value: float [tokens, KV heads, head_dim] and [tokens, KV heads, value_dim].
-            positions: int [tokens], each token's place in its sequence; may be None without `key_first_mean` and
-                `key_rope`.
+            positions: int [tokens], each token's place in its sequence; may be None where K has neither `first_mean`
+                nor `rope`.
 
         Raises:
             ValueError: no positions where they are needed.
@@ -130,8 +98,8 @@ class PagedCodec:
     def prepare(
         self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `write` quantises, and what a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads, stored_dim]. See
-        `write`."""
+        """The vectors that `write` quantises and that a ring keeps (`codecs/ring.py`): fp32 [tokens, KV heads,
+        stored_dim]. See `write`."""
         return self.key.prepare(key, None if positions is None else positions.unsqueeze(1)), self.value.prepare(value)
 
     def read(
@@ -272,7 +240,7 @@ def unpack_scales(packed: torch.Tensor, role: str) -> torch.Tensor:
 
 
 def _sign_shifts(device: torch.device) -> torch.Tensor:
-    """Of the two groups of a sign word, int32 [2, 1, 16]."""
+    """Bit positions of the signs of a sign word's two groups, int32 [2, 1, 16]."""
     return torch.stack([_shifts(SIGN_WORD_SHIFT, device) + parity * SIGN_PARITY_SHIFT for parity in (0, 1)])[:, None]
 
 

@@ -48,19 +48,19 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = (groups.abs().amax(-1) * OVER_LARGEST).clamp(max=torch.finfo(torch.float16).max)
     bits = largest.to(torch.float16).view(torch.int16).to(torch.int32)
     scale = (bits + 127 >> 7).clamp(max=MAX_SCALE_BYTE).to(torch.uint8)
-    step = (decode_scale(scale) * UNIT).unsqueeze(-1)
-    codes = (groups * torch.where(step > 0, 1 / step, 0.0)).round().clamp(-LARGEST_CODE, LARGEST_CODE)
+    step_size = (decode_scale(scale) * UNIT).unsqueeze(-1)
+    codes = (groups * torch.where(step_size > 0, 1 / step_size, 0.0)).round().clamp(-LARGEST_CODE, LARGEST_CODE)
     return codes.to(torch.int8).flatten(-2), scale
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Inverse of `quantize`: -> fp32 [..., head_dim]."""
-    step = (decode_scale(scales) * UNIT).unsqueeze(-1)
-    return (codes.to(torch.float32).unflatten(-1, (-1, GROUP_SIZE)) * step).flatten(-2)
+    step_size = (decode_scale(scales) * UNIT).unsqueeze(-1)
+    return (codes.to(torch.float32).unflatten(-1, (-1, GROUP_SIZE)) * step_size).flatten(-2)
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
-    """What a ring gives back of the rotated vectors `x`, fp32 [..., head_dim]."""
+    """The rotated vectors `x` as a ring gives them back, fp32 [..., head_dim]."""
     return dequantize(*quantize(x))
 
 

@@ -20,11 +20,9 @@ import torch
 from ..layout import MEAN_BLOCK
 from ..rope import Rope, average_length
 
-__all__ = ["Rope", "block_table", "partner"]
-
 
 @functools.lru_cache(maxsize=16)
-def block_table(
+def spectrum_of_blocks(
     rope: Rope, head_dim: int, blocks: int, stored_dim: int | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
     """Re g and Im g of blocks of positions, by channel in the model's order: fp32 [blocks, 2, stored_dim], on `device`,
@@ -50,8 +48,8 @@ def block_table(
 
 
 def partner(rope: Rope, mean: torch.Tensor) -> torch.Tensor:
-    """Of the mean before RoPE, fp32 [..., head_dim], what Im g multiplies, of the same shape; 0 for channels that do
-    not turn."""
+    """The factor of Im g for a mean before RoPE, fp32 [..., head_dim] -> the same shape; 0 for channels that do not
+    turn."""
     first, second = (list(channels) for channels in zip(*rope.pairs(), strict=True))
     turned = torch.zeros_like(mean)
     turned[..., first], turned[..., second] = -mean[..., second], mean[..., first]

@@ -33,10 +33,10 @@ def absmax_scale(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def group_error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     """Squared error of coding `x` fp32 [..., 32] with `scale` uint8 [...] -> fp32 [...]."""
-    magnitude, step = x.abs(), decode_scale(scale).unsqueeze(-1)
-    nearest = (magnitude - step * CODES[bits].magnitudes[0]).abs_()
+    magnitude, step_size = x.abs(), decode_scale(scale).unsqueeze(-1)
+    nearest = (magnitude - step_size * CODES[bits].magnitudes[0]).abs_()
     for level in CODES[bits].magnitudes[1:]:
-        nearest = torch.minimum(nearest, (magnitude - step * level).abs_())
+        nearest = torch.minimum(nearest, (magnitude - step_size * level).abs_())
     terms = nearest.mul_(nearest)
     while terms.shape[-1] > 1:  # a fixed tree: torch.sum's order differs between devices
         low, high = terms.chunk(2, dim=-1)
@@ -72,10 +72,10 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes = x.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
         return codes, torch.full_like(codes[..., 0], ONE, dtype=torch.uint8)
     scale = search_scale(x, bits)
-    magnitude, step = x.abs(), decode_scale(scale).unsqueeze(-1)
+    magnitude, step_size = x.abs(), decode_scale(scale).unsqueeze(-1)
     code = (x < 0).to(torch.uint8) << (bits - 1)
     for threshold in CODES[bits].thresholds:
-        code += magnitude > step * threshold
+        code += magnitude > step_size * threshold
     return code, scale
 
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..channel_calibration import ChannelCalibration
 from ..layout import MEAN_BLOCK
-from .rope import Rope, block_table, partner
+from ..rope import Rope
+from .rope import partner, spectrum_of_blocks
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | torch.Tensor
 
@@ -31,13 +33,12 @@ class ChannelTransform:
     Args:
         head_dim: channels of a head.
         stored_dim: channels that are stored of it.
-        mean, scale, first_mean: finite numbers [head_dim] for all heads or [heads, head_dim] for inputs
-            [..., heads, head_dim], in the model's order of channels; None: 0, 1, and the mean of its block.
-            `first_mean` takes the place of the mean in the first token of a sequence. Rounded to fp32.
+        channels: `mean`, `scale` and `first_mean` are finite numbers [head_dim] for all heads or [heads, head_dim] for
+            inputs [..., heads, head_dim], in the model's order of channels; None: 0, 1, and the mean of its block.
+            Rounded to fp32. With `rope`, `mean` is the mean of the keys before RoPE.
         device: where they live; inputs must be on it.
-        rope: what turns the keys with their position; `mean` is that of the keys before it. None: nothing does.
-        positions: of a sequence, at most; those beyond have the mean of the last block. None: there is no bound, and
-            `spectrum` grows with the positions that come.
+        positions: most positions of a sequence; those beyond have the mean of the last block. None: there is no bound,
+            and `spectrum` grows with the positions that come.
 
     Attributes:
         spectrum: fp32 [blocks, 2, stored_dim], contiguous, in the model's order; one tensor for all layers of a RoPE.
@@ -51,17 +52,15 @@ class ChannelTransform:
         self,
         head_dim: int,
         stored_dim: int,
-        mean: Numbers | None,
-        scale: Numbers | None,
-        first_mean: Numbers | None,
+        channels: ChannelCalibration,
         device: torch.device,
-        rope: Rope | None = None,
         positions: int | None = None,
     ) -> None:
+        rope = channels.rope
         self.head_dim, self.stored_dim, self.device, self.rope = head_dim, stored_dim, device, rope
-        self.mean = self._numbers(mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
-        self.scale = self._numbers(scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
-        self.first_mean = self._numbers(first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
+        self.mean = self._numbers(channels.mean, "mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
+        self.scale = self._numbers(channels.scale, "scale", 1 / MAX_SCALE, MAX_SCALE, padding=1.0)
+        self.first_mean = self._numbers(channels.first_mean, "first_mean", -INPUT_LIMIT, INPUT_LIMIT, padding=0.0)
         if rope is None:
             self.spectrum = torch.tensor([[[1.0], [0.0]]], device=device).expand(1, 2, stored_dim).contiguous()
         elif self.mean is None:
@@ -81,7 +80,7 @@ class ChannelTransform:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether tokens differ by their position."""
+        """True if the means depend on a token's position."""
         return self.first_mean is not None or self.rope is not None
 
     @property
@@ -111,7 +110,7 @@ class ChannelTransform:
         return x if self.scale is None else x / self.scale
 
     def means(self, positions: torch.Tensor | None) -> torch.Tensor:
-        """What `forward` takes off vectors at `positions`: fp32, broadcastable to [..., stored_dim]."""
+        """Means that `forward` subtracts from vectors at `positions`: fp32, broadcastable to [..., stored_dim]."""
         if not self.needs_positions:
             return self._mean_or_zero()
         if positions is None:
@@ -122,15 +121,15 @@ class ChannelTransform:
         return torch.where((positions == 0).unsqueeze(-1), self.first_mean, means)
 
     def mean_rows(self) -> torch.Tensor | None:
-        """For kernels: mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim], contiguous, in
-        the model's order. None if `forward` takes off nothing."""
+        """Return, for kernels, the mean, its partner and the mean of position 0, fp32 [1 or heads, 3, stored_dim],
+        contiguous, in the model's order. None if `forward` takes off nothing."""
         if not self.centres:
             return None
         return self._stacked(self._rows())
 
     def table(self, order: torch.Tensor) -> torch.Tensor:
-        """For kernels: those rows and the scale of the channels in packing order, fp32 [1 or heads, 4, stored_dim],
-        contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
+        """Return, for kernels, those rows and the scale of the channels in packing order, fp32 [1 or heads, 4,
+        stored_dim], contiguous. order: int64 [stored_dim] or [heads, stored_dim]."""
         scale = torch.ones(self.stored_dim, device=self.device) if self.scale is None else self.scale
         *rows, order = torch.broadcast_tensors(*self._rows(), scale, order)
         return self._stacked([row.gather(-1, order) for row in rows])
@@ -157,7 +156,7 @@ class ChannelTransform:
         return mean * cosine + self.partner * sine
 
     def _spectrum(self, rope: Rope, blocks: int) -> torch.Tensor:
-        return block_table(rope, self.head_dim, blocks, self.stored_dim, self.device)
+        return spectrum_of_blocks(rope, self.head_dim, blocks, self.stored_dim, self.device)
 
     def _mean_or_zero(self) -> torch.Tensor:
         return torch.zeros(self.stored_dim, device=self.device) if self.mean is None else self.mean

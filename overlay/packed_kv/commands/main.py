@@ -26,7 +26,7 @@ class Command:
 
 
 EXIT_INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
+"""Exit code of shells after Ctrl-C: 128 and the number of SIGINT."""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {
@@ -34,6 +34,7 @@ COMMANDS = {
     for command in (
         Command("plan", "packed_kv.commands.plan", "what a model's cache holds and costs, by dtype"),
         Command("doctor", "packed_kv.commands.doctor", "check what a server needs, and say what to do"),
+        Command("selftest", "packed_kv.commands.selftest", "compare this machine's kernels with the reference"),
         Command("patch", "packed_kv_patches.patcher", "patch the installed vLLM (packed-kv-patch)"),
         Command("calibrate", "tq_calibrate.cli", "write a calibration file (tq-calibrate)", "torch transformers tqdm"),
         Command("quality", "packed_kv_quality.cli", "measure what a dtype costs (packed-kv-quality)", "vllm"),
@@ -80,7 +81,7 @@ def _discard_output() -> None:
 
 
 def parser() -> Parser:
-    """Of the first word alone."""
+    """A parser of the first word alone."""
     made = Parser("packed-kv", description="KV-cache dtypes for vLLM that store keys and values in 2.5 to 4.25 bits.")
     commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS.values():

@@ -19,7 +19,7 @@ from ..planning.plan import Target, as_json, assumptions, cache_memory, estimate
 from ..planning.show import plot, table
 from ..planning.weights import BITS, weights
 from ..refusals import Refusal, refusals_of_model, untried
-from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, number, size, tokens, whole
+from .arguments import EXIT_BAD_INPUT, GIB, LONGEST_LINE, Parser, count, installed_vllm, number, size, tokens, whole
 
 UTILIZATION, BATCHED_TOKENS, RESERVE = 0.92, 8192, 3 * GIB
 """vLLM's defaults for a server on a large card; and what is left for activations, workspace and CUDA graphs."""
@@ -55,34 +55,41 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
     memory = "(--gpu NAME | --gpu-memory SIZE | --kv-cache-memory SIZE)"
     made = Parser(prog, description=__doc__, usage=f"{prog} MODEL {memory} [options]")
     add = made.add_argument
-    add("model", metavar="MODEL", help="folder, config.json, or id of the Hugging Face Hub")
+    add("model", metavar="MODEL", help="folder, config.json, or Hugging Face Hub id")
     add("--gpu", metavar="NAME", help=f"one of {', '.join(cards.CARDS)}")
-    add("--gpu-memory", type=size, metavar="SIZE", help="of a card, as 80GiB, instead of --gpu or to correct it")
-    add("--bandwidth", type=number, metavar="TB/S", help="of a card's memory, for the step")
-    add("--kv-cache-memory", type=size, metavar="SIZE", help="bytes of KV cache a card, whatever the weights take")
-    add("--context", type=tokens, metavar="N", help="tokens of a request, as 32k (default: 32k, or the model's)")
+    add(
+        "--gpu-memory",
+        type=size,
+        metavar="SIZE",
+        help="memory per card, such as 80GiB; instead of --gpu, or to override its memory",
+    )
+    add("--bandwidth", type=number, metavar="TB/S", help="memory bandwidth per card, for the step time")
+    add("--kv-cache-memory", type=size, metavar="SIZE", help="bytes of KV cache per card, whatever the weights take")
+    add("--context", type=tokens, metavar="N",
+        help="tokens per request, such as 32k (default: 32k, or the model's limit if less)")  # fmt: skip
     add("--users", type=whole, metavar="N", help="requests at once (default: as many as bf16 holds)")
     add("--tensor-parallel", type=whole, default=1, metavar="N", help="cards that share the model (default 1)")
-    add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: the config's)")
-    add("--recent-tokens", type=count, metavar="N", help="of the recent window (default 64; 0: none)")
+    add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: by the config)")
+    add("--recent-tokens", type=count, metavar="N", help="tokens of the recent window (default 64; 0: none)")
     add("--latent-rope-bits", type=int, choices=ROPE_BITS, metavar="N",
-        help="of RoPE beside latents (MLA), 8 or 16, as packed_kv.latent_rope_bits (default 16)")  # fmt: skip
-    add("--skip-layers", type=count, nargs="+", default=[], metavar="N", help="layers that stay in bf16")
+        help="bits per RoPE channel of latents (MLA), like packed_kv.latent_rope_bits (default 16)")  # fmt: skip
+    add("--skip-layers", type=count, nargs="+", default=[], metavar="N", help="numbers of layers that stay in bf16")
     add("--gpu-memory-utilization", type=number, default=UTILIZATION, metavar="SHARE",
-        help="as vLLM's (default %(default)s)")  # fmt: skip
+        help="as in vLLM (default %(default)s)")  # fmt: skip
     add("--max-num-batched-tokens", type=whole, default=BATCHED_TOKENS, metavar="N",
-        help="as vLLM's (default %(default)s); sliding layers keep two batches of them")  # fmt: skip
+        help="as in vLLM (default %(default)s); sliding-window layers keep blocks for two batches")  # fmt: skip
     add("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16", "float16"), metavar="T",
-        help="as vLLM's, of state layers: float32, bfloat16, float16")  # fmt: skip
+        help="as in vLLM, for state layers: float32, bfloat16, float16")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw requests against context (PNG; needs matplotlib)")
+    add("--plot", type=Path, metavar="FILE", help="plot requests against context (PNG; needs matplotlib)")
     return made
 
 
 def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
-    """What is planned, and what of it was not asked for in these words. Raises BadInput."""
-    if not 0 < options.gpu_memory_utilization <= 1:
-        raise BadInput(f"--gpu-memory-utilization {options.gpu_memory_utilization:g} is no share; give 0 to 1, as 0.9")
+    """The target of the plan, and its parts that the command line does not state literally. Raises BadInput."""
+    share = options.gpu_memory_utilization
+    if not 0 < share <= 1:
+        raise BadInput(f"--gpu-memory-utilization {share:g} must be between 0 and 1, such as 0.9")
     config, folder = load(options.model)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
     model, said = _servable(config, name, options)
@@ -110,7 +117,7 @@ def target_of(options: argparse.Namespace) -> tuple[Target, list[str]]:
 
 def _servable(config: Config, name: str, options: argparse.Namespace) -> tuple[Model, list[str]]:
     """The model, if packed pages serve it, and with which options of vLLM. Raises BadInput."""
-    _check_served(name, refusals_of_model(config))
+    _check_served(name, refusals_of_model(config, vllm=installed_vllm()))
     model = parse(config, name, options.tensor_parallel, options.mamba_ssm_cache_dtype)
     found = refusals_of_model(config, model)
     _check_served(name, found)

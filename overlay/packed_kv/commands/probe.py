@@ -1,4 +1,4 @@
-"""What only vLLM knows, as one line of JSON: in a process of its own, as vLLM may not load, or take all with it."""
+"""Facts that only vLLM knows, as one line of JSON: in a process of its own, as vLLM may fail to load or crash it."""
 
 from __future__ import annotations
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..attention.impl import PackedAttentionImpl
 from ..attention.metadata import PackedMetadataBuilder
 from ..facts import Facts
-from ..formats import FORMATS, HEAD_DIM_STEP
+from ..formats import FORMATS, HEAD_DIM_MULTIPLE
 from ..refusals import refuse
-from ..vllm_compat import PagesByShape, cache_layouts
 from .capacity import check_padding, log_capacity, log_match_unit
 from .names import class_name, registry_name
 from .page_backend import PackedPages
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SINK_SPEC = "SinkFullAttentionSpec"
 """KV-cache spec of layers with static sinks, which vLLM does not mention when it selects a backend."""
@@ -43,7 +40,7 @@ class ReportingMetadataBuilder(PackedMetadataBuilder):
         log_match_unit(vllm_config)
 
 
-class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
+class PackedAttentionBackend(PackedPages, AttentionBackend):
     """Base of the backends; `backend_of` makes one per format (vLLM asks the class, and gives it no dtype)."""
 
     forward_includes_kv_cache_update = True
@@ -64,7 +61,7 @@ class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size > 0 and head_size % HEAD_DIM_STEP == 0
+        return head_size > 0 and head_size % HEAD_DIM_MULTIPLE == 0
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -100,7 +97,7 @@ class PackedAttentionBackend(PackedPages, PagesByShape, AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("LBHNC", "BLHNC")
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
 
 def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:
@@ -117,14 +114,16 @@ def unknown_wrapper(backend: type[AttentionBackend]) -> str | None:
     return None
 
 
+@functools.cache
 def backend_of(name: str) -> type[PackedAttentionBackend]:
     """The backend class of a dtype, made on first use."""
     fmt = FORMATS[name]
-    if class_name(fmt) not in globals():
-        members = {"fmt": fmt, "__module__": __name__}
-        globals()[class_name(fmt)] = type(class_name(fmt), (PackedAttentionBackend,), members)
-    return globals()[class_name(fmt)]
+    return type(class_name(fmt), (PackedAttentionBackend,), {"fmt": fmt, "__module__": __name__})
 
 
-for _name in FORMATS:
-    backend_of(_name)
+def __getattr__(name: str) -> type[PackedAttentionBackend]:
+    """The backend class of this name, by which vLLM's registry looks it up."""
+    for fmt in FORMATS.values():
+        if class_name(fmt) == name:
+            return backend_of(fmt.name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

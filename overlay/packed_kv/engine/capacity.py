@@ -1,4 +1,4 @@
-"""How much the packed cache holds: the start-up line that says it, and a refusal where it would not be more."""
+"""Capacity of the packed cache: its start-up line, and a refusal if it holds no more than bf16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from .. import model_shape
 from ..facts import Facts
@@ -29,8 +35,9 @@ from ..window.layer import WindowLayer
 
 logger = init_logger("vllm.packed_kv")
 
-CPU_BLOCK = 128
-"""Tokens of a block on the CPU platform, unless another number is asked for."""
+LARGE_BLOCK = 128
+"""Tokens of a block on the CPU platform, unless another number is asked for; the step in which vLLM enlarges blocks of
+latents beside states."""
 
 
 def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
@@ -51,7 +58,7 @@ def bytes_per_token(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 class Request(NamedTuple):
-    """What vLLM takes from the cache for a request as long as the model's context.
+    """Blocks that vLLM allocates for a request as long as the model's context.
 
     `blocks`, and their bytes on this rank: `size`, with `ring_bytes` for the recent window's blocks, in whole blocks as
     vLLM counts them. `dense_size`: bytes of the same request in bf16. Blocks of layers that attend to everything grow
@@ -81,7 +88,7 @@ def longest_request(vllm_config: VllmConfig) -> Request:
 
 
 def _blocks(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[int, int, int]:
-    """Of a request, by vLLM's own grouping of these layers: all blocks, those of rings, and the bytes of a block, which
+    """Blocks of a request by vLLM's own grouping of these layers: all, those of rings, and the bytes of a block, which
     has one size in all groups."""
     blocks, ring_blocks, widths = 0, 0, []
     for group in get_kv_cache_groups(vllm_config, specs):
@@ -103,8 +110,9 @@ def _with_aligned_states(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec
         return specs
     token = max(spec.real_page_size_bytes // spec.block_size for spec in attending)
     state = max(replace(spec, page_size_padded=None).page_size_bytes for spec in states)
-    step = CPU_BLOCK if current_platform.is_cpu() else MICRO_BLOCK
-    block = step * cdiv(state, step * token)
+    has_latents = any(isinstance(spec, MLAAttentionSpec) for spec in attending)
+    multiple = LARGE_BLOCK if has_latents or current_platform.is_cpu() else MICRO_BLOCK
+    block = multiple * cdiv(state, multiple * token)
     return {
         name: replace(spec, page_size_padded=block * token)
         if isinstance(spec, MambaSpec)
@@ -129,11 +137,11 @@ def log_capacity(vllm_config: VllmConfig, block_size: int) -> None:
         vllm_config.cache_config, cache.block_size = cache, block_size
     context, request = vllm_config.model_config.max_model_len, longest_request(vllm_config)
     tokens = int(cache.num_gpu_blocks / request.blocks * context)
-    window = f" with {request.ring_bytes:,} bytes of recent window each" if request.ring_bytes else ""
+    window = f" (recent window: {request.ring_bytes:,} bytes per request)" if request.ring_bytes else ""
     fmt = FORMATS.get(cache.cache_dtype)  # None where only a draft's layers are packed
     logger.info_once(
-        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f times the tokens of bf16 in requests of "
-        "%s tokens%s%s",
+        "KV cache dtype %s: %d bytes per token (bf16: %d), %s KV tokens, %.2f x bf16 capacity at %s tokens "
+        "per request%s%s",
         cache.cache_dtype,
         stored,
         dense,
@@ -152,7 +160,7 @@ def log_match_unit(vllm_config: VllmConfig) -> None:
     is_coarse = vllm_config.model_config.is_hybrid and cache.block_size > MICRO_BLOCK
     if is_coarse and cache.enable_prefix_caching and cache.prefix_match_unit is None:
         logger.info_once(
-            "KV cache: the prefix cache finds whole blocks, %d tokens here; --prefix-match-unit %d finds parts of them",
+            "KV cache: prefix-cache hits are whole blocks of %d tokens; --prefix-match-unit %d allows partial hits",
             cache.block_size,
             MICRO_BLOCK,
             scope="local",

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
-
-from ..vllm_compat import cache_layouts
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
 class DenseCPUBackend(CPUAttentionBackend):
@@ -26,7 +20,7 @@ class DenseCPUBackend(CPUAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("LBHNC", "BLHNC")
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
 
 class DenseCPUImpl(CPUAttentionBackendImpl):

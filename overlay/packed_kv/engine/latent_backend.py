@@ -16,7 +16,7 @@ from ..attention.latent.metadata import LatentMetadataBuilder
 from ..facts import Facts
 from ..formats import FORMATS
 from ..refusals import refuse
-from .capacity import log_capacity
+from .capacity import log_capacity, log_match_unit
 from .names import latent_registry_name
 from .page_backend import PackedPages
 
@@ -32,6 +32,7 @@ class ReportingLatentBuilder(LatentMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         log_capacity(vllm_config, kv_cache_spec.block_size)
+        log_match_unit(vllm_config)
 
 
 class PackedLatentBackend(PackedPages, MLACommonBackend):

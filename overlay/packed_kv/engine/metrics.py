@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 INFO = ("dtype", "bytes_per_token", "ratio", "recent_tokens", "calibration", "fingerprint")
 ENGINE = ("model_name", "engine")
 DECODE, PREFILL, PYTORCH, PREFIX_CACHE = "decode_kernel", "prefill", "pytorch", "prefix_cache"
-"""Routes of docs/attention.md; tokens of the prefix cache take none, as nothing is computed for them."""
+"""Routes of docs/attention.md, as planned when the engine starts; tokens of the prefix cache take none."""
 
 
 class Metrics(NamedTuple):
@@ -45,8 +45,12 @@ def metrics() -> Metrics:
     return Metrics(
         Gauge("packed_kv_info", "The packed KV cache of an engine; its value is 1.", (*ENGINE, *INFO), **newest),
         Gauge("packed_kv_cache_tokens", "Tokens that the KV cache holds, by vLLM's count.", ENGINE, **newest),
-        Counter("packed_kv_tokens", "Tokens whose attention was computed, or found, by route.", (*ENGINE, "route")),
-        Counter("packed_kv_requests", "Finished requests that took a route, by route.", (*ENGINE, "route")),
+        Counter(
+            "packed_kv_tokens",
+            "Tokens, computed or found, by planned route.",
+            (*ENGINE, "route"),
+        ),
+        Counter("packed_kv_requests", "Finished requests, by planned route.", (*ENGINE, "route")),
     )
 
 
@@ -75,8 +79,8 @@ class PackedStats(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Count a step. A token counts for the route on which its prompt or its step ran; of a new request's tokens the
-        first came out of its prefill."""
+        """Count a step. A token counts for the route planned for its prompt or its step; a new request's first token
+        counts for the prefill."""
         if self.fmt is None or iteration_stats is None:
             return
         prompts = iteration_stats.prompt_token_stats
@@ -95,10 +99,11 @@ class PackedStats(StatLoggerBase):
 
 
 def routes(config: VllmConfig) -> tuple[str, str]:
-    """On which routes an engine runs prefills and decodes, as far as its configuration tells.
+    """The routes planned for prefills and decodes by an engine's configuration.
 
-    Not counted apart: heads without FlashAttention, whose prefill runs in PyTorch, prefill chunks as short as a decode,
-    which the decode kernel takes, and layers that the CUDA kernel does not serve on a Hopper GPU, such as sliding ones.
+    Counted for the planned route although they run on another: heads without FlashAttention, whose prefill runs in
+    PyTorch, prefill chunks as short as a decode, which the decode kernel takes, and layers that the CUDA kernel does
+    not serve on a Hopper GPU, such as sliding ones.
     """
     from ..attention.metadata import device_and_kernel, longest_decode
     from ..attention.routes import longest_fused
@@ -116,7 +121,7 @@ def routes(config: VllmConfig) -> tuple[str, str]:
 
 
 def _has_cpu_kernels(config: VllmConfig) -> bool:
-    """Whether a CPU can compile the kernels of its layers, which have none for latents."""
+    """True on a CPU that can compile the kernels of the model's layers; there are none for latents."""
     from ..kernels.cpu.compiler import BuildError, best_target, find_compiler
 
     try:

@@ -1,4 +1,4 @@
-"""Under which names vLLM knows the backend of a format."""
+"""Names by which vLLM knows the backend of a format."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from ..formats import Format
 
 
 def registry_name(fmt: Format) -> str:
-    """In vLLM's registry of attention backends, and what `get_name` of the backend returns."""
+    """Return the name in vLLM's registry of attention backends, which `get_name` of the backend returns, too."""
     return f"PACKED_KV_{fmt.name.upper()}"
 
 
 def class_name(fmt: Format) -> str:
-    """Of the class in `backend.py`."""
+    """Name of the class in `backend.py`."""
     return f"{fmt.name.capitalize()}Backend"
 
 
 def latent_registry_name(fmt: Format) -> str:
-    """What `get_name` of the format's backends of latent attention returns."""
+    """Result of `get_name` of the format's backends of latent attention."""
     return f"PACKED_KV_LATENT_{fmt.name.upper()}"

@@ -1,4 +1,4 @@
-"""What the backends of all packed pages have in common, those of latents included."""
+"""Base of the backends of all packed pages, those of latents included."""
 
 from __future__ import annotations
 

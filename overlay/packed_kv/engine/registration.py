@@ -28,7 +28,7 @@ from ..formats import FORMATS, Format
 from ..refusals import refuse
 from ..settings.facts import auto_cache, check_skipped_layers, engine_facts
 from ..settings.options import read_options
-from ..vllm_compat import is_patched, no_latents, no_scratch_groups
+from ..vllm_compat import is_patched, version_without_latents
 from .names import class_name, latent_registry_name, registry_name
 
 if TYPE_CHECKING:
@@ -58,13 +58,16 @@ def register_formats() -> None:
     for fmt in FORMATS.values():
         if fmt.name not in cache_config.KV_CACHE_DTYPES:
             register_format(fmt)
-    if current_platform.is_cpu() and not no_scratch_groups():
+    if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.cpu_backend.DenseCPUBackend")
 
 
 def _remedy(version: str) -> str:
-    """What makes vLLM of a version serve the dtypes."""
-    pins = import_module("packed_kv_patches.pins")  # beside this package
+    """The command that makes vLLM of this version serve the dtypes."""
+    try:
+        pins = import_module("packed_kv_patches.pins")  # beside this package
+    except ImportError as error:
+        return f"reinstall packed-kv, whose patches are missing here ({error}), then run: packed-kv-patch apply"
     is_pinned = version.split("+")[0] in (table := pins.load())
     return "run: packed-kv-patch apply" if is_pinned else pins.choose(table, version)
 
@@ -93,7 +96,7 @@ def _at_debug(of_vllm: logging.Logger) -> Iterator[None]:
 
 
 class PackedDTypeHandler:
-    """What vLLM asks a registered `--kv-cache-dtype`."""
+    """Handler of a registered `--kv-cache-dtype`, which vLLM asks."""
 
     name: str
 
@@ -137,7 +140,7 @@ class PackedDTypeHandler:
         facts = replace(
             engine_facts(vllm_config),
             is_mla=True,
-            without_latents=no_latents(),
+            version_without_latents=version_without_latents(),
             latent_rank=rank,
             rope_size=rope_dim,
             latent_size=config.head_size,
@@ -183,11 +186,16 @@ class PackedDTypeHandler:
 
     def _check_latent_layer(self, layer_name: str, layer: Any) -> None:
         """The same for a layer of latent attention, whose weights are folded. Raises Refused for one of a class of its
-        own: these ask for the same backend and then write their pages themselves."""
+        own, but Kimi's: these ask for the same backend and then write their pages themselves."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
+        from ..attention.latent.kimi import adopt, is_kimi_layer
+
         kind = type(layer)
-        refuse(Facts(layer=layer_name, latent_layer=None if kind is MLAAttention else kind.__name__), self.name)
+        if is_kimi_layer(layer):
+            adopt(layer)
+        else:
+            refuse(Facts(layer=layer_name, latent_layer=None if kind is MLAAttention else kind.__name__), self.name)
         layer.impl.build(layer_name, layer)
 
     def before_engine(self, vllm_config: VllmConfig) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels. They know bit widths and offsets, never dtype names."""
+"""Kernels in Triton, CUDA C++ and C++ for CPUs. They know bit widths and offsets, never dtype names."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ logger = logging.getLogger("vllm.packed_kv")
 
 Compile = Callable[[], object]
 MAX_THREADS = 12
-"""More wait for one another: Python code, the first part of a Triton compilation, runs in one thread at a time."""
+"""Threads that compile. More would wait for one another: Python code, the first part of a Triton compilation, runs in
+one thread at a time."""
 
 _noting = threading.local()
 _compilations: dict[Hashable, Future[object]] = {}

@@ -9,13 +9,13 @@ import struct
 from typing import NamedTuple
 
 BINS = 16
-"""Of numbers in steps of their scale. What lies beyond the last one belongs to one more."""
+"""Number of bins over |x| / scale; one more bin holds everything larger."""
 FEWEST_LEVELS = 8
-"""For which bins cost less than trying all."""
+"""Least number of levels for which bins cost less than trying all."""
 
 
 class Bins(NamedTuple):
-    """How to find the two levels next to |x|, and which of them is nearer.
+    """Lookup table from |x| / scale to its two neighbouring levels and the nearer of them.
 
     `magic`: less the bits of a step, they are those of an fp32 that is about its inverse over some unit. |x| times
     that, at most 1, times 16 and rounded, is the number of a bin. `levels`: by bin, two neighbouring levels as bf16,

@@ -17,7 +17,7 @@ from .units import score_unit
 
 
 class Group(NamedTuple):
-    """Where a lane finds the codes of one 32-channel group, and what they are worth.
+    """Places of a lane's codes of one 32-channel group, and the factors of their values.
 
     `word`: index of the group's first code word among the lane's words. `sign_word`: index of the word with its signs,
     0 if the code has none; a half word is read as a sign word of parity 0 behind all words, so its index is
@@ -85,7 +85,7 @@ class RopeLayout(NamedTuple):
 
 
 def rope_layout(page: PageLayout) -> RopeLayout:
-    """That of pages of latents."""
+    """The RoPE part of a page of latents."""
     planes = {plane.content: plane for plane in page.planes}
     scales_at = planes[ROPE_SCALES].offset if ROPE_SCALES in planes else 0
     return RopeLayout(page.rope_dim, planes[ROPE].offset, planes[ROPE].elements, scales_at)

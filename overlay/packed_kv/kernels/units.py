@@ -1,4 +1,4 @@
-"""What codes become before their scale: fp16 numbers that need no conversion. For both decode kernels.
+"""Units of decoded codes: before their scale they are fp16 numbers that need no conversion. For both decode kernels.
 
     4 bits   128 times a magnitude is an integer below 256, a byte; with a zero byte above it, it is a subnormal number,
              its 2^-24 times; the sign goes into the upper byte
@@ -24,8 +24,9 @@ LOG2_E = math.log2(math.e)
 
 
 def score_unit(group_bits: tuple[int, ...]) -> float:
-    """Of scores over groups of these bits: the unit of all, or one between. A group's queries are multiplied by it over
-    the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled queries up to 8188 stay finite."""
+    """Unit of scores over groups of these bits: the unit of all groups, or one between theirs. A group's queries are
+    multiplied by it over the group's unit: by 8 and 1/8 where groups have 4 and 3 bits, so rotated, scaled queries up
+    to 8188 stay finite."""
     exponents = [math.frexp(code_of(bits).unit)[1] - 1 for bits in group_bits]
     return 2.0 ** ((min(exponents) + max(exponents)) // 2)
 
@@ -38,7 +39,7 @@ def four_bit_bytes() -> list[int]:
 
 
 ZERO_BYTES_3 = 0x0808
-"""In a selector of `prmt`, between two codes: the sign of the table's first byte, which is 0, as a byte."""
+"""Bits of a selector of `prmt`, between two codes: the sign of the table's first byte, which is 0, as a byte."""
 
 
 def three_bit_bytes() -> list[int]:
@@ -49,9 +50,9 @@ def three_bit_bytes() -> list[int]:
 
 
 MAGNITUDE_BIT_2 = 0x0800
-"""Of an fp16, set where a 2-bit code's magnitude is the larger one."""
+"""Bit of an fp16 that is set if a 2-bit code's magnitude is the larger one."""
 MASK_2 = 0x8000 | MAGNITUDE_BIT_2
-"""What a 2-bit code says of an fp16; `two_bit_base` is the rest."""
+"""Bits of an fp16 that a 2-bit code decides; `two_bit_base` is the rest."""
 
 
 def two_bit_base() -> int:
@@ -72,7 +73,7 @@ def twice(half: int) -> int:
 
 
 def _fp16_bits(value: float) -> int:
-    """Of a number that fp16 has."""
+    """Bits of a number that fp16 holds exactly."""
     (bits,) = struct.unpack("<H", struct.pack("<e", value))
     assert struct.unpack("<e", struct.pack("<H", bits))[0] == value, value
     return bits

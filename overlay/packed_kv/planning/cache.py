@@ -1,4 +1,4 @@
-"""How many tokens and requests a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
+"""Tokens and requests that a KV cache holds, counted as vLLM 0.32 and 0.33 count them.
 
 Their rules are in `v1/core/kv_cache_utils.py` (0.32) and `kv_cache_planning.py` (0.33), which need torch and a started
 engine. Those that our backends meet are reimplemented here. A request's blocks of all groups come from one
@@ -24,11 +24,13 @@ from ..model_shape import bytes_per_token as sum_over_layers
 from ..refusals import no_window, refuse
 
 DTYPES = (DENSE, FP8, *FORMATS)
+LATENT_ALIGNMENT = 128
+"""Tokens by which vLLM enlarges blocks of latents beside states, for kernels of other backends."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How the model is served.
+    """Options with which the model is served.
 
     `context`: tokens of a request (`--max-model-len`). `recent_tokens`: of the packed dtypes' recent window, None:
     their default. `in_flight_tokens`: batches at once times tokens of a batch, for which sliding layers keep blocks.
@@ -75,7 +77,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a cache of some bytes holds. `tokens` is vLLM's figure: its blocks in requests, times their context."""
+    """Contents of a cache of some bytes. `tokens` is vLLM's figure: its blocks in requests, times their context."""
 
     tokens: int
     requests: int
@@ -110,7 +112,7 @@ def recent_window(model: Model, dtype: str, serving: Serving) -> tuple[int, str]
 
 
 def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacity:
-    """What `memory` bytes of KV cache on each rank hold. Raises Refused."""
+    """Capacity of `memory` bytes of KV cache on each rank. Raises Refused."""
     if dtype in FORMATS and model.has_latents:
         refuse(Facts(is_mla=True, skip_layers=_skipped(serving)), dtype)
     groups = _groups(_specs(model, dtype, serving))
@@ -124,7 +126,7 @@ def capacity(model: Model, dtype: str, serving: Serving, memory: int) -> Capacit
 
 
 def _specs(model: Model, dtype: str, serving: Serving) -> list[Spec]:
-    """Of all layers with a cache of their own, rings behind them."""
+    """Specs of all layers with a cache of their own, then those of rings."""
     attention_block, shared_page = _block_and_page(model, dtype, serving)
     window, _ = recent_window(model, dtype, serving)
     found, rings = [], []
@@ -154,6 +156,8 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
     Both ask the first layer's backend for the size of a token, which takes packed bytes for elements if it is skipped.
     """
     layer, block_size = model.attention[0], serving.block_size
+    if model.has_latents and model.is_hybrid:
+        block_size = max(block_size, LATENT_ALIGNMENT)
     is_counted = layer.number not in serving.skip_layers or dtype not in FORMATS or not serving.on_gpu
     token = layer.kv_heads * (slot_bytes(dtype, layer, model.dtype_bytes) if is_counted else 2 * layer.head_size)
     held = [max((layer.state_bytes for layer in model.layers if layer.kind == "state"), default=0)]
@@ -165,12 +169,12 @@ def _block_and_page(model: Model, dtype: str, serving: Serving) -> tuple[int, in
 
 
 def _is_uniform(specs: Sequence[Spec]) -> bool:
-    """Whether vLLM would keep all layers in one group, whatever the size of their pages."""
+    """True if vLLM would keep all layers in one group, whatever the size of their pages."""
     return len({(spec.kind, spec.block_size, spec.window) for spec in specs}) == 1
 
 
 def _ring(layer: Layer, block_size: int, page: int, window: int, one_size: bool, is_cut: bool) -> Spec:
-    """As `window/cache_group.ring_spec` makes it: a block that `is_cut` has several ring blocks."""
+    """Return the spec that `window/cache_group.ring_spec` makes: a block that `is_cut` has several ring blocks."""
     token = layer.kv_heads * recent_slot_bytes(layer)
     block, count = choose_ring_block(page, token, block_size, window + 1, is_cut=is_cut)
     tokens = block * count
@@ -200,7 +204,7 @@ def _groups(specs: Sequence[Spec]) -> list[list[Spec]]:
 
 
 def _with_page(spec: Spec, page: int) -> Spec:
-    """With more tokens in a page, or padding behind them: `unify_kv_cache_spec_page_size`."""
+    """Return the spec with more tokens in a page, or with padding: vLLM's `unify_kv_cache_spec_page_size`."""
     if spec.kind == "state" or page % spec.page:
         return replace(spec, page=page)
     return replace(spec, page=page, block_size=spec.block_size * (page // spec.page))

@@ -22,9 +22,7 @@ def load(source: str) -> tuple[Config, Path | None]:
     Raises BadInput.
     """
     if not source or len(source) > LONGEST_NAME or not source.isprintable():
-        raise BadInput(
-            f"{printable(source, 60)} is no name of a model; give a folder, a config.json or an id of the Hub"
-        )
+        raise BadInput(f"{printable(source, 60)} is not a model name; give a folder, a config.json or an id of the Hub")
     try:
         path = Path(source).expanduser()
         if path.is_dir():
@@ -67,7 +65,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _answers() -> bool:
-    """Whether the Hugging Face Hub can be reached within seconds, through a proxy if one is set."""
+    """True if the Hugging Face Hub can be reached within seconds, through a proxy if one is set."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,5 +1,5 @@
-"""What was measured, from `measured.json` (tests hold it to benchmarks/results/ and docs/measured.md), and the estimate
-of a decode step that it gives.
+"""Measured figures from `measured.json`, which benchmarks/plan_figures.py makes from the rows in benchmarks/results/,
+and the estimate of a decode step that they give.
 
     step = fixed + requests * request / ranks + collectives + reading
     reading = weights / rate of bf16 + KV / rate of the dtype                        bytes of one rank
@@ -20,21 +20,22 @@ from .cache import Serving, dtype_of, recent_window
 from .cards import CARDS, Card
 from .weights import Weights
 
+# Read at import (4 KB), by `packed-kv plan` and `doctor` alone: no engine imports this module.
 MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
 STEP, KL, RECALL = MEASURED["step"], MEASURED["kl"], MEASURED["recall"]
 
 
 def kl(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> float | None:
-    """Mean KL to bf16 in units of what fp8's rounding costs; None: not measured. `rope_bits`: of RoPE beside latents;
-    None: there are no latents."""
+    """Mean KL to bf16 in units of what fp8's rounding costs; None: not measured. `rope_bits`: bits of a latent's RoPE
+    channels; None for keys and values."""
     window = "window" if has_window else "no_window"
     table = KL[window] if rope_bits is None else KL["latents"][window][str(rope_bits)]
     return table["calibrated" if calibrated else "uncalibrated"].get(dtype)
 
 
 def recall(dtype: str, has_window: bool, calibrated: bool, rope_bits: int | None = None) -> int | None:
-    """Percent that a dtype answers of planted numbers that bf16 answers; None: not measured, as without a window and
-    for latents. Arguments: as of `kl`."""
+    """Percent of the planted numbers that bf16 answers which a dtype answers, too. None where it was not measured:
+    without a window, and for latents. Takes the arguments of `kl`."""
     if rope_bits is not None or (dtype in FORMATS and not has_window):
         return None
     return RECALL["calibrated" if calibrated else "uncalibrated"].get(dtype)

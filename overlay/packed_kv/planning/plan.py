@@ -11,7 +11,7 @@ from ..attention.routes import longest_fused
 from ..cache_scheme import said_of_cache
 from ..formats import FORMATS, ROPE_BITS
 from ..kernels.cuda import COLUMNS, HEAD_DIMS
-from ..model_shape import DENSE, FP8, BadInput, Model, part, whole
+from ..model_shape import DENSE, FP8, BadInput, Model, nested, whole
 from ..refusals import Refused
 from .cache import DTYPES, Serving, bytes_per_token, capacity, recent_window
 from .cards import Card
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for. `users`: requests at once, None: not said. `kv_memory`: bytes of KV cache a card."""
+    """Requirements of a plan. `users`: requests at once, None: not given. `kv_memory`: bytes of KV cache per card."""
 
     model: Model
     serving: Serving
@@ -63,8 +63,8 @@ def cache_memory(card: Card, weights: Weights, ranks: int, utilization: float, r
     left = int(card.memory * utilization - weights.total / ranks - reserve)
     if left <= 0:
         raise BadInput(
-            f"{weights.total / ranks / GIB:.1f} GiB of weights a card ({weights.source}) and {reserve / GIB:g} GiB for "
-            f"the rest do not fit {utilization:g} of {card.memory / GIB:.1f} GiB; give a larger --gpu, "
+            f"{weights.total / ranks / GIB:.1f} GiB of weights per card ({weights.source}) and {reserve / GIB:g} GiB "
+            f"for the rest do not fit {utilization:g} of {card.memory / GIB:.1f} GiB; give a larger --gpu, "
             "--tensor-parallel N or --weights fp8"
         )
     return left
@@ -110,11 +110,11 @@ def _most_room(target: Target, rows: dict[str, Row]) -> str:
     if held >= at_once:
         return (
             f"{DENSE}: it suffices, as it holds {held:,} requests of {target.serving.context:,} tokens, and vLLM "
-            f"serves {at_once:,} at once (--max-num-seqs; with more, give --users)."
+            f"serves {at_once:,} at once (--max-num-seqs; if you serve more, give --users)."
         )
     best = max((row for row in rows.values() if _cost(row) <= 1), key=lambda row: (row.requests, -_cost(row)))
     if best.dtype == DENSE:
-        return f"{DENSE}: every dtype that holds more has a KL larger here than that of fp8's rounding."
+        return f"{DENSE}: every dtype that holds more has a larger KL than rounding to fp8."
     return (
         f"{best.dtype}, calibrated: the most requests of {target.serving.context:,} tokens ({best.requests}; bf16 "
         f"{rows[DENSE].requests}, fp8 {rows[FP8].requests}) at a KL no larger than that of fp8's rounding "
@@ -123,7 +123,7 @@ def _most_room(target: Target, rows: dict[str, Row]) -> str:
 
 
 def _least_loss(target: Target, rows: dict[str, Row], users: int) -> str:
-    """What costs least of the dtypes that hold so many requests."""
+    """The dtype of least loss that holds so many requests."""
     dense, wanted = rows[DENSE], f"{users} requests of {target.serving.context:,} tokens"
     enough = [row for row in rows.values() if row.requests >= users]
     if not enough:
@@ -142,7 +142,7 @@ def _least_loss(target: Target, rows: dict[str, Row], users: int) -> str:
     packed = min((row for row in enough if row.dtype not in (DENSE, FP8)), key=_cost, default=dense)
     also = ""
     if packed.step_ms and dense.step_ms and packed.step_ms < WORTH_SAYING * dense.step_ms:
-        also = f"; {packed.dtype} would take {packed.step_ms:.1f} ms a step instead of {dense.step_ms:.1f}"
+        also = f"; {packed.dtype} would take {packed.step_ms:.1f} ms per step instead of {dense.step_ms:.1f}"
     return f"{DENSE}: it holds the {wanted} without any loss{also}."
 
 
@@ -152,13 +152,13 @@ def _cost(row: Row) -> float:
 
 
 def assumptions(target: Target, said: list[str]) -> list[str]:
-    """What stands under the table: what was read, and what was taken for granted. `said`: of the arguments."""
+    """Lines under the table: values that were read, and assumptions. `said`: those of the arguments."""
     model, serving = target.model, target.serving
     window, reason = recent_window(model, next(iter(FORMATS)), serving)
     lines = [
         f"{model.name}: {layers(model)}; weights {target.weights.total / 1e9:.2f} GB ({target.weights.source})",
-        f"KV cache {target.kv_memory / GIB:.2f} GiB a card; blocks of {serving.block_size} tokens",
-        *filter(None, [said_of_cache(part(model.config, "quantization_config"))]),
+        f"KV cache {target.kv_memory / GIB:.2f} GiB per card; blocks of {serving.block_size} tokens",
+        *filter(None, [said_of_cache(nested(model.config, "quantization_config"))]),
         *said,
         f"recent window of {window} tokens" if window else f"no recent window{f': {reason}' if reason else ''}",
     ]
@@ -167,17 +167,18 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     if not model.has_latents:
         lines.append(decodes(model, target.card))
     if serving.skip_layers:
-        lines.append("vLLM enlarges blocks beside skipped layers; by how much depends on whether the first is skipped")
+        lines.append("vLLM enlarges blocks if layers are skipped; by how much depends on whether the first one is")
         if len({(layer.kv_heads, layer.head_size) for layer in model.attention}) > 1:
             lines.append("not counted: how much, where layers have heads of several sizes or numbers")
     if model.is_hybrid:
         number = max(layer.states for layer in model.layers)
-        lines.append(f"a request has {number} states a state layer (prefix caching); a page is as large as a state")
+        lines.append(f"a request has {number} states per state layer (prefix caching); a page is as large as a state")
     if model.has_latents:
-        copies = len(model.layers) * _folded_bytes(model) / model.ranks
-        lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights a card beside this (kv_b_proj)")
+        number = sum(layer.rope_size > 0 for layer in model.layers)
+        copies = number * _folded_bytes(model) / model.ranks
+        lines.append(f"a packed dtype keeps {copies / GIB:.2f} GiB of folded weights per card in addition (kv_b_proj)")
     source = KL["latents"]["source"] if model.has_latents else KL["source"]
-    lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (and in brackets without)")
+    lines.append(f"KL: {source}; calibrated once with packed-kv calibrate (in brackets without)")
     if window and not model.has_latents:
         lines.append(f"recall: {RECALL['source']}; likewise")
     if model.has_latents:
@@ -185,7 +186,7 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
     elif target.card.bandwidth:
         lines.append(f"step: {STEP['source']}")
         if is_measured_h100(target.card):
-            lines.append("step on H100: from the H200's; bf16, fp8, isoquant4, turboquant25 on one are met within 9 %")
+            lines.append("step on H100: from the H200's; within 9 % of those measured: bf16, fp8, 4 and 2.5 bits")
         elif target.card.name != STEP["gpu"]:
             lines.append(f"step on {target.card.name}: not measured; shares of its bandwidth as on the {STEP['gpu']}")
         if unknown := [dtype for dtype in DTYPES if dtype not in STEP["share"]]:
@@ -196,8 +197,8 @@ def assumptions(target: Target, said: list[str]) -> list[str]:
 
 
 def decodes(model: Model, card: Card) -> str:
-    """Which kernel serves a packed dtype's decodes, and how many new tokens of a request it takes: in CUDA graphs, the
-    layer that takes the fewest decides."""
+    """Name the kernel of a packed dtype's decodes, and the most new tokens of a request that it takes: in CUDA graphs,
+    the layer that takes the fewest decides."""
     group = max(max(1, model.query_heads(layer) // model.ranks // layer.kv_heads) for layer in model.attention)
     by_cuda = card.is_hopper and group <= COLUMNS and all(
         layer.kind == "full" and layer.head_size in HEAD_DIMS and layer.value_size in (0, layer.head_size)
@@ -205,13 +206,13 @@ def decodes(model: Model, card: Card) -> str:
     )  # fmt: skip
     longest, kernel = longest_fused(group, by_cuda=by_cuda), "CUDA" if by_cuda else "Triton"
     return (
-        f"decodes of packed pages: {group} query heads a KV head; the {kernel} kernel takes steps of up to "
-        f"{longest} new tokens a request (drafts included), {group * longest} columns; others run outside CUDA graphs"
+        f"decodes of packed pages: {group} query heads per KV head; the {kernel} kernel takes steps of up to "
+        f"{longest} new tokens per request (drafts included), {group * longest} columns; others run outside CUDA graphs"
     )
 
 
 def _folded_bytes(model: Model) -> int:
-    """Of one layer's up-projections from latents to K and V, in the model's dtype, on all ranks."""
+    """Bytes of one layer's up-projections from latents to K and V, in the model's dtype, on all ranks."""
     channels = sum(whole(model.config, name) for name in ("qk_nope_head_dim", "v_head_dim"))
     return model.config["num_attention_heads"] * channels * whole(model.config, "kv_lora_rank") * model.dtype_bytes
 

@@ -76,9 +76,9 @@ def plot(target: Target, file: Path) -> None:
     axes.set_xticks(contexts, [f"{context // 1024}k" if context >= 1024 else str(context) for context in contexts])
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _place: f"{value:,g}")
-    axes.set_xlabel("tokens of a request")
+    axes.set_xlabel("tokens per request")
     axes.set_ylabel("requests that fit")
-    axes.set_title(f"{target.model.name}, {target.kv_memory / 2**30:.1f} GiB of KV cache a card ({target.card.name})")
+    axes.set_title(f"{target.model.name}, {target.kv_memory / 2**30:.1f} GiB of KV cache per card ({target.card.name})")
     axes.grid(alpha=0.3)
     axes.legend()
     try:

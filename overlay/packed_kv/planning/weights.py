@@ -11,13 +11,15 @@ from ..model_shape import (
     Config,
     Layer,
     Model,
+    delta_attention,
     delta_net_channels,
+    has_delta_attention,
     layer_config,
     layer_letters,
     layer_runs,
     listed,
     mamba_channels,
-    part,
+    nested,
     whole,
     word,
 )
@@ -52,7 +54,7 @@ class Weights:
 
 
 def weights(model: Model, form: str | float | None, folder: Path | None) -> Weights:
-    """Of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
+    """Weights of a model in a form of `BITS`, or of a number of bytes; None: as its config and its folder say."""
     linear, again, experts, vocabulary = parameters(model)
     share = min(1.0, _experts_per_token(model.config) / max(1, _experts(model.config)))
     bits, source = _bits(model.config, form if isinstance(form, str) else None)
@@ -79,16 +81,16 @@ def _known(folder: Path | None) -> float | None:
         index = read_json(folder / INDEX)
     except ValueError as error:
         raise BadInput(f"{folder / INDEX} {error}; give --weights SIZE") from error
-    return whole(part(index, "metadata"), "total_size") if isinstance(index, dict) else None
+    return whole(nested(index, "metadata"), "total_size") if isinstance(index, dict) else None
 
 
 def _bits(config: Config, form: str | None) -> tuple[float, str]:
     """Bits of a number in a linear layer, and where they are from."""
     if form is not None:
         return BITS[form], f"linear layers in {form}"
-    quantization = part(config, "quantization_config")
+    quantization = nested(config, "quantization_config")
     if not quantization or _keeps_weights(quantization):
-        said = "not quantized, but for the KV cache" if quantization else "not quantized"
+        said = "not quantized, except for the KV cache" if quantization else "not quantized"
         return 8.0 * {"float32": 4}.get(word(config, "dtype", "torch_dtype"), 2), said
     method, bits = printable(quantization.get("quant_method", ""), 60), whole(quantization, "bits")
     if groups := _weight_groups(quantization):
@@ -100,7 +102,8 @@ def _bits(config: Config, form: str | None) -> tuple[float, str]:
 
 
 def _keeps_weights(quantization: Config) -> bool:
-    """Whether a `quantization_config` is of the KV cache or activations alone, in the words of the tools that do so."""
+    """True if a `quantization_config` is of the KV cache or activations alone, by the fields of the tools that write
+    one."""
     method = word(quantization, "quant_method")
     if method == "compressed-tensors":
         return not _weight_groups(quantization)
@@ -108,13 +111,13 @@ def _keeps_weights(quantization: Config) -> bool:
 
 
 def _weight_groups(quantization: Config) -> list[Config]:
-    """What `config_groups` of compressed-tensors say of weights; groups of attention alone are the KV cache's."""
-    groups = part(quantization, "config_groups")
-    parts = [part(groups, name) for name in groups]
+    """Settings of weights in `config_groups` of compressed-tensors; groups of attention alone are the KV cache's."""
+    groups = nested(quantization, "config_groups")
+    found_groups = [nested(groups, name) for name in groups]
     return [
         found
-        for group in parts
-        if (found := part(group, "weights")) and not _is_of_attention(listed(group, "targets", of=str))
+        for group in found_groups
+        if (found := nested(group, "weights")) and not _is_of_attention(listed(group, "targets", of=str))
     ]
 
 
@@ -125,10 +128,10 @@ def _is_of_attention(targets: list[str]) -> bool:
 def _algorithm(quantization: Config) -> str:
     """The algorithm for weights, in the words of ModelOpt or Quark; "": none is named."""
     if word(quantization, "quant_method") == "quark":
-        layers = [part(quantization, "global_quant_config"), *part(quantization, "layer_quant_config").values()]
-        found = [part(layer, "weight") for layer in layers if isinstance(layer, dict)]
+        layers = [nested(quantization, "global_quant_config"), *nested(quantization, "layer_quant_config").values()]
+        found = [nested(layer, "weight") for layer in layers if isinstance(layer, dict)]
         return next((word(weight, "dtype") for weight in found if weight), "")
-    return word(part(quantization, "quantization") or quantization, "quant_algo")
+    return word(nested(quantization, "quantization") or quantization, "quant_algo")
 
 
 def parameters(model: Model) -> tuple[float, float, float, float]:
@@ -156,6 +159,11 @@ def _state(config: Config, hidden: int) -> float:
     if "linear_num_value_heads" in config:
         keys, values = delta_net_channels(config)
         return hidden * (2 * keys + 3 * values)
+    if has_delta_attention(config):
+        heads, head_dim, _ = delta_attention(config)
+        gates = 1 if nested(config, "linear_attn_config").get("use_full_rank_gate") else 0
+        inner = heads * head_dim
+        return (4 + gates) * hidden * inner + (2 - gates) * head_dim * (hidden + inner)
     if "conv_L_cache" in config:
         return 4 * hidden * hidden
     if word(config, "model_type") == "nemotron_h" and (heads := whole(config, "mamba_num_heads")):
@@ -191,7 +199,9 @@ def _mlp(config: Config, number: int, hidden: int) -> tuple[float, float]:
         shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") * expert
     if config.get("model_type") == "llama4_text":
         shared = expert
-    return matrices * shared + hidden * count, count * matrices * expert
+    narrow = whole(config, "routed_expert_hidden_size")  # Kimi K3: experts read a projection
+    routed = count * expert * (3 * narrow or matrices)
+    return matrices * shared + hidden * (count + 2 * narrow), routed
 
 
 def _experts(config: Config) -> int:
@@ -199,4 +209,7 @@ def _experts(config: Config) -> int:
 
 
 def _experts_per_token(config: Config) -> int:
-    return whole(config, "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts") or 1
+    return (
+        whole(config, "num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
+        or 1
+    )

@@ -1,1 +1,1 @@
-"""What an engine's configuration asks for, checked: options and calibration."""
+"""Settings of an engine, checked: options and calibration."""

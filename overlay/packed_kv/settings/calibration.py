@@ -1,4 +1,4 @@
-"""Which calibration file serves a model, and which of its channels serve a layer of this rank."""
+"""Choice of a model's calibration file, and of its channels that a layer of this rank takes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from vllm.logger import init_logger
 from ..calibration_file import (
     FILE_NAME,
     FIRST_WITH_ROPES,
-    MIXES_NEIGHBOURS,
     Calibration,
     LayerCalibration,
-    fields_for,
     heads_of_rank,
     layer_number,
     load,
     why_no_file,
 )
+from ..channel_calibration import MIXES_NEIGHBOURS
 from ..formats import Format
 from ..model_shape import BadInput, parse
 from ..rope import VARYING, rope_parameters
@@ -41,7 +40,7 @@ WORDS = {
     "key_scale": "scales of keys",
     "value_scale": "scales of values",
 }
-"""What the log calls fields of a `LayerCalibration`."""
+"""Names in the log of the parts of a layer's calibration, in the names of `LayerCalibration.known`."""
 DRAFTS = {"mtp", "draft_model"}
 """Parts of the names of layers that are a draft's, though their numbers are those of the model's layers."""
 
@@ -56,39 +55,33 @@ class RankCalibration:
     tp_rank: int
     has_draft: bool
 
-    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> dict[str, Any]:
-        """Arguments of a layer's `PagedCodec`, for the `kv_heads` heads of this rank; those that the file has.
+    def channels(self, layer_name: str, kv_heads: int, head_size: int, head_size_v: int) -> LayerCalibration:
+        """The parts of the file that the format takes for a layer, for the `kv_heads` heads of this rank.
 
         Empty for the layers of a draft model, which the file does not describe. Raises CalibrationError for a layer
         that it should describe and does not.
         """
         layer = self._layer(layer_name)
         if layer is None:
-            return {}
+            return LayerCalibration()
         if head_size != self.file.head_size:
             self.file.refuse(f"head_size {self.file.head_size}, but {layer_name} has {head_size}")
         if head_size_v != self.file.value_head_size:
             self.file.refuse(f"value_head_size {self.file.value_head_size}, but {layer_name} has {head_size_v}")
-        rows = {name: row for name in self.arguments if (row := getattr(layer, name)) is not None}
-        rope = {"key_rope": rows.pop("key_rope")} if "key_rope" in rows else {}  # of all heads
-        mine = {name: heads_of_rank(row, kv_heads, self.tp_size, self.tp_rank) for name, row in rows.items()}
-        if any(len(row) != kv_heads for row in mine.values()):
-            rank = f"rank {self.tp_rank} of {self.tp_size}"
-            self.file.refuse(f"{layer.kv_heads} KV heads do not deal out to the {kv_heads} of {layer_name} on {rank}")
-        return mine | rope
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """What the format takes of a `LayerCalibration`."""
-        return fields_for(self.fmt)
+        def mine(rows: list[Any]) -> list[Any]:
+            found = heads_of_rank(rows, kv_heads, self.tp_size, self.tp_rank)
+            if len(found) != kv_heads:
+                rank = f"rank {self.tp_rank} of {self.tp_size}"
+                heads = f"{layer.kv_heads} KV heads"
+                self.file.refuse(f"{heads} cannot be split into the {kv_heads} of {layer_name} on {rank}")
+            return found
+
+        return layer.taken_by(self.fmt).map_rows(mine)
 
     def uses(self) -> str:
-        """What of the file is used, in words; empty if nothing is."""
-        there = {
-            name
-            for name in self.arguments
-            if any(getattr(layer, name) is not None for layer in self.file.layers.values())
-        }
+        """The parts of the file that are used, in words; empty if none is."""
+        there = {name for layer in self.file.layers.values() for name in layer.taken_by(self.fmt).known()}
         if "key_rope" in there:
             there.remove("key_mean")
         words = [*dict.fromkeys(text for name, text in WORDS.items() if name in there)]
@@ -135,7 +128,7 @@ def find_calibration(config: VllmConfig, fmt: Format) -> RankCalibration | None:
         get_tensor_model_parallel_rank(),
         has_draft=config.speculative_config is not None,
     )
-    no_means = all(layer.key_mean is None for layer in calibration.layers.values())
+    no_means = all(layer.key.mean is None for layer in calibration.layers.values())
     hint = f"; it has no means of keys, which tq-calibrate model {model.model} would find" if no_means else ""
     turns = any(rope["rope_type"] not in VARYING for rope in ropes.values())
     if not no_means and turns and calibration.version < FIRST_WITH_ROPES:
@@ -163,17 +156,16 @@ def _say_that_there_is_none(path: Path, fmt: Format, model: ModelConfig) -> None
     reason = _why_no_file(model)
     if fmt.outlier_bits:
         logger.warning_once(
-            "KV cache calibration: no %s, so %s stores keys as they are and the first %d channels of each head with "
-            "more bits, whichever are large; %s",
+            "KV cache calibration: no %s; %s gives its extra bits to the first %d channels of each head. %s",
             path,
             fmt.name,
             fmt.outlier_channels(heads_of(model)[1]),
-            f"none can be made ({reason}), and tq4 needs none" if reason else f"to choose them run: {_command(model)}",
+            f"None can be made ({reason}); tq4 needs none" if reason else f"To choose them, run: {_command(model)}",
             scope="local",
         )
     elif not reason:
         logger.info_once(
-            "KV cache calibration: no %s, so %s stores keys as they are%s; %s would improve it",
+            "KV cache calibration: no %s; %s serves uncalibrated%s. To lower its error, run: %s",
             path,
             fmt.name,
             ", in the model's order of channels" if fmt.rotation in MIXES_NEIGHBOURS else "",
@@ -187,7 +179,7 @@ def _command(model: ModelConfig) -> str:
 
 
 def _why_no_file(model: ModelConfig) -> str:
-    """Why tq-calibrate makes no file for the model, in words; "": it makes one, or its config is not known here."""
+    """Say why tq-calibrate makes no file for the model; "": it makes one, or its config is not known here."""
     try:
         return why_no_file(parse(model.hf_config.to_dict(), model.model))
     except BadInput:
@@ -195,7 +187,7 @@ def _why_no_file(model: ModelConfig) -> str:
 
 
 def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, Any]]:
-    """What calibration does to the pages of a format: layer -> arguments of its `PagedCodec` for all heads.
+    """Calibration that the pages of a format depend on: layer -> `LayerCalibration.known` of all heads.
 
     Needs no process group and is the same on every rank. Empty where nothing is changed by calibration. Raises
     CalibrationError for a file that cannot be read; whether it fits the model, `find_calibration` says.
@@ -209,14 +201,14 @@ def transforms_of_model(config: VllmConfig, fmt: Format) -> dict[int, dict[str, 
     whole = RankCalibration(file, fmt, tp_size=1, tp_rank=0, has_draft=False)
     sizes = file.head_size, file.value_head_size
     layers = {
-        number: whole.channels(f"layers.{number}", layer.kv_heads, *sizes)
+        number: whole.channels(f"layers.{number}", layer.kv_heads, *sizes).known()
         for number, layer in sorted(file.layers.items())
     }
-    return {layer: arguments for layer, arguments in layers.items() if arguments}
+    return {layer: known for layer, known in layers.items() if known}
 
 
 def model_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files are: its own folder, that of its file, or the snapshot of one of the Hugging Face Hub."""
+    """Folder of a model's files: its own, that of its file, or its snapshot of the Hugging Face Hub."""
     path = Path(model)
     if path.exists():
         return path.parent if path.is_file() else path

@@ -1,4 +1,4 @@
-"""What vLLM's configuration tells of an engine, for the rules of `refusals.py`."""
+"""Facts about an engine from vLLM's configuration, for the rules of `refusals.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..cache_scheme import asked_cache
 from ..facts import Facts
 from ..formats import FORMATS
 from ..refusals import refuse
-from ..vllm_compat import builds_draft, groups_stay, has_draft_cache, no_scratch_groups
+from ..vllm_compat import builds_draft, groups_stay, sizes_latents_beside_states
 from .connectors import connectors
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def engine_facts(config: VllmConfig) -> Facts:
     parallel, cache, speculative = config.parallel_config, config.cache_config, config.speculative_config
     model, transfer = config.model_config, config.kv_transfer_config
     draft_dtype = speculative.kv_cache_dtype if speculative else None
+    has_draft_cache = speculative is not None and speculative.uses_draft_kv_cache()
     capability = current_platform.get_device_capability()
     return Facts(
         platform=platform_name(),
@@ -34,17 +35,18 @@ def engine_facts(config: VllmConfig) -> Facts:
         connectors=tuple(connectors(transfer)),
         speculative_method=speculative.method if speculative else None,
         has_other_dtypes=bool(cache.kv_cache_dtype_skip_layers)
-        or (has_draft_cache(speculative) and draft_dtype not in (None, cache.cache_dtype)),
-        has_draft_cache=has_draft_cache(speculative),
+        or (has_draft_cache and draft_dtype not in (None, cache.cache_dtype)),
+        has_draft_cache=has_draft_cache,
         is_draft=is_draft(config),
         packs_draft=speculative is not None and draft_dtype in (None, *FORMATS),
-        without_scratch_groups=no_scratch_groups(),
         groups_stay=groups_stay(),
+        states_fit=sizes_latents_beside_states(),
         has_one_cache_manager=config.scheduler_config.disable_hybrid_kv_cache_manager,
         has_fast_prefill=cache.kv_sharing_fast_prefill,
         has_micro_batches=parallel.use_ubatching,
         architecture=model.architecture,
         is_mla=model.use_mla,
+        has_latent_sinks=model.use_mla and bool(getattr(model.hf_text_config, "learnable_sink", False)),
         has_lora=config.lora_config is not None,
         auto_cache=auto_cache(config),
         skip_layers=tuple(cache.kv_cache_dtype_skip_layers),
@@ -56,7 +58,7 @@ def engine_facts(config: VllmConfig) -> Facts:
 
 
 def is_draft(config: VllmConfig) -> bool:
-    """Whether the model that is being built is a draft. Some have a configuration of their own, others the engine's."""
+    """True if the model that is being built is a draft. Some have a configuration of their own, others the engine's."""
     return config.model_config.runner_type == "draft" or (config.speculative_config is not None and builds_draft())
 
 

@@ -34,7 +34,7 @@ def longest_sequence(config: VllmConfig) -> int:
 
 
 def _bytes_per_token(layer: Any, config: VllmConfig) -> int:
-    """Of a layer with pages of its own that has no window and no chunks; else 0."""
+    """Bytes per token of a layer with pages of its own and no window or chunks; else 0."""
     reads_another = getattr(layer, "kv_sharing_target_layer_name", None)
     is_bounded = getattr(layer, "sliding_window", None) or config.model_config.attention_chunk_size
     if not hasattr(layer, "kv_cache_dtype") or not hasattr(layer, "num_kv_heads") or reads_another or is_bounded:

@@ -1,4 +1,4 @@
-"""What `--additional-config '{"packed_kv": {...}}'` says, checked."""
+"""Options of `--additional-config '{"packed_kv": {...}}'`, checked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KEYS = {
     "decode_kernel": '"auto" or "triton"',
     "latent_rope_bits": " or ".join(map(str, ROPE_BITS)),
 }
-"""Of the options, with their values in words."""
+"""Keys of the options, with their values in words."""
 DECODE_KERNELS = ("auto", "triton")
 AUTO = "auto"
-"""In place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
+"""Word in place of a calibration file's path; `self_calibration.resolve_auto` makes it one before the engine starts."""
 
 LONGEST_PATH = 4095
 LIKE = 0.9
-"""How like `KEY` another key has to be to be taken for a slip; "packed" is not."""
+"""Least likeness to `KEY` at which another key is taken for a typo; "packed" is below it."""
 
 
 class OptionError(ValueError):

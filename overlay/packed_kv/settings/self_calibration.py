@@ -36,8 +36,8 @@ logger = init_logger("vllm.packed_kv")
 CONTEXT = 2048
 """Tokens of a sequence that tq-calibrate runs, unless the engine serves fewer."""
 STATISTICS = 2
-"""Of tq-calibrate: increment it when its choices change, so that engines have their files regenerated. 2: keys
-are weighed by the attention that they get."""
+"""Version of tq-calibrate's statistics: increment it when its choices change, so that engines have their files
+regenerated. 2: keys are weighed by the attention that they get."""
 MODEL_OPTIONS = (
     "tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "trust_remote_code",
     "quantization", "quantization_config", "hf_overrides", "hf_config_path", "config_format", "model_impl",
@@ -48,7 +48,7 @@ PROGRESS = ("loading ", "calibrating: ", "choosing: ")
 TOKENIZERS = ("tokenizer", "vocab", "tekken", "tiktoken", "spiece", "sentencepiece", "qwen.tiktoken", "spm")
 """Beginnings of the names of a tokenizer's files; "tokenizer" also begins tokenizer.json and tokenizer.model."""
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model", ".tiktoken", ".py"}
-"""Of the files of a folder that make a model."""
+"""Suffixes of the files of a folder that make a model."""
 
 
 def resolve_auto(config: VllmConfig) -> None:
@@ -72,7 +72,7 @@ def settled_file(config: VllmConfig) -> Path:
 
 
 def cached_file(config: VllmConfig) -> Path:
-    """Where the file of an engine's model is kept: below vLLM's own folder in the user's cache, under the model's name
+    """Path of the cached file of an engine's model: below vLLM's own folder in the user's cache, under the model's name
     and a digest of all that decides the file: weights, tokenizer, arguments, context, version of the file and of the
     statistics that it is made from."""
     model = config.model_config
@@ -90,7 +90,7 @@ def cached_file(config: VllmConfig) -> Path:
 
 
 def _identity(model: ModelConfig) -> list[Any]:
-    """What tells a model's files from others: the commit of the Hub, or sizes and times of a folder's files."""
+    """Identity of a model's files: the commit of the Hub, or sizes and times of a folder's files."""
     path = Path(model.model)
     if not path.exists():
         return [model.model, model_folder(model.model, model.revision).name]

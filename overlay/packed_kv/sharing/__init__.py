@@ -1,1 +1,1 @@
-"""What leaves an engine: the fingerprint in the keys of pages, and tiers on disk."""
+"""Pages that leave an engine: the fingerprint in their keys, and tiers on disk."""

@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm.v1.core.kv_cache_utils as kv_cache_utils
 from huggingface_hub import try_to_load_from_cache
 
+from ..vllm_compat import wrap_adapter_keys
 from .model_identity import content_of
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ Keys = list[tuple[Any, ...]]
 
 def name_adapters() -> None:
     """Have block hashes of this process, an engine core's, name the content of adapters that its engine loads."""
-    keys = kv_cache_utils._gen_lora_extra_hash_keys
-    kv_cache_utils._gen_lora_extra_hash_keys = AdapterKeys(keys.keys if isinstance(keys, AdapterKeys) else keys)
+    wrap_adapter_keys(lambda keys: AdapterKeys(keys.keys if isinstance(keys, AdapterKeys) else keys))
 
 
 class AdapterKeys:
@@ -60,8 +59,8 @@ class AdapterKeys:
 
 
 def adapter_identity(path: str) -> str:
-    """What tells an adapter's weights from another's: the commit of one of the Hugging Face Hub, or the content of a
-    folder's files, wherever they lie; of one that is nowhere yet its name."""
+    """Identity of an adapter's weights: the commit of one of the Hugging Face Hub, or the content of a folder's files,
+    wherever they lie; of one that is nowhere yet its name."""
     folder = Path(path).expanduser()
     if not folder.exists():
         config = try_to_load_from_cache(path, CONFIG)

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from ..vllm_compat import chunk_ids, count_chunks
+from ..vllm_compat import TierInternals, count_chunks
 from .tiers import private_folder
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ def read_pages(path: Path, root: Path, pages: memoryview, direct: bool) -> None:
         is_whole = False
     if not is_whole:
         moved = _clear(path)
-        what = f"moved to {moved.name}" if moved else "removed"
-        raise OSError(f"{path} is truncated, corrupted or another engine's: taken for a miss, and {what}")
+        what = f"moved to {moved.name}" if moved else "deleted"
+        raise OSError(f"{path} is truncated, corrupted or another engine's: treated as a cache miss and {what}")
 
 
 def _read(path: Path, root: Path, pages: memoryview, direct: bool) -> bool:
-    """Whether `pages` are now those of a regular file. Raises OSError."""
+    """Fill `pages`; True if they are whole and of a regular file. Raises OSError."""
     footer = mmap.mmap(-1, FOOTER)
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (O_DIRECT if direct else 0))
     try:
@@ -116,7 +116,7 @@ def _clear(path: Path) -> Path | None:
 
 
 def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
-    """In memory of its own page, as O_DIRECT wants it."""
+    """Return a file's footer, in a page of memory of its own, as O_DIRECT wants it."""
     checksum = zlib.crc32(pages, zlib.crc32(str(path.relative_to(root)).encode()))
     footer = mmap.mmap(-1, FOOTER)
     footer.write(struct.pack(f"<{len(MAGIC)}sI", MAGIC, checksum))
@@ -124,7 +124,7 @@ def _footer(path: Path, root: Path, pages: memoryview) -> mmap.mmap:
 
 
 def _folder_name(model: str) -> str:
-    """Of a model's path or name, what fits into a folder's name. `page_format` says which model it is."""
+    """The part of a model's path or name that fits into a folder's name. `page_format` says which model it is."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:64]
 
 
@@ -160,7 +160,8 @@ class PackedFileTier(FileSystemTierManager):
             parallel=replace(config.parallel, is_parallelism_agnostic=portable),
         )
         super().__init__(spec, primary_kv_view, tier_type, root_dir=root_dir, n_read_threads=n_read_threads, **options)
-        self.root, self.threads = Path(root_dir), n_read_threads
+        self.root, self.threads, self.internals = Path(root_dir), n_read_threads, TierInternals(self)
+        self.pages, self.chunk_bytes = primary_kv_view.cast("B"), primary_kv_view.nbytes // len(primary_kv_view)
         own = Path(self.file_mapper.base_path)
         with contextlib.suppress(PermissionError):  # vLLM makes them by the umask
             own.chmod(0o700)
@@ -177,8 +178,8 @@ class PackedFileTier(FileSystemTierManager):
         others = [entry for entry in self.root.iterdir() if os.path.isfile(entry / "config.json")]
         if len(others) > 1 and not own.with_name(f"{own.name}_r{self.file_mapper.rank}").is_dir():
             logger.warning(
-                "KV pages on disk: %s has pages of other models, dtypes, calibrations, versions or ranks only "
-                "(%s is this engine's folder); they are not read",
+                "KV pages on disk: %s holds only pages of other models, dtypes, calibrations, versions or ranks "
+                "(this engine's folder is %s); they are not read",
                 self.root,
                 own.name,
             )
@@ -186,17 +187,17 @@ class PackedFileTier(FileSystemTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
         if self.events is not None:
-            self._store_job_keys[job] = list(job_metadata.keys)
+            self.internals.store_keys[job] = list(job_metadata.keys)
         count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._store)
-        self._pool.enqueue_store(job, len(tasks), tasks)
+        self.internals.pool.enqueue_store(job, len(tasks), tasks)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = job_metadata.job_id
-        self._load_job_keys[job] = list(job_metadata.keys)
+        self.internals.load_keys[job] = list(job_metadata.keys)
         count_chunks(self, job_metadata)
         tasks = self._tasks(job_metadata, self._load)
-        self._pool.enqueue_load(job, len(tasks), tasks)
+        self.internals.pool.enqueue_load(job, len(tasks), tasks)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for result in super().get_finished_jobs():
@@ -206,32 +207,33 @@ class PackedFileTier(FileSystemTierManager):
 
     def _tasks(self, job: TransferJob, run: Callable[..., None]) -> list[Callable[[], None]]:
         """A part of a job's chunks for each thread, in order: (path, pages) and the number of the first of them."""
-        view, size = self._primary_kv_view.cast("B"), self._block_size
+        view, size = self.pages, self.chunk_bytes
         chunks = [
             (Path(self.file_mapper.get_file_name(key)), view[int(chunk) * size : (int(chunk) + 1) * size])
-            for key, chunk in zip(job.keys, chunk_ids(job), strict=True)
+            for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
         ]
-        part = -(-len(chunks) // self.threads)
+        each = -(-len(chunks) // self.threads)
         return [
-            functools.partial(run, job.job_id, first, chunks[first : first + part])
-            for first in range(0, len(chunks), part)
+            functools.partial(run, job.job_id, first, chunks[first : first + each])
+            for first in range(0, len(chunks), each)
         ]
 
     def _store(self, job: int, _first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
-        """In a thread. What cannot be written is not there later: one line, until something can be written again."""
+        """Write chunks, in a thread. A later lookup misses what cannot be written: one line of the log, until
+        something can be written again."""
         try:
             for path, pages in chunks:
-                write_pages(path, self.root, pages, self._use_o_direct)
+                write_pages(path, self.root, pages, self.internals.use_o_direct)
         except OSError as error:
             self.failed_stores.add(job)
-            self._store_job_keys.pop(job, None)  # of which vLLM would tell others
+            self.internals.store_keys.pop(job, None)  # of which vLLM would tell others
             if self._is_news(can_write=False):
                 logger.warning(
-                    "KV pages on disk: cannot write into %s (%s); serving goes on without new ones", self.root, error
+                    "KV pages on disk: cannot write into %s (%s); new pages are not stored", self.root, error
                 )
         else:
             if self._is_news(can_write=True):
-                logger.info("KV pages on disk: written again, into %s", self.root)
+                logger.info("KV pages on disk: writing into %s works again", self.root)
 
     def _is_news(self, can_write: bool) -> bool:
         with self.lock:
@@ -239,18 +241,19 @@ class PackedFileTier(FileSystemTierManager):
         return was != can_write
 
     def _load(self, job: int, first: int, chunks: Sequence[tuple[Path, memoryview]]) -> None:
-        """In a thread. vLLM keeps a job's chunks before the first that fails, and logs the error in one line.
+        """Read chunks, in a thread. vLLM keeps a job's chunks before the first that fails, and logs one line of error.
 
         Those behind it are read nevertheless: damaged files would otherwise stay, as only what is missing is written.
         """
         failed: list[tuple[int, OSError]] = []
         for number, (path, pages) in enumerate(chunks, start=first):
             try:
-                read_pages(path, self.root, pages, self._use_o_direct)
+                read_pages(path, self.root, pages, self.internals.use_o_direct)
             except OSError as error:
                 failed.append((number, error))
         if failed:
             number, reason = failed[0]
             with self.lock:
-                self._load_progress[job] = min(number, self._load_progress.get(job, number))
+                progress = self.internals.load_progress
+                progress[job] = min(number, progress.get(job, number))
             raise OSError(f"{reason} (and {len(failed) - 1} more)") if failed[1:] else reason

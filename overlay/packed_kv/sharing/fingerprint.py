@@ -1,4 +1,4 @@
-"""What the bytes of a page depend on beside tokens, in a name for the keys of pages that travel."""
+"""Fingerprint of all that decides a page's bytes besides tokens, for the keys of pages that leave the engine."""
 
 from __future__ import annotations
 

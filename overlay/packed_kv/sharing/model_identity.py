@@ -1,4 +1,4 @@
-"""Which model computed a page: a name for its weights, equal wherever they lie."""
+"""Identity of the model that computed a page: a name for its weights, equal wherever they lie."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LONGEST_HEADER = 100_000_000
 
 
 def model_identity(config: VllmConfig) -> list[Any]:
-    """What tells the keys and values of a model from another's: its weights, and the options that change its numbers.
+    """Identity of a model's keys and values: its weights, and the options that change its numbers.
 
-    Of a model of the Hugging Face Hub its commit; of a folder or file the content, whatever its path and times.
+    A model of the Hugging Face Hub counts by its commit; a folder or file by its content, whatever its path and times.
     """
     model = config.model_config
     named = {
@@ -64,7 +64,7 @@ def _counts(file: Path) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
-    """Of names, sizes and content of files (path, bytes, time in ns), those of weights by samples."""
+    """Digest of names, sizes and content of files (path, bytes, time in ns), of weights by samples."""
     digest = hashlib.sha256()
     for path, size, _time in files:
         file = Path(path)

@@ -1,4 +1,4 @@
-"""Where an engine's settings name a folder for KV pages: packed ones get files with a checksum, in a folder that works.
+"""Folders for KV pages in an engine's settings: packed pages get files with a checksum, in a folder that works.
 
 Before an engine starts, vLLM's tier `fs` in `--kv-transfer-config` becomes `file_tier.PackedFileTier`.
 """
@@ -45,7 +45,7 @@ def check_tiers(config: VllmConfig, fmt: Format) -> None:
             elif not isinstance(tier.get("root_dir"), str) or not tier["root_dir"]:
                 raise ValueError(f'--kv-transfer-config: the tier {tier} has no folder; write "root_dir": "PATH"')
             elif reason := _unusable(tier["root_dir"]):
-                logger.warning("KV pages on disk: none (%s); serving goes on without", reason)
+                logger.warning("KV pages on disk: tier disabled (%s)", reason)
             else:
                 checked.append({**tier, "type": FILES, "page_format": page_format(config, fmt)})
         connector.options["secondary_tiers"] = checked
@@ -64,7 +64,7 @@ def _register() -> None:
 
 
 def _unusable(root: str) -> str:
-    """Why nothing can be written into a folder, which is made if it is missing; "": it can."""
+    """Say why nothing can be written into a folder, which is made if it is missing; "": it can."""
     probe = Path(root, f".packed_kv_{uuid.uuid4().hex}".ljust(LONGEST, "_"))
     try:
         private_folder(probe.parent)

@@ -19,18 +19,17 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MLAAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec, MLAAttentionSpec
 
 from ..layout import choose_ring_block, ring_slot_bytes
-from ..vllm_compat import ScratchSpec
+from ..vllm_compat import register_cache_spec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingSpec(ScratchSpec):
+class RingSpec(CircularBufferSpec):
     """A ring that holds the newest `window` tokens of a request.
 
     `block_size`: tokens that a block of vLLM's pool holds. `ring_block_size`: those of a ring block, a divisor of it.
@@ -47,7 +46,7 @@ class RingSpec(ScratchSpec):
 
     @property
     def table_entries_per_block(self) -> int:
-        """For KV connectors, which take a table's numbers for those of the pool's blocks."""
+        """Ring blocks per block of the pool, for KV connectors, which take a table's numbers for the pool's blocks."""
         return self.ring_blocks_a_block
 
     @property
@@ -76,7 +75,7 @@ class RingSpec(ScratchSpec):
 
 
 def ring_spec(packed: AttentionSpec, window: int, slack: int, *, one_size: bool, side_by_side: bool) -> RingSpec:
-    """Of the ring beside a layer with the spec `packed`, in blocks that take no more than its bytes.
+    """Spec of the ring for a layer with the spec `packed`, in blocks that take no more than its bytes.
 
     Several ring blocks lie in one where all layers' pages have one size, or pages of any size lie side by side in a
     block (BLHNC). Else vLLM pads or scales pages, to distances that are not known here.
@@ -151,7 +150,7 @@ class RingManager(SingleTypeKVCacheManager):
     ) -> None:  # fmt: skip
         computed = num_local_computed_tokens + num_external_computed_tokens
         table = self.req_to_blocks[request_id]
-        table.extend([self._null_block] * cdiv(computed, self.block_size))
+        table.extend([self.block_pool.null_block] * cdiv(computed, self.block_size))
         self.first[request_id] = len(table)
 
     def allocate_external_computed_blocks(self, *_args: object, **_kwargs: object) -> None:
@@ -165,7 +164,7 @@ class RingManager(SingleTypeKVCacheManager):
         added = []
         for index in range(len(table), end):
             if index < end - self.ring_blocks:  # of a long chunk: out of the window before anyone reads it
-                added.append(self._null_block)
+                added.append(self.block_pool.null_block)
                 continue
             number = index % self.ring_blocks
             if number not in ring:
@@ -217,7 +216,5 @@ class RingManager(SingleTypeKVCacheManager):
         """Blocks stay with the request until it ends."""
 
 
-# A scheduler in a process of its own learns of both by unpickling the spec, which imports this module. vLLM registers
-# its own specs only while there are none, so they come first.
-KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(RingSpec, RingManager, RingSpec)
+# At import: a scheduler in a process of its own learns of both by unpickling the spec, which imports this module.
+register_cache_spec(RingSpec, RingManager)

@@ -14,21 +14,21 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf, subclass_attention_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ..codecs.ring import Ring
 from ..layout import ring_slot_bytes
-from ..vllm_compat import cache_layouts
+from ..settings.facts import is_draft
 from .cache_group import RingSpec, cut_into_ring_blocks, ring_spec
 from .metadata import ChunkedWindowMetadataBuilder, WindowMetadataBuilder, slot_filler
-from .size import recent_tokens
+from .size import find_window
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 SUFFIX = ".recent"
-"""Of a window layer's name, behind that of the layer whose tokens it keeps."""
+"""Ending of a window layer's name, after the name of the layer whose tokens it keeps."""
 
 
 class WindowLayer(AttentionLayerBase):
@@ -45,7 +45,7 @@ class WindowLayer(AttentionLayerBase):
         self.layer_name, self.window, self.slack = layer_name, window, slack
         self.config = config
         self.spec: RingSpec | None = None
-        """Of the cache that vLLM lays out, once it has asked."""
+        """Spec of the cache that vLLM lays out, once it has asked."""
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -73,7 +73,7 @@ class WindowLayer(AttentionLayerBase):
         return 0 if self.spec is None else self.spec.ring_block_size
 
     def find_spec(self, vllm_config: VllmConfig) -> RingSpec:
-        """As `get_kv_cache_spec`, without a change to the layer."""
+        """Return the spec of `get_kv_cache_spec`, without a change to the layer."""
         specs = _specs(vllm_config)
         packed = specs[self.layer_name.removesuffix(SUFFIX)]
         side_by_side = _lie_side_by_side(vllm_config, specs)
@@ -99,11 +99,11 @@ class WindowLayer(AttentionLayerBase):
         fill(starts, starts[1:].clone(), ring.block_table, starts[:1].clone(), ring.first, **sizes)
 
 
-def recent_tokens_of_model(config: VllmConfig) -> int:
-    """Tokens of the recent window of the model that is being built: 0 of a draft, as the target's layers have their
-    window layers by then. Raises OptionError."""
+def window_tokens_of_model(config: VllmConfig) -> int:
+    """Tokens of the recent window of the model that is being built: 0 of a draft. Raises OptionError."""
     layers = config.compilation_config.static_forward_context.values()
-    return 0 if any(isinstance(layer, WindowLayer) for layer in layers) else recent_tokens(config)
+    has_windows = any(isinstance(layer, WindowLayer) for layer in layers)  # of the target, built before its draft
+    return 0 if has_windows or is_draft(config) else find_window(config)[0]
 
 
 def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) -> WindowLayer:
@@ -120,7 +120,7 @@ def add_window_layer(impl: object, window: int, slack: int, config: VllmConfig) 
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Of all layers but the window layers."""
+    """Specs of all layers except the window layers."""
     specs = {}
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
         shares = getattr(layer, "kv_sharing_target_layer_name", None)
@@ -135,7 +135,7 @@ def _have_one_size(specs: dict[str, KVCacheSpec]) -> bool:
 
 
 def _lie_side_by_side(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> bool:
-    """Whether pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
+    """True if pages differ in size and vLLM would nevertheless keep all in one group without rings: skipped layers, a
     draft's layers of another shape. With rings there are two groups, and then the layout LBHNC pads all pages to the
     largest; BLHNC packs pages of any size side by side. A pipeline's stage does not see the layers of the others, so
     there it is so beside any skipped layers."""
@@ -145,7 +145,7 @@ def _lie_side_by_side(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> bool
 
 
 class WindowBackend(AttentionBackend):
-    """Of the window layers: pages and metadata, no attention."""
+    """Backend of the window layers: pages and metadata, no attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -165,15 +165,15 @@ class WindowBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("LBHNC", "BLHNC")
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
 
 class MixedPagesWindowBackend(WindowBackend):
-    """Where the pages of a block differ in size: see `_lie_side_by_side`."""
+    """Backend for pages of different sizes in one block: see `_lie_side_by_side`."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return cache_layouts("BLHNC")
+        return (KVCacheLayout.BLHNC,)
 
 
 @cache

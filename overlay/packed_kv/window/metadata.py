@@ -16,25 +16,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
+from ..reference.attention import RecentVectors
 from .slots import fill_slots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-
-@dataclass(frozen=True)
-class RecentTokens:
-    """The newest tokens of a request, from token `first` to its last, as its ring has them or will have them.
-
-    `key`, `value`: fp32 [KV heads, tokens, head_dim], rotated, `key` with its means. A query reads up to `window`
-    tokens here, its own included, and those before them from the pages.
-    """
-
-    first: int
-    window: int
-    key: torch.Tensor
-    value: torch.Tensor
 
 
 @dataclass(eq=False)  # an object is a key of what a step makes for its rings: it names itself alone
@@ -50,7 +37,7 @@ class WindowMetadata(AttentionMetadata):
     slots: torch.Tensor
     first: torch.Tensor
     rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    lent: dict[str, tuple[dict[int, RecentTokens], int]] = field(default_factory=dict)
+    lent: dict[str, tuple[dict[int, RecentVectors], int]] = field(default_factory=dict)
 
     def of_requests(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`block_table` and `first` of the requests `first` .. `end` - 1; the same tensors for all layers of a step."""
@@ -58,12 +45,12 @@ class WindowMetadata(AttentionMetadata):
             self.rows[first, end] = self.block_table[first:end], self.first[first:end]
         return self.rows[first, end]
 
-    def lend(self, layer_name: str, tokens: dict[int, RecentTokens], readers: int) -> None:
+    def lend(self, layer_name: str, tokens: dict[int, RecentVectors], readers: int) -> None:
         """Keep `tokens`, by request, until `readers` other layers have asked; nothing for 0."""
         if readers:
             self.lent[layer_name] = tokens, readers
 
-    def borrow(self, layer_name: str) -> dict[int, RecentTokens]:
+    def borrow(self, layer_name: str) -> dict[int, RecentVectors]:
         """Return what was lent, and keep it no longer than for the last who asks. Nothing was lent where the packed
         layer read its prefills elsewhere than in PyTorch: then those that share its cache read pages alone."""
         tokens, readers = self.lent.pop(layer_name, ({}, 1))
@@ -99,10 +86,10 @@ class WindowMetadataBuilder(AttentionMetadataBuilder[WindowMetadata]):
 
 
 class ChunkedWindowMetadataBuilder(WindowMetadataBuilder):
-    """Of layers of chunked attention, which see a request as one of each chunk: a ring's table is cut as theirs.
+    """Builder for layers of chunked attention, which see a request as one of each chunk: a ring's table is cut as
+    theirs.
 
-    Where tokens go is decided for the whole request, as its chunks share the ring.
-    """
+    The slots of tokens are decided for the whole request, as its chunks share the ring."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     chunk_size: ClassVar[int]

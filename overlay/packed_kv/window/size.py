@@ -1,4 +1,4 @@
-"""How many of a request's newest tokens an engine keeps at 8 bits, and why it keeps none."""
+"""The number of a request's newest tokens that an engine keeps at 8 bits, and the reason for none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.packed_kv")
-
-
-def recent_tokens(config: VllmConfig) -> int:
-    """Tokens of the recent window, 0: none. Raises OptionError where it was asked for and cannot be."""
-    return find_window(config)[0]
 
 
 def log_window(config: VllmConfig) -> None:

@@ -1,4 +1,4 @@
-"""Which of a batch's tokens go where in their requests' rings, and from which token on a ring can be read."""
+"""Slots of a batch's tokens in their requests' rings, and the first token that can be read in each ring."""
 
 from __future__ import annotations
 
@@ -48,22 +48,3 @@ def fill_slots(
         kept = number > (seq_len - 1) // block_size - ring_blocks
         block = torch.where(kept, block_table[request, number], 0)
         slots[rows] = torch.where(block > 0, block * block_size + positions % block_size, -1).to(torch.int32)
-
-
-def page_lens(query_start: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, window: int) -> torch.Tensor:
-    """Tokens of decodes that their last query reads in latents' pages; each query before it reads one less. It reads
-    those from there on in the ring, its own included: up to `window`.
-
-    The reference of `kernels.triton.latent_ring.split_lens`. Behind the first token of a ring that lacks some of the
-    window, drafts read as many in pages as there are tokens before them.
-
-    Args:
-        query_start: int32 [requests + 1].
-        seq_lens: int32 [requests].
-        first: int32 [requests], of `fill_slots`.
-
-    Returns:
-        int32 [requests].
-    """
-    known = torch.where(first > 0, first + query_start.diff() - 1, 0)
-    return torch.minimum(torch.maximum(known, seq_lens - window), seq_lens).clamp(min=0)

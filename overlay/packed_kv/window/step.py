@@ -9,7 +9,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from ..codecs.ring import Ring, read, round_trip
-from .metadata import RecentTokens
+from ..reference.attention import RecentVectors
 
 if TYPE_CHECKING:
     from ..codecs.pages import PagedCodec
@@ -27,6 +27,7 @@ class WindowStep:
 
     @classmethod
     def of(cls, layer: WindowLayer | None, is_shared: bool) -> WindowStep | None:
+        """Return the ring of `layer` in vLLM's current forward context; None: the layer has no window."""
         if layer is None:
             return None
         metadata = get_forward_context().attn_metadata
@@ -34,22 +35,22 @@ class WindowStep:
         return cls(layer, metadata[layer.layer_name], is_shared)
 
     def ring(self, first: int, end: int) -> Ring:
-        """What attention of the batch's requests `first` .. `end` - 1 reads."""
+        """Return the ring as attention of the batch's requests `first` .. `end` - 1 reads it."""
         return Ring(self.layer.kv_cache, *self.metadata.of_requests(first, end), self.layer.window)
 
-    def recent_tokens(
-        self, codec: PagedCodec, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
+    def recent_vectors(
+        self, codec: PagedCodec, key: torch.Tensor | None, value: torch.Tensor | None, positions: torch.Tensor,
         query_starts: list[int], context: list[int], first: int,
-    ) -> dict[int, RecentTokens]:  # fmt: skip
-        """Of each request from `first` on, what its ring holds and, behind it, the batch's own tokens.
+    ) -> dict[int, RecentVectors]:  # fmt: skip
+        """Return for each request from `first` on the vectors in its ring, followed by those of its new tokens.
 
-        To be asked before these are written, once by each layer. A layer that shares the ring gets what the layer that
-        has it got: `metadata`, which ends with the step, keeps that until the last of them has asked, and nothing where
-        no layer shares the ring.
+        To be asked before the new ones are written, once by each layer. A layer that shares the ring gets what
+        the layer that has it got: `metadata`, which ends with the step, keeps that until the last of them has asked,
+        and nothing where no layer shares the ring.
 
         Args:
             codec: of the layer.
-            key, value: [tokens, KV heads, head_dim] of the batch.
+            key, value: [tokens, KV heads, head_dim] of the batch; not looked at in a layer that shares the ring.
             positions: int64 [tokens], of each in its request.
             query_starts: first row of each request, and the end of the last.
             context: tokens of each request, the batch's included.
@@ -57,6 +58,7 @@ class WindowStep:
         """
         if self.is_shared:
             return self.metadata.borrow(self.layer.layer_name)
+        assert key is not None and value is not None
         rows = slice(query_starts[first], query_starts[-1])
         own = [round_trip(x).transpose(0, 1) for x in codec.prepare(key[rows], value[rows], positions[rows])]
         own[0] = codec.whole_keys(own[0], positions[rows])
@@ -67,7 +69,7 @@ class WindowStep:
         self.metadata.lend(self.layer.layer_name, found, self.layer.sharers)
         return found
 
-    def _of_request(self, codec: PagedCodec, request: int, seq_len: int, own: list[torch.Tensor]) -> RecentTokens:
+    def _of_request(self, codec: PagedCodec, request: int, seq_len: int, own: list[torch.Tensor]) -> RecentVectors:
         cache, table = self.layer.kv_cache, self.metadata.block_table[request]
         start = seq_len - own[0].shape[1]
         first = min(int(self.metadata.first[request]), start)
@@ -76,4 +78,4 @@ class WindowStep:
         held = [x.transpose(0, 1) for x in read(cache, slots)]
         held[0] = codec.whole_keys(held[0], positions)
         key, value = (torch.cat(parts, dim=1) for parts in zip(held, own, strict=True))
-        return RecentTokens(first, self.layer.window, key, value)
+        return RecentVectors(first, self.layer.window, key, value)

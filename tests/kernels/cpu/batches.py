@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 from packed_kv import FORMATS
-from packed_kv.attention.active_blocks import AttentionOptions, attend
 from packed_kv.attention.context_shard import UNSHARDED, ContextShard
 from packed_kv.codecs import ring as ring_codec
-from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.kernels.cpu.compiler import Target
 from packed_kv.kernels.cpu.decode import CpuDecode
 from packed_kv.layout import ring_slot_bytes
-from packed_kv.window.metadata import RecentTokens
+from packed_kv.reference.attention import AttentionOptions, RecentVectors, attend
+from page_codecs import page_codec
 
 POISON = 0xFF
 
@@ -52,7 +51,7 @@ class Batch:
         key_offset: float = 0.0,
         **codec: Any,
     ) -> None:
-        self.codec = PagedCodec(FORMATS[name], head_dim, **codec)
+        self.codec = page_codec(FORMATS[name], head_dim, **codec)
         self.query_heads, self.kv_heads = heads
         self.shard = shard
         pairs = [(length, 1) if isinstance(length, int) else length for length in lengths]
@@ -63,7 +62,7 @@ class Batch:
         self.cache = torch.full(shape, POISON, dtype=torch.uint8)
         self.table = torch.full((len(pairs), max(blocks)), len(order) - 1, dtype=torch.int32)
         self.ring = self._empty_ring(window) if window else None
-        self.recent: list[RecentTokens | None] = [None] * len(pairs)
+        self.recent: list[RecentVectors | None] = [None] * len(pairs)
         for r, (length, own) in enumerate(pairs):
             self.table[r, : blocks[r]], order = order[: blocks[r]], order[blocks[r] :]
             self._store(r, length, own, key_offset)
@@ -100,7 +99,7 @@ class Batch:
         slots = self.ring.block_table[r, recent // 4].long() * 4 + recent % 4
         ring_codec.write(self.ring.cache, slots, *self.codec.prepare(key[recent], value[recent], recent))
         held = [x.transpose(0, 1) for x in ring_codec.read(self.ring.cache, slots)]
-        self.recent[r] = RecentTokens(first, self.ring.window, self.codec.whole_keys(held[0], recent), held[1])
+        self.recent[r] = RecentVectors(first, self.ring.window, self.codec.whole_keys(held[0], recent), held[1])
 
     def decode(
         self, options: AttentionOptions, target: Target | None = None, dtype: torch.dtype = torch.float32

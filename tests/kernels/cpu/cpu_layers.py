@@ -10,6 +10,7 @@ from packed_kv.formats import FORMATS
 from packed_kv.kernels.cpu.compiler import TARGETS, Target, processor
 from packed_kv.layout import ring_slot_bytes
 from packed_kv.rope import Rope
+from page_codecs import page_codec
 
 HERE = [target for target in TARGETS if processor()[1].issuperset(target.features)]
 """Kinds of processors whose code runs on this one."""
@@ -35,7 +36,7 @@ def codec_of(name: str, head_dim: int, value_dim: int, heads: int, *, calibrated
             orders[f"{role}_outlier_channels"] = shuffled[:, :count].sort(-1).values
         else:
             orders[f"{role}_channel_order"] = shuffled
-    return PagedCodec(
+    return page_codec(
         fmt, head_dim, value_dim=value_dim, positions=2048, **orders,
         key_mean=torch.randn(heads, head_dim, generator=random),
         key_first_mean=torch.randn(heads, head_dim, generator=random),

@@ -14,13 +14,13 @@ import torch
 from machine_code import resources
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import CAPABILITY, COLUMNS, refusal
+from packed_kv.kernels.cuda.kernel import Compilation, block_of, machine_code
 from packed_kv.kernels.cuda.launch import (
     COLUMN_COUNTS,
     WARPS_PER_SM,
     Card,
     Grid,
     Variant,
-    _machine_code,
     column_count,
     columns_of_steps,
     constants,
@@ -31,6 +31,7 @@ from packed_kv.kernels.cuda.launch import (
     make_schedulers,
     pass_count,
     pass_tokens,
+    program,
 )
 from packed_kv.layout import page_layout
 from test_decode import BOUND, DEVICE, relative_rms, transforms
@@ -199,13 +200,14 @@ def test_resources(name: str, centred: bool, columns: int, tmp_path: Path) -> No
     )  # fmt: skip
     values = constants(page, 8, 4, variant)
     file = tmp_path / "decode.cubin"
-    file.write_bytes(_machine_code(tuple(values.items())))
+    file.write_bytes(machine_code(Compilation.of(program(values), values)))
     registers, stack, _ = resources(file)["decode"]
+    threads, shared_bytes = block_of(file.read_bytes(), "decode")
     blocks = few.warps_per_sm // few.warps
-    warps = blocks * (few.warps + int(values["UNPACKERS"]))
+    warps = blocks * threads // 32
     spilled = 16 if columns <= 16 else 0 if int(values["UNPACKERS"]) else 48 if columns == 32 else 192
     assert registers <= min(255, 65536 // (32 * warps)) and stack <= spilled
-    assert blocks * (int(values["SHARED_BYTES"]) + 1024) <= 228 * 1024  # with what the driver takes
+    assert blocks * (shared_bytes + 1024) <= 228 * 1024  # with what the driver takes
 
 
 def test_refusal_names_what_the_kernel_does_not_take() -> None:

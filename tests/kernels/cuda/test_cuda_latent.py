@@ -15,8 +15,9 @@ from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import CAPABILITY, latent_refusal, latent_ring_launch
 from packed_kv.kernels.cuda import latent_launch as launch
-from packed_kv.kernels.cuda.latent_schedule import reference_schedule
+from packed_kv.kernels.cuda.kernel import block_of
 from packed_kv.layout import latent_layout
+from schedules import reference_latent_schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUND = 2e-3
@@ -104,7 +105,7 @@ class Case:
         self.partial_stats = torch.full((rows, 2), float("nan"), device=DEVICE)
 
     def step(self) -> launch.Step:
-        schedule = reference_schedule(self.seq_lens.tolist(), self.shape.partitions)
+        schedule = reference_latent_schedule(self.seq_lens.tolist(), self.shape.partitions)
         self.schedule = tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in schedule)
         parts = launch.Parts(self.shape, self.schedule, self.partial_output, self.partial_stats)
         return launch.make_step(
@@ -270,7 +271,8 @@ def test_resources_of_the_ring(shares: int, tmp_path: Path) -> None:
     file = tmp_path / "latent_ring.cubin"
     file.write_bytes(compiled_kernel(constants, LATENT_RING))
     registers, _, _ = resources(file)["attend_latent_ring"]
-    assert registers <= (128 if shares < 4 else 168) and 2 * int(constants["SHARED_BYTES"]) <= 227 << 10
+    threads, shared_bytes = block_of(file.read_bytes(), "attend_latent_ring")
+    assert registers <= (128 if shares < 4 else 168) and threads == 256 and 2 * shared_bytes <= 227 << 10
     assert len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", dump("--dump-sass", file), re.M)) < 1250
 
 

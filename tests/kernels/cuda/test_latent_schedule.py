@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_kv.kernels.cuda.latent_schedule import RUN_TILES, LatentScheduler, Schedule, reference_schedule
+from packed_kv.kernels.cuda.latent_schedule import RUN_TILES, LatentScheduler
+from schedules import LatentSchedule, reference_latent_schedule
 from test_schedule import DEVICE, batch
 
 
-def runs(schedule: Schedule, lengths: list[int]) -> list[list[tuple[int, int, int]]]:
+def runs(schedule: LatentSchedule, lengths: list[int]) -> list[list[tuple[int, int, int]]]:
     """Return what `latent.cu` makes of a schedule: each partition's request, first tile and number of tiles."""
     result = []
     for (request, begin), (last, last_tile) in pairwise(schedule.begins):
@@ -33,7 +34,7 @@ def test_schedule(kind: str, requests: int, partitions: int) -> None:
     scheduler = LatentScheduler(requests + 3, 140, DEVICE)
     scheduler.begins.fill_(7)
     begins, spans = scheduler(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), partitions)
-    expected = reference_schedule(lengths, partitions)
+    expected = reference_latent_schedule(lengths, partitions)
     assert [tuple(x) for x in begins.tolist()] == expected.begins
     assert [tuple(x) for x in spans.tolist()] == expected.spans
     of_partitions = runs(expected, lengths)
@@ -49,5 +50,5 @@ def test_schedule(kind: str, requests: int, partitions: int) -> None:
 
 
 def test_equal_requests_are_not_cut_across() -> None:
-    assert all(len(own) == 1 for own in runs(reference_schedule([4096] * 64, 132), [4096] * 64)[:128])
-    assert all(parts == 1 for _, parts in reference_schedule([2048] * 128, 132).spans)
+    assert all(len(own) == 1 for own in runs(reference_latent_schedule([4096] * 64, 132), [4096] * 64)[:128])
+    assert all(parts == 1 for _, parts in reference_latent_schedule([2048] * 128, 132).spans)

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_kv.kernels.cuda.schedule import CUT_TILES, MAX_PARTS, Scheduler, WorkItem, item_count, reference_schedule
+from packed_kv.kernels.cuda.schedule import CUT_TILES, MAX_PARTS, Scheduler, item_count
+from schedules import WorkItem, reference_schedule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

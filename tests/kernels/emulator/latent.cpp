@@ -9,7 +9,7 @@ static void finish() {
 }
 static void decode_body() { latent_decode(*given), check_waited(), finish(); }
 static void merge_body() { latent_merge(*given), finish(); }
-static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()) {
+static void run_grid(u32 x, u32 y, u32 threads, u32 shared_bytes, void (*body)()) {
     gridDim = {x, y, 1};
     for (u32 i = 0; i < x * y; i++) {
         blockIdx = {i % x, i / x, 0};
@@ -20,6 +20,8 @@ static void run_grid(u32 x, u32 y, int threads, int shared_bytes, void (*body)()
 
 extern "C" void launch(const Arguments* arguments, u32 row_blocks, u32 partitions, u32 rows, u32 requests) {
     given = arguments;
-    run_grid(row_blocks, partitions, 384, SHARED_BYTES, decode_body);
-    if (!LEAVES_PARTS) run_grid(rows, requests, 64 * arguments->merge_shares, 2048 * arguments->merge_shares, merge_body);
+    run_grid(row_blocks, partitions, latent_decode_block[0], latent_decode_block[1], decode_body);
+    const u32 shares = arguments->merge_shares;
+    auto of_merge = [&](int i) { return latent_merge_block[i] / MOST_SHARES * shares; };
+    if (!LEAVES_PARTS) run_grid(rows, requests, of_merge(0), of_merge(1), merge_body);
 }

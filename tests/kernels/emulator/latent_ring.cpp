@@ -1,5 +1,5 @@
 #define KERNEL attend_latent_ring
-#define LAUNCHED_WARPS WARPS
+#define LAUNCHED_BLOCK attend_latent_ring_block
 #define BEGINS_EARLY
 #include "latent_ring.cu"
 #include "launch.cpp"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from implementations import attend_pages
-from packed_kv.codecs.pages import PagedCodec
+from launchers import rotate_query
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.triton.means import Means
-from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
+from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import page_layout
 from packed_kv.rope import Rope
+from page_codecs import page_codec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = 2e-3
@@ -24,7 +25,7 @@ def run(name, *, head_dim=128, value_dim=None, kv_heads=2, group=4, seq_lens=(1,
     natural log-sum-exps of the scores, [tokens, query heads]."""
     generator = torch.Generator().manual_seed(head_dim + len(seq_lens))
     query_lens = query_lens or (1,) * len(seq_lens)
-    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, value_dim=value_dim, **transforms)
+    codec = page_codec(FORMATS[name], head_dim, device=DEVICE, value_dim=value_dim, **transforms)
     blocks_each = [-(-n // block_size) for n in seq_lens]
     cache = torch.full((sum(blocks_each) + 2, kv_heads, block_size, codec.slot_bytes), poison, dtype=torch.uint8)
     order = torch.randperm(len(cache), generator=generator).to(torch.int32)
@@ -178,7 +179,7 @@ def transforms(head_dim: int, kv_heads: int = 2) -> dict[str, torch.Tensor]:
 
 
 def rope(pairs: int, *, interleaved: bool = False) -> Rope:
-    """Of pairs that turn within a token, and that turn within thousands."""
+    """A RoPE of pairs that turn within a token, and that turn within thousands."""
     return Rope(tuple(3.0 * 1e-4 ** (pair / pairs) for pair in range(pairs)), interleaved)
 
 

@@ -6,15 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_kv.attention.active_blocks import AttentionOptions
+from launchers import gather, unrotate
+from packed_kv.attention.metadata import Batch
 from packed_kv.attention.prefill import FlashAttention, FlashPrefill, takes_two_sizes
 from packed_kv.attention.prefix import key_part, prefix_parts
+from packed_kv.attention.step import StepCache
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.combine import combine
-from packed_kv.kernels.triton.gather import gather, unrotate
+from packed_kv.kernels.triton.combine import CombineLaunch
 from packed_kv.kernels.triton.means import Means
 from packed_kv.kernels.triton.rotate import rotation_matrix
+from packed_kv.reference.attention import AttentionOptions
+from page_codecs import page_codec
 from test_decode import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,7 +68,7 @@ def test_unrotated_vectors_are_the_decoded_ones(name: str, dtype: torch.dtype) -
     outliers = None
     if FORMATS[name].outlier_bits:
         outliers = torch.stack([torch.randperm(128, generator=generator)[:32].sort().values for _ in range(2)])
-    codec = PagedCodec(FORMATS[name], 128, outliers, outliers, device=DEVICE).key
+    codec = page_codec(FORMATS[name], 128, key_outlier_channels=outliers, device=DEVICE).key
     packed = codec.encode(torch.randn(50, 2, 128, generator=generator).to(DEVICE))
     rotated = codec.dequantize(*codec.unpack(packed)).half()
     result = unrotate(rotated, rotation_matrix(codec, 2, inverse=True), dtype)
@@ -87,7 +90,7 @@ def test_unrotated_vectors_have_their_mean_again(per_head: bool, turns: bool) ->
     given = {name: x if per_head else x[0] for name, x in transforms(2, 80).items()}
     if turns:
         given |= {"key_rope": rope(30, interleaved=per_head), "positions": 600}
-    codec = PagedCodec(FORMATS["turboquant35"], 80, device=DEVICE, **given).key
+    codec = page_codec(FORMATS["turboquant35"], 80, device=DEVICE, **given).key
     positions = torch.cat((torch.arange(5), 23 * torch.arange(65))).to(DEVICE)
     x = torch.randn(70, 2, 80, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     packed = codec.encode(x, positions[:, None])
@@ -112,7 +115,7 @@ def test_combine(infinity: float) -> None:
     part, part_lse = over(slice(12, 20))
     part[4], part_lse[:, 4] = float("nan"), infinity
     before = output[4].clone()
-    combine(output, lse, part, part_lse)
+    CombineLaunch(output, part.shape[2]).combine(output, lse, part, part_lse)
     expected, expected_lse = over(slice(0, 20))
     others = [i for i in range(9) if i != 4]
     torch.testing.assert_close(output[others], expected[others], rtol=1e-5, atol=1e-5)
@@ -207,7 +210,7 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
         given |= {"key_rope": rope(head_dim // 2), "positions": 1000}
     if given:
         given["value_scale"] = given["value_scale"][:, :value_dim]
-    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)
+    codec = page_codec(FORMATS["isoquant4"], head_dim, device=DEVICE, value_dim=value_dim, **given)
     seq_lens = tuple(a + b for a, b in zip(query_lens, prefixes, strict=True))
     cache, table, vectors = pages(codec, heads, seq_lens, block_size, generator)
     options["sinks"] = SINKS if options.pop("sinks", False) else None
@@ -226,12 +229,12 @@ def test_chunks_and_prefixes(shared: bool, options: dict, monkeypatch: pytest.Mo
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     metadata = SimpleNamespace(
         query_starts=starts, num_actual_tokens=starts[-1], context=list(seq_lens), block_table=table,
-        once=lambda _name, make: make(),
+        steps=StepCache(),
     )  # fmt: skip
     query = torch.randn(starts[-1] + 3, heads * group, head_dim, generator=generator).to(DEVICE, torch.float16)
     key, value = (torch.cat([x[i][-n:] for x, n in zip(vectors, query_lens, strict=True)]).half() for i in (0, 1))
     output = torch.full_like(query[..., :value_dim], float("nan"))
-    prefill.attend(query, *((None, None) if shared else (key, value)), cache, metadata, first, output)
+    prefill.attend(Batch(query, *((None, None) if shared else (key, value)), cache, metadata, output), first)
 
     assert output[: starts[first]].isnan().all() and output[starts[-1] :].isnan().all()
     for i in range(first, len(seq_lens)):

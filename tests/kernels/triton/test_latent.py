@@ -1,16 +1,16 @@
-"""Latent attention's kernels against their references: `LatentCodec` and `attention/latent/plain.py`."""
+"""Latent attention's kernels against their references: `LatentCodec` and `reference/latent_attention.py`."""
 
 from __future__ import annotations
 
 import null_code
 import pytest
 import torch
-from packed_kv.attention.latent.plain import attend
+from launchers import decode_latents, gather_latents, store_latents
+from packed_kv.channel_calibration import ChannelCalibration
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS, Format
-from packed_kv.kernels.triton.latent_decode import decode_latents
-from packed_kv.kernels.triton.latent_gather import gather_latents
-from packed_kv.kernels.triton.latent_store import bind_store_latents, store_latents
+from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
+from packed_kv.reference.latent_attention import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = ((512, 64), (96, 32))
@@ -30,7 +30,8 @@ def codec_of(fmt: Format, rank: int, rope_dim: int, rope_bits: int = 16, seed: i
     outliers = None
     if count := fmt.outlier_channels(rank):
         outliers = torch.randperm(rank, generator=random)[:count].sort().values
-    return LatentCodec(fmt, rank, rope_dim, DEVICE, outliers, None, mean, (0.3 * scale).exp(), rope_bits)
+    channels = ChannelCalibration(outliers, mean=mean, scale=(0.3 * scale).exp())
+    return LatentCodec(fmt, rank, rope_dim, DEVICE, channels, rope_bits)
 
 
 def tokens(codec: LatentCodec, count: int, seed: int, dtype: torch.dtype = torch.bfloat16):
@@ -185,5 +186,5 @@ def test_a_launch_owns_no_memory(name: str) -> None:
     """CUDA graphs keep its addresses when another launch has taken its place, so all are of tensors that others own."""
     codec = codec_of(FORMATS[name], 96, 32)
     cache, inputs = poisoned(codec, 2, 16), tokens(codec, 3, seed=1)
-    first, second = (bind_store_latents(codec, cache, *inputs) for _ in range(2))
+    first, second = (StoreLatentsLaunch(codec, cache, *inputs) for _ in range(2))
     assert first.fixed.raw == second.fixed.raw

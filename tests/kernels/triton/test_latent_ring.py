@@ -6,23 +6,21 @@ import math
 
 import pytest
 import torch
-from packed_kv.attention.latent.plain import PlainLatents, RecentContext, attend
+from launchers import decode_latents, run, store_latents
+from packed_kv.attention.latent.in_pytorch import RecentContext, ReferenceLatentPrefix
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import latent_launch, latent_ring_launch
 from packed_kv.kernels.triton import latent_store
-from packed_kv.kernels.triton.latent_decode import decode_latents, latent_shape
+from packed_kv.kernels.triton.latent_decode import latent_shape
 from packed_kv.kernels.triton.latent_ring import (
-    attend_latent_ring_arguments,
-    attend_latent_ring_grid,
-    bind_attend_latent_ring,
-    bind_gather_latent_ring,
-    gather_latent_ring,
+    AttendLatentRingLaunch,
+    GatherLatentRingLaunch,
     split_lens,
 )
-from packed_kv.kernels.triton.latent_store import store_latents
-from packed_kv.window.slots import fill_slots, page_lens
+from packed_kv.reference.latent_attention import attend, page_lens
+from packed_kv.window.slots import fill_slots
 from test_latent import DEVICE, SCALE, codec_of, filled, poisoned, tokens
 from test_ring import ring_of
 
@@ -168,9 +166,9 @@ def test_decodes_equal_the_reference(name, rank, rope_dim, rope_bits, heads, bat
         attend_ring(cuda_step, *queries, output)
     else:
         shape = latent_shape(heads, longest, SCALE)
-        launch = bind_attend_latent_ring(codec, shape, made.ring.cache, *queries, output, *bound)
-        step = attend_latent_ring_arguments(made.ring, made.starts, made.seq_lens, lens, part, lse)
-        launch(attend_latent_ring_grid(shape, rank, longest, len(lens)), (*queries, output), step)
+        launch = AttendLatentRingLaunch(codec, shape, made.ring.cache, (*queries, output), *bound)
+        step = AttendLatentRingLaunch.step(shape, longest, made.ring, made.starts, made.seq_lens, lens, part, lse)
+        run(launch, step, *queries, output)
     error = (output - expected).norm() / (expected - constant).norm()
     print(f"relative error {error:.1e}")
     assert error < 2e-3
@@ -218,7 +216,7 @@ def cuda_ring() -> type[latent_ring_launch.CudaLatentRing]:
 
 
 class Chunk:
-    """As vLLM's: tokens `starts` and on of each request's prefix."""
+    """Stand-in for vLLM's chunk: tokens `starts` and on of each request's prefix."""
 
     def __init__(self, starts: tuple[int, ...], counts: tuple[int, ...]) -> None:
         self.starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
@@ -233,14 +231,15 @@ def test_gathered_rows_equal_the_reference(name: str, rank: int, rope_dim: int, 
     made = Batch(codec, ((150, 0), (70, 60), (33, 0)), (1, 1, 1), window=32)
     context = made.seq_lens - 1
     chunk, recent = Chunk((112, 0, 0), (20, 69, 32)), RecentContext(made.ring, context)
-    plain = PlainLatents(codec, SCALE, None)
+    plain = ReferenceLatentPrefix(codec)
     rows = torch.full((121, rank + rope_dim), 3.0, dtype=torch.float32, device=DEVICE)
     expected, gain = rows.clone(), 1 / codec.value_gain()
     for as_values in (False, True):
-        launch = bind_gather_latent_ring(codec, made.ring, gain, as_values=as_values)
+        launch = GatherLatentRingLaunch(codec, made.ring, gain, as_values=as_values)
         spans = (chunk.starts, chunk.cu_seq_lens, context)
-        gather_latent_ring(codec, made.ring, *spans, rows, launch, as_values=as_values)
-        plain._read_ring(chunk, expected, recent, codec.value_gain() if as_values else 1.0)
+        step = GatherLatentRingLaunch.step(codec, rows, made.ring, *spans, as_values=as_values)
+        run(launch, step, rows)
+        plain.read_ring(chunk, expected, recent, codec.value_gain() if as_values else 1.0)
         changed = (rows != 3).any(-1)
         assert changed.tolist() == [118 <= 112 + i < 132 or 20 + 60 <= i < 89 or i >= 90 for i in range(121)]
         torch.testing.assert_close(rows, expected, rtol=1e-6 if as_values else 0, atol=0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launchers import decode, gather
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.decode import decode
-from packed_kv.kernels.triton.gather import gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEAD_DIM, BLOCK_SIZE, TOKENS = 2, 128, 16, 64
@@ -44,7 +43,7 @@ def large(pages: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> torc
 
 
 def attend(codec: PagedCodec, cache: torch.Tensor, first_block: int) -> torch.Tensor:
-    """What `decode` leaves for `merge`, for the tokens in the blocks from `first_block` on."""
+    """Return what `decode` leaves for `merge`, for the tokens in the blocks from `first_block` on."""
     query = torch.randn(1, HEADS, 4, HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     partial = torch.full((1, HEADS * 4, 2, HEAD_DIM), float("nan"), device=DEVICE)
     stats = torch.full((1, HEADS * 4, 2, 2), float("nan"), device=DEVICE)

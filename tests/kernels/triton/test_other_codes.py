@@ -6,13 +6,12 @@ import null_code
 import numpy as np
 import pytest
 import torch
-from packed_kv.attention.active_blocks import AttentionOptions, attend
+from launchers import gather, store_tokens
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.formats import CODES, FORMATS, Code, Format
 from packed_kv.kernels.triton import fragments
-from packed_kv.kernels.triton.gather import gather
-from packed_kv.kernels.triton.store import store_tokens
 from packed_kv.layout import SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
+from packed_kv.reference.attention import AttentionOptions, attend
 from test_assembly import execute, value_of
 from test_decode import BOUND, attention, relative_rms, run
 

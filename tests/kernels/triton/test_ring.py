@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from implementations import attend_pages
+from launchers import gather_ring, rotate_query, store_tokens
 from packed_kv.codecs import ring as reference
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
-from packed_kv.kernels.triton.ring import gather_ring, plan_ring
-from packed_kv.kernels.triton.rotate import rotate_query, rotation_matrix
-from packed_kv.kernels.triton.store import store_tokens
+from packed_kv.kernels.triton.ring import plan_ring
+from packed_kv.kernels.triton.rotate import rotation_matrix
 from packed_kv.layout import page_layout, ring_slot_bytes
 from packed_kv.window.slots import fill_slots
+from page_codecs import page_codec
 from test_decode import BOUND, DEVICE, relative_rms, sized
 
 
@@ -73,7 +74,7 @@ def run(name, *, head_dim=128, kv_heads=2, group=4, requests=((1, 0), (37, 0), (
     """
     generator = torch.Generator().manual_seed(head_dim + len(requests))
     query_lens = query_lens or (1,) * len(requests)
-    codec = PagedCodec(FORMATS[name], head_dim, device=DEVICE, **channels)
+    codec = page_codec(FORMATS[name], head_dim, device=DEVICE, **channels)
     table, ring_cache, ring_blocks = ring_of(requests, recent, block_size, kv_heads, head_dim, max(query_lens) - 1)
     seq_lens = torch.tensor([tokens for tokens, _ in requests], dtype=torch.int32, device=DEVICE)
     start = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(DEVICE)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launchers import rotate_query, run, store_tokens
 from packed_kv import FORMATS
 from packed_kv.codecs.pages import PagedCodec
 from packed_kv.kernels.triton import store
 from packed_kv.kernels.triton.means import Means
-from packed_kv.kernels.triton.rotate import QueryRotation, rotate_query, rotate_query_arguments, rotation_matrix
+from packed_kv.kernels.triton.rotate import QueryRotation, RotateQueryLaunch, rotation_matrix
 from packed_kv.kernels.units import LOG2_E
 from packed_kv.layout import MEAN_BLOCK
+from page_codecs import page_codec
 from test_decode import rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,10 +59,10 @@ def check(
     codec.write(expected, slots, key, value, positions)
     channels = channels_of(codec.key, "key") | channels_of(codec.value, "value")
     sizes = {"head_dim": codec.key.head_dim, "value_dim": codec.value.head_dim}
-    on_device = PagedCodec(codec.key.fmt, device=DEVICE, **sizes, **channels)
+    on_device = page_codec(codec.key.fmt, device=DEVICE, **sizes, **channels)
     actual = to_device(cache)
     on_device_positions = None if positions is None else positions.to(DEVICE)
-    store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value), on_device_positions)
+    store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value), on_device_positions)
     assert torch.equal(storage(actual).cpu(), storage(expected))
 
 
@@ -121,7 +123,7 @@ def test_bytes_of_values_of_fewer_channels(name, value_dim, calibrated):
             channels["value_outlier_channels"] = order[:, :count].sort(-1).values
         else:
             channels["value_channel_order"] = order
-    codec = PagedCodec(FORMATS[name], 192, value_dim=value_dim, **channels)
+    codec = page_codec(FORMATS[name], 192, value_dim=value_dim, **channels)
     key, value = vectors(40, 192)
     check(codec, poisoned(codec, 2, 32), shuffled(40, 2, 32), key, value[..., :value_dim])
 
@@ -156,7 +158,8 @@ def test_outliers_of_each_head(name, roles):
     generator = torch.Generator().manual_seed(1)
     chosen = torch.stack([torch.randperm(128, generator=generator)[:count].sort().values for _ in range(HEADS)])
     given = {"key": (chosen, None), "value": (None, chosen[0]), "both": (chosen, chosen.flip(0))}
-    codec = PagedCodec(FORMATS[name], 128, *given[roles])
+    key, value = given[roles]
+    codec = page_codec(FORMATS[name], 128, key_outlier_channels=key, value_outlier_channels=value)
     check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 128))
 
 
@@ -167,7 +170,7 @@ def test_channel_order_of_each_head(name, roles):
     orders = torch.stack([torch.randperm(96, generator=generator) for _ in range(HEADS)])
     given = {"key": (orders, None), "value": (None, orders[0]), "both": (orders, orders.flip(0))}
     key_channel_order, value_channel_order = given[roles]
-    codec = PagedCodec(FORMATS[name], 96, key_channel_order=key_channel_order, value_channel_order=value_channel_order)
+    codec = page_codec(FORMATS[name], 96, key_channel_order=key_channel_order, value_channel_order=value_channel_order)
     check(codec, poisoned(codec, 4, 16), shuffled(50, 4, 16), *vectors(50, 96))
 
 
@@ -193,7 +196,7 @@ def test_centred_and_scaled_bytes(name, head_dim, ordered):
             channels = {"key_outlier_channels": chosen, "value_outlier_channels": chosen[0]}
         else:
             channels = {"key_channel_order": order, "value_channel_order": order[0]}
-    codec = PagedCodec(FORMATS[name], head_dim, **transforms(head_dim), **channels)
+    codec = page_codec(FORMATS[name], head_dim, **transforms(head_dim), **channels)
     positions = torch.arange(90) % 7
     check(codec, poisoned(codec, 4, 32), shuffled(90, 4, 32), *vectors(90, head_dim), positions)
 
@@ -213,7 +216,7 @@ def test_bytes_centred_by_blocks_of_positions(name, interleaved, has_first):
     else:
         channels["key_channel_order"] = order
     channels |= {"key_rope": rope(33, interleaved=interleaved), "positions": 5 * MEAN_BLOCK - 3}
-    codec = PagedCodec(FORMATS[name], 80, **channels)
+    codec = page_codec(FORMATS[name], 80, **channels)
     borders = MEAN_BLOCK * torch.arange(9)
     positions = torch.cat((borders, borders[1:] - 1, borders + 1, 31 * torch.arange(64)))
     positions = positions[torch.randperm(90, generator=torch.Generator().manual_seed(2))]
@@ -221,7 +224,7 @@ def test_bytes_centred_by_blocks_of_positions(name, interleaved, has_first):
 
 
 def test_bytes_of_one_block_that_turns():
-    codec = PagedCodec(FORMATS["tq4"], 64, **transforms(64), key_rope=rope(32), positions=MEAN_BLOCK)
+    codec = page_codec(FORMATS["tq4"], 64, **transforms(64), key_rope=rope(32), positions=MEAN_BLOCK)
     assert codec.key.transform.mean_blocks == 1
     check(codec, poisoned(codec, 4, 16), shuffled(40, 4, 16), *vectors(40, 64), torch.arange(40) % 30)
 
@@ -234,16 +237,16 @@ def test_bytes_of_one_block_that_turns():
 @pytest.mark.parametrize("per_head", [False, True], ids=["one", "each"])
 def test_each_transform_alone(given, per_head):
     chosen = {key: value if per_head else value[0] for key, value in transforms(64).items() if key in given}
-    codec = PagedCodec(FORMATS["turboquant25"], 64, **chosen)
+    codec = page_codec(FORMATS["turboquant25"], 64, **chosen)
     positions = torch.arange(40) % 3 if "key_first_mean" in given else None
     check(codec, poisoned(codec, 4, 16), shuffled(40, 4, 16), *vectors(40, 64, torch.float32), positions)
 
 
 def test_a_mean_of_first_tokens_needs_positions():
-    codec = PagedCodec(FORMATS["tq4"], 64, device=DEVICE, key_first_mean=[1.0] * 64)
+    codec = page_codec(FORMATS["tq4"], 64, device=DEVICE, key_first_mean=[1.0] * 64)
     key = torch.zeros(3, HEADS, 64, device=DEVICE)
     with pytest.raises(AssertionError):
-        store.store_tokens(codec, poisoned(codec, 1, 16).to(DEVICE), torch.arange(3, device=DEVICE), key, key)
+        store_tokens(codec, poisoned(codec, 1, 16).to(DEVICE), torch.arange(3, device=DEVICE), key, key)
 
 
 @every_dtype
@@ -263,15 +266,15 @@ def test_strided_inputs_and_padded_pages(name):
     codec.write(expected, slots, key[:tokens], value[:tokens])
     actual = to_device(cache)
     on_device = PagedCodec(FORMATS[name], head_dim, device=DEVICE)
-    store.store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value))
+    store_tokens(on_device, actual, slots.to(DEVICE), to_device(key), to_device(value))
     assert torch.equal(storage(actual).cpu(), storage(expected))
 
 
 def test_a_launch_owns_no_memory():
     """CUDA graphs keep its addresses when another launch has taken its place, so all are of tensors that others own."""
-    codec = PagedCodec(FORMATS["tq4"], 64, device=DEVICE, **transforms(64))
+    codec = page_codec(FORMATS["tq4"], 64, device=DEVICE, **transforms(64))
     cache, key = poisoned(codec, 2, 16).to(DEVICE), vectors(20, 64)[0].to(DEVICE)
-    first, second = (store.bind_store(codec, cache, key, key) for _ in range(2))
+    first, second = (store.StoreLaunch(codec, cache, key, key) for _ in range(2))
     assert first.fixed.raw == second.fixed.raw
 
 
@@ -279,8 +282,8 @@ def test_nothing_to_store():
     codec = PagedCodec(FORMATS["turboquant35"], 64, device=DEVICE)
     cache = poisoned(codec, 1, 16).to(DEVICE)
     kept, key = cache.clone(), torch.full((9, HEADS, 64), float("nan"), device=DEVICE)
-    store.store_tokens(codec, cache, torch.full((9,), -1, device=DEVICE), key, key)
-    store.store_tokens(codec, cache, torch.zeros(0, dtype=torch.int64, device=DEVICE), key[:0], key[:0])
+    store_tokens(codec, cache, torch.full((9,), -1, device=DEVICE), key, key)
+    store_tokens(codec, cache, torch.zeros(0, dtype=torch.int64, device=DEVICE), key[:0], key[:0])
     assert torch.equal(cache, kept)
 
 
@@ -294,7 +297,7 @@ def test_offsets_beyond_2_gib():
     slots = torch.arange(16, device=DEVICE) + 16 * (blocks - 1)
     expected = cache[-1:].clone()
     codec.write(expected, slots % 16, key, value)
-    store.store_tokens(codec, cache, slots, key, value)
+    store_tokens(codec, cache, slots, key, value)
     assert torch.equal(cache[-1:], expected)
     assert (cache[:-1] == 0xFF).all()
 
@@ -306,10 +309,10 @@ def test_cuda_graph():
     slots = shuffled(32, 4, 16).to(DEVICE)
     expected, padded = cache.clone(), torch.full_like(slots, -1)
     codec.write(expected, slots, key, value)
-    store.store_tokens(codec, cache, padded, key, value)
+    store_tokens(codec, cache, padded, key, value)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        store.store_tokens(codec, cache, padded, key, value)
+        store_tokens(codec, cache, padded, key, value)
     padded.copy_(slots)
     graph.replay()
     assert torch.equal(cache, expected)
@@ -326,7 +329,7 @@ def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
         given = {"key_mean": torch.randn(HEADS, head_dim), "key_first_mean": torch.randn(HEADS, head_dim)}
     if means == "blocks":
         given |= {"key_rope": rope(head_dim // 2), "positions": 20000}
-    codec = PagedCodec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
+    codec = page_codec(FORMATS["isoquant4"], head_dim, device=DEVICE, **given)
     group, decodes = 5, -(-tokens // 2)
     query = to_device(torch.randn(tokens, HEADS * group + 2, head_dim).to(torch.bfloat16))[:, 1:-1]
     rotation = QueryRotation(rotation_matrix(codec.key, HEADS), 0.3, Means.of(codec.key.transform))
@@ -342,11 +345,10 @@ def test_queries_are_rotated_in_the_same_launch(head_dim, means, tokens):
 
     key, value = map(to_device, vectors(40, head_dim)[:, :tokens].contiguous())
     pages, alone = (to_device(poisoned(codec, 3, 16)) for _ in range(2))
-    store.store_tokens(codec, alone, slots, key, value, positions)
-    launch = store.bind_store(codec, pages, key, value, None, (query, rotation))
-    rotate = rotate_query_arguments(rotated, positions, bias)
-    grid = store.store_grid(codec, tokens, HEADS, decodes * group, rotation.bias_programs)
-    launch(grid, (key, value, query), store.store_arguments(codec, slots, positions, None, rotate))
+    store_tokens(codec, alone, slots, key, value, positions)
+    launch = store.StoreLaunch(codec, pages, key, value, None, (query, rotation))
+    rotate = RotateQueryLaunch.step(rotated, rotation, positions, bias)
+    run(launch, store.StoreLaunch.step(codec, HEADS, slots, positions, None, rotate), key, value, query)
     assert torch.equal(pages, alone)
     assert torch.equal(rotated, expected) if DEVICE == "cpu" else torch.allclose(rotated, expected, atol=2e-3)
     assert bias is None or torch.allclose(bias, expected_bias, rtol=1e-5, atol=1e-5)
@@ -376,7 +378,7 @@ def test_biases(head_dim, positions, dtype):
     given["key_mean"] *= 100
     if positions is not None:
         given |= {"key_rope": rope(head_dim // 2 - 1), "positions": positions}
-    codec = PagedCodec(FORMATS["tq4"], head_dim, device=DEVICE, **given)
+    codec = page_codec(FORMATS["tq4"], head_dim, device=DEVICE, **given)
     means, group = Means.of(codec.key.transform), 3
     last = torch.tensor([5, 4990, 191, 192, 0, 1100, 1001], device=DEVICE).clamp(max=(positions or 9999) - 1)
     query = torch.randn(7, HEADS * group, head_dim, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)

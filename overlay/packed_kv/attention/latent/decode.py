@@ -1,151 +1,319 @@
-"""Decode attention over latents on CUDA: a kernel attends over pages, and a launch adds the recent window.
+"""The decode kernels of latents on CUDA: `kernels/cuda` where it serves a layer, else `kernels/triton`.
 
-No host sync, and no allocation once vLLM's profiling run has sized the workspace. What a step decides is worked out for
-its first layer; the others only launch. Where ranks split the tokens of a request, a layer attends over its rank's, for
-the heads of all ranks, and returns its lse.
+A kernel attends over pages. Where the layer has a recent window, the pages hold the tokens before it (`split_lens`),
+and a launch behind adds those of the ring, and what V lacks of the mean. Where ranks split the tokens of a request, a
+layer attends over its rank's, for the heads of all ranks, and returns its lse; there is no window then.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...codecs.latent import LatentCodec
 from ...codecs.ring import Ring
-from ...kernels.triton.launch import Launches
-from .metadata import LatentDecodeMetadata
-from .recent import PageStep, RecentLatents
+from ...kernels import power_of_2
+from ...kernels.cuda import LATENT_ROWS, latent_refusal
+from ...kernels.cuda import latent_launch as cuda
+from ...kernels.cuda import latent_ring_launch as cuda_ring
+from ...kernels.cuda.latent_schedule import LatentScheduler
+from ...kernels.triton.latent_decode import (
+    DecodeLatentsLaunch,
+    MergeLatentsLaunch,
+    latent_shape,
+    row_tiles,
+    split_count,
+)
+from ...kernels.triton.latent_ring import AttendLatentRingLaunch, split_lens
+from ...kernels.triton.launch import Launches, StepLaunch
+from ..choice import Limits, takes_cuda
+from ..protocols import DecodeBatch, DecodeKernel
+
+Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class LatentLayer:
-    """What decode attention of a layer has to know.
+class LatentLayout:
+    """Shape of a layer of latents, and options of its decode attention.
 
     `codec`: on a CUDA device. `heads`: query heads of this rank, or of all that split its tokens. `scale`: of scores.
-    `dtype`: of queries and outputs, fp16 or bf16. `longest_decode`: query tokens of a request, drafts included.
-    `max_requests`: of a step. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens that a query reads
-    in its request's ring, 0: there is none. `is_shard`: whether the pages hold a rank's part of the tokens.
+    `dtype`: of queries and outputs, fp16 or bf16. `constant`: fp32 [rank], added to outputs, or None. `window`: tokens
+    that a query reads in its request's ring, 0: there is none. `is_shard`: whether the pages hold a rank's part of the
+    tokens.
     """
 
     codec: LatentCodec
     heads: int
     scale: float
     dtype: torch.dtype
-    longest_decode: int
-    max_requests: int
+    limits: Limits
     constant: torch.Tensor | None
     window: int = 0
     is_shard: bool = False
 
 
+class LatentKind(NamedTuple):
+    """Key of the layers that share a step."""
+
+    by_cuda: bool
+    heads: int
+    scale: float
+    window: int
+
+
 @dataclass(frozen=True)
-class LatentStep:
-    """What the layers of a step share: attention over pages, what the kernel made for it and for the recent window,
-    what layers return, which the next one overwrites, and the block table of the rings, or None."""
+class LatentMemory:
+    """Workspace of a step, which each layer overwrites.
 
-    pages: PageStep
-    launches: Any
-    recent: Any
+    `partial`, `stats`: fp32 [..., rank] and [..., 2], partial results. `over_pages`: [tokens, heads, rank], attention
+    over pages, and `lse`, fp32 [tokens, heads], its lse, or None. `output`: [tokens, heads, rank], the layer's result.
+    """
+
+    partial: torch.Tensor
+    stats: torch.Tensor
+    over_pages: torch.Tensor
+    lse: torch.Tensor | None
     output: torch.Tensor
-    ring_table: torch.Tensor | None
 
 
-class LatentDecode(ABC):
-    """Decode attention of one layer."""
+class PageResults:
+    """A layer's results over pages, which both kernels keep.
 
-    recent_latents: type[RecentLatents]
-    """What adds the recent window."""
+    `are_partial`: whether attention over pages is a part, in fp32 and with its lse: of a rank's tokens, or where the
+    launch for the ring takes it so.
+    """
 
-    def __init__(self, layer: LatentLayer) -> None:
+    def __init__(self, layer: LatentLayout, *, are_partial: bool) -> None:
         assert not (layer.window and layer.is_shard), "ranks that split tokens have no recent window"
-        self.layer, self.codec, self.heads = layer, layer.codec, layer.heads
-        self.recent: RecentLatents | None = None
-        if layer.window:
-            requests = layer.longest_decode, layer.max_requests
-            self.recent = self.recent_latents(layer.codec, layer.heads, layer.scale, *requests, layer.constant)
-        self.is_part = layer.is_shard or (self.recent is not None and not self.recent.merges_pages)
-        """Whether attention over pages is a part, in fp32 and with its lse."""
-        self.constant = None if layer.is_shard or self.recent else layer.constant
+        self.layer, self.are_partial = layer, are_partial
+        self.constant = None if layer.is_shard or layer.window else layer.constant
         """Added by attention over pages."""
+        self.inverse_gain = 1 / layer.codec.value_gain()
         self.sm_count = torch.cuda.get_device_properties(layer.codec.device).multi_processor_count
-        self.bound = Launches()
+        self.page_lens = torch.zeros(layer.limits.max_requests, dtype=torch.int32, device=layer.codec.device)
 
-    def step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentStep:
-        """That of a batch's decodes, which have `tokens` query tokens; made for the first layer of such heads."""
-        # The step keeps the table, so its address names no other one as long as the step is found by it.
-        kind = (self.heads, self.layer.scale, ring and ring.block_table.data_ptr())
-        found = metadata.made.get(kind)
-        if found is None:
-            found = metadata.made[kind] = self._make_step(metadata, tokens, ring)
-        return found
-
-    def _make_step(self, metadata: LatentDecodeMetadata, tokens: int, ring: Ring | None) -> LatentStep:
-        partial, stats, *outputs = self._reserve(self.partials(metadata, tokens), tokens)
-        lens, recent = metadata.seq_lens, None
-        if self.recent and ring:
-            lens = self.recent.page_lens_of(metadata, ring)
-        pages = PageStep(metadata, lens, partial, stats, outputs[0], outputs[1] if self.is_part else None)
-        launches = self.prepare(pages)
-        if self.recent and ring:
-            recent = self.recent.prepare(ring, pages, launches)
-        ring_table = None if ring is None else ring.block_table
-        return LatentStep(pages, launches, recent, outputs[0] if self.layer.is_shard else outputs[-1], ring_table)
-
-    def __call__(
-        self,
-        cache: torch.Tensor,
-        metadata: LatentDecodeMetadata,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        ring: Ring | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend over all of the requests' tokens, the new ones included; see `PlainLatents.attend`. The results are in
-        memory that the next layer overwrites. `ring` is there where the layer has a window."""
-        assert (ring is None) == (self.recent is None)
-        step = self.step(metadata, len(q_latent), ring)
-        self.attend(step, cache, q_latent, q_rope)
-        if self.recent and ring:
-            self.recent.add(step.recent, ring.cache, q_latent, q_rope, step.output)
-            return step.output, None
-        return step.output, step.pages.lse
-
-    def reserve_any_batch(self) -> None:
-        """Size the workspace for any batch."""
-        self._reserve(self.most_partials(), self.layer.max_requests * self.layer.longest_decode)
-
-    def _reserve(self, partials: tuple[int, ...], tokens: int) -> list[torch.Tensor]:
-        """Workspace for parts of results of this shape, their softmax state, and outputs of `tokens` query tokens: that
-        of pages and its lse, if it is a part; and that of the layer, unless it is this part."""
-        shape, layer = (tokens, self.heads, self.codec.rank), self.layer
+    def take(self, partials: tuple[int, ...], tokens: int) -> LatentMemory:
+        """Return workspace for parts of results of this shape, and outputs of `tokens` query tokens."""
+        layer, rank = self.layer, self.layer.codec.rank
+        shape = (tokens, layer.heads, rank)
         outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        if self.is_part:
+        if self.are_partial:
             outputs += [(shape, torch.float32), (shape[:2], torch.float32)]
         if not layer.is_shard:
             outputs.append((shape, layer.dtype))
-        return current_workspace_manager().get_simultaneous(
-            ((*partials, self.codec.rank), torch.float32), ((*partials, 2), torch.float32), *outputs
+        partial, stats, *given = current_workspace_manager().get_simultaneous(
+            ((*partials, rank), torch.float32), ((*partials, 2), torch.float32), *outputs
+        )
+        lse = given[1] if self.are_partial else None
+        return LatentMemory(partial, stats, given[0], lse, given[0] if layer.is_shard else given[-1])
+
+    def reserve(self, most_partials: tuple[int, ...]) -> None:
+        """Size the workspace for any batch."""
+        limits = self.layer.limits
+        self.take(most_partials, limits.max_requests * limits.longest_decode)
+
+    def count_tokens(self, batch: DecodeBatch) -> torch.Tensor:
+        """Return the tokens that a step's requests read in pages, int32 [requests], in memory that outlives it."""
+        assert (batch.ring is None) == (not self.layer.window)
+        if batch.ring is None:
+            return batch.seq_lens
+        lens = self.page_lens[: len(batch.seq_lens)]
+        split_lens(batch.query_start, batch.seq_lens, batch.ring.first, batch.ring.window, lens)
+        return lens
+
+    def of_layer(self, memory: LatentMemory) -> Attended:
+        """Return what the layer returns."""
+        return memory.output, memory.lse if self.layer.is_shard else None
+
+
+class TritonLatentStep(NamedTuple):
+    """A step's launches, and its splits, a power of 2. `ring`: the launch for it, if any."""
+
+    memory: LatentMemory
+    decode: StepLaunch
+    merge: StepLaunch
+    splits: int
+    ring: StepLaunch | None
+
+
+class TritonLatents(DecodeKernel[Attended]):
+    """The Triton kernels over latents of one layer."""
+
+    def __init__(self, layer: LatentLayout) -> None:
+        self.layer, self.longest = layer, layer.limits.longest_decode
+        self.results = PageResults(layer, are_partial=layer.is_shard or layer.window > 0)
+        self.kind = LatentKind(False, layer.heads, layer.scale, layer.window)
+        self.shape = latent_shape(layer.heads, self.longest, layer.scale)
+        self.bound = Launches()
+
+    def _splits(self, requests: int, query_len: int) -> int:
+        return split_count(requests, row_tiles(self.shape, query_len), self.results.sm_count)
+
+    def reserve(self) -> None:
+        counts, lengths = range(1, self.layer.limits.max_requests + 1), range(1, self.longest + 1)
+        rows = max(n * length * self._splits(n, length) for n in counts for length in lengths)
+        self.results.reserve((rows, self.layer.heads))
+
+    def prepare(self, batch: DecodeBatch) -> TritonLatentStep:
+        requests, query_len, ring = len(batch.seq_lens), batch.max_query_len, None
+        splits = self._splits(requests, query_len)
+        memory = self.results.take((batch.tokens, self.layer.heads, splits), batch.tokens)
+        lens = self.results.count_tokens(batch)
+        if batch.ring is not None:
+            assert memory.lse is not None
+            tensors = batch.ring, batch.query_start, batch.seq_lens, lens, memory.over_pages, memory.lse
+            ring = AttendLatentRingLaunch.step(self.shape, query_len, *tensors)
+        return TritonLatentStep(
+            memory,
+            DecodeLatentsLaunch.step(
+                self.shape, query_len, batch.block_table, batch.query_start, lens, memory.partial, memory.stats
+            ),
+            MergeLatentsLaunch.step(memory.partial, memory.stats, memory.lse),
+            power_of_2(splits),
+            ring,
         )
 
-    @abstractmethod
+    def attend(
+        self, step: TritonLatentStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        output: torch.Tensor | None = None,
+    ) -> Attended:  # fmt: skip
+        q_latent, q_rope = queries
+        over_pages = step.memory.over_pages
+        strides = cache.stride(), q_latent.stride(), q_rope.stride()
+        decode = self.bound.get(
+            "decode",
+            (cache.data_ptr(), strides, q_latent.dtype, q_rope.dtype),
+            lambda: DecodeLatentsLaunch(self.layer.codec.layout, self.shape, cache, q_latent, q_rope),
+        )
+        grid, arguments = step.decode
+        decode(grid, (q_latent, q_rope), arguments)
+        has_lse, constant = self.results.are_partial, self.results.constant
+        merge = self.bound.get(
+            ("merge", step.splits),
+            (over_pages.stride(), over_pages.dtype),
+            lambda: MergeLatentsLaunch(over_pages, constant, step.splits, has_lse=has_lse),
+        )
+        grid, arguments = step.merge
+        merge(grid, (over_pages,), arguments)
+        if ring is not None:
+            self._add_ring(step, ring.cache, q_latent, q_rope)
+        return self.results.of_layer(step.memory)
+
+    def _add_ring(
+        self, step: TritonLatentStep, ring: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor
+    ) -> None:
+        """Add the ring's tokens to the results over pages."""
+        assert step.ring is not None
+        layer, output = self.layer, step.memory.output
+        strides = q_latent.stride(), q_rope.stride(), output.stride()
+        launch = self.bound.get(
+            "ring",
+            (ring.data_ptr(), ring.stride(), strides, q_latent.dtype, q_rope.dtype, output.dtype),
+            lambda: AttendLatentRingLaunch(
+                layer.codec, self.shape, ring, (q_latent, q_rope, output), self.results.inverse_gain, layer.constant
+            ),
+        )
+        grid, arguments = step.ring
+        launch(grid, (q_latent, q_rope, output), arguments)
+
     def batches_to_compile(self) -> list[tuple[int, int]]:
-        """Requests and their query tokens, of steps that launch all variants of the kernels between them."""
+        batches = {}
+        for length in range(self.longest, 0, -1):
+            for requests in range(self.layer.limits.max_requests, 0, -1):
+                batches[power_of_2(self._splits(requests, length))] = requests, length
+        return list(batches.values())
 
-    @abstractmethod
-    def partials(self, metadata: LatentDecodeMetadata, tokens: int) -> tuple[int, ...]:
-        """Parts of results in a step, without their channels."""
 
-    @abstractmethod
-    def most_partials(self) -> tuple[int, ...]:
-        """The same for the step that has most."""
+class HopperLatentStep(NamedTuple):
+    """Arguments and grids of a step's launches; `ring`: of the one for it, if any. `tensors` are those whose addresses
+    the arguments are."""
 
-    @abstractmethod
-    def prepare(self, pages: PageStep) -> Any:
-        """What `attend` of the step's layers needs: grids and arguments of launches."""
+    memory: LatentMemory
+    decode: cuda.Step
+    ring: cuda_ring.Step | None
+    tensors: tuple[DecodeBatch, torch.Tensor, cuda.Parts]
 
-    @abstractmethod
-    def attend(self, step: LatentStep, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor) -> None:
-        """Attention over pages: fill `step.pages.output` and `step.pages.lse`, or leave parts."""
+
+class HopperLatents(DecodeKernel[Attended]):
+    """The CUDA kernels over latents of one layer. The launch for the ring merges the parts over pages, too."""
+
+    def __init__(self, layer: LatentLayout) -> None:
+        self.layer, self.longest = layer, layer.limits.longest_decode
+        self.results = PageResults(layer, are_partial=layer.is_shard)
+        self.kind = LatentKind(True, layer.heads, layer.scale, layer.window)
+        self.scheduler = LatentScheduler(layer.limits.max_requests, self.results.sm_count, layer.codec.device)
+        self.bound = Launches()
+
+    def _partials(self, requests: int, query_len: int) -> tuple[int]:
+        """Rows of parts of results; of each request one stays a part where the launch for the ring merges them."""
+        shape = cuda.shape_of(self.layer.heads * query_len, self.results.sm_count)
+        return (shape.partial_rows(requests if self.layer.window else 0),)
+
+    def reserve(self) -> None:
+        requests, lengths = self.layer.limits.max_requests, range(1, self.longest + 1)
+        self.results.reserve(max(self._partials(requests, length) for length in lengths))
+
+    def prepare(self, batch: DecodeBatch) -> HopperLatentStep:
+        layer, query_len, sm_count, ring = self.layer, batch.max_query_len, self.results.sm_count, None
+        memory = self.results.take(self._partials(len(batch.seq_lens), query_len), batch.tokens)
+        lens = self.results.count_tokens(batch)
+        shape = cuda.shape_of(layer.heads * query_len, sm_count)
+        parts = cuda.Parts(shape, self.scheduler(lens, shape.partitions), memory.partial, memory.stats)
+        tables = batch.block_table, batch.query_start, lens
+        decode = cuda.make_step(layer.heads, query_len, layer.scale, *tables, parts, memory.lse)
+        if batch.ring is not None:
+            lengths = batch.query_start, batch.seq_lens, lens
+            ring = cuda_ring.make_step(layer.heads, query_len, layer.scale, sm_count, batch.ring, *lengths, parts)
+        return HopperLatentStep(memory, decode, ring, (batch, lens, parts))
+
+    def attend(
+        self, step: HopperLatentStep, cache: torch.Tensor, queries: tuple[torch.Tensor, ...], ring: Ring | None = None,
+        output: torch.Tensor | None = None,
+    ) -> Attended:  # fmt: skip
+        """Nothing is launched between the kernel over pages and that for the ring, which begins
+        early (`kernels/cuda/early_launch.py`)."""
+        q_latent, q_rope = queries
+        held_for = (cache.data_ptr(), cache.stride(), q_latent.dtype)
+        decode = self.bound.get("decode", held_for, lambda: self._bind(cache, q_latent.dtype))
+        decode(step.decode, q_latent, q_rope, None if self.layer.window else step.memory.over_pages)
+        if ring is not None and step.ring is not None:
+            of_ring, result = ring.cache, step.memory.output
+            attend = self.bound.get(
+                "ring",
+                (of_ring.data_ptr(), of_ring.stride(), q_latent.dtype, result.dtype),
+                lambda: self._bind_ring(of_ring, q_latent.dtype, result.dtype),
+            )
+            attend(step.ring, q_latent, q_rope, result)
+        return self.results.of_layer(step.memory)
+
+    def _bind(self, cache: torch.Tensor, dtype: torch.dtype) -> cuda.CudaLatentDecode:
+        layer, has_lse = self.layer, self.results.are_partial
+        output = torch.float32 if has_lse else None if layer.window else layer.dtype
+        decode = cuda.CudaLatentDecode(
+            layer.codec.layout, cache, layer.heads, dtype, output, self.results.constant, has_lse=has_lse
+        )
+        decode.compile_variants(self.longest)
+        return decode
+
+    def _bind_ring(self, ring: torch.Tensor, query: torch.dtype, output: torch.dtype) -> cuda_ring.CudaLatentRing:
+        layer = self.layer
+        attend = cuda_ring.CudaLatentRing(ring, layer.heads, query, output, self.results.inverse_gain, layer.constant)
+        attend.compile_variants()
+        return attend
+
+    def batches_to_compile(self) -> list[tuple[int, int]]:
+        """Return one batch: a bound kernel has all variants."""
+        return [(1, 1)]
+
+
+def latent_kernel(layer: LatentLayout, option: str) -> TritonLatents | HopperLatents:
+    """Choose the decode kernel of a layer. `option`: "triton", or "auto": the CUDA kernel where it serves."""
+    codec, longest = layer.codec, layer.limits.longest_decode
+    capability, widths = torch.cuda.get_device_capability(codec.device), codec.layout.vector.group_bits
+    refused = latent_refusal(capability, codec.rank, codec.rope_dim, layer.heads, longest, widths)
+    heads = f"latents, {layer.heads} query heads"
+    by_cuda = takes_cuda(option, refused, heads, longest, LATENT_ROWS // layer.heads)
+    return (HopperLatents if by_cuda else TritonLatents)(layer)

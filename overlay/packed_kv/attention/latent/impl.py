@@ -13,7 +13,8 @@ Where ranks split the tokens of a request, vLLM gathers the queries of decodes; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -25,34 +26,37 @@ from vllm.model_executor.layers.attention.mla_attention import (
     reorg_kvcache,
 )
 
+from ...channel_calibration import UNCALIBRATED, ChannelCalibration
 from ...codecs.latent import LatentCodec
 from ...facts import Facts
 from ...formats import FORMATS
-from ...layout import MICRO_BLOCK
 from ...refusals import refuse
 from ...settings.calibration import find_calibration
 from ...settings.facts import auto_cache, is_draft
 from ...settings.options import read_options
-from ...window.layer import WindowLayer, add_window_layer, recent_tokens_of_model
+from ...window.layer import WindowLayer, add_window_layer, window_tokens_of_model
 from ...window.step import WindowStep
 from ..context_parallel import Ranks
 from ..context_shard import shard_of
 from ..metadata import longest_decode
+from ..protocols import DecodeBatch, DecodeKernel
+from ..step import StepKey
+from ..store import LatentStore, reference_latent_store
+from ..warmup import block_size_of, warm_up_latents
 from .fold import FoldedWeights
+from .in_pytorch import PrefixChunk, RecentContext, ReferenceLatentPrefix, ReferenceLatents
 from .metadata import LatentMetadata
-from .plain import PlainLatents, RecentContext, Span
 
 if TYPE_CHECKING:
-    from .fused import FusedLatents
+    from .prefix import TritonLatentPrefix
 
 
-CODEC_ARGUMENTS = {
-    "key_outlier_channels": "outliers",
-    "key_channel_order": "channel_order",
-    "key_mean": "mean",
-    "key_scale": "scale",
-}
-"""What a calibration file has of keys -> argument of `LatentCodec`."""
+class LatentKernels(NamedTuple):
+    """Kernels of a layer's attention: those of all writes and of decodes, and what gathers prefixes of prompts."""
+
+    store: LatentStore
+    decode: DecodeKernel[tuple[torch.Tensor, torch.Tensor | None]]
+    prefix: ReferenceLatentPrefix | TritonLatentPrefix
 
 
 class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
@@ -107,20 +111,27 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         self.supports_quant_query_input = False
         self.device = torch.get_default_device()
         self.config = get_current_vllm_config()
+        if self.device.type == "cpu":
+            from .cpu import compile_ahead
+
+            compile_ahead()
         self.calibration = find_calibration(self.config, FORMATS[kv_cache_dtype])
-        self.recent_tokens = recent_tokens_of_model(self.config)
+        self.window_tokens = window_tokens_of_model(self.config)
         self.layer_name = ""
         self.window_layer: WindowLayer | None = None
         self.ranks: Ranks | None = None
-        """Those that split the layer's tokens, if any do."""
+        """Ranks that split the layer's tokens, if any do."""
         self.weights: FoldedWeights | None = None
-        self.pages: PlainLatents | FusedLatents | None = None
-        """What `build` makes."""
+        self.kernels: LatentKernels | None = None
+        """Both are None before `build`."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Add the window layer."""
-        if self.recent_tokens:
-            self.window_layer = add_window_layer(self, self.recent_tokens, longest_decode(self.config), self.config)
+        self.add_window()
+
+    def add_window(self) -> None:
+        """Add the window layer, unless it is there."""
+        if self.window_tokens:
+            self.window_layer = add_window_layer(self, self.window_tokens, longest_decode(self.config), self.config)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
         return False
@@ -130,60 +141,63 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         its memory."""
         if self.weights is not None:
             return
-        shard = shard_of(self.config)
-        refuse(Facts(is_mla=True, dcp=shard.ranks, has_own_queries=layer.dcp_q_replicate), self.kv_cache_dtype)
+        shard, has_own_queries = shard_of(self.config), getattr(layer, "dcp_q_replicate", None)
+        refuse(Facts(is_mla=True, dcp=shard.ranks, has_own_queries=has_own_queries), self.kv_cache_dtype)
+        self.add_window()  # of a layer that did not call `process_weights_after_loading`
         if shard.ranks > 1:
             self.ranks, layer.dcp_manager.combine = Ranks(shard), self.combine
         self.layer_name, fmt = layer_name, FORMATS[self.kv_cache_dtype]
         rope_bits = read_options(self.config.additional_config).latent_rope_bits
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
-        codec = LatentCodec(fmt, *sizes, self.device, rope_bits=rope_bits, **self._channels(layer_name))
+        codec = LatentCodec(fmt, *sizes, self.device, self._channels(layer_name), rope_bits)
         self.weights = FoldedWeights(codec, layer)
-        self.pages = self._pages(codec, self.weights.constant)
+        self.kernels = self._kernels(codec, self.weights.constant)
 
-    def _channels(self, layer_name: str) -> dict[str, Any]:
-        """What the calibration file has of a layer's latents, which are one KV head: arguments of its codec. Raises
-        CalibrationError."""
+    def _channels(self, layer_name: str) -> ChannelCalibration:
+        """Return the calibration file's entry for a layer's latents, which are one KV head. Raises CalibrationError."""
         if self.calibration is None:
-            return {}
+            return UNCALIBRATED
         found = self.calibration.channels(layer_name, 1, self.kv_lora_rank, self.kv_lora_rank)
-        return {CODEC_ARGUMENTS[name]: rows[0] for name, rows in found.items() if name in CODEC_ARGUMENTS}
+        return replace(found.key.map_rows(lambda rows: rows[0]), first_mean=None, rope=None)
 
-    def _pages(self, codec: LatentCodec, constant: torch.Tensor | None) -> PlainLatents | FusedLatents:
-        """With the kernels of CUDA, where they serve."""
+    def _kernels(self, codec: LatentCodec, constant: torch.Tensor | None) -> LatentKernels:
+        """Return the kernels of the device, where they serve the layer, else PyTorch's."""
         dtype, ranks = self.config.model_config.dtype, 1 if self.ranks is None else self.ranks.shard.ranks
-        if self.device.type != "cuda" or dtype == torch.float32:
-            return PlainLatents(codec, self.scale, constant, is_shard=ranks > 1)
-        from .decode import LatentLayer  # imports Triton, which the CPU platform may lack
-        from .fused import FusedLatents, latent_decode
+        if self.device.type == "cpu":
+            from .cpu import find_kernels
 
-        kernel = read_options(self.config.additional_config).decode_kernel
-        longest, requests = longest_decode(self.config), self.config.scheduler_config.max_num_seqs
+            fmt = FORMATS[self.kv_cache_dtype]
+            found = find_kernels(fmt, codec, self.scale, constant, dtype, is_shard=ranks > 1)
+            return LatentKernels(LatentStore(found[0]), *found[1:])
+        if self.device.type != "cuda" or dtype == torch.float32:
+            decode = ReferenceLatents(codec, self.scale, constant, is_shard=ranks > 1)
+            return LatentKernels(LatentStore(reference_latent_store(codec)), decode, ReferenceLatentPrefix(codec))
+        from ..choice import Limits  # these import Triton, which the CPU platform may lack
+        from ..triton_store import TritonLatentStore
+        from .decode import LatentLayout, latent_kernel
+        from .prefix import TritonLatentPrefix
+
+        option = read_options(self.config.additional_config).decode_kernel
+        limits = Limits(longest_decode(self.config), self.config.scheduler_config.max_num_seqs)
         window = 0 if self.window_layer is None else self.window_layer.window
-        sizes = self.num_heads * ranks, self.scale, dtype, longest, requests
-        layer = LatentLayer(codec, *sizes, constant, window, is_shard=ranks > 1)
-        return FusedLatents(latent_decode(kernel, layer))
+        sizes = self.num_heads * ranks, self.scale, dtype, limits
+        layout = LatentLayout(codec, *sizes, constant, window, is_shard=ranks > 1)
+        store = LatentStore(TritonLatentStore(codec))
+        return LatentKernels(store, latent_kernel(layout, option), TritonLatentPrefix(codec))
 
     def reserve_workspace(self) -> None:
         """Size vLLM's workspace for any batch, in its profiling run, take there the memory that ranks exchange, and
         have kernels compiled; `wait_for_all` of `kernels/ahead.py` returns once they are."""
-        if self.pages is None:
+        if self.kernels is None:
             return
-        self.pages.reserve_any_batch()
-        if not isinstance(self.pages, PlainLatents):
-            from .compile_ahead import compile_ahead
-
-            compile_ahead(self.pages, self._block_size(), self.qk_head_dim, self.window_layer)
+        self.kernels.decode.reserve()
+        if self.device.type == "cuda" and not isinstance(self.kernels.decode, ReferenceLatents):
+            warm_up_latents(self.kernels, block_size_of(self.config), self.qk_head_dim, self.window_layer)
         if self.ranks is not None and self.weights is not None and not self.weights.layer.kv_cache.numel():
             requests = self.config.scheduler_config.max_num_seqs
             sizes = requests, self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
             query = torch.zeros(sizes, dtype=self.config.model_config.dtype, device=self.device)
             self.ranks.reserve(query, self.kv_lora_rank)
-
-    def _block_size(self) -> int:
-        """Tokens of a block, or a number that will do where vLLM has not settled it yet."""
-        block_size = self.config.cache_config.block_size
-        return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
 
     def do_kv_cache_update(
         self,
@@ -206,23 +220,15 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             return
         slots = slot_mapping.flatten()
         tokens = len(slots)
-        assert self.pages is not None
-        ring, ring_slots = self._ring_of_store()
-        self.pages.store(kv_cache, slots, kv_c_normed[:tokens], k_pe[:tokens].flatten(1), ring, ring_slots)
+        new = kv_c_normed[:tokens], k_pe[:tokens].flatten(1)
+        # vLLM does not pass the batch's metadata, and there are none in a step without requests.
+        context = get_forward_context().attn_metadata if self.window_layer is not None else None
+        window, metadata = (None, None) if context is None else (self._window_step(), context[self.layer_name])
+        assert self.kernels is not None
+        self.kernels.store.store(kv_cache, slots, *new, window, metadata)
 
     def _window_step(self) -> WindowStep | None:
         return WindowStep.of(self.window_layer, is_shared=False)
-
-    def _ring_of_store(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The ring's cache, and the slots there of the batch's first tokens: of decodes, and of prompts if all of them
-        are new. Neither where there is none, or where vLLM runs a step without requests."""
-        context = get_forward_context().attn_metadata if self.window_layer is not None else None
-        if context is None:
-            return None, None
-        window, metadata = self._window_step(), context[self.layer_name]
-        assert window is not None
-        count = metadata.num_actual_tokens if is_new(metadata) else metadata.num_decode_tokens
-        return window.layer.kv_cache, window.metadata.slots[:count]
 
     def forward_mha(
         self,
@@ -235,17 +241,16 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Attention of a batch's prompts, by vLLM; then their tokens go to their rings, unless they have."""
+        """Attend to a batch's prompts, by vLLM; then write their tokens into their rings, unless they are there.
+
+        Arguments are vLLM's: q [tokens, heads, qk_head_dim], kv_c_normed [tokens, rank], k_pe [tokens, 1, rope_dim],
+        kv_c_and_k_pe_cache uint8 [blocks, block_size, slot_bytes]; output [tokens, heads * v_head_dim] is filled.
+        """
         prompts = (q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
         super().forward_mha(*prompts)
-        window = self._window_step()
-        if window is None or is_new(attn_metadata):
-            return
-        assert self.pages is not None
-        slots = window.metadata.slots[attn_metadata.num_decode_tokens : attn_metadata.num_actual_tokens]
-        self.pages.store_in_ring(
-            kv_c_and_k_pe_cache, kv_c_normed, k_pe.flatten(1), window.layer.kv_cache, slots
-        )  # fmt: skip
+        assert self.kernels is not None
+        new = kv_c_normed, k_pe.flatten(1)
+        self.kernels.store.store_rest(kv_c_and_k_pe_cache, *new, self._window_step(), attn_metadata)
 
     def forward_mqa(
         self,
@@ -267,10 +272,17 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         """
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, q_rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
-        assert attn_metadata.decode is not None and self.pages is not None
-        window = self._window_step()
+        batch, window, kernels = attn_metadata.decode, self._window_step(), self.kernels
+        assert batch is not None and kernels is not None
         ring = window.ring(0, attn_metadata.num_decodes) if window else None
-        return self.pages.attend(kv_c_and_k_pe_cache, attn_metadata.decode, q_latent, q_rope, ring)
+
+        def make() -> Any:
+            tables = batch.block_table, batch.query_start, batch.seq_lens
+            return kernels.decode.prepare(DecodeBatch(*tables, len(q_latent), batch.max_query_len, ring=ring))
+
+        rings = window.metadata if window else None
+        step = batch.steps.get(StepKey("decode", kernels.decode.kind, window=rings), make)
+        return kernels.decode.attend(step, kv_c_and_k_pe_cache, (q_latent, q_rope), ring)
 
     def combine(
         self, part: torch.Tensor, lse: torch.Tensor, *, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
@@ -299,8 +311,8 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         q: [tokens, heads, nope_dim + rope_dim]. Returns outputs [tokens, heads, value_dim] and lse [heads, tokens].
         """
-        prefill, pages = attn_metadata.prefill, self.pages
-        assert pages is not None
+        prefill = attn_metadata.prefill
+        assert self.kernels is not None
         assert prefill is not None and prefill.prefill_backend is not None and prefill.chunked_context is not None
         context, window = prefill.chunked_context, self._window_step()
         output = output_lse = None
@@ -312,26 +324,26 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
             block_table = prefill.block_table[requests]
             if self.ranks is None:
                 rows = context.workspace[: chunk.num_context_tokens]
-                pages.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
+                self.kernels.prefix.gather(kv_c_and_k_pe_cache, block_table, chunk, rows, recent)
             else:
                 rows = self._gather_over_ranks(kv_c_and_k_pe_cache, block_table, context, chunk)
             key = self._expand(rows, 0)
             key = self._concat_k_nope_k_pe(key, rows[:, self.kv_lora_rank :].unsqueeze(1))
             if recent is not None:
-                pages.gather_values(chunk, rows, recent)
+                self.kernels.prefix.gather_values(chunk, rows, recent)
             value = self._expand(rows, 1)
-            part, part_lse = prefill.prefill_backend.run_prefill_context_chunk(
+            chunk_output, chunk_lse = prefill.prefill_backend.run_prefill_context_chunk(
                 chunk=chunk, q=q[chunk.token_slice], k=key, v=value
             )
             if output is None:
                 if len(context.chunks) == 1 and not context.empty_token_slices:
-                    return part, part_lse
-                output, output_lse = init_mla_context_partial(context, part, part_lse, num_tokens=len(q))
-            accumulate_mla_context_chunk(chunk, part, part_lse, output, output_lse)
+                    return chunk_output, chunk_lse
+                output, output_lse = init_mla_context_partial(context, chunk_output, chunk_lse, num_tokens=len(q))
+            accumulate_mla_context_chunk(chunk, chunk_output, chunk_lse, output, output_lse)
         return output, output_lse
 
     def _context_parallel_compute_prefill_context(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """What vLLM calls instead of the method above where ranks split the tokens."""
+        """Do the same where ranks split the tokens: vLLM then calls this method instead of the one above."""
         cache, metadata = arguments
         return self._compute_prefill_context(q, cache, metadata, options["k_scale"])
 
@@ -342,12 +354,12 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
 
         Every rank reads as many rows of a request, whole runs of tokens; what lies behind its last one is left out.
         """
-        assert self.pages is not None and self.ranks is not None
+        assert self.kernels is not None and self.ranks is not None
         ranks, count, lens = self.ranks.shard.ranks, chunk.num_local_context_tokens, chunk.padded_local_seq_lens
         room = len(context.workspace) // (ranks + 1)
         own, of_all = context.workspace[:count], context.workspace[room : room + ranks * count]
-        span = Span(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
-        self.pages.gather(cache, block_table, span, own)
+        span = PrefixChunk(chunk.starts, chunk.padded_local_cu_seq_lens, max(lens), torch.tensor(lens))
+        self.kernels.prefix.gather(cache, block_table, span, own)
         context.dcp_manager.kv_gather(of_all, own)
         latent, rope = of_all.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         sizes = lens, chunk.local_context_lens_allranks, chunk.local_starts
@@ -362,8 +374,3 @@ class LatentAttentionImpl(MLACommonImpl[LatentMetadata]):
         lacking = None if weights.lacking is None else weights.lacking[which]
         expanded = torch.nn.functional.linear(rows[:, : self.kv_lora_rank], weights.up[which], lacking)
         return expanded.view(len(rows), self.num_heads, -1)
-
-
-def is_new(metadata: LatentMetadata) -> bool:
-    """Whether nothing of a batch's prompts is in the cache before it."""
-    return metadata.prefill is None or metadata.prefill.chunked_context is None

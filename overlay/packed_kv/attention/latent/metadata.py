@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -19,20 +18,21 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...kernels.ahead import wait_for_all
 from ..metadata import check_batch
+from ..step import StepCache
 
 
 @dataclass
 class LatentDecodeMetadata(MLACommonDecodeMetadata):
-    """Of a batch's decodes, beside vLLM's `block_table` and `seq_lens`.
+    """Metadata of a batch's decodes, with vLLM's `block_table` and `seq_lens`.
 
     `query_start`: int32 [requests + 1], on the device; `query_starts`: the same on the host. `max_query_len`: most
-    query tokens of a request. `made` keeps what the first layer of a kind made for the others.
+    query tokens of a request. `steps` keeps what the first layer of a kind made for the others.
     """
 
     query_start: torch.Tensor
     query_starts: torch.Tensor
     max_query_len: int
-    made: dict[Any, Any] = field(default_factory=dict)
+    steps: StepCache = field(default_factory=StepCache)
 
 
 @dataclass
@@ -41,6 +41,11 @@ class LatentMetadata(MLACommonMetadata[LatentDecodeMetadata]):
 
     def __post_init__(self) -> None:
         pass  # vLLM's own allows three sizes
+
+    @property
+    def has_new_prompts(self) -> bool:
+        """True if nothing of the batch's prompts is in the cache before it."""
+        return self.prefill is None or self.prefill.chunked_context is None
 
 
 class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):

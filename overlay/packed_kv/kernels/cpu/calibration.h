@@ -22,6 +22,7 @@ static void mean_of(const Layer& layer, int role, int head, int64_t position, fl
   }
   int64_t block = layer.block_tokens[role] ? position / layer.block_tokens[role] : 0;
   if (block >= layer.blocks[role]) block = layer.blocks[role] - 1;
+  if (block < 0) block = 0;  // padding in front of a sequence
   const float* spectrum = layer.spectrum[role] + block * 2 * size;
   for (int i = 0; i < size; i++) {
     int c = order ? order[i] : i;

@@ -59,6 +59,8 @@ template <int FIRST, int SECOND> static void hadamard_block(Row* x, const float*
 static void hadamard(Row* x, const float* signs, int size, int lane, bool inverse) {
   for (int n = MOST_CHANNELS; n >= 32; n /= 2)
     if (size & n) {
+      if constexpr (VECTOR_CHANNELS >= 512)
+        if (n == 512) hadamard_block<16, 32>(x, signs, lane, inverse);
       if (n == 256) hadamard_block<16, 16>(x, signs, lane, inverse);
       if (n == 128) hadamard_block<16, 8>(x, signs, lane, inverse);
       if (n == 64) hadamard_block<8, 8>(x, signs, lane, inverse);
@@ -103,7 +105,8 @@ static void rotate(const Layer& layer, Row* x, int count, bool inverse) {
 }
 
 // --- between vectors and columns ---
-typedef float Vector[MOST_CHANNELS];
+// VECTOR_CHANNELS is a flag of the compiler: 256 for K and V, 640 for latents with their RoPE channels.
+typedef float Vector[VECTOR_CHANNELS];
 
 // 4 x 4 numbers in each 128-bit lane.
 INLINE void transpose(Bytes a, Bytes b, Bytes c, Bytes d, Bytes* out) {
@@ -124,7 +127,8 @@ static inline void to_columns(const Vector* vectors, Row* x, int channels, int c
       for (int i = 0; i < 4; i++) store(x[d + i] + lane, out[i]);
     }
 }
-static inline void to_vectors(const Row* x, Vector* vectors, int channels, int count) {
+// Vector n goes to `vectors` + n * stride.
+static inline void to_vectors(const Row* x, float* vectors, long stride, int channels, int count) {
   for (int lane = 0; lane < count; lane += VECTOR_FLOATS)
     for (int d = 0; d < channels; d += 4) {
       Bytes out[4];
@@ -132,7 +136,8 @@ static inline void to_vectors(const Row* x, Vector* vectors, int channels, int c
       for (int i = 0; i < 4; i++) {
         uint8_t lanes_of_4[VECTOR_BYTES];
         store(lanes_of_4, out[i]);
-        for (int l = 0; l < VECTOR_LANES; l++) memcpy(&vectors[lane + 4 * l + i][d], lanes_of_4 + 16 * l, 16);
+        for (int l = 0; l < VECTOR_LANES; l++)
+          memcpy(vectors + (lane + 4 * l + i) * stride + d, lanes_of_4 + 16 * l, 16);
       }
     }
 }

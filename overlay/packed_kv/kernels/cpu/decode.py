@@ -21,12 +21,12 @@ PROGRAM = Program(
      "tile.h"),
 )  # fmt: skip
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As numbers.h has them."""
+"""Numbers of dtypes in numbers.h."""
 _ADDRESS, _NUMBER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class DecodeOptions(Protocol):
-    """What a layer's attention needs besides its tensors: `attention.active_blocks.AttentionOptions`."""
+    """Options of a layer's attention, as `reference.attention.AttentionOptions` has them."""
 
     @property
     def scale(self) -> float: ...
@@ -65,7 +65,7 @@ class Arguments(ctypes.Structure):
 
 
 class CpuDecode:
-    """Decode attention of one layer over packed pages, as `attention.active_blocks.attend` has it.
+    """Decode attention of one layer over packed pages, as `reference.attention.attend` has it.
 
     Outputs have the same bits whatever the number of threads and the other requests of a batch.
 
@@ -143,17 +143,16 @@ class CpuDecode:
         It holds only until the next `bind`."""
         self._check(query, cache, block_table, output, lse)
         batch = Arguments.from_buffer_copy(self._fixed)
-        batch.requests = len(seq_lens)
+        batch.requests = seq_lens.shape[0]
         batch.cache, batch.block_size = cache.data_ptr(), cache.shape[2]
         batch.cache_block_stride, batch.cache_head_stride = cache.stride(0), cache.stride(1)
         batch.block_table, batch.block_table_stride = block_table.data_ptr(), block_table.stride(0)
         query_start, seq_lens = query_start.to(torch.int32).contiguous(), seq_lens.to(torch.int32).contiguous()
         batch.query_start, batch.seq_lens = query_start.data_ptr(), seq_lens.data_ptr()
-        for name, tensor in (("query", query), ("output", output)):
-            setattr(batch, name, tensor.data_ptr())
-            setattr(batch, f"{name}_type", ELEMENT_TYPES[tensor.dtype])
-            setattr(batch, f"{name}_stride", tensor.stride(0))
-            setattr(batch, f"{name}_head_stride", tensor.stride(1))
+        batch.query, batch.query_type = query.data_ptr(), ELEMENT_TYPES[query.dtype]
+        batch.query_stride, batch.query_head_stride, _ = query.stride()
+        batch.output, batch.output_type = output.data_ptr(), ELEMENT_TYPES[output.dtype]
+        batch.output_stride, batch.output_head_stride, _ = output.stride()
         batch.lse = None if lse is None else lse.data_ptr()
         sinks = None if self.options.sinks is None else self.options.sinks.detach().float().contiguous()
         batch.sinks = None if sinks is None else sinks.data_ptr()
@@ -188,7 +187,7 @@ class CpuDecode:
         assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous()), lse
 
     def _fixed_arguments(self) -> Arguments:
-        """What is the same in all calls."""
+        """Return the arguments that are the same in all calls."""
         key, value, fixed = self.codec.key, self.codec.value, Arguments()
         fixed.kv_heads, fixed.group = self.kv_heads, self.query_heads // self.kv_heads
         fixed.head_dim, fixed.value_dim = key.head_dim, value.head_dim
@@ -213,12 +212,12 @@ class CpuDecode:
         transform: Any = self.codec.key.transform
         if not transform.centres:
             return
-        if transform.grows and len(seq_lens):
+        if transform.grows and seq_lens.shape[0]:
             transform.means(seq_lens.max().view(1))
         if "means" not in self._held:
             self._held["means"] = transform.mean_rows()
         means = self._held["means"]
-        arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if len(means) > 1 else 0
+        arguments.means, arguments.means_stride = means.data_ptr(), means.stride(0) if means.shape[0] > 1 else 0
         arguments.spectrum, arguments.mean_blocks = transform.spectrum.data_ptr(), transform.mean_blocks
         arguments.mean_block_tokens = transform.block_tokens
 
@@ -233,6 +232,6 @@ class CpuDecode:
 
     def _reserve(self, size: int) -> int:
         """Return the address of at least `size` bytes, a multiple of 64."""
-        if len(self._workspace) < size + 64:
+        if self._workspace.shape[0] < size + 64:
             self._workspace = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
         return -(-self._workspace.data_ptr() // 64) * 64

@@ -1,18 +1,16 @@
-// A request's prefix, out of its pages and its ring, as the model made it: unpacked, rotated back, in the model's
-// dtype. Equals the reference, `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`, rounded once.
+// A request's tokens, out of its pages and its ring, in the model's dtype, rounded once. K and V as the model made
+// them, rotated back: equal to `PagedCodec.read`, `codecs/ring.py` and `Codec.restore`. Latents with their RoPE
+// channels as they are stored, as queries and weights meet them: equal to `LatentCodec.read`.
 //
 // 16 tokens of a head are worked on side by side (columns.h).
-#include "calibration.h"
-#include "columns.h"
-#include "constants.h"
-#include "numbers.h"
+#include "restore.h"
 #include "threads.h"
 
 struct Gather {
   const Layer* layer;
   Cache pages, ring;          // ring without data: it is not read
   const int32_t *block_table, *ring_table;  // of the request; entry i has tokens i * block_size and on
-  void* vectors[2];           // K and V of token `first` and on, filled
+  void* vectors[2];           // K and V, or latents with RoPE channels, of token `first` and on, filled
   int64_t token_stride[2], head_stride[2];  // in numbers
   int32_t first, end;         // tokens; `first` is a multiple of 16
   int32_t ring_from;          // the token from which on they are read from the ring
@@ -37,12 +35,8 @@ static void unpack(const uint8_t* from, const Plane* planes, uint32_t (*codes)[C
   }
 }
 template <class C> static void decode(const uint32_t (*codes)[COLUMNS], const uint8_t* bytes, float gain, Row* x) {
-  float levels[16];
-  for (int code = 0; code < 16; code++) {
-    float magnitude = C::MAGNITUDES[code % C::LEVELS];
-    levels[code] = code & C::LEVELS ? -magnitude : magnitude;
-  }
-  Levels level(levels);
+  const SignedLevels<C> levels;
+  Levels level(levels.at);
   for (int lane = 0; lane < 16; lane += VECTOR_FLOATS) {
     Floats scale = scale_of(load_bytes(bytes + lane)) * broadcast(gain);
     for (int c = 0; c < 32; c++) store_floats(x[c] + lane, level(load(codes[c] + lane)) * scale);
@@ -52,7 +46,7 @@ template <class C> static void decode(const uint32_t (*codes)[COLUMNS], const ui
 struct MicroBlock {
   const Gather& call;
   const Layer& layer;
-  alignas(64) Row x[MOST_CHANNELS];
+  alignas(64) Row x[VECTOR_CHANNELS];
   alignas(64) Vector vectors[COLUMNS], mean, plain;
   alignas(64) uint32_t codes[32][COLUMNS];
 
@@ -61,7 +55,7 @@ struct MicroBlock {
     const int block_size = call.pages.block_size;
     const int64_t slot = (int64_t)call.block_table[token / block_size] * block_size + token % block_size;
     const uint8_t* from = call.pages.micro_block(slot / 16, head, layer.micro_block_bytes);
-    for (int role = 0; role < 2; role++) {
+    for (int role = 0; role < layer.roles; role++) {
       for (int g = 0; g < layer.groups; g++) {
         uint8_t bytes[16];  // 0 of tokens that are not there: theirs may be any
         for (int n = 0; n < 16; n++) bytes[n] = n < count ? from[layer.scale_at[role][g][n]] : 0;
@@ -73,10 +67,42 @@ struct MicroBlock {
       }
       for (int n = 0; n < count; n++)
         if (call.ring.data && token + n >= call.ring_from) from_ring(token + n, head, role, n);
+      if (layer.rope) {
+        write_latents(from, token, count);
+        continue;
+      }
       rotate(layer, x, whole(count), true);
-      to_vectors(x, vectors, layer.channels, whole(count));
+      to_vectors(x, vectors[0], VECTOR_CHANNELS, layer.channels, whole(count));
       for (int n = 0; n < count; n++) restore(vectors[n], role, head, token + n);
     }
+  }
+
+  void write_latents(const uint8_t* from, int token, int count) {
+    bool in_place = call.dtype == FLOAT32 && count == 16;  // a whole micro-block needs no copy
+    float* to = in_place ? (float*)call.vectors[0] + (token - call.first) * call.token_stride[0] : vectors[0];
+    const long stride = in_place ? call.token_stride[0] : VECTOR_CHANNELS;
+    to_vectors(x, to, stride, layer.channels, whole(count));
+    for (int n = 0; n < count; n++) {
+      float* rope = to + n * stride + layer.channels;
+      read_rope(from, n, rope);
+      if (!in_place) write_elements(place(0, 0, token + n), vectors[n], call.dtype, layer.all_channels());
+    }
+  }
+  void read_rope(const uint8_t* from, int n, float* to) {
+    for (int g = 0; g < layer.rope / 32; g++) {
+      float step = layer.rope_bits == 8 ? step_of(from[layer.rope_scale_at[g][n]]) : 0;
+      for (int c = 32 * g; c < 32 * g + 32; c++) {
+        const uint8_t* at = from + layer.rope_at[c][n];
+        uint16_t half = 0;
+        memcpy(&half, at, layer.rope_bits / 8);
+        to[c] = layer.rope_bits == 8 ? (float)(*at - 128) * step : float16_to_float(half);
+      }
+    }
+  }
+  static float step_of(uint8_t scale) {
+    float step[VECTOR_FLOATS];
+    store_floats(step, scale_of(broadcast_32(scale)) * broadcast(RING_UNIT));
+    return step[0];
   }
 
   void from_ring(int token, int head, int role, int n) {
@@ -84,29 +110,18 @@ struct MicroBlock {
     const int64_t slot = (int64_t)call.ring_table[token / block_size] * block_size + token % block_size;
     const uint8_t* from = call.ring.slot(slot, head);
     for (int g = 0; g < layer.groups; g++) {
-      float step[VECTOR_FLOATS];
-      store_floats(step, scale_of(broadcast_32(from[layer.ring_scales[role] + g])) * broadcast(RING_UNIT));
+      float step = step_of(from[layer.ring_scales[role] + g]);
       const uint8_t* of_group = from + layer.ring_codes[role] + 32 * g;
-      for (int c = 0; c < 32; c++) x[32 * g + c][n] = (float)(of_group[layer.ring_byte[role][c]] - 128) * step[0];
+      for (int c = 0; c < 32; c++) x[32 * g + c][n] = (float)(of_group[layer.ring_byte[role][c]] - 128) * step;
     }
   }
 
   void restore(float* vector, int role, int head, int token) {
-    const int size = layer.channels;
-    const int32_t* order = order_of(layer, role, head);
-    const float *table = table_of(layer, role, head), *result = vector;
-    if (layer.scales[role])
-      for (int i = 0; i < size; i++) vector[i] /= table[3 * size + i];
-    if (layer.centres[role]) {
-      mean_of(layer, role, head, token, mean);
-      for (int i = 0; i < size; i++) vector[i] += mean[i];
-    }
-    if (order) {
-      for (int i = 0; i < size; i++) plain[order[i]] = vector[i];
-      result = plain;
-    }
+    restore_vector(layer, role, head, token, vector, place(role, head, token), call.dtype, plain, mean);
+  }
+  void* place(int role, int head, int token) {
     int64_t at = (token - call.first) * call.token_stride[role] + head * call.head_stride[role];
-    write_elements((uint8_t*)call.vectors[role] + at * element_bytes(call.dtype), result, call.dtype, layer.dim[role]);
+    return (uint8_t*)call.vectors[role] + at * element_bytes(call.dtype);
   }
 };
 

@@ -10,10 +10,10 @@ from ...codecs.pages import PagedCodec
 from ...codecs.ring import Ring
 from ...layout import MICRO_BLOCK
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .tables import ELEMENT_TYPES, VECTOR_CHANNELS, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
-class _Gather(ctypes.Structure):
+class Gather(ctypes.Structure):
     """`struct Gather` of gather.cpp."""
 
     _fields_ = (
@@ -34,9 +34,9 @@ class _Gather(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None) -> ctypes.CDLL:
+def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
     """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("gather", _Gather, target)
+    return load_library_of_tables("gather", Gather, target, channels)
 
 
 class CpuGather:
@@ -54,7 +54,7 @@ class CpuGather:
     def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
         self.layer = layer_of(codec)
         self.function = load(target).pk_gather
-        self.function.argtypes, self.function.restype = [ctypes.POINTER(_Gather)], None
+        self.function.argtypes, self.function.restype = [ctypes.POINTER(Gather)], None
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class CpuGather:
         assert -(-end // cache.shape[2]) <= len(block_table), (end, block_table.shape)
         assert key.dtype == value.dtype and key.stride(2) == value.stride(2) == 1, (key.dtype, key.stride())
         assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
-        call = _Gather(
+        call = Gather(
             layer=ctypes.pointer(self.layer), pages=Cache.of(cache), block_table=block_table.data_ptr(), first=first,
             end=end, kv_heads=key.shape[1], dtype=ELEMENT_TYPES[key.dtype], threads=torch.get_num_threads(),
         )  # fmt: skip

@@ -40,6 +40,15 @@ static inline uint16_t float_to_float16(float x) {
 }
 #endif
 
+// 8 fp16 numbers.
+static inline void read_8_halves(float* to, const void* from) {
+#ifdef __F16C__
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)));
+#else
+  for (int i = 0; i < 8; i++) to[i] = float16_to_float(((const uint16_t*)from)[i]);
+#endif
+}
+
 static inline int element_bytes(int type) { return type == FLOAT32 ? 4 : 2; }
 
 static void read_elements(float* to, const void* from, int type, int count) {

@@ -34,6 +34,9 @@ INLINE Bytes twice_low(Bytes v) { return _mm256_shuffle_epi32(v, _MM_SHUFFLE(1, 
 INLINE Bytes twice_high(Bytes v) { return _mm256_shuffle_epi32(v, _MM_SHUFFLE(3, 2, 3, 2)); }
 INLINE Bytes low_bytes(Bytes a, Bytes b) { return _mm256_unpacklo_epi8(a, b); }
 INLINE Bytes high_bytes(Bytes a, Bytes b) { return _mm256_unpackhi_epi8(a, b); }
+INLINE Bytes low_16(Bytes a, Bytes b) { return _mm256_unpacklo_epi16(a, b); }
+INLINE Bytes high_16(Bytes a, Bytes b) { return _mm256_unpackhi_epi16(a, b); }
+INLINE Bytes broadcast_word(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE Bytes low_words(Bytes a, Bytes b) { return _mm256_unpacklo_epi32(a, b); }
 INLINE Bytes high_words(Bytes a, Bytes b) { return _mm256_unpackhi_epi32(a, b); }
 INLINE Bytes even_words(Bytes a, Bytes b) {

@@ -40,6 +40,9 @@ INLINE Bytes twice_high(Bytes v) { return _mm512_shuffle_epi32(v, (_MM_PERM_ENUM
 // Bytes, or words, of a and b in turn, from the lower or upper half of each lane.
 INLINE Bytes low_bytes(Bytes a, Bytes b) { return _mm512_unpacklo_epi8(a, b); }
 INLINE Bytes high_bytes(Bytes a, Bytes b) { return _mm512_unpackhi_epi8(a, b); }
+INLINE Bytes low_16(Bytes a, Bytes b) { return _mm512_unpacklo_epi16(a, b); }
+INLINE Bytes high_16(Bytes a, Bytes b) { return _mm512_unpackhi_epi16(a, b); }
+INLINE Bytes broadcast_word(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE Bytes low_words(Bytes a, Bytes b) { return _mm512_unpacklo_epi32(a, b); }
 INLINE Bytes high_words(Bytes a, Bytes b) { return _mm512_unpackhi_epi32(a, b); }
 // Words 0 and 2, or 1 and 3, of each lane of a, then of b.

@@ -32,6 +32,9 @@ INLINE Bytes twice_low(Bytes v) { return vreinterpretq_u8_u64(vdupq_laneq_u64(AS
 INLINE Bytes twice_high(Bytes v) { return vreinterpretq_u8_u64(vdupq_laneq_u64(AS_U64(v), 1)); }
 INLINE Bytes low_bytes(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
 INLINE Bytes high_bytes(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
+INLINE Bytes low_16(Bytes a, Bytes b) { return vreinterpretq_u8_s16(vzip1q_s16(AS_S16(a), AS_S16(b))); }
+INLINE Bytes high_16(Bytes a, Bytes b) { return vreinterpretq_u8_s16(vzip2q_s16(AS_S16(a), AS_S16(b))); }
+INLINE Bytes broadcast_word(int32_t x) { return FROM_U32(vdupq_n_u32((uint32_t)x)); }
 INLINE Bytes low_words(Bytes a, Bytes b) { return FROM_U32(vzip1q_u32(AS_U32(a), AS_U32(b))); }
 INLINE Bytes high_words(Bytes a, Bytes b) { return FROM_U32(vzip2q_u32(AS_U32(a), AS_U32(b))); }
 INLINE Bytes even_words(Bytes a, Bytes b) { return FROM_U32(vuzp1q_u32(AS_U32(a), AS_U32(b))); }

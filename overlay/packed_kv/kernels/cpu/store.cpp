@@ -1,20 +1,11 @@
 // Store of new tokens: rotate, search the scales, code, pack into pages; and at 8 bits into the ring of recent tokens.
-// The bytes equal those of the reference, `PagedCodec.write` and `codecs/ring.py`.
+// The bytes equal those of the references: `PagedCodec.write`, `LatentCodec.write` and `codecs/ring.py`.
 //
 // Up to 16 vectors are worked on side by side (columns.h): a micro-block of K or V of one head, or vectors of several
 // micro-blocks and heads, of K and V, as in a step of decodes.
-#include "calibration.h"
-#include "columns.h"
-#include "constants.h"
-#include "numbers.h"
+#include "quantize.h"
 #include "threads.h"
 #include <stdlib.h>
-
-static inline bool is_finite(float x) {  // whatever the compiler takes for granted
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return (bits & 0x7fffffff) < 0x7f800000;
-}
 
 struct Store {
   const Layer* layer;
@@ -22,68 +13,13 @@ struct Store {
   const int64_t* slots;       // by token; negative: in no page
   const int32_t* ring_slots;  // of the first `ring_tokens` tokens; negative: not in the ring
   const int64_t* positions;   // by token; null where no mean depends on them
-  const void* vectors[2];     // K and V
+  const void* vectors[2];     // K and V, or latents and RoPE channels
   int64_t token_stride[2], head_stride[2];  // in numbers
   int32_t tokens, ring_tokens, kv_heads, dtype, threads;
 
   bool in_page(int token) const { return pages.data && slots[token] >= 0; }
   bool in_ring(int token) const { return ring.data && token < ring_tokens && ring_slots[token] >= 0; }
 };
-
-// --- a group of 32 channels ---
-// Squared errors of a scale, added as a tree: channels 16 apart first, then 8, 4, 2, 1.
-template <class C, int CHANNEL, int STRIDE> struct Errors {
-  static inline __attribute__((always_inline)) Floats sum(const Row* x, int lane, const Floats* levels) {
-    Floats low = Errors<C, CHANNEL, 2 * STRIDE>::sum(x, lane, levels);
-    return low + Errors<C, CHANNEL + STRIDE, 2 * STRIDE>::sum(x, lane, levels);
-  }
-};
-template <class C, int CHANNEL> struct Errors<C, CHANNEL, 32> {
-  static inline __attribute__((always_inline)) Floats sum(const Row* x, int lane, const Floats* levels) {
-    Floats magnitude = absolute(load_floats(x[CHANNEL] + lane)), least = absolute(magnitude - levels[0]);
-    for (int m = 1; m < C::LEVELS; m++) least = nearer(least, magnitude, levels[m]);
-    return least * least;
-  }
-};
-INLINE Floats absmax(const Row* x, int lane) {
-  Floats most = absolute(load_floats(x[0] + lane));
-  for (int i = 1; i < 32; i++) most = max_floats(most, absolute(load_floats(x[i] + lane)));
-  return most;
-}
-template <class C> static void quantize(const Row* x, int lane, uint8_t (*codes)[COLUMNS], uint8_t* scales) {
-  Bytes ratio = half_bits(absmax(x, lane) * broadcast(C::OVER_LARGEST));
-  Bytes start = min_32(SHIFT_RIGHT_32(ratio, 7), broadcast_32(MAX_SCALE_BYTE)), best = start;
-  Floats least = broadcast(INFINITY);
-  for (int offset = C::ABOVE; offset >= -C::BELOW; offset--) {
-    Bytes byte = max_32(min_32(add32(start, broadcast_32(offset)), broadcast_32(MAX_SCALE_BYTE)), zero());
-    Floats scale = scale_of(byte), levels[C::LEVELS];
-    for (int m = 0; m < C::LEVELS; m++) levels[m] = scale * broadcast(C::MAGNITUDES[m]);
-    Floats error = Errors<C, 0, 1>::sum(x, lane, levels);
-    Bytes better = offset == C::ABOVE ? broadcast_32(-1) : where_less(error, least);
-    best = select(better, byte, best), least = select_floats(better, error, least);
-  }
-  store_bytes(scales + lane, best);
-  Floats scale = scale_of(best), thresholds[C::LEVELS];
-  for (int m = 0; m + 1 < C::LEVELS; m++) thresholds[m] = scale * broadcast(C::THRESHOLDS[m]);
-  for (int i = 0; i < 32; i++) {
-    Floats value = load_floats(x[i] + lane), magnitude = absolute(value);
-    Bytes code = bit_and(where_less(value, broadcast(0.f)), broadcast_32(C::LEVELS));
-    for (int m = 0; m + 1 < C::LEVELS; m++) code = count_above(code, magnitude, thresholds[m]);
-    store_bytes(codes[i] + lane, code);
-  }
-}
-static void quantize_for_ring(const Row* x, int lane, uint8_t (*codes)[COLUMNS], uint8_t* scales) {
-  Bytes bits = half_bits(min_floats(absmax(x, lane) * broadcast(RING_OVER_LARGEST), broadcast(65504.f)));
-  Bytes byte = min_32(SHIFT_RIGHT_32(add32(bits, broadcast_32(127)), 7), broadcast_32(MAX_SCALE_BYTE));
-  Floats step = scale_of(byte) * broadcast(RING_UNIT);
-  Floats inverse = bits_as_floats(bit_and(where_less(broadcast(0.f), step), floats_as_bits(broadcast(1.f) / step)));
-  store_bytes(scales + lane, byte);
-  for (int i = 0; i < 32; i++) {
-    Bytes code = round_to_int32(load_floats(x[i] + lane) * inverse);
-    code = max_32(min_32(code, broadcast_32(RING_LARGEST)), broadcast_32(-RING_LARGEST));
-    store_bytes(codes[i] + lane, add32(code, broadcast_32(128)));
-  }
-}
 
 // --- words of a micro-block ---
 template <class Word> INLINE void replace(uint8_t* at, Word bits, Word by) {
@@ -135,31 +71,26 @@ struct Batch {
   const Layer& layer;
   const int32_t* kept;  // numbers of tokens
   alignas(64) Vector vectors[COLUMNS];
-  alignas(64) Row x[MOST_CHANNELS];
-  alignas(64) uint8_t codes[MOST_CHANNELS][COLUMNS], scales[MOST_GROUPS][COLUMNS];
-  alignas(64) uint8_t ring_codes[MOST_CHANNELS][COLUMNS], ring_scales[MOST_GROUPS][COLUMNS];
+  alignas(64) Row x[VECTOR_CHANNELS];
+  alignas(64) uint8_t codes[VECTOR_CHANNELS][COLUMNS], scales[VECTOR_CHANNELS / 32][COLUMNS];
+  alignas(64) uint8_t ring_codes[VECTOR_CHANNELS][COLUMNS], ring_scales[VECTOR_CHANNELS / 32][COLUMNS];
   alignas(64) Vector given, mean;
 
-  // As `Codec.prepare`, but for the rotation.
   void prepare(float* to, int role, int head, int token) {
-    const int size = layer.channels, dim = layer.dim[role];
-    const int32_t* order = order_of(layer, role, head);
-    const float* table = table_of(layer, role, head);
-    float* plain = order ? given : to;
     int64_t at = token * call.token_stride[role] + head * call.head_stride[role];
-    read_elements(plain, (const uint8_t*)call.vectors[role] + at * element_bytes(call.dtype), call.dtype, dim);
-    for (int i = 0; i < dim; i++) plain[i] = is_finite(plain[i]) ? plain[i] : 0.f;
-    for (int i = dim; i < size; i++) plain[i] = 0;
-    if (order)
-      for (int i = 0; i < size; i++) to[i] = given[order[i]];
-    if (layer.centres[role]) {
-      mean_of(layer, role, head, call.positions ? call.positions[token] : 0, mean);
-      for (int i = 0; i < size; i++) to[i] -= mean[i];
+    const void* from = (const uint8_t*)call.vectors[role] + at * element_bytes(call.dtype);
+    prepare_vector(layer, role, head, call.positions ? call.positions[token] : 0, from, call.dtype, to, given, mean);
+    if (layer.rope) prepare_rope(to + layer.channels, token);
+  }
+  // As `halves_of` of codecs/latent.py.
+  void prepare_rope(float* to, int token) {
+    const uint8_t* from = (const uint8_t*)call.vectors[1] + token * call.token_stride[1] * element_bytes(call.dtype);
+    read_elements(to, from, call.dtype, layer.rope);
+    for (int i = 0; i < layer.rope; i++) {
+      float x = is_finite(to[i]) ? to[i] : 0.f;
+      x = x > INPUT_LIMIT ? INPUT_LIMIT : x;
+      to[i] = float16_to_float(float_to_float16(x < -INPUT_LIMIT ? -INPUT_LIMIT : x));
     }
-    if (layer.scales[role])
-      for (int i = 0; i < size; i++) to[i] *= table[3 * size + i];
-    for (int i = 0; i < size; i++) to[i] = to[i] > INPUT_LIMIT ? INPUT_LIMIT : to[i];
-    for (int i = 0; i < size; i++) to[i] = to[i] < -INPUT_LIMIT ? -INPUT_LIMIT : to[i];
   }
 
   void run(const Item* items, int count) {
@@ -172,7 +103,7 @@ struct Batch {
       }
     const int all = whole(rows);
     memset(vectors[rows], 0, sizeof(Vector) * (all - rows));
-    to_columns(vectors, x, layer.channels, all);
+    to_columns(vectors, x, layer.all_channels(), all);
     rotate(layer, x, all, false);
     for (int g = 0; g < layer.groups; g++)
       for (int lane = 0; lane < all; lane += VECTOR_FLOATS) {
@@ -182,6 +113,9 @@ struct Batch {
         if (any_page && layer.bits[g] == 2) quantize<Code<2>>(group, lane, codes + 32 * g, scales[g]);
         if (any_ring) quantize_for_ring(group, lane, ring_codes + 32 * g, ring_scales[g]);
       }
+    for (int g = layer.groups; g < layer.all_groups(); g++)  // of RoPE channels, in the page as in the ring
+      for (int lane = 0; lane < all; lane += VECTOR_FLOATS)
+        quantize_for_ring(x + 32 * g, lane, ring_codes + 32 * g, ring_scales[g]);
     for (int row = 0; count; row += items->end - items->first, items++, count--) {
       if (call.in_page(kept[items->first])) into_page(*items, row);
       if (any_ring) into_ring(*items, row);
@@ -208,13 +142,24 @@ struct Batch {
       for (const Plane& plane : layer.plane[role][g]) pack(to, plane, of_group, present, count);
       for (int i = 0; i < count; i++) to[layer.scale_at[role][g][present[i]]] = scales[g][row + i];
     }
+    for (int i = 0; layer.rope && i < count; i++) rope_into_page(to, present[i], row + i);
+  }
+  void rope_into_page(uint8_t* to, int token, int row) {
+    for (int c = 0; c < layer.rope; c++) {
+      uint8_t* at = to + layer.rope_at[c][token];
+      uint16_t half = float_to_float16(x[layer.channels + c][row]);
+      if (layer.rope_bits == 16) memcpy(at, &half, 2);
+      else *at = ring_codes[layer.channels + c][row];
+    }
+    for (int g = 0; layer.rope_bits == 8 && g < layer.rope / 32; g++)
+      to[layer.rope_scale_at[g][token]] = ring_scales[layer.groups + g][row];
   }
 
   void into_ring(const Item& item, int row) {
     for (int i = item.first; i < item.end; i++, row++) {
       if (!call.in_ring(kept[i])) continue;
       uint8_t* to = call.ring.slot(call.ring_slots[kept[i]], item.head);
-      for (int g = 0; g < layer.groups; g++) {
+      for (int g = 0; g < layer.all_groups(); g++) {
         to[layer.ring_scales[item.role] + g] = ring_scales[g][row];
         uint8_t* of_group = to + layer.ring_codes[item.role] + 32 * g;
         for (int c = 0; c < 32; c++) of_group[layer.ring_byte[item.role][c]] = ring_codes[32 * g + c][row];
@@ -243,7 +188,7 @@ struct Tasks {
     for (int first = 0, end; first < tokens; first = end) {
       for (end = first + 1; end < tokens && shares_micro_block(kept[first], kept[end]);) end++;
       for (int head = 0; head < call.kv_heads; head++)
-        for (int role = 0; role < 2; role++) {
+        for (int role = 0; role < call.layer->roles; role++) {
           if (rows + end - first > COLUMNS) batches[count++] = number, rows = 0;
           items[number++] = Item{first, end, head, role}, rows += end - first;
         }

@@ -8,10 +8,10 @@ import torch
 
 from ...codecs.pages import PagedCodec
 from .compiler import Target
-from .tables import ELEMENT_TYPES, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
+from .tables import ELEMENT_TYPES, VECTOR_CHANNELS, Cache, Int, Layer, Pointer, layer_of, load_library_of_tables
 
 
-class _Store(ctypes.Structure):
+class Store(ctypes.Structure):
     """`struct Store` of store.cpp."""
 
     _fields_ = (
@@ -32,9 +32,9 @@ class _Store(ctypes.Structure):
     )
 
 
-def load(target: Target | None = None) -> ctypes.CDLL:
+def load(target: Target | None = None, channels: int = VECTOR_CHANNELS) -> ctypes.CDLL:
     """Return the library, compiled once for all formats. Raises BuildError."""
-    return load_library_of_tables("store", _Store, target)
+    return load_library_of_tables("store", Store, target, channels)
 
 
 class CpuStore:
@@ -53,7 +53,7 @@ class CpuStore:
         self.layer = layer_of(codec)
         self.needs_positions = codec.key.transform.needs_positions
         self.function = load(target).pk_store
-        self.function.argtypes = [ctypes.POINTER(_Store)]
+        self.function.argtypes = [ctypes.POINTER(Store)]
 
     def __call__(
         self,
@@ -78,23 +78,24 @@ class CpuStore:
             ring_slots: int32 [up to tokens], of the first tokens; negative ones are skipped. None: only pages are
                 written.
         """
+        tokens = slots.shape[0]  # len() of a tensor takes ten times as long
         assert slots.dtype == torch.int64 and slots.is_contiguous(), (slots.dtype, slots.stride())
         assert key.dtype == value.dtype and key.stride(2) == value.stride(2) == 1, (key.dtype, key.stride())
-        assert min(len(key), len(value)) >= len(slots), (key.shape, value.shape, slots.shape)
+        assert tokens <= key.shape[0] and tokens <= value.shape[0], (key.shape, value.shape, slots.shape)
         assert (key.shape[2], value.shape[2]) == tuple(self.layer.dim), (key.shape, value.shape)
         assert not self.needs_positions or positions is not None, "the means of keys depend on their positions"
-        call = _Store(
-            layer=ctypes.pointer(self.layer), pages=Cache.of(cache), slots=slots.data_ptr(), tokens=len(slots),
+        call = Store(
+            layer=ctypes.pointer(self.layer), pages=Cache.of(cache), slots=slots.data_ptr(), tokens=tokens,
             kv_heads=key.shape[1], dtype=ELEMENT_TYPES[key.dtype], threads=torch.get_num_threads(),
         )  # fmt: skip
         if positions is not None:
-            assert positions.dtype == torch.int64 and positions.is_contiguous() and len(positions) >= len(slots)
+            assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] >= tokens
             call.positions = positions.data_ptr()
         if ring is not None and ring_slots is not None:
-            assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and len(ring_slots) <= len(slots)
-            call.ring, call.ring_slots, call.ring_tokens = Cache.of(ring), ring_slots.data_ptr(), len(ring_slots)
+            assert ring_slots.dtype == torch.int32 and ring_slots.is_contiguous() and ring_slots.shape[0] <= tokens
+            call.ring, call.ring_slots, call.ring_tokens = Cache.of(ring), ring_slots.data_ptr(), ring_slots.shape[0]
         for role, vectors in enumerate((key, value)):
             call.vectors[role] = vectors.data_ptr()
             call.token_stride[role], call.head_stride[role] = vectors.stride()[:2]
         if self.function(call):
-            raise MemoryError(f"no memory to store {len(slots)} tokens")
+            raise MemoryError(f"no memory to store {tokens} tokens")

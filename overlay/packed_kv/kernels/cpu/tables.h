@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-enum { MOST_CHANNELS = 256, MOST_GROUPS = MOST_CHANNELS / 32, MOST_SLOTS = 16 };
+enum { MOST_CHANNELS = 512, MOST_GROUPS = MOST_CHANNELS / 32, MOST_SLOTS = 16, MOST_ROPE = 128 };
 enum Rotation { HADAMARD, GIVENS, QUATERNION };
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -25,8 +25,9 @@ struct Plane {
   uint16_t at[MOST_SLOTS][16];    // by slot and token: byte offset of the word in a micro-block
 };
 
-// Arrays of two are of K and of V.
+// Arrays of two are of K and of V. Latents are K alone, with the RoPE channels of their tokens beside them.
 struct Layer {
+  int32_t roles;                  // 2: K and V; 1: latents
   int32_t channels, groups;       // of a vector, as stored
   int32_t sections, section[2];   // channels that are rotated together
   int32_t rotation;
@@ -46,6 +47,12 @@ struct Layer {
   Plane plane[2][MOST_GROUPS][2];         // magnitudes and signs
   int32_t ring_codes[2], ring_scales[2];  // byte offsets in a ring slot
   uint8_t ring_byte[2][32];               // of a channel, among those of its group
+  int32_t rope, rope_bits;                // channels beside a latent, 0 beside K and V; 16 or 8
+  uint16_t rope_at[MOST_ROPE][16];        // byte offset in a micro-block, by channel and token
+  uint16_t rope_scale_at[MOST_ROPE / 32][16];  // of their scales, where they have 8 bits
+
+  int all_channels() const { return channels + rope; }
+  int all_groups() const { return groups + rope / 32; }
 };
 
 // Pages, or a ring: [blocks, KV heads, block_size, slot_bytes]; strides in bytes.

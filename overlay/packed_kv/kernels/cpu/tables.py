@@ -1,4 +1,4 @@
-"""What `store.cpp` and `gather.cpp` are told of a layer: where the bits of its codes lie, its rotation and calibration.
+"""Tables of a layer for `store.cpp`, `gather.cpp` and `vectors.cpp`: where codes lie, its rotation and calibration.
 
 Positions are not derived here: indices are sent through the reference's own reshapes (`codecs/pages.py`).
 """
@@ -7,32 +7,42 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from ...codecs.codec import Codec
-from ...codecs.pages import PagedCodec, lanes_of, pack_scales
+from ...codecs.latent import LatentCodec
+from ...codecs.pages import PagedCodec, lanes_of, pack_codes, pack_scales
 from ...codecs.ring import order_of_bytes
-from ...formats import CODES_PER_LANE, GROUP_SIZE, Format, code_of, stored_dim
+from ...formats import BYTE_CODE, CODES_PER_LANE, GROUP_SIZE, Format, code_of, stored_dim
 from ...layout import (
     LANES,
     MICRO_BLOCK,
     PAIR,
+    ROPE,
+    ROPE_SCALES,
     SIGN_HALF_SHIFT,
     SIGN_PARITY_SHIFT,
     SIGN_WORD_SHIFT,
     PageLayout,
+    RingLayout,
     ring_layout,
 )
 from .build import SIMD, Program, load_library
 from .compiler import Target
 from .constants import BITS, ROTATIONS, codes_header
 
-HEADERS = (*SIMD, "threads.h", "numbers.h", "tables.h", "simd_columns.h", "columns.h", "calibration.h")
+HEADERS = (
+    *SIMD, "threads.h", "numbers.h", "tables.h", "simd_columns.h", "columns.h", "calibration.h", "quantize.h",
+    "restore.h",
+)  # fmt: skip
 
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As `enum ElementType` of numbers.h."""
-MOST_CHANNELS = 256
+"""Numbers of dtypes in `enum ElementType` of numbers.h."""
+MOST_CHANNELS, MOST_ROPE = 512, 128
+VECTOR_CHANNELS, LATENT_CHANNELS = 256, MOST_CHANNELS + MOST_ROPE
+"""Channels that memory of the store and the gather has room for: of a K or V, and of a latent with RoPE channels."""
 MOST_GROUPS = MOST_CHANNELS // GROUP_SIZE
 MOST_SLOTS = 16
 SIGN_VARIANTS = ("word 0", "word 1", "half word")
@@ -68,6 +78,7 @@ class Layer(ctypes.Structure):
     """`struct Layer` of tables.h. Keeps the tensors alive whose addresses it holds."""
 
     _fields_ = (
+        ("roles", Int),
         ("channels", Int),
         ("groups", Int),
         ("sections", Int),
@@ -92,6 +103,10 @@ class Layer(ctypes.Structure):
         ("ring_codes", Int * 2),
         ("ring_scales", Int * 2),
         ("ring_byte", ctypes.c_uint8 * GROUP_SIZE * 2),
+        ("rope", Int),
+        ("rope_bits", Int),
+        ("rope_at", PerToken * MOST_ROPE),
+        ("rope_scale_at", PerToken * (MOST_ROPE // GROUP_SIZE)),
     )
     kept: list[torch.Tensor]
 
@@ -118,39 +133,69 @@ class Cache(ctypes.Structure):
 
 def layer_of(codec: PagedCodec) -> Layer:
     """Return the tables of a layer with this codec, on the CPU. Raises ValueError for a codec that is not served."""
-    key = codec.key
-    if reason := refusal(key.fmt, key.head_dim):
-        raise ValueError(f"{key.fmt.name}: the CPU's kernels do not serve {reason}")
+    if reason := refusal(codec.key.fmt, codec.key.head_dim):
+        raise ValueError(f"{codec.key.fmt.name}: the CPU's kernels do not serve {reason}")
+    return _layer(codec.codecs, codec.layout, ring_layout(codec.key.stored_dim))
+
+
+def latent_layer_of(codec: LatentCodec) -> Layer:
+    """Return the tables of a layer of latents, on the CPU. Raises ValueError for a codec that is not served."""
+    if reason := latent_refusal(codec.fmt, codec.rank, codec.rope_dim):
+        raise ValueError(f"{codec.fmt.name}: the CPU's kernels do not serve {reason}")
+    layer = _layer((codec.latent,), codec.layout, ring_layout(codec.rank + codec.rope_dim, vectors=1))
+    layer.gain[1][: len(codec.latent.group_bits)] = [code_of(bits).value_gain for bits in codec.latent.group_bits]
+    layer.dim[1] = layer.rope = codec.rope_dim
+    layer.rope_bits = codec.rope_bits
+    _fill_rope(layer, codec)
+    return layer
+
+
+def _layer(codecs: Sequence[Codec], layout: PageLayout, ring: RingLayout) -> Layer:
+    """Return the tables of vectors with these codecs: K's and V's, or that of latents."""
+    key = codecs[0]
     layer = Layer(
+        roles=len(codecs),
         channels=key.stored_dim,
         groups=len(key.group_bits),
         sections=len(key.sections),
         rotation=ROTATIONS.index(key.fmt.rotation),
         constants=key.rotation_constants.data_ptr(),
-        micro_block_bytes=codec.layout.micro_block_bytes,
+        micro_block_bytes=layout.micro_block_bytes,
     )
     layer.kept = [key.rotation_constants]
     layer.section[: len(key.sections)] = key.sections
     layer.bits[: len(key.group_bits)] = key.group_bits
-    ring = ring_layout(key.stored_dim)
-    for role, part in enumerate(codec.codecs):
+    for role, part in enumerate(codecs):
         layer.dim[role] = part.head_dim
         layer.gain[role][: len(key.group_bits)] = [part.gain(bits) for bits in key.group_bits]
         layer.ring_codes[role], layer.ring_scales[role] = ring.codes[role], ring.scales[role]
         layer.ring_byte[role][:] = order_of_bytes(PAIR[role]).argsort().tolist()
         _fill_calibration(layer, part, role)
-        _fill_pages(layer, codec.layout, role)
+        _fill_pages(layer, layout, role)
     return layer
+
+
+def latent_refusal(fmt: Format, rank: int, rope_dim: int) -> str | None:
+    """Return what of a format and its latents the store and the gather do not serve, or None."""
+    if rope_dim > MOST_ROPE:
+        return f"{rope_dim} RoPE channels (at most {MOST_ROPE})"
+    if rank > MOST_CHANNELS:
+        return f"latents of {rank} channels (at most {MOST_CHANNELS})"
+    return _unknown(fmt, rank)
 
 
 def refusal(fmt: Format, head_dim: int) -> str | None:
     """Return what of a format and keys of `head_dim` channels the store and the gather do not serve, or None."""
+    if stored_dim(head_dim) > VECTOR_CHANNELS:
+        return f"heads of {head_dim} channels (at most {VECTOR_CHANNELS})"
+    return _unknown(fmt, head_dim)
+
+
+def _unknown(fmt: Format, head_dim: int) -> str | None:
     if unknown := set(fmt.group_bits(head_dim)) - set(BITS):
         return f"codes of {max(unknown)} bits"
     if fmt.rotation not in ROTATIONS:
         return f"the rotation {fmt.rotation}"
-    if stored_dim(head_dim) > MOST_CHANNELS:
-        return f"heads of {head_dim} channels (at most {MOST_CHANNELS})"
     return None
 
 
@@ -191,6 +236,25 @@ def _fill_pages(layer: Layer, layout: PageLayout, role: int) -> None:
         else:
             _fill_plane(layer.plane[role][group][1], _part(bits, order, "sign"), word, addresses)
         word += code.code_words
+
+
+def _fill_rope(layer: Layer, codec: LatentCodec) -> None:
+    """Fill in where the codes and scales of RoPE channels lie."""
+    channels, at = codec.rope_dim, codec.layout.plane(0, ROPE).offset
+    index = torch.arange(MICRO_BLOCK * channels).view(1, MICRO_BLOCK, channels)
+    if codec.rope_bits == BYTE_CODE.bits:
+        low, high = (pack_codes(part, codec.rope_vector, "key")[0].long() for part in (index % 256, index // 256))
+        place = (low + 256 * high).argsort().view(MICRO_BLOCK, channels) + at
+        groups = channels // GROUP_SIZE
+        numbers = torch.arange(MICRO_BLOCK * groups, dtype=torch.uint8).view(1, MICRO_BLOCK, groups)
+        scales = pack_scales(numbers, "key")[0].long().argsort().view(MICRO_BLOCK, groups)
+        for group in range(groups):
+            layer.rope_scale_at[group][:] = (scales[:, group] + codec.layout.plane(0, ROPE_SCALES).offset).tolist()
+    else:
+        halves = pack_codes(index, codec.rope_vector, "key")[0].contiguous().view(torch.int16).long() & 0xFFFF
+        place = 2 * halves.argsort().view(MICRO_BLOCK, channels) + at
+    for channel in range(channels):
+        layer.rope_at[channel][:] = place[:, channel].tolist()
 
 
 def _word_addresses(layout: PageLayout, role: int) -> list[list[int]]:
@@ -252,15 +316,19 @@ def _fill_plane(
 
 @functools.cache
 def _lane_and_code(order: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Of each token and channel of a group, the lane that has its code, and which code of the lane it is."""
+    """Return for each token and channel of a group the lane that has its code, and which code of the lane it is."""
     index = torch.arange(MICRO_BLOCK * GROUP_SIZE).view(1, MICRO_BLOCK, GROUP_SIZE)
     place = lanes_of(index, 1, order).flatten().argsort().view(MICRO_BLOCK, GROUP_SIZE)
     return (place // CODES_PER_LANE).tolist(), (place % CODES_PER_LANE).tolist()
 
 
-def load_library_of_tables(name: str, call: type[ctypes.Structure], target: Target | None = None) -> ctypes.CDLL:
-    """Return the library of the source `name`.cpp, whose calls take a `call`. Raises BuildError."""
-    library = load_library(Program(f"{name}.cpp", HEADERS, ("-ffp-contract=off",)), codes_header(), target)
+def load_library_of_tables(
+    name: str, call: type[ctypes.Structure], target: Target | None = None, channels: int = VECTOR_CHANNELS
+) -> ctypes.CDLL:
+    """Return the library of the source `name`.cpp, whose calls take a `call`, for vectors of up to `channels`. Raises
+    BuildError."""
+    flags = ("-ffp-contract=off", f"-DVECTOR_CHANNELS={channels}")
+    library = load_library(Program(f"{name}.cpp", HEADERS, flags), codes_header(), target)
     size_of = getattr(library, f"pk_{name}_bytes")
     size_of.restype = ctypes.c_long
     assert size_of() == ctypes.sizeof(Layer) + ctypes.sizeof(call), "the structures here are not those of tables.h"

@@ -27,7 +27,7 @@ struct State {
 // registers. Those of 32 lie in shared memory behind the stages, once for each warp: a lane reads what it wrote.
 constexpr bool SHARES_QUERIES = OCTETS == 4;
 constexpr int WARP_QUERY_BYTES = SHARES_QUERIES ? 2 * COLUMNS * HEAD_DIM : 0;
-static_assert(SHARED_BYTES >= TILES_END + WARPS * WARP_QUERY_BYTES, "queries fit");
+constexpr int TILES_END = STAGES_AT + WARPS * STAGES * STAGE_BYTES;
 struct Queries {
     u32 pairs[SHARES_QUERIES ? 1 : OCTETS][GROUPS][4], address;
 

@@ -1,4 +1,4 @@
-"""What `codes.cuh` is compiled with."""
+"""Constants that `codes.cuh` is compiled with."""
 
 from __future__ import annotations
 

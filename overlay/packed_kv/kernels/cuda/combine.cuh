@@ -4,13 +4,26 @@
 
 #if UNPACKERS
 #include "wgmma.cuh"
-INLINE void sync_columns() { sync_group(1); }
+enum NamedBarrier {
+    COLUMNS_BARRIER = 1,  // the group that attends, at the end: that which unpacks may still be under way, or gone
+};
+INLINE void sync_columns() { sync_group(COLUMNS_BARRIER); }
 #else
 INLINE void sync_columns() { sync_block(); }
 #endif
 
 constexpr int ROW = HEAD_DIM + 4;  // floats of a column in shared memory; 4 of padding avoid bank conflicts
 constexpr int PIECES = HEAD_DIM / 4;  // of a column
+// Outputs of a block, and whether it is the last one of its pair to arrive.
+struct Combined {
+    float outputs[COLUMNS][ROW];
+    int is_last[4];
+};
+// What replaces the stages of warps that share columns.
+struct TeamResults {
+    float weights[COLUMNS][32];  // of parts
+    Combined combined;
+};
 INLINE void add_to(Numbers& sum, float weight, const Numbers& x) {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }

@@ -24,7 +24,6 @@
 //   OUTPUT                              dtype of the output: 0 is fp16, 1 bf16, 2 fp32
 //   WARPS, STAGES, BLOCKS               warps per block, stages per warp, blocks per SM
 //   UNPACKERS                           warps of a block beside these that only unpack: 4 or 0 (`roles.cuh`)
-//   STAGE_BYTES, SHARED_BYTES           bytes of a stage, and of a block's shared memory
 // Tensors are contiguous but where there is a stride, which counts elements.
 struct Arguments {
     // differs from call to call
@@ -53,14 +52,21 @@ struct Arguments {
 
 #include "ptx.cuh"
 
-// Shared memory: the barriers of all warps (wide: of the block), the work item once per warp, and their stages. What the
-// end of the kernel needs replaces the stages, but not the barriers: PTX forbids other use of a barrier's memory, and
-// under compute-sanitizer results that lay there became NaN.
 constexpr bool IS_WIDE = COLUMNS > 32;
 constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
-constexpr int BARRIERS = 0, WORK_ITEMS = BARRIERS + (STAGE_OWNERS * STAGES + 1) / 2 * 16;  // a barrier has 8 bytes
-constexpr int STAGES_AT = WORK_ITEMS + WARPS * 16, TILES_END = STAGES_AT + STAGE_OWNERS * STAGES * STAGE_BYTES;
-static_assert(WORK_ITEMS % 16 == 0 && SHARED_BYTES >= TILES_END, "barriers, work items and stages fit");
+constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
+constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
+constexpr int most_of(int a, int b) { return a > b ? a : b; }
+// Of the tiles of all warps that share it.
+constexpr int STAGE_BYTES = most_of(TILE_BYTES, RING_BLOCK ? RING_TILE_BYTES : 0) * (IS_WIDE ? WARPS : 1);
+
+// Shared memory begins with this. What the end of the kernel needs replaces what follows, but not barriers: PTX forbids
+// other use of a barrier's memory, and under compute-sanitizer results that lay there became NaN.
+struct Front {
+    u64 stage_full[STAGE_OWNERS][STAGES];  // a copy fills, the warps that own the stage read
+    Quad work_items[WARPS];
+};
+constexpr int STAGES_AT = sizeof(Front);
 
 // What a block does, part `part` of `parts` of a request of `tokens` tokens: its tiles of pages from `begin` to `end`.
 // The last part has the tiles up to the last one, and those of the ring. Partial results of the request's parts lie in
@@ -79,7 +85,7 @@ INLINE Quad load_work_item(const Arguments& a) {
     return {blockIdx.z, (u32)a.seq_lens[blockIdx.z / PASSES], 0, 1 << PART_SHIFT};
 }
 INLINE u32 shared_work_item_address() {
-    return shared_address(shared_memory()) + WORK_ITEMS + threadIdx.x / 32 * 16;
+    return shared_address(shared_memory()) + OFFSET_OF(Front, work_items) + threadIdx.x / 32 * 16;
 }
 INLINE WorkItem shared_work_item() {
     u32 words[4];
@@ -96,6 +102,7 @@ INLINE WorkItem shared_work_item() {
 #include "narrow.cuh"
 #endif
 
+BLOCK_OF(decode, (WARPS + UNPACKERS) * 32, SHARED_BYTES);
 extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS)
     decode(const __grid_constant__ Arguments a) {
     attend(a);

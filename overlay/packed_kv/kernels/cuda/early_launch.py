@@ -17,8 +17,8 @@ do not say. So the one kernel here that begins early stands behind one of ours t
 - Every block of `attend_latent_ring` waits before it ends, so it ends after `latent_decode`. It does not let the next
   kernel begin: to all that follows it is a kernel as usual. So is `latent_merge`, which follows where there is no ring.
 
-The launch is described in an object of its thread: an engine may be profiled in one thread and serve in another, and
-two engines of a process may have a thread each. What a layer keeps for its launches (`CudaLatentDecode.arguments`)
+An early launch is described in an object of its thread: an engine may be profiled in one thread and serve in another,
+and two engines of a process may have a thread each. What a layer keeps for its launches (`CudaKernel.arguments`)
 belongs to the thread that runs the engine's step, of which vLLM runs one at a time.
 """
 
@@ -31,14 +31,17 @@ from cuda.bindings import driver
 
 def launch_kernel(
     kernel: driver.CUfunction, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, address: int,
-    *, is_early: bool,
+    *, is_early: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel. `address`: of its parameters' addresses. Raises RuntimeError."""
-    launch = _of_thread.launch
-    launch.numAttrs = int(is_early)
-    launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
-    launch.blockDimX, launch.sharedMemBytes, launch.hStream = threads, shared_bytes, stream
-    (status,) = driver.cuLaunchKernelEx(launch, kernel, address, 0)
+    if is_early:
+        launch = _of_thread.launch
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+        launch.blockDimX, launch.sharedMemBytes, launch.hStream = threads, shared_bytes, stream
+        (status,) = driver.cuLaunchKernelEx(launch, kernel, address, 0)
+    else:  # the shorter call
+        x, y, z = grid
+        (status,) = driver.cuLaunchKernel(kernel, x, y, z, threads, 1, 1, shared_bytes, stream, address, 0)
     if status:
         raise RuntimeError(f"a kernel was not launched: {status.name}")
 

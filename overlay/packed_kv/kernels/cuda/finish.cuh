@@ -3,9 +3,14 @@
 #include "attend.cuh"
 #include "combine.cuh"
 
-constexpr int COMBINED = WARPS * COLUMNS * (ROW + 2);
+// What replaces the stages of all warps.
+struct WarpResults {
+    float statistics[WARPS][COLUMNS][2], outputs[WARPS][COLUMNS][ROW];
+    Combined combined;
+};
 static_assert(!IS_FINAL || WARPS * ROW >= 32, "the weights of 32 parts replace the outputs of the warps");
-constexpr int COMBINE_BYTES = 4 * (COMBINED + COLUMNS * ROW + 4);
+constexpr int SHARED_BYTES =
+    most_of(TILES_END + WARPS * WARP_QUERY_BYTES, IS_FINAL ? STAGES_AT + sizeof(WarpResults) : 0);
 
 // Converts outputs to values of unit 1, and sums the totals over the warp's lanes.
 INLINE void finish(State& state) {

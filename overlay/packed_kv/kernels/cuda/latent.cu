@@ -13,6 +13,7 @@
 //   SCALES_AT, ROPE_AT, ROPE_SCALES_AT  of a micro-block: where scales and RoPE begin, and RoPE's scales
 //   ROPE_BITS                           16, or 8 with scales
 //   MICRO_BLOCK_BYTES, MICRO_BLOCKS     bytes of a micro-block; micro-blocks of a page
+//   MOST_SHARES                         of the parts of a row, which are combined side by side
 //   QUERY, OUTPUT                       dtypes of queries and output: 0 is fp16, 1 bf16, 2 fp32
 //   HAS_LSE, HAS_CONSTANT               whether log-sum-exps are written, and whether a constant is added to outputs
 //   LEAVES_PARTS                        whether all results stay partial: latent_ring.cu merges them, latent_merge is not
@@ -49,6 +50,7 @@ struct Arguments {
 #include "latent_attend.cuh"
 #endif
 
+BLOCK_OF(latent_decode, 384, sizeof(SharedMemory));
 extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     init_shared(base);
@@ -59,8 +61,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_
 }
 
 // Combines the partial results of a row; `merge_shares` times two warps, which have 256 channels of a share of the parts
-// each. The grid is (rows of a request, requests).
-extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_constant__ Arguments a) {
+// each. The grid is (rows of a request, requests). The block is that of the most shares.
+constexpr int SUM_BYTES = 64 * 8 * 4;  // of a share
+BLOCK_OF(latent_merge, 64 * MOST_SHARES, SUM_BYTES * MOST_SHARES);
+extern "C" __global__ void __launch_bounds__(64 * MOST_SHARES) latent_merge(const __grid_constant__ Arguments a) {
     const int row = blockIdx.x, request = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int query = a.query_start[request], next = a.query_start[request + 1];
     const int first = a.spans[2 * request], parts = a.spans[2 * request + 1], shares = a.merge_shares;
@@ -100,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(512) latent_merge(const __grid_cons
         if (warp >= 2) return;
         for (int share = 1; share < shares; share++) {
             u32 y[8];
-            load_shared_4(sums + share * 2048, y), load_shared_4(sums + share * 2048 + 16, y + 4);
+            load_shared_4(sums + share * SUM_BYTES, y), load_shared_4(sums + share * SUM_BYTES + 16, y + 4);
             for_each<8>([&](auto i) { x[i.value] += __int_as_float(y[i.value]); });
         }
     }

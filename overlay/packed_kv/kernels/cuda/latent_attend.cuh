@@ -14,13 +14,26 @@ constexpr int SHARE = 2;  // by measurement
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
 constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
-constexpr int QUERIES_AT = 2 * TILE_BYTES, WEIGHTS_AT = QUERIES_AT + TILE_BYTES;  // fp16 [9, 64 rows, 64 channels]
-constexpr int FACTORS_AT = WEIGHTS_AT + TILE * 128;  // fp32 [128 threads, 4]
-constexpr int RUNS_AT = FACTORS_AT + 2048;           // [2], 32 bytes of a run
-constexpr int EVENT_AT = RUNS_AT + 64, BARRIERS_AT = EVENT_AT + 16;
-constexpr int LOW_FULL = BARRIERS_AT, HIGH_FULL = LOW_FULL + 16, SHARE_FULL = HIGH_FULL + 16, EMPTY = SHARE_FULL + 16;
-constexpr int WEIGHTS_FULL = EMPTY + 16, WEIGHTS_EMPTY = WEIGHTS_FULL + 8, USED_BYTES = WEIGHTS_EMPTY + 8;
-static_assert(USED_BYTES <= SHARED_BYTES, "shared memory");
+// `*_full`: barriers at which the warps that fill a stage arrive, and those wait that read it. `*_empty`: the other way.
+struct SharedMemory {
+    u8 tiles[2][TILE_BYTES];
+    u8 queries[TILE_BYTES];     // fp16 [9, 64 rows, 64 channels]
+    u8 weights[4][2048];        // of a tile, 16 channels a step of group 1
+    float factors[128][4];      // of a thread of group 0: by what sums shrink, and totals, of two rows each
+    u8 runs[2][32];             // of group 0, for group 1
+    u32 event[4];               // of a tile, the first word
+    u64 low_full[2];            // the first 4 blocks of a tile: group 2 fills, group 0 reads
+    u64 high_full[2];           // the blocks that follow, and RoPE's: group 2 fills, groups 0 and 1 read
+    u64 share_full[2];          // the last SHARE blocks: group 1 fills, group 0 reads
+    u64 empty[2];               // a tile: groups 0 and 1 have read, groups 1 and 2 fill
+    u64 weights_full;           // weights, factors, event and run: group 0 fills, group 1 reads
+    u64 weights_empty;
+};
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
+
+enum NamedBarrier {
+    QUERIES_BARRIER = 1,  // group 0: before queries of a run replace others, and before products read them
+};
 
 INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
     u32 own[16];
@@ -51,9 +64,9 @@ struct Share {
     INLINE void unpack(u32 tiles) {
         if (!more) return;
         const u32 stage = tiles % 2;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        barrier_wait(base + AT(empty) + 8 * stage, (tiles / 2 + 1) % 2);
         raw.store(tables, base + stage * TILE_BYTES, offsets);
-        finish_stores(base + SHARE_FULL + 8 * stage, lane);
+        finish_stores(base + AT(share_full) + 8 * stage, lane);
         more = reader.next();
         if (more) raw.load(reader, lane);
         sync_warp();
@@ -82,13 +95,13 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
 #pragma unroll 1
     for (u32 tiles = 0; more; tiles++) {
         const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
-        barrier_wait(base + EMPTY + 8 * stage, (tiles / 2 + 1) % 2);
+        barrier_wait(base + AT(empty) + 8 * stage, (tiles / 2 + 1) % 2);
         low.store(tables, tile, offsets);
-        finish_stores(base + LOW_FULL + 8 * stage, lane);
+        finish_stores(base + AT(low_full) + 8 * stage, lane);
         load_low();
         high.store(tables, tile, offsets);
         store_rope(rope, tile, offsets);
-        finish_stores(base + HIGH_FULL + 8 * stage, lane);
+        finish_stores(base + AT(high_full) + 8 * stage, lane);
         if (more) high.load(reader, lane), rope.load(reader, lane);
         sync_warp();
     }
@@ -161,17 +174,17 @@ INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
 
 // Ends the second group's loop, behind `tiles` tiles.
 INLINE void end_weights(u32 base, u32 tiles, int t) {
-    barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
-    if (t == 0) store_shared(base + EVENT_AT, END);
+    barrier_wait(base + AT(weights_empty), (tiles + 1) % 2);
+    if (t == 0) store_shared(base + AT(event), END);
     sync_warp();
-    if (t % 32 == 0) arrive(base + WEIGHTS_FULL);
+    if (t % 32 == 0) arrive(base + AT(weights_full));
 }
 // Brings a run's queries to shared memory, which no product reads any more when all threads have come.
 INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
-    sync_group(1);
-    load_queries<BLOCK_BYTES>(a, run, base + QUERIES_AT, t);
+    sync_group(QUERIES_BARRIER);
+    load_queries<BLOCK_BYTES>(a, run, base + AT(queries), t);
     fence_async();
-    sync_group(1);
+    sync_group(QUERIES_BARRIER);
 }
 
 // Adds the steps of 16 channels, given as distances in descriptors, of the scores of the tile that is number `tiles`
@@ -181,22 +194,22 @@ template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
     auto add_block = [&](auto block) {
         for_each<4>([&](auto k) { add(Index<(decltype(block)::value * BLOCK_BYTES + decltype(k)::value * 32) / 16>{}); });
     };
-    barrier_wait(base + LOW_FULL + 8 * stage, parity);
+    barrier_wait(base + AT(low_full) + 8 * stage, parity);
     wgmma_fence();
     for_each<4>([&](auto b) { add_block(b); });
     wgmma_commit();
-    barrier_wait(base + HIGH_FULL + 8 * stage, parity);
+    barrier_wait(base + AT(high_full) + 8 * stage, parity);
     wgmma_fence();
     for_each<4 - SHARE>([&](auto b) { add_block(Index<4 + decltype(b)::value>{}); });
     add_block(Index<BLOCKS>{});
-    barrier_wait(base + SHARE_FULL + 8 * stage, parity);
+    barrier_wait(base + AT(share_full) + 8 * stage, parity);
     wgmma_fence();
     for_each<SHARE>([&](auto b) { add_block(Index<BLOCKS - SHARE + decltype(b)::value>{}); });
     wgmma_commit();
 }
 // S = Q C'.
 INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
-    const u32 queries = matrix_descriptor(base + QUERIES_AT, 16);
+    const u32 queries = matrix_descriptor(base + AT(queries), 16);
     const u32 keys = matrix_descriptor(base + tiles % 2 * TILE_BYTES, 16);
     add_steps(base, tiles, [&](auto step) {
         SharedProduct<64>::add(s, queries + step.value, keys + step.value, step.value != 0);
@@ -206,19 +219,19 @@ INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
 INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; s++) {
-            barrier_init<4>(base + LOW_FULL + 8 * s), barrier_init<4>(base + HIGH_FULL + 8 * s);
-            barrier_init<4>(base + SHARE_FULL + 8 * s), barrier_init<8>(base + EMPTY + 8 * s);
+            barrier_init<4>(base + AT(low_full) + 8 * s), barrier_init<4>(base + AT(high_full) + 8 * s);
+            barrier_init<4>(base + AT(share_full) + 8 * s), barrier_init<8>(base + AT(empty) + 8 * s);
         }
-        barrier_init<4>(base + WEIGHTS_FULL), barrier_init<4>(base + WEIGHTS_EMPTY);
+        barrier_init<4>(base + AT(weights_full)), barrier_init<4>(base + AT(weights_empty));
         barrier_init_fence();
     }
     // Rows that the block lacks stay 0.
-    for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + QUERIES_AT + i * 16, {0, 0, 0, 0});
+    for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + AT(queries) + i * 16, {0, 0, 0, 0});
 }
 
 INLINE void attend(const Arguments& a, u32 base, int t) {
     const int lane = t % 32, row = t / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    const u32 weights = base + WEIGHTS_AT + t * 16, factors = base + FACTORS_AT + t * 16;
+    const u32 weights = base + AT(weights) + t * 16, factors = base + AT(factors) + t * 16;
     u32 tiles = 0, runs = 0;  // since the start: they say which stage and which parity
     Runs run(a);
 #pragma unroll 1
@@ -261,25 +274,25 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
                 total.of[r.value] += shuffle_xor(total.of[r.value], 1);
                 total.of[r.value] += shuffle_xor(total.of[r.value], 2);
             });
-            barrier_wait(base + WEIGHTS_EMPTY, (tiles + 1) % 2);
+            barrier_wait(base + AT(weights_empty), (tiles + 1) % 2);
             for_each<4>([&](auto k) {
                 store_shared_4(weights + k.value * 2048, {p[4 * k.value], p[4 * k.value + 1], p[4 * k.value + 2], p[4 * k.value + 3]});
             });
             store_shared_4(factors, {(u32)__float_as_int(factor.of[0]), (u32)__float_as_int(factor.of[1]),
                                      (u32)__float_as_int(total.of[0]), (u32)__float_as_int(total.of[1])});
             if (t == 0) {
-                store_shared(base + EVENT_AT, (i == 0 ? FIRST : 0) | (is_last.value ? LAST : 0));
-                if (is_last.value) run.write(base + RUNS_AT + runs % 2 * 32);
+                store_shared(base + AT(event), (i == 0 ? FIRST : 0) | (is_last.value ? LAST : 0));
+                if (is_last.value) run.write(base + AT(runs) + runs % 2 * 32);
             }
             sync_warp();
-            if (lane == 0) arrive(base + WEIGHTS_FULL);
+            if (lane == 0) arrive(base + AT(weights_full));
             if constexpr (!is_last.value) {
                 add_scores(s, base, tiles + 1);
                 wgmma_wait<2>();
             } else {
                 wgmma_wait<0>();
             }
-            if (lane == 0) arrive(base + EMPTY + 8 * (tiles % 2));
+            if (lane == 0) arrive(base + AT(empty) + 8 * (tiles % 2));
             tiles++;
         };
 #pragma unroll 1
@@ -293,7 +306,7 @@ INLINE void attend(const Arguments& a, u32 base, int t) {
 
 INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
     const int lane = t % 32;
-    const u32 weights = base + WEIGHTS_AT + t * 16, factors = base + FACTORS_AT + t * 16;
+    const u32 weights = base + AT(weights) + t * 16, factors = base + AT(factors) + t * 16;
     Share share(a, base, t);
     u32 runs = 0;
     Outputs o;
@@ -301,24 +314,24 @@ INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
 #pragma unroll 1
     for (u32 tiles = 0;; tiles++) {
         const u32 stage = tiles % 2;
-        barrier_wait(base + WEIGHTS_FULL, tiles % 2);
-        const u32 event = load_shared(base + EVENT_AT);
+        barrier_wait(base + AT(weights_full), tiles % 2);
+        const u32 event = load_shared(base + AT(event));
         if (event & END) break;
         u32 p[16], x[4];
         for_each<4>([&](auto k) { load_shared_4(weights + k.value * 2048, p + 4 * k.value); });
         load_shared_4(factors, x);
         const Pair total{__int_as_float(x[2]), __int_as_float(x[3])};
         sync_warp();
-        if (lane == 0) arrive(base + WEIGHTS_EMPTY);
+        if (lane == 0) arrive(base + AT(weights_empty));
         rescale(o, {__int_as_float(x[0]), __int_as_float(x[1])});
-        barrier_wait(base + HIGH_FULL + 8 * stage, tiles / 2 % 2);
+        barrier_wait(base + AT(high_full) + 8 * stage, tiles / 2 % 2);
         add_values(o, p, base + stage * TILE_BYTES, 1, !(event & FIRST));
         wgmma_wait<0>();
-        if (lane == 0) arrive(base + EMPTY + 8 * stage);
+        if (lane == 0) arrive(base + AT(empty) + 8 * stage);
         share.unpack(tiles + 2);
         if (event & LAST) {
             Run run;
-            run.read(base + RUNS_AT + runs++ % 2 * 32);
+            run.read(base + AT(runs) + runs++ % 2 * 32);
             store_outputs(a, run, o, total, 1, t);
         }
     }

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...layout import MICRO_BLOCK, PageLayout
-from ..ahead import current, wait_for
 from ..kernel_layout import kernel_layout, rope_layout
 from ..triton.launch import check_int32
 from ..units import LOG2_E
 from . import LATENT, LATENT_ROWS
 from .code_constants import decoder_constants, group_constants
+from .kernel import Compilation, CudaKernel
 from .latent_schedule import TILE_TOKENS
 from .launch import OUTPUTS
 from .source import LATENT as LATENT_PROGRAM
-from .source import Program
 
-Definitions = tuple[tuple[str, str], ...]
-"""Constants that a program is compiled with, by name."""
 RANK, ROPE_DIM = LATENT
 BLOCK_ROWS = (16, 24, 32, 48, 64)
 """Rows of a thread block."""
 QUERY_FACTOR, LATENT_DIVISOR = 16, 128
-"""What the kernel multiplies queries by and divides latents by, to have both as fp16."""
-THREADS, MERGE_THREADS, MERGE_BYTES, MOST_SHARES = 384, 64, 2048, 8
-"""Threads of a block; of a merge, threads and bytes of shared memory for each share of the parts, and most shares."""
+"""Factor of queries and divisor of latents, by which the kernel has both as fp16."""
+MOST_SHARES = 8
+"""Shares of a row's parts for which a block of the merge has threads and shared memory."""
 
 
 class Shape(NamedTuple):
-    """How a batch is cut: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
+    """Cut of a batch: `row_blocks` blocks of `rows` rows each, `partitions` runs of tiles for each of them."""
 
     rows: int
     row_blocks: int
@@ -59,7 +54,7 @@ def shape_of(rows: int, sm_count: int) -> Shape:
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for besides the page's layout; `rows` is of a thread block. `output` None: all
+    """Variant that the kernel is compiled for, with the page's layout; `rows` is of a thread block. `output` None: all
     results stay partial."""
 
     heads: int
@@ -69,15 +64,6 @@ class Variant(NamedTuple):
     output: torch.dtype | None
     has_constant: bool
     has_lse: bool
-
-
-def shared_bytes(page: PageLayout, rows: int) -> int:
-    """Return the bytes of shared memory of a block of so many rows."""
-    if rows > 32:  # two tiles and the queries; weights, factors, two runs, what happened, barriers
-        return 3 * TILE_TOKENS * (RANK + ROPE_DIM) * 2 + TILE_TOKENS * 128 + 2048 + 64 + 16 + 80
-    weights = TILE_TOKENS * (32 if rows == 16 else 64)
-    stage = TILE_TOKENS * RANK * 2 + -(-(weights + 36 * rows) // 1024) * 1024  # a tile; weights, maxima and sums
-    return 2 * stage + rows * (RANK + ROPE_DIM) * 2 + 8 * page.micro_block_bytes + 96  # queries, pages, barriers
 
 
 def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
@@ -99,9 +85,9 @@ def constants(page: PageLayout, variant: Variant) -> dict[str, str]:
         "QUERY": OUTPUTS[variant.query],
         "OUTPUT": OUTPUTS[variant.output or torch.float32],
         "LEAVES_PARTS": int(variant.output is None),
+        "MOST_SHARES": MOST_SHARES,
         "HAS_LSE": int(variant.has_lse),
         "HAS_CONSTANT": int(variant.has_constant),
-        "SHARED_BYTES": shared_bytes(page, variant.rows),
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -118,7 +104,7 @@ def merge_shares(partitions: int, requests: int) -> int:
 
 
 class Step(NamedTuple):
-    """What is the same for all layers of a step: arguments, and the grids of the two launches."""
+    """A step's part of the launches, which its layers share: arguments, and the grids of the two launches."""
 
     arguments: bytes
     shape: Shape
@@ -128,7 +114,7 @@ class Step(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where a step's partial results lie.
+    """Memory of a step's partial results.
 
     `schedule`: of `LatentScheduler`, for `shape.partitions`. `output`, `stats`: fp32 with room for
     [shape.partial_rows(..), 512] and [.., 2], contiguous.
@@ -193,8 +179,9 @@ def layer_arguments(cache: torch.Tensor, constant: torch.Tensor | None) -> bytes
     return LAYER_ARGUMENTS.pack(cache.data_ptr(), 0 if constant is None else constant.data_ptr(), cache.stride(0))
 
 
-class CudaLatentDecode:
-    """Decode attention over one layer's cache of latents of 512 channels with 64 channels of RoPE.
+class CudaLatentDecode(CudaKernel[int]):
+    """Decode attention over one layer's cache of latents of 512 channels with 64 channels of RoPE. Keys are rows of a
+    block.
 
     Args:
         page: layout of the cache, of `latent_layout(fmt, 512, 64)`.
@@ -213,12 +200,8 @@ class CudaLatentDecode:
     ) -> None:  # fmt: skip
         self.page, self.heads, self.query, self.output, self.has_lse = page, heads, query, output, has_lse
         self.constant, self.block_size = constant, cache.shape[1]
-        self.layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
-        self.arguments = bytearray(self.layer_at) + layer_arguments(cache, constant)
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
-        self.address = ctypes.addressof(self.parameters)
-        self.device = cache.device.index
-        self.functions: dict[int, _Functions] = {}
+        layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
+        super().__init__(layer_at, layer_arguments(cache, constant), cache.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor | None) -> None:
         """Launch on the current stream; in a block of `Ahead`, do nothing.
@@ -234,22 +217,19 @@ class CudaLatentDecode:
         assert query.dtype is self.query and (output is None or output.dtype is self.output), (query.dtype, self.query)
         assert (output is None) is (self.output is None), self.output
         rows, row_blocks, partitions = step.shape
-        functions = self.functions.get(rows)
+        functions = self.functions_of(rows)
         if functions is None:
-            if current() is not None:
-                return
-            functions = self.functions[rows] = self._functions(rows)
+            return
+        decode, merge = functions
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream, shares = torch.cuda.current_stream(self.device).cuda_stream, step.merge_shares
-        functions.launch(
-            functions.decode, (row_blocks, partitions, 1), THREADS, functions.shared_bytes, stream, self.address,
-            is_early=False,  # early_launch.py says why
-        )  # fmt: skip
+        # Neither launch is early: early_launch.py says why.
+        grid = row_blocks, partitions, 1
+        decode.launch(decode.kernel, grid, decode.threads, decode.shared_bytes, stream, self.address)
         if self.output is not None:
-            functions.launch(
-                functions.merge, (self.heads * step.max_query_len, step.requests, 1), MERGE_THREADS * shares,
-                MERGE_BYTES * shares, stream, self.address, is_early=False,
-            )  # fmt: skip
+            grid, threads = (self.heads * step.max_query_len, step.requests, 1), merge.threads * shares // MOST_SHARES
+            size = merge.shared_bytes * shares // MOST_SHARES
+            merge.launch(merge.kernel, grid, threads, size, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
@@ -258,45 +238,10 @@ class CudaLatentDecode:
         Args:
             longest_decode: most query tokens of a request, drafts included.
         """
-        for rows in {shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)}:
-            if (ahead := current()) is None:
-                self.functions[rows] = self._functions(rows)
-            else:
-                wanted = self._definitions(rows)
-                ahead.note(wanted, functools.partial(machine_code, wanted, LATENT_PROGRAM))
+        self.compile({shape_of(self.heads * length, 1).rows for length in range(1, longest_decode + 1)})
 
-    def _functions(self, rows: int) -> _Functions:
-        return _load(self._definitions(rows), self.device)
-
-    def _definitions(self, rows: int) -> Definitions:
+    def compilation(self, key: int) -> Compilation:
+        """Return what a variant is compiled from."""
         has_constant = self.constant is not None
-        variant = Variant(self.heads, rows, self.block_size, self.query, self.output, has_constant, self.has_lse)
-        return tuple(constants(self.page, variant).items())
-
-
-class _Functions(NamedTuple):
-    launch: Any  # `launch_kernel`
-    decode: Any
-    merge: Any
-    shared_bytes: int
-
-
-@functools.cache
-def machine_code(definitions: Definitions, program: Program) -> bytes:
-    """Return a program compiled with these constants. Any thread may ask; to load it takes one with a CUDA context."""
-    from .nvrtc import compiled_kernel
-
-    return compiled_kernel(dict(definitions), program)
-
-
-@functools.cache
-def _load(definitions: Definitions, device: int) -> _Functions:
-    """Return the kernels compiled with these constants; all layers of a process share them."""
-    from .early_launch import launch_kernel
-    from .nvrtc import load
-
-    wait_for(definitions, LATENT_PROGRAM.main)
-    shared_bytes, code = int(dict(definitions)["SHARED_BYTES"]), machine_code(definitions, LATENT_PROGRAM)
-    with torch.cuda.device(device):
-        decode, merge = load(code, "latent_decode", shared_bytes), load(code, "latent_merge", MERGE_BYTES * MOST_SHARES)
-    return _Functions(launch_kernel, decode, merge, shared_bytes)
+        variant = Variant(self.heads, key, self.block_size, self.query, self.output, has_constant, self.has_lse)
+        return Compilation.of(LATENT_PROGRAM, constants(self.page, variant))

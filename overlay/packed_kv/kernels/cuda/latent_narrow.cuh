@@ -8,17 +8,29 @@
 
 // Of a thread of each kind of warpgroup; 504 in all.
 constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
-// A stage is 8 blocks of values; weights, fp16; fp32 [ROWS] maxima of the scores so far, [4 warps, ROWS] sums of a group's
-// weights, [4 warps, ROWS] maxima of the scores of this tile. Weights of 24 rows lie as those of 32.
-constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token
-constexpr int TILE_WEIGHTS = BLOCKS * BLOCK_BYTES, MAXIMA = TILE_WEIGHTS + TILE * WEIGHT_BYTES;
-constexpr int TOTALS = MAXIMA + 4 * ROWS, TOPS = TOTALS + 16 * ROWS, STAGE_BYTES = (TOPS + 16 * ROWS + 1023) / 1024 * 1024;
-// fp16 [9, ROWS, 64 channels]; then [8 warps], raw pages, which come a tile ahead.
-constexpr int QUERY_BLOCK_BYTES = ROWS * 128, NARROW_QUERIES = 2 * STAGE_BYTES;
-constexpr int RAW_PAGES = NARROW_QUERIES + (BLOCKS + 1) * QUERY_BLOCK_BYTES;
-constexpr int TILE_FULL = RAW_PAGES + 8 * MICRO_BLOCK_BYTES, TILE_EMPTY = TILE_FULL + 16, PAGE_FULL = TILE_EMPTY + 16;
-static_assert(PAGE_FULL + 64 <= SHARED_BYTES, "shared memory");
-enum { QUERIES_BARRIER = 3 };  // behind those of the groups
+constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token; weights of 24 rows lie as those of 32
+struct Stage {
+    u8 values[BLOCKS][BLOCK_BYTES];
+    u8 weights[TILE][WEIGHT_BYTES];  // fp16
+    float maxima[ROWS];              // of the scores so far
+    float totals[4][ROWS];           // of a group's weights, by warp
+    float tops[4][ROWS];             // of the scores of this tile, by warp
+};
+constexpr int STAGE_BYTES = (sizeof(Stage) + 1023) / 1024 * 1024, QUERY_BLOCK_BYTES = ROWS * 128;
+struct SharedMemory {
+    u8 stages[2][STAGE_BYTES];
+    u8 queries[BLOCKS + 1][QUERY_BLOCK_BYTES];  // fp16 [9, ROWS, 64 channels]
+    u8 pages[8][MICRO_BLOCK_BYTES];             // raw, of a warp, which come a tile ahead
+    u64 tile_full[2];                           // a stage: the group that has the tile fills, all groups read
+    u64 tile_empty[2];                          // group 2 has added the tile, the group that has the next one fills
+    u64 page_full[8];                           // a raw page: a warp's copy fills, the warp reads
+};
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
+#define IN_STAGE(MEMBER) OFFSET_OF(Stage, MEMBER)
+enum NamedBarrier {
+    MAXIMA_BARRIER = 1,   // and 2: a group that scores, before its warps take each other's largest scores
+    QUERIES_BARRIER = 3,  // both groups that score: before queries of a run replace others, and before they are read
+};
 typedef float NarrowOutputs[BLOCKS][ROWS / 2];
 typedef float Columns[ROWS / 4];  // of columns 8 n + 2 c + e: 2 n + e
 
@@ -38,8 +50,8 @@ INLINE u32 weight_at(int token, int eight) {
 
 INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 4; i++) barrier_init<4>(base + TILE_FULL + 8 * i);
-        for (int w = 0; w < 8; w++) barrier_init<1>(base + PAGE_FULL + 8 * w);
+        for (int i = 0; i < 4; i++) barrier_init<4>(base + AT(tile_full) + 8 * i);
+        for (int w = 0; w < 8; w++) barrier_init<1>(base + AT(page_full) + 8 * w);
         barrier_init_fence();
     }
 }
@@ -50,7 +62,7 @@ struct RawPage {
     int tokens;  // of the run, from the first one of the micro-block on
 
     INLINE RawPage(u32 base, int warp)
-        : address(base + RAW_PAGES + warp * MICRO_BLOCK_BYTES), barrier(base + PAGE_FULL + 8 * warp), parity(1) {}
+        : address(base + AT(pages) + warp * MICRO_BLOCK_BYTES), barrier(base + AT(page_full) + 8 * warp), parity(1) {}
     INLINE void copy(LoadsDone done, const Reader& reader) {
         if (elect_lane()) {
             expect_bytes(barrier, MICRO_BLOCK_BYTES);
@@ -85,7 +97,7 @@ struct Weights {
     INLINE void start(u32 before, int tile, int c) {
         Columns now;
         if (tile == 0) for_each<ROWS / 4>([&](auto k) { now[k.value] = EMPTY_MAXIMUM; });
-        else load_columns(before + MAXIMA, c, now);
+        else load_columns(before + IN_STAGE(maxima), c, now);
         for_each<ROWS / 4>([&](auto k) {
             total[k.value] = tile < 2 ? 0 : total[k.value] * exp2_fast(maximum[k.value] - now[k.value]);
             maximum[k.value] = now[k.value];
@@ -97,20 +109,20 @@ struct Weights {
         for_each<ROWS / 2>([&](auto j) {
             above = maximum_of(above, s[j.value] * factor - maximum[j.value / 4 * 2 + j.value % 2]);
         });
-        if (__builtin_expect(!any_of_group(1 + group, above > MOST_WEIGHT), 1)) return;
+        if (__builtin_expect(!any_of_group(MAXIMA_BARRIER + group, above > MOST_WEIGHT), 1)) return;
         for_each<ROWS / 4>([&](auto k) {
             constexpr int j = k.value / 2 * 4 + k.value % 2;
             float top = maximum_of(s[j], s[j + 2]);
 #pragma unroll
             for (int l = 4; l < 32; l *= 2) top = maximum_of(top, shuffle_xor(top, l));
-            if (r == 0) store_float(tile + TOPS + warp * ROWS * 4 + column_at(k.value, c), top * factor);
+            if (r == 0) store_float(tile + IN_STAGE(tops) + warp * ROWS * 4 + column_at(k.value, c), top * factor);
         });
-        sync_group(1 + group);
+        sync_group(MAXIMA_BARRIER + group);
         Columns own;
         for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum[k.value]; });
         for_each<4>([&](auto w) {
             Columns top;
-            load_columns(tile + TOPS + w.value * ROWS * 4, c, top);
+            load_columns(tile + IN_STAGE(tops) + w.value * ROWS * 4, c, top);
             for_each<ROWS / 4>([&](auto k) { own[k.value] = maximum_of(own[k.value], top[k.value]); });
         });
         for_each<ROWS / 4>([&](auto k) {
@@ -126,7 +138,7 @@ struct Weights {
                 e[j.value] = exp2_fast(s[4 * n.value + j.value] * factor - maximum[k]);
                 total[k] += e[j.value];
             });
-            const u32 all = tile + TILE_WEIGHTS + c * 4;
+            const u32 all = tile + IN_STAGE(weights) + c * 4;
             store_shared(all + weight_at(warp * 16 + r, n.value), to_halves(e[0], e[1]));
             store_shared(all + weight_at(warp * 16 + r + 8, n.value), to_halves(e[2], e[3]));
         });
@@ -134,17 +146,17 @@ struct Weights {
             float sum = total[k.value];
 #pragma unroll
             for (int l = 4; l < 32; l *= 2) sum += shuffle_xor(sum, l);
-            if (r == 0) store_float(tile + TOTALS + warp * ROWS * 4 + column_at(k.value, c), sum);
+            if (r == 0) store_float(tile + IN_STAGE(totals) + warp * ROWS * 4 + column_at(k.value, c), sum);
         });
         if (warp == 0 && r == 0)
-            for_each<ROWS / 4>([&](auto k) { store_float(tile + MAXIMA + column_at(k.value, c), maximum[k.value]); });
+            for_each<ROWS / 4>([&](auto k) { store_float(tile + IN_STAGE(maxima) + column_at(k.value, c), maximum[k.value]); });
     }
 };
 
 // Tiles group, group + 2, .. of each run.
 INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4;
-    const u32 queries = matrix_descriptor(base + NARROW_QUERIES, 16);
+    const u32 queries = matrix_descriptor(base + AT(queries), 16);
     const Tables tables(hide_from_optimizer((u32)0));
     u32 offsets[4], runs = 0;
     own_offsets(lane, warp, offsets);
@@ -158,7 +170,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
 #pragma unroll 1
         for (; runs < reader.runs; runs++) {
             sync_two_groups(QUERIES_BARRIER);
-            if (group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + NARROW_QUERIES, t);
+            if (group == 0) load_queries<QUERY_BLOCK_BYTES>(a, reader.run, base + AT(queries), t);
             fence_async();
             sync_two_groups(QUERIES_BARRIER);
         }
@@ -191,22 +203,22 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         const LoadsDone done = LastLoad(page.address).wait();
         more = reader.next();
         if (more) page.copy(done, reader);
-        barrier_wait(base + TILE_EMPTY + 8 * stage, (number / 2 + 1) % 2);
+        barrier_wait(base + AT(tile_empty) + 8 * stage, (number / 2 + 1) % 2);
         raw.store(tables, tile, offsets, add);
         wgmma_wait<0>();
         if (__builtin_expect(unmasked < 16, 0)) weights.mask(unmasked - r, tokens - r, c, s);
         const u32 before = 1 - stage;
-        if (number) barrier_wait(base + TILE_FULL + 8 * before, (number - 1) / 2 % 2);
+        if (number) barrier_wait(base + AT(tile_full) + 8 * before, (number - 1) / 2 % 2);
         weights.start(base + before * STAGE_BYTES, own, c);
         weights.move(s, a.factor, tile, group, warp, r, c);
         weights.store(s, a.factor, tile, is_last, warp, r, c);
-        finish_stores(base + TILE_FULL + 8 * stage, lane);
+        finish_stores(base + AT(tile_full) + 8 * stage, lane);
     }
     start_runs();
 }
 
 INLINE void add_values(NarrowOutputs& o, u32 tile, int adds) {
-    const u32 values = matrix_descriptor(tile, BLOCK_BYTES), weights = matrix_descriptor(tile + TILE_WEIGHTS, 16);
+    const u32 values = matrix_descriptor(tile, BLOCK_BYTES), weights = matrix_descriptor(tile + IN_STAGE(weights), 16);
     wgmma_fence();
     for_each<4>([&](auto k) {
         for_each<BLOCKS>([&](auto b) {
@@ -270,9 +282,9 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
         auto turn = [&](int i, auto is_end) {
             // Known to be the same in all lanes, so descriptors stay in uniform registers: 4 fewer moves a product.
             const u32 stage = number % 2, tile = shuffle_word(base + stage * STAGE_BYTES, 0);
-            barrier_wait(base + TILE_FULL + 8 * stage, number / 2 % 2);
+            barrier_wait(base + AT(tile_full) + 8 * stage, number / 2 % 2);
             Columns now;
-            load_columns(tile + MAXIMA, c, now);
+            load_columns(tile + IN_STAGE(maxima), c, now);
             bool moves = false;
             for_each<ROWS / 4>([&](auto k) { moves |= now[k.value] != maximum[k.value]; });
             if (__builtin_expect(any_lane(moves), 0)) {
@@ -287,12 +299,12 @@ INLINE void add_tiles(const Arguments& a, u32 base, int t) {
             }
             if constexpr (is_end.value) for_each<4>([&](auto w) {  // a group's last tile
                 Columns sum;
-                load_columns(tile + TOTALS + w.value * ROWS * 4, c, sum);
+                load_columns(tile + IN_STAGE(totals) + w.value * ROWS * 4, c, sum);
                 for_each<ROWS / 4>([&](auto k) { total[k.value] += sum[k.value]; });
             });
             add_values(o, tile, i != 0);
             wgmma_wait<0>();
-            if (lane == 0) arrive(base + TILE_EMPTY + 8 * stage);
+            if (lane == 0) arrive(base + AT(tile_empty) + 8 * stage);
             number++;
         };
         int i = 0;

@@ -20,7 +20,6 @@
 //   RING_BLOCK                  tokens of a block of the ring
 //   QUERY                       dtype of queries: 0 is fp16, 1 bf16
 //   OUTPUT                      dtype of outputs: 0 is fp16, 1 bf16, 2 fp32
-//   SHARED_BYTES                bytes of a block's shared memory
 //   HAS_CONSTANT                whether a constant is added to outputs
 //   LATENT_DIVISOR              what latents in parts are divided by
 #include "ptx.cuh"
@@ -55,11 +54,19 @@ constexpr int SCALES_AT = RANK + ROPE_DIM, SLOT_BYTES = (SCALES_AT + GROUPS + 7)
 constexpr int TILE = 64, WARPS = 8, OWN_GROUPS = RANK / 32 / SHARES;
 constexpr int TOKEN_BYTES = SLOT_BYTES + 8, SCORE_WORDS = TILE + 8;  // of rows in shared memory; no conflicts of banks
 constexpr int QUERY_BYTES = (RANK + ROPE_DIM) * 2 + 16, CHANNELS = RANK / SHARES;
-constexpr int SUM_BYTES = (CHANNELS + 8) * 4;  // of a row; sums of the ring take the place of queries
-constexpr int TOKENS_AT = 16 * (QUERY_BYTES > SUM_BYTES ? QUERY_BYTES : SUM_BYTES);
-constexpr int SCORES_AT = TOKENS_AT + TILE * TOKEN_BYTES, WEIGHTS_AT = SCORES_AT + 2 * 16 * SCORE_WORDS * 4;
-constexpr int ROWS_AT = WEIGHTS_AT + TILE / 16 * 512;                // 16 bytes each: shrinks by, maximum, total
-static_assert(ROWS_AT + 16 * 16 == SHARED_BYTES && HALF * 2 == GROUPS, "shape");
+constexpr int SUM_BYTES = (CHANNELS + 8) * 4;  // of a row
+struct SharedMemory {
+    union {
+        u8 queries[16][QUERY_BYTES];
+        u8 sums[16][SUM_BYTES];        // of the ring
+    };
+    u8 tokens[TILE][TOKEN_BYTES];
+    float scores[2][16][SCORE_WORDS];  // of both halves of the channels
+    u8 weights[TILE / 16][512];        // fp16, as left operands of 16 tokens
+    float rows[16][4];                 // by what sums shrink, maximum, total
+};
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
+static_assert(HALF * 2 == GROUPS, "shape");
 constexpr float MASKED = -1.0e30f;
 
 // Two channels as fp16.
@@ -150,6 +157,7 @@ struct Merged {
     }
 };
 
+BLOCK_OF(attend_latent_ring, 256, sizeof(SharedMemory));
 extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_latent_ring(const __grid_constant__ Arguments a) {
     const u32 shared = shared_address(shared_memory());
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
@@ -186,14 +194,14 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
     for (int base = first;; base += TILE) {
         const bool is_last = base + TILE >= seq_len, there = (block > 0) & (base < seq_len);
         const u8* slot = a.ring + (there ? (u64)block * a.block_stride + token_of(base) % RING_BLOCK * SLOT_BYTES : 0);
-        const u32 copied = shared + TOKENS_AT + threadIdx.x / 4 * TOKEN_BYTES;
+        const u32 copied = shared + AT(tokens) + threadIdx.x / 4 * TOKEN_BYTES;
 #pragma unroll 1
         for (int at = 8 * c; at < SLOT_BYTES; at += 32) copy_8(copied + at, slot + at, there);
         wait_for_copies();
         sync_block();
         {
             float scores[2][4] = {};
-            const u32 own = shared + TOKENS_AT + (warp % 4 * 16 + r) * TOKEN_BYTES;
+            const u32 own = shared + AT(tokens) + (warp % 4 * 16 + r) * TOKEN_BYTES;
             const int end = warp / 4 * HALF + HALF;
 #pragma unroll 1
             for (int group = end - HALF; group < end; group++) {
@@ -214,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
                             value_pair(codes[k], 0x4342, scale));
                 }
             }
-            const u32 target = shared + SCORES_AT + ((warp / 4 * 16 + r) * SCORE_WORDS + warp % 4 * 16 + 2 * c) * 4;
+            const u32 target = shared + AT(scores) + ((warp / 4 * 16 + r) * SCORE_WORDS + warp % 4 * 16 + 2 * c) * 4;
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 store_shared(target + (i / 2 % 2 * 8 * SCORE_WORDS + i / 4 * 8 + i % 2) * 4,
@@ -226,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
             // holds are taken for them.
             const int row = warp * 2 + lane / 16, t = lane / 4 % 4 * 16 + c;
             const int limit = seq_len - queries + (first_row + row) / HEADS + 1;
-            const u32 source = shared + SCORES_AT + (row * SCORE_WORDS + t) * 4;
+            const u32 source = shared + AT(scores) + (row * SCORE_WORDS + t) * 4;
             float weights[4], top = maximum, sum = 0;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -245,10 +253,10 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
             for (int i = 1; i < 16; i *= 2) sum += shuffle_xor(sum, i);
             const float shrink = exp2_fast(maximum - top);
             maximum = top, total = total * shrink + sum;
-            const u32 target = shared + WEIGHTS_AT + (t / 16 * 32 + row % 8 * 4 + c) * 16 + row / 8 * 4;
+            const u32 target = shared + AT(weights) + (t / 16 * 32 + row % 8 * 4 + c) * 16 + row / 8 * 4;
             store_shared(target, to_halves(weights[0], weights[1]));
             store_shared(target + 8, to_halves(weights[2], weights[3]));
-            store_shared_4(shared + ROWS_AT + row * 16, {(u32)__float_as_int(shrink), (u32)__float_as_int(maximum),
+            store_shared_4(shared + AT(rows) + row * 16, {(u32)__float_as_int(shrink), (u32)__float_as_int(maximum),
                                                          (u32)__float_as_int(total), 0});
         }
         sync_block();
@@ -259,15 +267,15 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
             if (base > first) {
 #pragma unroll
                 for (int k = 0; k < 16; k++) {
-                    const float shrink = load_shared_float(shared + ROWS_AT + (r + k / 2 % 2 * 8) * 16);
+                    const float shrink = load_shared_float(shared + AT(rows) + (r + k / 2 % 2 * 8) * 16);
                     o[k / 4][k % 4] = sums[i][k / 4][k % 4] * shrink;
                 }
             }
 #pragma unroll 1
             for (int step = 0; step < TILE / 16; step++) {
-                const u32 own = shared + TOKENS_AT + (step * 16 + c) * TOKEN_BYTES;
+                const u32 own = shared + AT(tokens) + (step * 16 + c) * TOKEN_BYTES;
                 u32 w[4], b[2][4];
-                load_shared_4(shared + WEIGHTS_AT + (step * 32 + lane) * 16, w);
+                load_shared_4(shared + AT(weights) + (step * 32 + lane) * 16, w);
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     const u32 one = own + k * 8 * TOKEN_BYTES, other = one + 4 * TOKEN_BYTES;
@@ -312,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(256, SHARES < 4 ? 2 : 1) attend_lat
 #pragma unroll
     for (int j = 0; j < OWN_ROWS; j++) {
         u32 stats[4];
-        load_shared_4(shared + ROWS_AT + own_row(j) * 16, stats);
+        load_shared_4(shared + AT(rows) + own_row(j) * 16, stats);
         const float of_ring = __int_as_float(stats[1]), top = maximum_of(of_ring, pages.top[j]);
         float page_weight = exp2_fast(pages.top[j] - top), ring_weight = exp2_fast(of_ring - top);
         const float sum = page_weight * pages.total[j] + ring_weight * __int_as_float(stats[2]);

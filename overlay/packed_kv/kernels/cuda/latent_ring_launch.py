@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...codecs.ring import Ring
 from ...layout import ring_slot_bytes
-from ..ahead import current, wait_for
 from ..triton.latent_ring import check_latent_ring
 from ..triton.launch import check_int32
 from ..units import LOG2_E
 from . import LATENT
-from .latent_launch import CALL_ARGUMENTS, LATENT_DIVISOR, Definitions, Parts, call_arguments, machine_code
+from .kernel import Compilation, CudaKernel
+from .latent_launch import CALL_ARGUMENTS, LATENT_DIVISOR, Parts, call_arguments
 from .launch import OUTPUTS
 from .source import LATENT_RING
 
 RANK, ROPE_DIM = LATENT
-TILE_ROWS, TILE_TOKENS, THREADS = 16, 64, 256
+TILE_ROWS, TILE_TOKENS = 16, 64
 SHARES = (1, 2, 4, 8)
 """Blocks that a tile of rows may have: each makes all its scores, and the outputs of a share of the channels."""
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for."""
+    """Variant that the kernel is compiled for."""
 
     heads: int
     shares: int
@@ -39,7 +37,6 @@ class Variant(NamedTuple):
 
 def constants(variant: Variant) -> dict[str, str]:
     """Return the definitions that `latent_ring.cu` is compiled with."""
-    sums = 4 * (RANK // variant.shares + 8)
     values: dict[str, object] = {
         "HEADS": variant.heads,
         "SHARES": variant.shares,
@@ -48,12 +45,6 @@ def constants(variant: Variant) -> dict[str, str]:
         "OUTPUT": OUTPUTS[variant.output],
         "HAS_CONSTANT": int(variant.has_constant),
         "LATENT_DIVISOR": f"{float(LATENT_DIVISOR)}f",
-        # Queries or sums, tokens, scores of both halves of the channels, weights, rows.
-        "SHARED_BYTES": TILE_ROWS * max(2 * (RANK + ROPE_DIM) + 16, sums)
-        + TILE_TOKENS * (ring_slot_bytes(RANK + ROPE_DIM, 1) + 8)
-        + 2 * TILE_ROWS * (TILE_TOKENS + 8) * 4
-        + 2 * TILE_ROWS * TILE_TOKENS
-        + 16 * TILE_ROWS,
     }
     return {name: str(value) for name, value in values.items()}
 
@@ -68,7 +59,7 @@ def shares_of(rows: int, sm_count: int) -> int:
 
 
 class Step(NamedTuple):
-    """What is the same for all layers of a step: arguments, and the grid."""
+    """A step's part of the launch, which its layers share: arguments, and the grid."""
 
     arguments: bytes
     grid: tuple[int, int, int]
@@ -109,10 +100,10 @@ def layer_arguments(ring: torch.Tensor, inverse_gain: torch.Tensor, constant: to
     return LAYER_ARGUMENTS.pack(ring.data_ptr(), inverse_gain.data_ptr(), of_constant, ring.stride(0))
 
 
-class CudaLatentRing:
+class CudaLatentRing(CudaKernel[int]):
     """Attention over one layer's ring of latents of 512 channels with 64 channels of RoPE, merged with what
     `CudaLatentDecode` has left of that over pages. The launch begins early, so it follows that one directly, and
-    nothing is launched between them (`early_launch.py`).
+    nothing is launched between them (`early_launch.py`). Keys are shares.
 
     Args:
         ring: uint8 [blocks, 1, block_size, ring_slot_bytes], its last two dimensions contiguous.
@@ -128,11 +119,7 @@ class CudaLatentRing:
     ) -> None:  # fmt: skip
         self.widest = Variant(heads, SHARES[0], ring.shape[2], query, output, constant is not None)
         self.layer, self.kept = layer_arguments(ring, inverse_gain, constant), (inverse_gain, constant)
-        self.layer_at = CALL_ARGUMENTS.size + STEP_ARGUMENTS.size
-        self.arguments = bytearray(self.layer_at) + self.layer
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
-        self.address, self.device = ctypes.addressof(self.parameters), ring.device.index
-        self.functions: dict[int, _Function] = {}
+        super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, self.layer, ring.device.index)
 
     def __call__(self, step: Step, query: torch.Tensor, rope_query: torch.Tensor, output: torch.Tensor) -> None:
         """Launch on the current stream; in a block of `Ahead`, do nothing.
@@ -143,50 +130,25 @@ class CudaLatentRing:
         """
         kind = self.widest
         assert query.dtype is kind.query and output.dtype is kind.output, (query.dtype, output.dtype, kind)
-        shares = step.grid[2]
-        function = self.functions.get(shares)
-        if function is None:
-            if current() is not None:
-                return
-            function = self.functions[shares] = self._function(shares)
+        functions = self.functions_of(step.grid[2])
+        if functions is None:
+            return
+        (attend,) = functions
         self.arguments[: self.layer_at] = call_arguments(output, query, rope_query) + step.arguments
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        function.launch(function.kernel, step.grid, THREADS, function.shared_bytes, stream, self.address, is_early=True)
+        attend.launch(
+            attend.kernel, step.grid, attend.threads, attend.shared_bytes, stream, self.address, is_early=True
+        )
 
     def compile_variants(self) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
         note them."""
-        if (ahead := current()) is None:
-            self.functions = {shares: self._function(shares) for shares in SHARES}
-            return
-        for shares in SHARES:
-            wanted = self._definitions(shares)
-            ahead.note(wanted, functools.partial(machine_code, wanted, LATENT_RING))
+        self.compile(SHARES)
 
     def variant(self, shares: int) -> Variant:
         """Return the variant that blocks of so many shares need."""
         return self.widest._replace(shares=shares)
 
-    def _function(self, shares: int) -> _Function:
-        return _load(self._definitions(shares), self.device)
-
-    def _definitions(self, shares: int) -> Definitions:
-        return tuple(constants(self.variant(shares)).items())
-
-
-class _Function(NamedTuple):
-    launch: Any  # `launch_kernel`
-    kernel: Any
-    shared_bytes: int
-
-
-@functools.cache
-def _load(definitions: Definitions, device: int) -> _Function:
-    """Return the kernel compiled with these constants; all layers of a process share it."""
-    from .early_launch import launch_kernel
-    from .nvrtc import load
-
-    wait_for(definitions, LATENT_RING.main)
-    shared_bytes, code = int(dict(definitions)["SHARED_BYTES"]), machine_code(definitions, LATENT_RING)
-    with torch.cuda.device(device):
-        return _Function(launch_kernel, load(code, "attend_latent_ring", shared_bytes), shared_bytes)
+    def compilation(self, key: int) -> Compilation:
+        """Return what a variant is compiled from."""
+        return Compilation.of(LATENT_RING, constants(self.variant(key)))

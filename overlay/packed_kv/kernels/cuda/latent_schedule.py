@@ -12,8 +12,6 @@ CUDA graph holds the grid; one Triton program makes the schedule on the device, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,53 +21,9 @@ from ..triton.launch import Arguments, Launch, check_int32
 
 TILE_TOKENS = 64
 RUN_TILES = 2
-"""What a run costs besides its tiles, in tiles."""
+"""Cost of a run besides its tiles, in tiles."""
 SEARCH_STEPS = 16
 """Halvings in the search for the size of equal parts: requests have up to 65536 tiles more than a partition."""
-
-
-class Schedule(NamedTuple):
-    """What each partition has: from `begins[p]` (request, tile) to `begins[p + 1]`, in order; and `spans[r]`: the first
-    partition with tiles of request r, and how many have some."""
-
-    begins: list[tuple[int, int]]
-    spans: list[tuple[int, int]]
-
-
-def reference_schedule(lengths: list[int], partitions: int) -> Schedule:
-    """Return the schedule that `_schedule_kernel` makes.
-
-    Args:
-        lengths: tokens of each request; 0 for those that pad the batch of a CUDA graph.
-        partitions: runs of tiles that the card works on at a time.
-    """
-    tiles = [-(-n // TILE_TOKENS) for n in lengths]
-    costs = [n + RUN_TILES if n else 0 for n in tiles]
-    stream = max(-(-sum(costs) // partitions), 1)
-    low, high = 0, max(*tiles, 1)  # the largest size that does not suffice, the smallest that does
-    for _ in range(SEARCH_STEPS):
-        middle = max((low + high) // 2, 1)
-        if sum(-(-n // middle) for n in tiles) <= partitions:
-            high = middle
-        else:
-            low = middle
-    suffices = sum(-(-n // high) for n in tiles) <= partitions
-    begins: list[tuple[int, int]] = []
-    spans: list[tuple[int, int]] = []
-    if suffices and high <= stream:
-        for request, n in enumerate(tiles):
-            parts = -(-n // high)
-            spans.append((len(begins), parts))
-            begins += [(request, part * n // parts) for part in range(parts)]
-    else:
-        start = 0
-        for request, (n, cost) in enumerate(zip(tiles, costs, strict=True)):
-            first, last = (start + RUN_TILES) // stream, (start + cost - 1) // stream
-            spans.append((first if n else 0, last - first + 1 if n else 0))
-            cuts = range(-(-start // stream), -(-(start + cost) // stream))
-            begins += [(request, max(cut * stream - start - RUN_TILES, 0)) for cut in cuts]
-            start += cost
-    return Schedule(begins + [(len(lengths), 0)] * (partitions + 1 - len(begins)), spans)
 
 
 @triton.jit(

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...codecs.ring import Ring
 from ...formats import GROUP_SIZE
 from ...layout import MICRO_BLOCK, PageLayout
-from ..ahead import current, wait_for
 from ..kernel_layout import KernelLayout, kernel_layout
 from ..triton.launch import check_int32, head_stride
 from ..triton.ring import check_ring
 from . import COLUMNS, pass_tokens
 from .code_constants import decoder_constants, group_constants
+from .kernel import Compilation, CudaKernel
 from .schedule import CUT_TILES, PART_SHIFT, SLOT_SHIFT, Scheduler, item_count
 from .source import DECODE, UNPACKED, Program
 
@@ -30,9 +28,8 @@ NARROW = 32
 """The most columns that warps serve alone. Beyond, a block's warps share one unpacking (`wide.cuh`, `roles.cuh`)."""
 WARPS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 8, 64: 8}
 """Warps that an SM holds, by columns: their registers decide."""
-UNPACKERS, ATTENDERS_PER_SM, UNPACKED_BYTES = 4, 8, 106 << 10
-"""Warps of a block that only unpack, where it has any (`roles.cuh`), the others that an SM holds then, and the shared
-memory of a block."""
+UNPACKERS, ATTENDERS_PER_SM = 4, 8
+"""Warps of a block that only unpack, where it has any (`roles.cuh`), and the others that an SM holds then."""
 MAX_FINAL_BLOCKS = 8
 """Resident blocks per (request, KV head) pair up to which blocks write the output. Beyond, a warp has so few tiles that
 combining several warps costs more than a second launch: blocks of one warp write partial results for `merge`."""
@@ -57,8 +54,8 @@ class Grid(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What decides how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether blocks of
-    many columns have warps that only unpack (`has_unpackers`)."""
+    """Numbers that decide how many blocks run at a time: KV heads of this rank, channels of a head, SMs, and whether
+    blocks of many columns have warps that only unpack (`has_unpackers`)."""
 
     kv_heads: int
     head_dim: int
@@ -153,14 +150,6 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
     unpackers = UNPACKERS if has_unpackers(page) and columns > NARROW else 0
     tile_blocks = 1 if unpackers or columns == 32 else TILE_BLOCKS
     stages = UNPACKER_STAGES if unpackers else STAGES
-    stage = tile_blocks * layout.micro_block_bytes
-    if variant.ring_block and not unpackers:
-        stage = max(stage, MICRO_BLOCK * layout.ring.slot_bytes)
-    owners = warps
-    if columns > NARROW:
-        stage, owners = stage * warps, 1
-    before = -(-owners * stages // 2) * 16 + 16 * warps
-    shared = _wide_bytes if columns > NARROW else _narrow_bytes
     smaller = TILE_BLOCKS // tile_blocks  # tiles than those that the schedule and blocks of means count
     values: dict[str, object] = {
         **_layout_constants(layout),
@@ -187,26 +176,8 @@ def constants(page: PageLayout, kv_heads: int, group: int, variant: Variant) -> 
         "BLOCKS": card_of(page, kv_heads, sm_count=1).warps_per_sm(columns) // warps,
         "IS_FINAL": int(variant.is_final),
         "HAS_LSE": int(variant.has_lse),
-        "STAGE_BYTES": stage,
-        "SHARED_BYTES": UNPACKED_BYTES
-        if unpackers
-        else shared(before, owners * stages * stage, layout.head_dim, warps, columns),
     }
     return {name: str(value) for name, value in values.items()}
-
-
-def _narrow_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
-    """Return the shared memory of a block whose warps serve columns alone."""
-    combine = 4 * (warps * columns * (head_dim + 6) + columns * (head_dim + 4) + 4) if warps > 1 else 0
-    queries = 2 * head_dim * columns * warps if columns == 32 else 0
-    return before + max(tiles + queries, combine)
-
-
-def _wide_bytes(before: int, tiles: int, head_dim: int, warps: int, columns: int) -> int:
-    """Return the shared memory of a team: what `team.cuh` lists."""
-    queries, weights = 2 * head_dim * columns, 2 * 2 * MICRO_BLOCK * TILE_BLOCKS * warps * columns
-    own = before + tiles + queries + weights + 2 * 4 * warps * columns
-    return max(own, before + 4 * columns * (head_dim + 4 + 32) + 16)
 
 
 def has_unpackers(page: PageLayout) -> bool:
@@ -216,7 +187,7 @@ def has_unpackers(page: PageLayout) -> bool:
 
 
 def program(constants: Mapping[str, str]) -> Program:
-    """Return the sources of a variant."""
+    """Return the program of a variant."""
     return UNPACKED if int(constants["UNPACKERS"]) else DECODE
 
 
@@ -361,8 +332,9 @@ def layer_arguments(
     )  # fmt: skip
 
 
-class CudaDecode:
-    """Decode attention over one layer's cache and ring.
+class CudaDecode(CudaKernel[tuple[int, bool, int]]):
+    """Decode attention over one layer's cache and ring. Keys are warps and `is_final` of the grid, and the most query
+    tokens of a request.
 
     Args:
         page: layout of the cache.
@@ -388,11 +360,7 @@ class CudaDecode:
         self.block_size = cache.shape[2]
         self.ring_block, self.recent = (ring.cache.shape[2], ring.window) if ring else (0, 0)
         layer = layer_arguments(cache, ring, output, matrix, counters)
-        self.arguments = bytearray(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size) + layer
-        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(self.arguments)))
-        self.address = ctypes.addressof(self.parameters)
-        self.device = cache.device.index
-        self.functions: dict[tuple[int, bool, int], _Function] = {}
+        super().__init__(CALL_ARGUMENTS.size + STEP_ARGUMENTS.size, layer, cache.device.index)
 
     def __call__(self, shape: Grid, max_query_len: int, requests: int, step: bytes, output: torch.Tensor) -> None:
         """Launch on the current stream; in a block of `Ahead`, do nothing.
@@ -404,21 +372,15 @@ class CudaDecode:
             step: of `step_arguments`.
             output: as in the constructor, of any number of tokens.
         """
-        variant = (shape.warps, shape.is_final, max_query_len)
-        function = self.functions.get(variant)
-        if function is None:
-            if current() is not None:
-                return
-            function = self.functions[variant] = self._function(shape, max_query_len)
-        CALL_ARGUMENTS.pack_into(self.arguments, 0, output.data_ptr())
-        self.arguments[CALL_ARGUMENTS.size : CALL_ARGUMENTS.size + STEP_ARGUMENTS.size] = step
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        key = (shape.warps, shape.is_final, max_query_len)
+        functions = self.functions.get(key) or self.functions_of(key)
+        if functions is None:
+            return
+        launch, kernel, threads, shared_bytes = functions[0]
+        self.arguments[: self.layer_at] = CALL_ARGUMENTS.pack(output.data_ptr()) + step
         x, z = (1, shape.blocks) if shape.is_final else (shape.blocks, requests * pass_count(self.group, max_query_len))
-        (status,) = function.launch(
-            function.kernel, x, self.kv_heads, z, function.threads, 1, 1, function.shared_bytes, stream, self.address, 0
-        )
-        if status:
-            raise RuntimeError(f"the decode kernel was not launched: {status.name}")
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        launch(kernel, (x, self.kv_heads, z), threads, shared_bytes, stream, self.address)
 
     def compile_variants(self, longest_decode: int) -> None:
         """Compile and load every variant that a step may need, so that no step waits for one. In a block of `Ahead`,
@@ -431,26 +393,24 @@ class CudaDecode:
             (column_count(self.group, length), pass_count(self.group, length)): length
             for length in range(1, longest_decode + 1)
         }
+        keys = []
         for (columns, _), length in lengths.items():
             few, many = kinds(card_of(self.page, self.kv_heads, sm_count=1), columns)
             final = [Grid(warps, 1, True) for warps in {few.warps, many.warps}]
             for shape in (*final, Grid(few.warps if columns > NARROW else 1, 1, False)):
-                wanted = self._constants(shape, length)
-                if (ahead := current()) is None:
-                    _load(wanted, self.device)
-                else:
-                    ahead.note(wanted, functools.partial(_machine_code, wanted))
+                keys.append((shape.warps, shape.is_final, length))
+        self.compile(keys)
 
-    def _function(self, shape: Grid, max_query_len: int) -> _Function:
-        return _load(self._constants(shape, max_query_len), self.device)
-
-    def _constants(self, shape: Grid, max_query_len: int) -> tuple[tuple[str, str], ...]:
+    def compilation(self, key: tuple[int, bool, int]) -> Compilation:
+        """Return what a variant is compiled from."""
+        warps, is_final, max_query_len = key
         variant = Variant(
-            shape.warps, shape.is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
-            self.recent, self.has_bias, self.output, self.has_lse and shape.is_final,
+            warps, is_final, column_count(self.group, max_query_len), self.block_size, self.ring_block,
+            self.recent, self.has_bias, self.output, self.has_lse and is_final,
             self.tiles_a_block, pass_count(self.group, max_query_len),
         )  # fmt: skip
-        return tuple(constants(self.page, self.kv_heads, self.group, variant).items())
+        values = constants(self.page, self.kv_heads, self.group, variant)
+        return Compilation.of(program(values), values)
 
 
 def column_count(group: int, max_query_len: int) -> int:
@@ -467,34 +427,3 @@ def pass_count(group: int, max_query_len: int) -> int:
 def columns_of_steps(group: int, longest_decode: int) -> dict[int, int]:
     """Return the columns of steps of up to `longest_decode` query tokens per request, and the most passes of each."""
     return {column_count(group, length): pass_count(group, length) for length in range(1, longest_decode + 1)}
-
-
-class _Function(NamedTuple):
-    launch: Any  # the driver's cuLaunchKernel
-    kernel: Any
-    shared_bytes: int
-    threads: int
-
-
-@functools.cache
-def _load(constants: tuple[tuple[str, str], ...], device: int) -> _Function:
-    """Return the kernel compiled with these constants; all layers of a process share it."""
-    from cuda.bindings import driver
-
-    from .nvrtc import load
-
-    wait_for(constants, DECODE.main)
-    values = dict(constants)
-    shared_bytes, threads = int(values["SHARED_BYTES"]), 32 * (int(values["WARPS"]) + int(values["UNPACKERS"]))
-    with torch.cuda.device(device):
-        kernel = load(_machine_code(constants), "decode", shared_bytes)
-    return _Function(driver.cuLaunchKernel, kernel, shared_bytes, threads)
-
-
-@functools.cache
-def _machine_code(constants: tuple[tuple[str, str], ...]) -> bytes:
-    """Return the kernel compiled with these constants. Any thread may ask; to load it takes one with a CUDA context."""
-    from .nvrtc import compiled_kernel
-
-    values = dict(constants)
-    return compiled_kernel(values, program(values))

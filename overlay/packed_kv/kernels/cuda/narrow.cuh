@@ -3,9 +3,6 @@
 #include "finish.cuh"
 #include "pages.cuh"
 
-static_assert(STAGE_BYTES >= TILE_BYTES && (RING_BLOCK == 0 || STAGE_BYTES >= RING_TILE_BYTES), "a stage holds a tile");
-static_assert(!IS_FINAL || SHARED_BYTES >= STAGES_AT + COMBINE_BYTES, "the outputs of all warps fit");
-
 INLINE void ring_scores(u32 tile, const Queries& queries, const Lane& lane, float (&scores)[SCORES]) {
     score(
         queries, [&](auto group, u32* pairs) { ring_key_pairs(tile, lane, group.value, pairs); },

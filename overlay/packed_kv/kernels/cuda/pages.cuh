@@ -3,8 +3,6 @@
 #include "combine.cuh"
 #include "ring.cuh"
 
-constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
-
 // The pages of one (request, KV head) pair. Micro-blocks past the end of the sequence are replaced by its last one.
 struct Pages {
     const u8* cache;
@@ -88,14 +86,14 @@ INLINE void mask(const Arguments& a, const Lane& lane, int first_token, float (&
     });
 }
 
-// The stages of a warp or a team, used in turn; `owner` is its number.
+// The stages of a warp or a team, used in turn, behind `Front`; `owner` is its number.
 struct Stages {
     u32 first, first_barrier, stage, barrier, parity;
 
     INLINE explicit Stages(int owner) {
         const u32 shared = shared_address(shared_memory());
         stage = first = hide_from_optimizer(shared + STAGES_AT + owner * STAGES * STAGE_BYTES);
-        barrier = first_barrier = hide_from_optimizer(shared + BARRIERS + owner * STAGES * 8);
+        barrier = first_barrier = hide_from_optimizer(shared + OFFSET_OF(Front, stage_full) + owner * STAGES * 8);
         parity = 0;
     }
     // Called by one of the warps that share the stages.

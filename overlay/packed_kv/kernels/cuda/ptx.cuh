@@ -8,6 +8,10 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
+// The offset of a member of a struct, as of offsetof.
+#define OFFSET_OF(TYPE, MEMBER) (u32)__INTADDR__(&((TYPE*)0)->MEMBER)
+// Says to the host (kernel.py) how many threads and bytes of shared memory a block of a kernel has.
+#define BLOCK_OF(KERNEL, THREADS, BYTES) extern "C" __device__ const u32 KERNEL##_block[] = {THREADS, BYTES}
 
 INLINE u32 prmt(u32 low, u32 high, u32 selector) {
     u32 result;

@@ -10,7 +10,6 @@ constexpr float RING_FACTOR = UNPACKERS ? 1 / TEAM_UNIT : RING_UNIT;
 constexpr int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 constexpr int RING_PIECE = greatest_divisor(16, RING_BLOCK);  // consecutive tokens of a tile in one block
 constexpr int RING_DIVISOR = RING_BLOCK ? RING_BLOCK : 16;  // a divisor must not be 0, ring or not
-constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int RING_VALUE_SCALE = RING_VALUE_SCALES_AT % 4;  // byte of V's first scale in its word
 static_assert(RING_KEY_SCALES_AT % 4 == 0 && RING_VALUE_SCALE + GROUPS <= 4, "the scales of a vector are in one word");
 

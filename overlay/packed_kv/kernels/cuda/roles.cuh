@@ -15,15 +15,20 @@ static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 12
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
 static_assert(STAGES == 3 && (!RING_BLOCK || RING_TILE_BYTES <= 2 * MICRO_BLOCK_BYTES), "a ring's tile and a page's");
 
-// Shared memory: behind the work items, barriers (those before them are not used), for each stage and unpacking warp
-// whether V is small, raw bytes, queries, and the stages of K and V. What a block's end needs begins at RAW_AT: it replaces no barrier (see decode.cu).
-constexpr int RAW_FULL = STAGES_AT, RING_FULL = RAW_FULL + 8 * STAGES * UNPACKERS;
-constexpr int KEYS_FULL = RING_FULL + 8 * UNPACKERS, KEYS_EMPTY = KEYS_FULL + 16;
-constexpr int VALUES_FULL = KEYS_EMPTY + 16, VALUES_EMPTY = VALUES_FULL + 16, ARE_SMALL = VALUES_EMPTY + 16;
-constexpr int RAW_AT = 512, QUERIES_AT = (RAW_AT + UNPACKERS * RAW_BYTES + 1023) / 1024 * 1024;
-constexpr int KEYS_AT = QUERIES_AT + TEAM_TILE_BYTES, VALUES_AT = KEYS_AT + TEAM_STAGES * TEAM_TILE_BYTES;
-static_assert(ARE_SMALL + 8 <= RAW_AT && VALUES_AT + TEAM_STAGES * TEAM_TILE_BYTES == SHARED_BYTES, "shared memory");
-static_assert(!IS_FINAL || SHARED_BYTES >= RAW_AT + 4 * COLUMNS * (ROW + 32) + 16, "outputs, and weights of parts");
+// `*_full`: barriers at which those arrive who fill, and those wait that read. `*_empty`: the other way.
+struct SharedMemory {
+    Front front;  // its barriers are not used
+    u64 raw_full[UNPACKERS][STAGES], ring_full[UNPACKERS];  // raw bytes: a warp's copy fills, the warp reads
+    u64 keys_full[2], keys_empty[2];      // K of a stage: warps that unpack fill, those that attend read
+    u64 values_full[2], values_empty[2];  // V of a stage, and `are_small`
+    u8 are_small[2][UNPACKERS];           // whether V of a warp's 16 tokens is small
+    alignas(512) u8 raw[UNPACKERS][RAW_BYTES];  // from here on, the block's results replace tiles
+    alignas(1024) u8 queries[TEAM_TILE_BYTES];
+    u8 keys[TEAM_STAGES][TEAM_TILE_BYTES], values[TEAM_STAGES][TEAM_TILE_BYTES];
+};
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
+constexpr int SHARED_BYTES = sizeof(SharedMemory);
+static_assert(SHARED_BYTES >= AT(raw) + sizeof(TeamResults), "the block's results");
 
 // Registers of a thread of each warpgroup; both begin with 128.
 constexpr int ATTEND_REGISTERS = 184, UNPACK_REGISTERS = 72;
@@ -58,7 +63,7 @@ struct TeamTiles {
 };
 
 INLINE void share_queries(const Arguments& a, const Request& request, int head) {
-    const u32 target = shared_address(shared_memory()) + QUERIES_AT;
+    const u32 target = shared_address(shared_memory()) + AT(queries);
 #pragma unroll 1
     for (int i = threadIdx.x; i < 64 * 16; i += (WARPS + UNPACKERS) * 32) {
         const int row = i / 16, piece = i % 16;
@@ -116,8 +121,8 @@ INLINE void finish_stores(u32 barrier, const Lane& lane) {
 INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages& pages, const TeamTiles& tiles,
                          int head, int warp, const Lane& lane) {
     const u32 shared = shared_address(shared_memory());
-    const u32 first_raw = hide_from_optimizer(shared + RAW_AT + warp * RAW_BYTES);
-    const u32 first_barrier = hide_from_optimizer(shared + RAW_FULL + 8 * STAGES * warp);
+    const u32 first_raw = hide_from_optimizer(shared + AT(raw) + warp * RAW_BYTES);
+    const u32 first_barrier = hide_from_optimizer(shared + AT(raw_full) + 8 * STAGES * warp);
     const Tables tables((u32)(request.seq_len >> 31));
     const int count = tiles.all - tiles.ring, first_stage = tiles.ring ? 2 : 0;
     u32 next[1];
@@ -131,24 +136,24 @@ INLINE void unpack_tiles(const Arguments& a, const Request& request, const Pages
     if (!tiles.ring) copy(nothing_loaded(), 1, 1), copy(nothing_loaded(), 2, 2);
     // Row j of matrix i, whose address this lane gives, is a token of K, or a channel of V.
     const int i = lane.index / 8, j = lane.index % 8;
-    const u32 keys = shared + KEYS_AT + 2048 * warp + 128 * j + ((i ^ j) << 4);
-    const u32 values = shared + VALUES_AT + 128 * (i / 2 * 8 + j) + (((2 * warp + i % 2) ^ j) << 4);
+    const u32 keys = shared + AT(keys) + 2048 * warp + 128 * j + ((i ^ j) << 4);
+    const u32 values = shared + AT(values) + 128 * (i / 2 * 8 + j) + (((2 * warp + i % 2) ^ j) << 4);
     // `refill` copies to the raw bytes, which are in registers.
     auto fill = [&](int number, bool is_small, auto&& unpack_k, auto&& refill, auto&& unpack_v) {
         const u32 stage = number % 2, parity = (number / 2 + 1) % 2;
         const u32 even = keys + stage * TEAM_TILE_BYTES;
-        barrier_wait(shared + KEYS_EMPTY + 8 * stage, parity);
+        barrier_wait(shared + AT(keys_empty) + 8 * stage, parity);
         unpack_k(even, even ^ 64);
-        if (lane.index == 0) shared_memory()[ARE_SMALL + 4 * stage + warp] = is_small;
-        finish_stores(shared + KEYS_FULL + 8 * stage, lane);
+        if (lane.index == 0) shared_memory()[AT(are_small) + 4 * stage + warp] = is_small;
+        finish_stores(shared + AT(keys_full) + 8 * stage, lane);
         refill();
-        barrier_wait(shared + VALUES_EMPTY + 8 * stage, parity);
+        barrier_wait(shared + AT(values_empty) + 8 * stage, parity);
         unpack_v(values + stage * TEAM_TILE_BYTES);
-        finish_stores(shared + VALUES_FULL + 8 * stage, lane);
+        finish_stores(shared + AT(values_full) + 8 * stage, lane);
     };
     if (RING_BLOCK && tiles.ring) {
         const Ring ring(a, request, request.index, head);
-        const u32 barrier = shared + RING_FULL + 8 * warp;
+        const u32 barrier = shared + AT(ring_full) + 8 * warp;
 #pragma unroll 1
         for (int number = 0; number < tiles.ring; number++) {
             ring.copy(LastLoad(first_raw).wait(), request, tiles.ring_tile(number, warp), first_raw, barrier, lane);
@@ -299,8 +304,8 @@ INLINE void add_scores(float (&scores)[32], u32 queries, u32 keys) {
 INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamTiles& tiles, int end_tile, int warp,
                          const Lane& lane, RowState& state) {
     const u32 shared = shared_address(shared_memory());
-    const u32 queries = matrix_descriptor(shared + QUERIES_AT, 16), keys = matrix_descriptor(shared + KEYS_AT, 16);
-    const u32 values = matrix_descriptor(shared + VALUES_AT, 16);
+    const u32 queries = matrix_descriptor(shared + AT(queries), 16), keys = matrix_descriptor(shared + AT(keys), 16);
+    const u32 values = matrix_descriptor(shared + AT(values), 16);
     const int end = 16 * end_tile;
     int change = HAS_BIAS ? 0 : 1 << 30;  // the first token of the next block of means; 0: token 0 may come
     const int unmasked = min(request.page_limit(request.seq_len - request.count + 1), end);
@@ -310,20 +315,20 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
     state.element = HAS_BIAS ? Biases::element(a, tiles.tile(0, 0)) : 0;
     if (tiles.all <= 0) return;
     float ceiling = 0, first_scores[32], second_scores[32];
-    barrier_wait(shared + KEYS_FULL, 0);
+    barrier_wait(shared + AT(keys_full), 0);
     add_scores(first_scores, queries, keys);
     // The scores of the next tile are computed while this one's become weights.
     auto turn = [&](int number, auto odd, auto is_last, float (&scores)[32], float (&next)[32]) {
         constexpr u32 stage = odd.value;
         const u32 parity = number / 2 % 2;
         if constexpr (!is_last.value) {
-            barrier_wait(shared + KEYS_FULL + 8 * (stage ^ 1), (number + 1) / 2 % 2);
+            barrier_wait(shared + AT(keys_full) + 8 * (stage ^ 1), (number + 1) / 2 % 2);
             add_scores(next, queries, keys + (stage ^ 1) * (TEAM_TILE_BYTES / 16));
         }
-        const u32 small = load_shared(shared + ARE_SMALL + 4 * stage);  // a byte for each 16 tokens
+        const u32 small = load_shared(shared + AT(are_small) + 4 * stage);  // a byte for each 16 tokens
         wgmma_wait<!is_last.value>();
         sync_warp();
-        if (lane.index == 0) arrive(shared + KEYS_EMPTY + 8 * stage);
+        if (lane.index == 0) arrive(shared + AT(keys_empty) + 8 * stage);
         // A tile of the ring, one with tokens of the next block of means, or one with tokens that a query does not see.
         if (__builtin_expect((RING_BLOCK && number <= tiles.ring) || 16 * tiles.tile(number, 4) > min(unmasked, change), 0)) {
             if (RING_BLOCK && number == tiles.ring)
@@ -356,13 +361,13 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
             const u32 factor = small >> 8 * k.value & 1 ? halves_of(1.f / (1 << SMALL)) : halves_of(1);
             for_each<4>([&](auto i) { p[4 * k.value + i.value] = multiply_halves(p[4 * k.value + i.value], factor); });
         });
-        barrier_wait(shared + VALUES_FULL + 8 * stage, parity);
+        barrier_wait(shared + AT(values_full) + 8 * stage, parity);
         const u32 own = values + stage * (TEAM_TILE_BYTES / 16);
         wgmma_fence();
         for_each<4>([&](auto k) { Product<128>::add(o, p + 4 * k.value, own + 2 * k.value, 1); });
         wgmma_commit();
         wgmma_wait<0>();  // ptxas serialises all products otherwise
-        if (lane.index == 0) arrive(shared + VALUES_EMPTY + 8 * stage);
+        if (lane.index == 0) arrive(shared + AT(values_empty) + 8 * stage);
     };
     int number = 0;
 #pragma unroll 1
@@ -381,7 +386,7 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
 // `gain`: what outputs are to be multiplied by.
 INLINE void store_rows(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, const RowState& state, float gain) {
-    float *weights = (float*)(shared_memory() + RAW_AT), *combined = weights + COLUMNS * 32;  // `weights`: of parts
+    float *weights = (float*)(shared_memory() + AT(raw)), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     const bool is_alone = IS_FINAL && item.parts == 1;
     sync_columns();  // all warps have done with the tiles that were here
     for_each<2>([&](auto r) {
@@ -422,8 +427,8 @@ INLINE void attend(const Arguments& a) {
     const TeamTiles tiles(request, range, split, splits);
     const u32 shared = shared_address(shared_memory());
     if (threadIdx.x == 0) {
-        for (int i = 0; i < UNPACKERS * (STAGES + 1); i++) barrier_init<1>(shared + RAW_FULL + 8 * i);
-        for (int i = 0; i < 8; i++) barrier_init<4>(shared + KEYS_FULL + 8 * i);
+        for (int i = 0; i < UNPACKERS * (STAGES + 1); i++) barrier_init<1>(shared + AT(raw_full) + 8 * i);
+        for (int i = 0; i < 8; i++) barrier_init<4>(shared + AT(keys_full) + 8 * i);
         barrier_init_fence();
     }
     share_queries(a, request, head);

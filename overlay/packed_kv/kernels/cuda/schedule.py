@@ -15,8 +15,6 @@ order ("longest processing time first", Graham 1969). Blocks of different sizes 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -36,91 +34,12 @@ MIN_PART = 8
 BUCKETS = 16
 """Sizes that sorting tells apart; fewer for more than 2048 requests, because shared memory is small."""
 SLOT_SHIFT, PART_SHIFT = 16, 24
-"""Positions of a work item's slot and part in their words."""
-
-
-class WorkItem(NamedTuple):
-    """What one block does: part `part` of `parts` of a request of `tokens` tokens.
-
-    The part has the request's tiles from `begin * CUT_TILES` to `end * CUT_TILES`; the last part ends with the request,
-    and its `end` is 0. Partial results of the request's parts lie in slots `first_slot` and following.
-    """
-
-    request: int
-    part: int
-    parts: int
-    first_slot: int
-    tokens: int
-    begin: int
-    end: int
-
-    def words(self) -> tuple[int, int, int, int]:
-        """Return the item as the kernel reads it, four int32."""
-        return (
-            self.request | self.first_slot << SLOT_SHIFT,
-            self.tokens,
-            self.begin | self.part << PART_SHIFT,
-            self.end | self.parts << PART_SHIFT,
-        )
+"""Positions of a work item's slot and part in their words; `WorkItem` of decode.cu reads them."""
 
 
 def item_count(requests: int, resident_blocks: int) -> int:
     """Return how many work items a schedule has room for; its first word marks an unused one by -1."""
     return requests + -(-3 * resident_blocks // 2)
-
-
-def reference_schedule(
-    lengths: list[int], resident_blocks: int, warps: int, buckets: int = BUCKETS, *, stream_k: bool | None = None
-) -> list[WorkItem]:
-    """Return the schedule that `_schedule_kernel` makes.
-
-    Args:
-        lengths: tokens of each request; 0 for those that pad the batch of a CUDA graph.
-        resident_blocks: blocks that the card runs at a time, per KV head.
-        warps: warps of a block.
-        buckets: see `BUCKETS`.
-        stream_k: whether requests are cut as stream-K does; None: with 8 warps and more.
-    """
-    stream_k = warps >= 8 if stream_k is None else stream_k
-    tiles = [-(-n // TILE_TOKENS) for n in lengths]
-    cut = _stream_k_cuts if stream_k else _equal_cuts
-    sized: list[tuple[int, WorkItem]] = []
-    for request, (n, cuts) in enumerate(zip(tiles, cut(tiles, resident_blocks, warps), strict=True)):
-        ends = [0, *cuts, n]
-        units = [n // CUT_TILES for n in ends[:-1]] + [0]
-        first_slot, parts = len(sized), len(cuts) + 1
-        for part in range(parts):
-            item = WorkItem(request, part, parts, first_slot, lengths[request], units[part], units[part + 1])
-            sized.append((ends[part + 1] - ends[part], item))
-    largest = max(size for size, _ in sized)
-    return [item for _, item in sorted(sized, key=lambda x: -(x[0] * buckets // (largest + 1)))]
-
-
-def _stream_k_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list[int]]:
-    """Return the tiles at which each request is cut."""
-    total, min_tiles = max(sum(tiles), 1), MIN_WARP_TILES * warps
-    requests = sum(n > 0 for n in tiles)
-    if 6 * resident_blocks * -(-requests // resident_blocks) * max(tiles) <= 7 * total:
-        return [[] for _ in tiles]  # uncut, they end within 7/6 of the ideal time
-    thirds = 3 if 3 * requests <= resident_blocks else 2
-    part_size = max(-(-thirds * total // (3 * resident_blocks * CUT_TILES)) * CUT_TILES, min_tiles)
-    min_tiles = max(min_tiles, part_size // MIN_PART)
-    cuts: list[list[int]] = []
-    start = 0
-    for n in tiles:
-        step = max(part_size, -(-n // ((MAX_PARTS - 1) * CUT_TILES)) * CUT_TILES)
-        multiples = range(start // step * step, start + n, step)
-        cuts.append([k - start for k in multiples if k - start >= min_tiles and start + n - k >= min_tiles])
-        start += n
-    return cuts
-
-
-def _equal_cuts(tiles: list[int], resident_blocks: int, warps: int) -> list[list[int]]:
-    """Return the tiles at which each request is cut."""
-    total = max(sum(tiles), 1)
-    parts = [max(min(-(-n * resident_blocks // total), n // (MIN_WARP_TILES * warps), MAX_PARTS), 1) for n in tiles]
-    steps = [max(-(-n // (count * CUT_TILES)), 1) * CUT_TILES for n, count in zip(tiles, parts, strict=True)]
-    return [list(range(step, n, step)) for n, step in zip(tiles, steps, strict=True)]
 
 
 @triton.jit(
@@ -226,7 +145,7 @@ class Scheduler:
         self.launch = Launch(_schedule_kernel, Arguments(), self.constants, num_warps=self.num_warps)
 
     def __call__(self, seq_lens: torch.Tensor, passes: int = 1) -> torch.Tensor:
-        """Return the schedule of a batch, int32 [item_count, 4], the words of a `WorkItem` each.
+        """Return the schedule of a batch, int32 [item_count, 4], the words of a work item each.
 
         The next call overwrites it.
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 
 class Program(NamedTuple):
-    """A source file, those that it includes, and the architecture that it is compiled for."""
+    """A source file, those that it includes, the architecture that it is compiled for, and its kernels."""
 
     main: str
     headers: tuple[str, ...]
     architecture: str
+    entries: tuple[str, ...]
 
 
 DECODE = Program(
@@ -19,9 +20,10 @@ DECODE = Program(
     ("ptx.cuh", "copies.cuh", "codes.cuh", "columns.cuh", "attend.cuh", "ring.cuh", "combine.cuh", "finish.cuh",
      "pages.cuh", "narrow.cuh", "team.cuh", "team_mma.cuh", "wide.cuh"),
     "sm_90",
+    ("decode",),
 )  # fmt: skip
-UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a")
-"""What `DECODE` is of variants that have warps that only unpack."""
+UNPACKED = Program(DECODE.main, (*DECODE.headers, "wgmma.cuh", "roles.cuh"), "sm_90a", DECODE.entries)
+"""`DECODE` for variants that have warps that only unpack."""
 LATENT = Program(
     "latent.cu",
     (
@@ -36,8 +38,9 @@ LATENT = Program(
         "latent_narrow.cuh",
     ),
     "sm_90a",
+    ("latent_decode", "latent_merge"),
 )
-LATENT_RING = Program("latent_ring.cu", ("ptx.cuh",), "sm_90")
+LATENT_RING = Program("latent_ring.cu", ("ptx.cuh",), "sm_90", ("attend_latent_ring",))
 
 
 def read_sources(program: Program) -> dict[str, str]:

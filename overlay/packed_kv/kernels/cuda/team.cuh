@@ -6,16 +6,23 @@
 
 constexpr int TEAM_BLOCKS = WARPS * TILE_BLOCKS;  // micro-blocks of a team's tile
 constexpr int OPERAND = 32 * 16;  // bytes that a warp loads at once, 16 a lane
-// Bytes of the queries, and of the weights of a tile.
-constexpr int QUERY_BYTES = 2 * HEAD_DIM * COLUMNS, WEIGHT_BYTES = 2 * 16 * TEAM_BLOCKS * COLUMNS;
-
-// Shared memory: after what `decode.cu` says, queries, the weights of two tiles, and for each warp and column the maximum
-// and the largest score of a tile.
-constexpr int QUERIES_AT = TILES_END, WEIGHTS_AT = QUERIES_AT + QUERY_BYTES;
-constexpr int MAXIMA_AT = WEIGHTS_AT + 2 * WEIGHT_BYTES, TOPS_AT = MAXIMA_AT + 4 * WARPS * COLUMNS;
+constexpr int WEIGHT_BYTES = 2 * 16 * TEAM_BLOCKS * COLUMNS;  // of a tile
+struct TeamMemory {
+    u8 stages[STAGES][STAGE_BYTES];
+    u8 queries[2 * HEAD_DIM * COLUMNS];
+    u8 weights[2][WEIGHT_BYTES];
+    float maxima[WARPS][COLUMNS], tops[WARPS][COLUMNS];  // tops: the largest scores of a tile
+};
+struct SharedMemory {
+    Front front;
+    union {
+        TeamMemory team;
+        TeamResults results;
+    };
+};
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
+constexpr int SHARED_BYTES = sizeof(SharedMemory);
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
-static_assert(SHARED_BYTES >= TOPS_AT + 4 * WARPS * COLUMNS, "shared memory");
-static_assert(!IS_FINAL || SHARED_BYTES >= STAGES_AT + 4 * COLUMNS * (ROW + 32) + 16, "the combined outputs, and weights of parts");
 
 // The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
 constexpr float WIDE_HEADROOM = HEADROOM - 3;
@@ -72,7 +79,7 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
             biases[c.value] = bias.load(a, c.value, Biases::element(a, state.bias_tile));
         });
     }
-    const u32 tops = own_numbers(TOPS_AT, 0, lane), maxima = own_numbers(MAXIMA_AT, warp, lane);
+    const u32 tops = own_numbers(AT(team.tops), 0, lane), maxima = own_numbers(AT(team.maxima), warp, lane);
     for_each<OWN>([&](auto c) {
         constexpr int r = c.value / 2 * 4 + c.value % 2;
         float top = -1e30f / score_factor;
@@ -109,7 +116,7 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
 template <int TILES, class Put>
 INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float score_factor, bool moved,
                           const float (&scores)[TILES][SCORES], u32 scale_bits, Put&& put) {
-    const u32 maxima = own_numbers(MAXIMA_AT, warp, lane);
+    const u32 maxima = own_numbers(AT(team.maxima), warp, lane);
     float sums[OWN], sum = 0;
     for_each<OCTETS / 2>([&](auto pair) {
         constexpr int first_octet = 2 * pair.value;

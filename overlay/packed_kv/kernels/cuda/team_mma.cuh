@@ -13,7 +13,7 @@ INLINE void share_queries(const Arguments& a, const Request& request, int head, 
         const bool there = request.has(column);
         u32 pairs[4];
         for_each<4>([&](auto k) { pairs[k.value] = there ? q[4 * k.value] : 0; });
-        store_shared_4(shared_address(shared_memory()) + QUERIES_AT + (o.value * GROUPS + warp) * OPERAND +
+        store_shared_4(shared_address(shared_memory()) + AT(team.queries) + (o.value * GROUPS + warp) * OPERAND +
                            16 * lane.index, {pairs[0], pairs[1], pairs[2], pairs[3]});
     });
 }
@@ -22,7 +22,7 @@ INLINE void queries_to_page_unit(int warp, const Lane& lane) {
     for_own_group(warp, [&](auto group) {
         constexpr float factor = SCORE_UNIT * group_layout(group.value).key_factor;
         if constexpr (factor != 1) for_each<OCTETS>([&](auto o) {
-            const u32 address = shared_address(shared_memory()) + QUERIES_AT +
+            const u32 address = shared_address(shared_memory()) + AT(team.queries) +
                                 (o.value * GROUPS + group.value) * OPERAND + 16 * lane.index;
             u32 q[4];
             load_shared_4(address, q);
@@ -36,7 +36,7 @@ INLINE void queries_to_page_unit(int warp, const Lane& lane) {
 // scales.
 template <int TILES, class Decode, class Scale>
 INLINE void score_octets(const Lane& lane, Decode&& decode, Scale&& scale, float (&scores)[TILES][SCORES]) {
-    const u32 queries = shared_address(shared_memory()) + QUERIES_AT + 16 * lane.index;
+    const u32 queries = shared_address(shared_memory()) + AT(team.queries) + 16 * lane.index;
     for_each<GROUPS>([&](auto g) {
         constexpr int group = g.value;
         u32 pairs[TILES][8];

@@ -5,6 +5,7 @@
 // ---- barriers
 
 INLINE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
+// Named barriers, by a `NamedBarrier` of the kernel: 0 is the block's (`sync_block`).
 // Of the 128 threads of a warpgroup.
 INLINE void sync_group(int id) { asm volatile("barrier.cta.sync %0, 128;" :: "r"(id) : "memory"); }
 // Of two warpgroups' 256 threads.

@@ -11,8 +11,8 @@
 // Stores what `store_partial` or `combine_warps` store for narrow blocks. `maxima` are those of whole scores.
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, TeamState& state, const float (&maxima)[OWN]) {
-    const u32 totals = own_numbers(STAGES_AT, 0, lane);
-    float *weights = (float*)(shared_memory() + STAGES_AT), *combined = weights + COLUMNS * 32;  // `weights`: of parts
+    const u32 totals = own_numbers(AT(results), 0, lane);
+    float *weights = (float*)(shared_memory() + AT(results)), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     for_each<OWN>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
     });
@@ -85,7 +85,7 @@ INLINE void go_on(const Arguments& a, TeamState& state, int warp, const Lane& la
     state.bias_tile = tile;
     if (old == now) return;
     const Biases bias(a, Request(a, shared_work_item()), hide_from_optimizer(blockIdx.y), lane);
-    const u32 maxima = own_numbers(MAXIMA_AT, warp, lane);
+    const u32 maxima = own_numbers(AT(team.maxima), warp, lane);
     if (lane.row == 0) for_each<OWN>([&](auto c) {
         const u32 address = maxima + c.value / 2 * 32 + c.value % 2 * 4;
         const float change = bias.load(a, c.value, old) - bias.load(a, c.value, now);
@@ -124,9 +124,9 @@ INLINE void attend(const Arguments& a) {
     const u32 shared = shared_address(shared_memory());
     share_queries(a, request, head, warp, lane);
     for (int column = lane.index; column < COLUMNS; column += 32)
-        store_shared(shared + MAXIMA_AT + 4 * (COLUMNS * warp + column), __float_as_int(-1e30f));
+        store_shared(shared + AT(team.maxima) + 4 * (COLUMNS * warp + column), __float_as_int(-1e30f));
     sync_block();
-    u32 target = shared + WEIGHTS_AT, other_target = target + WEIGHT_BYTES;
+    u32 target = shared + AT(team.weights), other_target = target + WEIGHT_BYTES;
     bool moves = true;  // the maxima, before the next weights
     u32 last_stage = stages.stage, last_barrier = stages.barrier;  // of the tile before
     // Copies to the stage of the tile before. `done`: of this warp's loads from it; the block has met since.
@@ -208,7 +208,7 @@ INLINE void attend(const Arguments& a) {
     }
     for_own_group(warp, [&](auto group) { state.multiply(output_factor<group.value>()); });
     float maxima[OWN];
-    const u32 own = own_numbers(MAXIMA_AT, warp, lane);
+    const u32 own = own_numbers(AT(team.maxima), warp, lane);
     for_each<OWN>([&](auto c) {
         maxima[c.value] = __int_as_float(load_shared(own + c.value / 2 * 32 + c.value % 2 * 4));
     });

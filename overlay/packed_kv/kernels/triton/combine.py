@@ -1,7 +1,7 @@
 """Attention over some keys and over further ones, combined by their log-sum-exps (as in FlashDecoding).
 
-An attention sink is one more key without a value, so it only makes the result smaller (`apply_sinks`). Where ranks have
-shares of the keys, each weighs its result before all are added (`weigh_by_lse`).
+An attention sink is one more key without a value, so it only makes the result smaller (`SinksLaunch`). Where ranks have
+shares of the keys, each weighs its result before all are added (`WeighByLseLaunch`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .. import power_of_2
 from .launch import Arguments, Launch
 
 SHARE_ELEMENTS = 8192
-"""Of an output that a program weighs: 64 of a thread."""
+"""Elements of an output that a program weighs: 64 per thread."""
 
 
 @triton.jit(do_not_specialize=["lse_stride", "part_lse_stride"], do_not_specialize_on_alignment=["lse", "part_lse"])
@@ -44,13 +44,6 @@ def _combine_kernel(
     tl.store(lse + head * lse_stride + token, top + tl.log(total), mask=there)
 
 
-def bind_combine(output: torch.Tensor, part_dim: int) -> Launch:
-    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
-    and parts [tokens, query heads, part_dim]."""
-    constants = dict(PART_DIM=part_dim, **_shape(output))
-    return Launch(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
-
-
 def _shape(output: torch.Tensor) -> dict[str, int]:
     """The kernels' constants for outputs [tokens, query heads, head_dim]."""
     _, heads, head_dim = output.shape
@@ -58,28 +51,26 @@ def _shape(output: torch.Tensor) -> dict[str, int]:
     return dict(HEADS=heads, PADDED_HEADS=power_of_2(heads), HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim))
 
 
-def combine(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    launch: Launch | None = None,
-) -> None:
-    """Add the attention over further keys to that over some, in place, by their log-sum-exps.
+class CombineLaunch(Launch):
+    """Adds the attention over further keys to that over some, for outputs of the dtype and strides of `output` and
+    parts [tokens, query heads, part_dim]."""
 
-    Args:
-        output: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels; each row has seen a key.
-        lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
-        part: [tokens, query heads, head_dim or more], contiguous, attention over the further keys; channels beyond the
-            output's are not looked at.
-        part_lse: fp32 [query heads, tokens], unit stride over tokens; infinite (of either sign) where a row saw none.
-        launch: of `bind_combine` for such tensors; None: made here.
-    """
-    assert lse.stride(1) == part_lse.stride(1) == 1 and part.is_contiguous(), part.stride()
-    if launch is None:
-        launch = bind_combine(output, part.shape[2])
-    step = Arguments(part, lse.stride(0), part_lse.stride(0))
-    launch((len(part), 1, 1), (output, lse, part_lse), step)
+    def __init__(self, output: torch.Tensor, part_dim: int) -> None:
+        constants = dict(PART_DIM=part_dim, **_shape(output))
+        super().__init__(_combine_kernel, Arguments(*output.stride()[:2]), constants, num_warps=4)
+
+    def combine(self, output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        """Add `part` to `output`, and to `lse`, in place, by their log-sum-exps.
+
+        Args:
+            output: [tokens, query heads, head_dim]; each row has seen a key.
+            lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
+            part: [tokens, query heads, head_dim or more], contiguous; channels beyond the output's are not looked at.
+            part_lse: as `lse`; infinite (of either sign) where a row saw none of the further keys.
+        """
+        assert lse.stride(1) == part_lse.stride(1) == 1 and part.is_contiguous(), part.stride()
+        arguments = Arguments(part, lse.stride(0), part_lse.stride(0))
+        self((len(part), 1, 1), (output, lse, part_lse), arguments)
 
 
 @triton.jit(do_not_specialize=["lse_stride"], do_not_specialize_on_alignment=["lse"])
@@ -100,24 +91,18 @@ def _sinks_kernel(
     tl.store(target, result.to(output.dtype.element_ty), mask=known)
 
 
-def bind_sinks(output: torch.Tensor, sinks: torch.Tensor) -> Launch:
-    """The kernel for outputs of the dtype and strides of `output` (fp16 or bf16 [tokens, query heads, head_dim]), bound
-    to `sinks`, fp16, bf16 or fp32 [query heads]."""
-    assert sinks.is_contiguous(), sinks.stride()
-    return Launch(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), _shape(output), num_warps=4)
+class SinksLaunch(Launch):
+    """Lets attention over all keys share its weights with the heads' `sinks`, whose numbers are the logarithms of their
+    weights; for outputs of the dtype and strides of `output`."""
 
+    def __init__(self, output: torch.Tensor, sinks: torch.Tensor) -> None:
+        assert sinks.is_contiguous(), sinks.stride()
+        super().__init__(_sinks_kernel, Arguments(sinks, *output.stride()[:2]), _shape(output), num_warps=4)
 
-def apply_sinks(output: torch.Tensor, lse: torch.Tensor, launch: Launch) -> None:
-    """Let attention over all keys share its weights with the heads' sinks, in place.
-
-    Args:
-        output: fp16 or bf16 [tokens, query heads, head_dim], unit stride over channels.
-        lse: fp32 [query heads, tokens], unit stride over tokens: natural log-sum-exp of the scores.
-        launch: of `bind_sinks` for such outputs, with sinks fp16, bf16 or fp32 [query heads], contiguous: what the
-            logarithm of a sink's weight is.
-    """
-    assert lse.stride(1) == 1, lse.stride()
-    launch((len(output), 1, 1), (output, lse), Arguments(lse.stride(0)))
+    def apply(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Change `output` in place; lse: fp32 [query heads, tokens], unit stride over tokens, of the scores."""
+        assert lse.stride(1) == 1, lse.stride()
+        self((len(output), 1, 1), (output, lse), Arguments(lse.stride(0)))
 
 
 @triton.jit
@@ -149,36 +134,30 @@ def _share_kernel(
     tl.store(lse + token * HEADS + head, top + tl.log(total), mask=there)
 
 
-def bind_weigh_by_lse(output: torch.Tensor, ranks: int, rank: int) -> Launch:
-    """The kernel for outputs of the dtype and heads of `output` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
-    of rank `rank` of `ranks`."""
-    shape = _shape(output)
-    shape["PADDED_HEADS"] = min(shape["PADDED_HEADS"], _heads_of_a_block(output))
-    return Launch(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **shape), num_warps=4)
+class WeighByLseLaunch(Launch):
+    """Weighs the attention of rank `rank` of `ranks` over its share of the keys, so that the ranks' sum is that over
+    all keys; for outputs of the dtype and heads of `output`."""
 
+    def __init__(self, output: torch.Tensor, ranks: int, rank: int) -> None:
+        shape = _shape(output)
+        heads = max(1, SHARE_ELEMENTS // shape["PADDED_DIM"])  # whose channels a program keeps in registers
+        shape["PADDED_HEADS"] = min(shape["PADDED_HEADS"], heads)
+        self.blocks = -(-shape["HEADS"] // heads)
+        """Programs of a token."""
+        super().__init__(_share_kernel, Arguments(), dict(RANK=rank, RANKS=ranks, **shape), num_warps=4)
 
-def _heads_of_a_block(output: torch.Tensor) -> int:
-    """Heads whose channels a program of `_share_kernel` keeps in registers."""
-    return max(1, SHARE_ELEMENTS // power_of_2(output.shape[2]))
+    def weigh(self, output: torch.Tensor, rank_lse: torch.Tensor) -> torch.Tensor:
+        """Change `output` in place, contiguous; it is not looked at where a row saw no key.
 
+        Args:
+            output: [tokens, query heads, head_dim].
+            rank_lse: fp32 [ranks, tokens, query heads], contiguous: each rank's natural log-sum-exp of its scores,
+                -inf where a row saw no key.
 
-def weigh_by_lse(output: torch.Tensor, rank_lse: torch.Tensor, rank: int, launch: Launch | None = None) -> torch.Tensor:
-    """Weigh a rank's attention over its share of the keys, in place, so that the ranks' sum is that over all keys.
-
-    Args:
-        output: fp16, bf16 or fp32 [tokens, query heads, head_dim], contiguous; not looked at where a row saw no key.
-        rank_lse: fp32 [ranks, tokens, query heads], contiguous: each rank's natural log-sum-exp of its scores,
-            -inf where a row saw no key.
-        rank: whose output this is.
-        launch: of `bind_weigh_by_lse` for such outputs; None: made here.
-
-    Returns:
-        fp32 [tokens, query heads], the log-sum-exp over all ranks; -inf where no rank has a key.
-    """
-    assert output.is_contiguous() and rank_lse.is_contiguous(), (output.stride(), rank_lse.stride())
-    lse = torch.empty_like(rank_lse[0])
-    if launch is None:
-        launch = bind_weigh_by_lse(output, len(rank_lse), rank)
-    blocks = -(-output.shape[1] // _heads_of_a_block(output))
-    launch((len(output), blocks, 1), (output, lse, rank_lse), Arguments())
-    return lse
+        Returns:
+            fp32 [tokens, query heads], the log-sum-exp over all ranks; -inf where no rank has a key.
+        """
+        assert output.is_contiguous() and rank_lse.is_contiguous(), (output.stride(), rank_lse.stride())
+        lse = torch.empty_like(rank_lse[0])
+        self((len(output), self.blocks, 1), (output, lse, rank_lse), Arguments())
+        return lse

@@ -3,7 +3,7 @@
 One warp serves one (request, KV head, split) for a tile of 8, 16 or 32 columns: the query heads of the KV head, and of
 its few query tokens, with K and V as the left operands. Up to 32 columns, each packed byte is read once. Partial
 results of the splits are combined, and V's rotation undone, by `merge.py`. The reference is
-`attention/active_blocks.attend`.
+`reference/attention.attend`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from ...layout import PageLayout
 from ..kernel_layout import kernel_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
-from .launch import Arguments, Launch
-from .means import add_first_bias, bias_of_block, bias_step, block_of, columns_and_rows
+from .launch import Arguments, Launch, StepLaunch
+from .means import add_first_bias, bias_increase, bias_of_block, block_of, columns_and_rows
 from .pages import decode_key, decode_value, load_key, load_value
 from .ring import RING_UNIT, attend_ring, check_ring
 from .scales import key_scales, online_softmax_update, scale_weights, transpose_weights
 
 _LOG2_E = tl.constexpr(LOG2_E)
 MAX_REGISTERS = 128
-"""32 x 8192 tokens of isoquant4 on an H200 (version 5 of docs/notes/triton-decode.md) take 88.7 us at 128 registers,
+"""32 x 8192 tokens of isoquant4 on an H200 (docs/tried.md) take 88.7 us at 128 registers,
 93.5 at 112 (fewer loads under way), 96.3 at 144 and 97.1 at 168 (fewer programs on an SM). 128 leave no spills at
 head_dim 128 with 8 columns."""
 WIDE_REGISTERS = 255
-"""Of tiles with more outputs. At 200, an SM has no more programs: each of its four schedulers has registers of its own,
-512 for a lane."""
+"""Register limit of wide tiles. 200 would not raise occupancy: a scheduler has 512 registers per lane."""
 OUTPUTS = 8 * 128
 """Columns times channels of a tile that fits `MAX_REGISTERS`."""
 TILE_TOKENS = 32
 COLUMNS = 8, 16, 32
-"""Of a tile. 8 are the right operand of `mma.m16n8k16`; more unpack once for several of these."""
+"""Columns of a tile. 8 are the right operand of `mma.m16n8k16`; wider tiles unpack once for several of these."""
 WIDE_HEAD_DIM = 128
 """Most channels of a head with tiles of more than 8 columns: above, they would not fit the registers."""
 PROGRAMS_PER_SM, WIDE_PROGRAMS_PER_SM = 16, 8
@@ -53,7 +52,7 @@ def _decode_kernel(
     query, query_bias, block_table, query_start, seq_lens, partial_output, partial_stats, ring_table, ring_first,
     table_stride, ring_table_stride, cache, ring, block_stride, head_stride, ring_block_stride, ring_head_stride,
     soft_cap,
-    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr, MEAN_BLOCKS: tl.constexpr, TILES_A_BLOCK: tl.constexpr,
     MICRO_BLOCKS_A_BLOCK: tl.constexpr, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr, COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -77,7 +76,7 @@ def _decode_kernel(
             where RING_BLOCK is 0 there is none. A query sees RECENT tokens of it.
         soft_cap: fp32, times log2 e; read where HAS_SOFT_CAP.
         COLUMNS: of a tile.
-        WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
+        SLIDING_WINDOW: tokens that a query sees; 0: all. MICRO_BLOCKS_A_BLOCK: block_size / 16. LAYOUT: `KernelLayout`.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     GROUPS: tl.constexpr = len(LAYOUT.groups)
@@ -94,8 +93,8 @@ def _decode_kernel(
         return
 
     first_visible = 0
-    if WINDOW > 0:
-        first_visible = tl.maximum(0, seq_len - count - WINDOW + 1)
+    if SLIDING_WINDOW > 0:
+        first_visible = tl.maximum(0, seq_len - count - SLIDING_WINDOW + 1)
     first_tile = first_visible // 32
     # Behind the tiles of pages come those of the ring, which has the last RECENT tokens that a query sees, from token
     # `recent` on. All splits get as many tiles: were the ring a split of its own, programs that find no room in the
@@ -145,7 +144,7 @@ def _decode_kernel(
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
             if TILES_A_BLOCK > 0 and not HAS_SOFT_CAP and tile % TILES_A_BLOCK == 0:
                 own = tile // TILES_A_BLOCK  # no harm before the first tile: what is masked stays so
-                maximum -= bias_step(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
+                maximum -= bias_increase(query_bias, own, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
             # The next tile's K is under way while this one's V is used, its V while its own K is: each word's
             # registers are free again when its successor is asked for.
             key_words, key_scale_words = load_key(base0, base1, lanes, LAYOUT)
@@ -158,8 +157,8 @@ def _decode_kernel(
             # Only the tiles at the ends hold tokens that some query does not see, or bytes that may be anything:
             # there a scale of 0 makes them 0, not NaN. And only tile 0 holds a key with a mean of its own.
             at_end = tile * 32 + 32 > _page_limit(seq_len - count + 1, recent, RING_BLOCK, RECENT)
-            if WINDOW > 0:
-                at_end = at_end | (tile * 32 < seq_len - WINDOW)
+            if SLIDING_WINDOW > 0:
+                at_end = at_end | (tile * 32 < seq_len - SLIDING_WINDOW)
             if MEAN_BLOCKS > 0 and not HAS_SOFT_CAP:
                 at_end = at_end | (tile == 0)
             if at_end:
@@ -168,10 +167,11 @@ def _decode_kernel(
                     scores = add_first_bias(scores, tokens, query_bias, first_row, count, INVERSE_SCORE_UNIT,
                                             KV_HEADS, QUERY_GROUP, MEAN_BLOCKS)  # fmt: skip
                 column = hide_from_optimizer(tl.program_id(1)) // KV_HEADS * COLUMNS + tl.arange(0, COLUMNS)
-                limit = seq_len - count + column // QUERY_GROUP + 1  # a query sees tokens limit - WINDOW .. limit - 1
+                # A query sees tokens limit - SLIDING_WINDOW .. limit - 1.
+                limit = seq_len - count + column // QUERY_GROUP + 1
                 visible = tokens[:, None] < _page_limit(limit, recent, RING_BLOCK, RECENT)[None, :]
-                if WINDOW > 0:
-                    visible = visible & (tokens[:, None] >= limit[None, :] - WINDOW)
+                if SLIDING_WINDOW > 0:
+                    visible = visible & (tokens[:, None] >= limit[None, :] - SLIDING_WINDOW)
                 scores = tl.where(visible, scores, float("-inf"))
                 lane_tokens = tile * 32 + tl.arange(0, 2)[None, :] * 16 + hide_from_optimizer(lanes) % 4 * 2
                 stored = tl.zeros([32, 2], tl.int32)
@@ -219,8 +219,8 @@ def _decode_kernel(
                 ring_table + request.to(tl.int64) * ring_table_stride, ring_block_stride,
                 ring_low, ring_high, seq_len, seq_len - count + columns // QUERY_GROUP + 1, soft_cap,
                 query_bias, first_row, count,
-                RING_BLOCK, min_window(RECENT, WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, TILES_A_BLOCK,
-                LAYOUT,
+                RING_BLOCK, min_window(RECENT, SLIDING_WINDOW), HAS_SOFT_CAP, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                TILES_A_BLOCK, LAYOUT,
             )  # fmt: skip
     _store_partial(partial_output, partial_stats, outputs, maximum, total, first_row.to(tl.int64) * splits + split,
                    rows * splits, valid, output_unit, GROUPS)  # fmt: skip
@@ -291,7 +291,7 @@ def min_window(recent, window):
 
 @triton.jit
 def _page_limit(limit, recent, RING_BLOCK: tl.constexpr, RECENT: tl.constexpr):
-    """Of a query that sees the tokens below `limit`: those below the result it reads from pages, the rest in the
+    """End of the tokens that a query reads from pages, of those below `limit` that it sees; the rest it reads from the
     ring, which has none below `recent`."""
     if RING_BLOCK > 0:
         limit = tl.minimum(limit, tl.maximum(limit - RECENT, recent))
@@ -315,12 +315,12 @@ def _tile_bases(
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What decides the variant of the kernel, beside the cache: heads of a rank, and a layer's options.
+    """Shape and options that, with the cache, decide the variant of the kernel.
 
     `sliding_window`: tokens that a query sees, itself included, or None; `logits_soft_cap`: of the scores before the
-    softmax, or None; `mean_blocks`: blocks of positions for which queries come with a bias (`rotate_query`), 0: with
-    none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of a
-    thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned; of tiles with more than `OUTPUTS`
+    softmax, or None; `mean_blocks`: blocks of positions for which queries have a bias (`RotateQueryLaunch`), 0: they
+    have none; `tiles_a_block`: tiles of 32 of the cache's tokens in such a block, 0: all are in one; `max_registers` of
+    a thread at head_dim up to 128: `MAX_REGISTERS` on Hopper, elsewhere not tuned; of tiles with more than `OUTPUTS`
     outputs and 8 columns `WIDE_REGISTERS`.
     """
 
@@ -341,7 +341,7 @@ class DecodeShape:
         return tile, -(-columns // tile)
 
     def is_wide(self, columns: int) -> bool:
-        """Whether tiles of so many columns take `WIDE_REGISTERS`."""
+        """True if tiles of so many columns take `WIDE_REGISTERS`."""
         return columns > COLUMNS[0] and columns * self.head_dim > OUTPUTS
 
     def splits(self, requests: int, max_query_len: int, sm_count: int) -> int:
@@ -354,103 +354,55 @@ class DecodeShape:
         return max(1, min(128, programs * sm_count // (requests * self.kv_heads * tiles)))
 
 
-def bind_decode(page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None) -> Launch:
-    """The kernel for tiles of so many columns, bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and
-    to `ring.cache`, uint8 [blocks, KV heads, block_size, ring_slot_bytes], of which a query sees `ring.window`
-    tokens."""
-    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    if ring is not None:
-        check_ring(ring, shape.kv_heads, shape.head_dim)
-    of_ring = cache if ring is None else ring.cache
-    soft_cap = shape.logits_soft_cap or 0.0
-    registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None
-    return Launch(
-        _decode_kernel,
-        Arguments(
-            cache, of_ring, cache.stride(0) // 4, cache.stride(1) // 4, of_ring.stride(0), of_ring.stride(1),
-            soft_cap * LOG2_E,
-        ),
-        dict(
-            KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, WINDOW=shape.sliding_window or 0,
-            HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
-            MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
-            RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
-        ),
-        num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
-    )  # fmt: skip
+class DecodeLaunch(Launch):
+    """The decode kernel for tiles of `columns` columns, over a layer's `cache` and, for the recent tokens, its `ring`.
+    Called without tensors."""
 
+    def __init__(
+        self, page: PageLayout, shape: DecodeShape, columns: int, cache: torch.Tensor, ring: Ring | None
+    ) -> None:
+        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+        assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+        if ring is not None:
+            check_ring(ring, shape.kv_heads, shape.head_dim)
+        of_ring = cache if ring is None else ring.cache
+        soft_cap = shape.logits_soft_cap or 0.0
+        registers = WIDE_REGISTERS if shape.is_wide(columns) else shape.max_registers if shape.head_dim <= 128 else None
+        super().__init__(
+            _decode_kernel,
+            Arguments(
+                cache, of_ring, cache.stride(0) // 4, cache.stride(1) // 4, of_ring.stride(0), of_ring.stride(1),
+                soft_cap * LOG2_E,
+            ),
+            dict(
+                KV_HEADS=shape.kv_heads, QUERY_GROUP=shape.group, SLIDING_WINDOW=shape.sliding_window or 0,
+                HAS_SOFT_CAP=bool(soft_cap), MEAN_BLOCKS=shape.mean_blocks, TILES_A_BLOCK=shape.tiles_a_block,
+                MICRO_BLOCKS_A_BLOCK=cache.shape[2] // 16, RING_BLOCK=ring.cache.shape[2] if ring else 0,
+                RECENT=ring.window if ring else 0, COLUMNS=columns, LAYOUT=kernel_layout(page),
+            ),
+            num_warps=1, num_stages=1, enable_fp_fusion=True, **({"maxnreg": registers} if registers else {}),
+        )  # fmt: skip
 
-def decode_arguments(
-    query: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-    query_bias: torch.Tensor | None,
-    ring: Ring | None,
-) -> Arguments:
-    """A step's arguments: `query` fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous; int32 `block_table`
-    and `ring.block_table` [requests, blocks], `query_start` [requests + 1], `seq_lens` and `ring.first` [requests];
-    fp32 `partial_output` [tokens, query heads, splits, head_dim], `partial_stats` [tokens, query heads, splits, 2] and
-    `query_bias` [tokens, query heads, 1 + blocks], contiguous."""
-    assert query.is_contiguous(), query.stride()
-    table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
-    return Arguments(
-        query, partial_stats if query_bias is None else query_bias, block_table, query_start, seq_lens,
-        partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
-    )  # fmt: skip
-
-
-def decode_grid(shape: DecodeShape, splits: int, requests: int, max_query_len: int) -> tuple[int, int, int]:
-    """Programs of the kernel; `max_query_len` is known on the host, so that a CUDA graph can hold the launch."""
-    return splits, shape.kv_heads * shape.tiles(max_query_len)[1], requests
-
-
-def decode(
-    page: PageLayout,
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-    *,
-    max_query_len: int,
-    query_bias: torch.Tensor | None = None,
-    tiles_a_block: int = 0,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    max_registers: int | None = None,
-    ring: Ring | None = None,
-) -> None:
-    """Launch the kernel once, on a batch of requests with at most `max_query_len` query tokens each.
-
-    Args:
-        page: layout of the cache.
-        query: fp16 [tokens, KV heads, queries a KV head, head_dim], contiguous, rotated and multiplied by the
-            attention scale and by log2 e.
-        cache: uint8 [blocks, KV heads, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
-        block_table: int32 [requests, blocks].
-        query_start: int32 [requests + 1]; a request without query tokens is skipped.
-        seq_lens: int32 [requests], the query tokens included.
-        partial_output: fp32 [tokens, query heads, splits, head_dim], not normalised.
-        partial_stats: fp32 [tokens, query heads, splits, 2]: what was taken off the scores, their maximum or up to 15
-            less, and the sum of weights, in powers of 2.
-        max_query_len: most query tokens of a request, known on the host.
-        query_bias: of `rotate_query`, fp32 [tokens, query heads, 1 + blocks], contiguous; None where scores need none.
-        tiles_a_block, sliding_window, logits_soft_cap, max_registers: see `DecodeShape`.
-        ring: of the layer's recent tokens, read there and not in the pages; None: there is none.
-    """
-    _, kv_heads, group, head_dim = query.shape
-    blocks = 0 if query_bias is None else query_bias.shape[2] - 1
-    options = (sliding_window, logits_soft_cap, blocks, tiles_a_block, max_registers)
-    shape = DecodeShape(kv_heads, group, head_dim, *options)
-    launch = bind_decode(page, shape, shape.tiles(max_query_len)[0], cache, ring)
-    grid = decode_grid(shape, partial_output.shape[2], seq_lens.shape[0], max_query_len)
-    step = decode_arguments(
-        query, block_table, query_start, seq_lens, partial_output, partial_stats, query_bias, ring
-    )  # fmt: skip
-    launch(grid, (), step)
+    @staticmethod
+    def step(
+        shape: DecodeShape,
+        max_query_len: int,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        partial_output: torch.Tensor,
+        partial_stats: torch.Tensor,
+        query_bias: torch.Tensor | None,
+        ring: Ring | None,
+    ) -> StepLaunch:
+        """`max_query_len`: most query tokens of a request, known on the host, so that a CUDA graph can hold the
+        launch. `query_bias`: of `RotateQueryLaunch`, or None. `ring`: the step's block table and first tokens."""
+        assert query.is_contiguous(), query.stride()
+        table, first = (block_table, seq_lens) if ring is None else (ring.block_table, ring.first)
+        arguments = Arguments(
+            query, partial_stats if query_bias is None else query_bias, block_table, query_start, seq_lens,
+            partial_output, partial_stats, table, first, block_table.stride(0), table.stride(0),
+        )  # fmt: skip
+        tiles = shape.kv_heads * shape.tiles(max_query_len)[1]
+        return StepLaunch((partial_output.shape[2], tiles, len(seq_lens)), arguments)

@@ -27,7 +27,8 @@ from ...layout import SIGN_PARITY_SHIFT, SIGN_WORD_SHIFT
 from .. import units
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter has no inline assembly; there, plain Triton computes the same values."""
+"""True under Triton's interpreter, which has no inline assembly: plain Triton computes the same values there. Read at
+import, as `triton.jit` reads it when it decorates; a process cannot have both."""
 _SIGN_WORD_SHIFT, _SIGN_PARITY_SHIFT = tl.constexpr(SIGN_WORD_SHIFT), tl.constexpr(SIGN_PARITY_SHIFT)
 
 
@@ -81,7 +82,7 @@ def _two_bits() -> str:
 
 
 class Decoder(NamedTuple):
-    """What a GPU does with the words of a width: `assembly` for groups of either parity in their sign words, and its
+    """Assembly that decodes the words of a width: `assembly` for groups of either parity in their sign words, and its
     `constants` $8 and $9, below 2^31."""
 
     assembly: tuple[str, str]
@@ -117,7 +118,7 @@ def _assembly(bits, parity):
 
 @triton.constexpr_function
 def _constraints(words):
-    """Of the assembly: 8 results, 2 constants and so many words."""
+    """Operand constraints of the assembly: 8 results, 2 constants and so many words."""
     return ",".join(["=r"] * 8 + ["r"] * (2 + words))
 
 
@@ -149,13 +150,13 @@ def load_words(pointer0, pointer1, count: tl.constexpr):
 
 @triton.jit
 def as_key(codes):
-    """What lies as `decode_codes` returns it, as [32 tokens, 32 channels]."""
+    """Arrange values that lie as `decode_codes` returns them as [32 tokens, 32 channels]."""
     return tl.reshape(tl.permute(codes, (2, 3, 0, 4, 5, 1, 6)), [32, 32])
 
 
 @triton.jit
 def as_value(codes):
-    """What lies as `decode_codes` returns it, as [32 channels, 32 tokens]."""
+    """Arrange values that lie as `decode_codes` returns them as [32 channels, 32 tokens]."""
     return tl.reshape(tl.permute(codes, (3, 4, 0, 2, 5, 1, 6)), [32, 32])
 
 

@@ -1,8 +1,8 @@
 """Gather kernel: micro-blocks of packed pages, wherever they lie, as plain K and V side by side.
 
 What vLLM's FlashAttention reads when a prompt continues: a long prefix is dequantised once for all queries of a chunk
-(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `unrotate` turns
-the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
+(the decode kernel would do it again for every few of them). The reference is `PagedCodec.read`; then `UnrotateLaunch`
+turns the vectors back in place, so that they meet the raw K and V of the chunk's own tokens in one basis.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ...layout import MICRO_BLOCK, PageLayout
 from .. import power_of_2
 from ..kernel_layout import kernel_layout
 from .fragments import as_key, as_value
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import Means
 from .pages import decode_key, decode_value, load_key, load_value
 from .scales import scale_byte
 
 ROWS_A_PROGRAM = 64
-"""Vectors that `unrotate` turns with one load of the matrix."""
+"""Vectors that a program turns with one load of the matrix."""
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["micro_blocks", "rows"])
@@ -93,53 +93,29 @@ def _value_scales(word):
     return as_value(tl.broadcast_to(scales, [8, 4, 2, 2, 2, 2, 2]))
 
 
-def bind_gather(page: PageLayout, cache: torch.Tensor, kv_heads: int) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], 16-byte aligned."""
-    assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
-    assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
-    return Launch(
-        _gather_kernel,
-        Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),
-        dict(
-            KV_HEADS=kv_heads, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK, LAYOUT=kernel_layout(page)
-        ),
-        num_warps=1, num_stages=1,
-    )  # fmt: skip
+class GatherLaunch(Launch):
+    """Dequantises micro-blocks of a layer's `cache`, still rotated: the values of `PagedCodec.read` as fp16, which
+    holds those of K exactly. Called without tensors."""
 
+    def __init__(self, page: PageLayout, cache: torch.Tensor, kv_heads: int) -> None:
+        assert cache.stride()[2:] == (cache.shape[3], 1), cache.stride()
+        assert not any(stride % 16 for stride in cache.stride()[:2]), cache.stride()
+        super().__init__(
+            _gather_kernel,
+            Arguments(cache, cache.stride(0) // 4, cache.stride(1) // 4),
+            dict(
+                KV_HEADS=kv_heads, MICRO_BLOCKS_A_BLOCK=cache.shape[2] // MICRO_BLOCK, LAYOUT=kernel_layout(page)
+            ),
+            num_warps=1, num_stages=1,
+        )  # fmt: skip
 
-def gather_arguments(
-    micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Arguments:
-    """A step's arguments: int32 `micro_blocks` [n] and `rows` [n + 1], `key` and `value` fp16 [rows, KV heads,
-    head_dim]."""
-    assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
-    return Arguments(micro_blocks, rows, len(micro_blocks), key, value)
-
-
-def gather_grid(micro_blocks: torch.Tensor, kv_heads: int) -> tuple[int, int, int]:
-    return -(-len(micro_blocks) // 2), kv_heads, 1
-
-
-def gather(
-    page: PageLayout,
-    cache: torch.Tensor,
-    micro_blocks: torch.Tensor,
-    rows: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    """Dequantise micro-blocks, still rotated: the values of `PagedCodec.read` as fp16, which holds those of K exactly.
-
-    Args:
-        page: layout of the cache.
-        cache: uint8 [blocks, KV heads, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
-        micro_blocks: int32 [n], each (block * block_size + offset) / 16.
-        rows: int32 [n + 1]; the first rows[i + 1] - rows[i] (at most 16) tokens of micro-block i go to rows[i] and on.
-        key, value: fp16 [rows, KV heads, head_dim], contiguous; filled.
-    """
-    kv_heads = key.shape[1]
-    launch = bind_gather(page, cache, kv_heads)
-    launch(gather_grid(micro_blocks, kv_heads), (), gather_arguments(micro_blocks, rows, key, value))
+    @staticmethod
+    def step(micro_blocks: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:
+        """The first `rows[i + 1] - rows[i]` (at most 16) tokens of `micro_blocks[i]` go to rows `rows[i]` and on of
+        `key` and `value`."""
+        assert key.is_contiguous() and value.is_contiguous() and key.dtype == value.dtype == torch.float16, key.dtype
+        count = len(micro_blocks)
+        return StepLaunch((-(-count // 2), key.shape[1], 1), Arguments(micro_blocks, rows, count, key, value))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
@@ -162,7 +138,7 @@ def _unrotate_kernel(
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    part, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
+    inner, channel = tl.arange(0, 32), tl.arange(0, PADDED_DIM)
     place = (row * KV_HEADS + head) * HEAD_DIM
     matrix += head * matrix_head_stride
     x = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -180,66 +156,40 @@ def _unrotate_kernel(
             mean += partner * tl.load(turn + HEAD_DIM, mask=there[None, :], other=0.0)
         x += tl.where(position[:, None] == 0, of_first, mean)  # before the products: they take the most registers
     for start in tl.static_range(0, HEAD_DIM, 32):
-        y = tl.load(vectors + place[:, None] + start + part[None, :], mask=(row < rows)[:, None], other=0.0)
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
+        y = tl.load(vectors + place[:, None] + start + inner[None, :], mask=(row < rows)[:, None], other=0.0)
+        m = tl.load(matrix + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
         x = tl.dot(y, m, x)
     tl.store(result + place[:, None] + channel[None, :], x.to(result.dtype.element_ty),
              mask=(row < rows)[:, None] & (channel < HEAD_DIM)[None, :])  # fmt: skip
 
 
-def bind_unrotate(matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> Launch:
-    """The kernel bound to one layer's `matrix` of K or V, fp16 [1 or KV heads, head_dim, head_dim], and `means`."""
-    rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)
-    assert rows.is_contiguous() and spectrum.is_contiguous(), (rows.stride(), spectrum.stride())
-    return Launch(
-        _unrotate_kernel,
-        Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows)),
-        dict(
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
-            MEAN_BLOCKS=0 if means is None else means.blocks,
-            MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens,
-        ),
-        num_warps=4,
-    )  # fmt: skip
+class UnrotateLaunch(Launch):
+    """Turns what `GatherLaunch` wrote back into the model's basis, in place, by a layer's `matrix` of K or V
+    (`rotation_matrix`), and adds the `means` of keys. Called without tensors."""
 
+    def __init__(self, matrix: torch.Tensor, kv_heads: int, head_dim: int, means: Means | None) -> None:
+        rows, spectrum = (matrix, matrix) if means is None else (means.rows, means.spectrum)
+        assert rows.is_contiguous() and spectrum.is_contiguous(), (rows.stride(), spectrum.stride())
+        super().__init__(
+            _unrotate_kernel,
+            Arguments(matrix, rows, spectrum, head_stride(matrix), head_stride(rows)),
+            dict(
+                KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED_DIM=power_of_2(head_dim), ROWS=ROWS_A_PROGRAM,
+                MEAN_BLOCKS=0 if means is None else means.blocks,
+                MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens,
+            ),
+            num_warps=4,
+        )  # fmt: skip
 
-def unrotate_arguments(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> Arguments:
-    """A step's arguments: `vectors` fp16 [rows, KV heads, head_dim], contiguous, overwritten as `dtype` (fp16 or bf16);
-    `positions` int32 [rows], needed with means."""
-    assert vectors.is_contiguous(), vectors.stride()
-    if positions is None:
-        positions = vectors.view(torch.int32)  # not read
-    else:
-        assert positions.shape == (len(vectors),) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
-    return Arguments(vectors, positions, vectors.view(dtype), len(vectors))
-
-
-def unrotate_grid(vectors: torch.Tensor) -> tuple[int, int, int]:
-    return -(-len(vectors) // ROWS_A_PROGRAM), vectors.shape[1], 1
-
-
-def unrotate(
-    vectors: torch.Tensor,
-    matrix: torch.Tensor,
-    dtype: torch.dtype,
-    means: Means | None = None,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Turn what `gather` wrote back into the model's basis, in place.
-
-    Args:
-        vectors: fp16 [rows, KV heads, head_dim], contiguous; overwritten.
-        matrix: `rotation_matrix(..., inverse=True)` of the codec.
-        dtype: fp16 or bf16.
-        means: of keys, added to the rows by their positions; None without means.
-        positions: with `means`: int32 [rows], contiguous, each row's place in its sequence.
-
-    Returns:
-        the memory of `vectors` as `dtype`, [rows, KV heads, head_dim].
-    """
-    assert (means is None) == (positions is None)
-    _, kv_heads, head_dim = vectors.shape
-    launch = bind_unrotate(matrix, kv_heads, head_dim, means)
-    launch(unrotate_grid(vectors), (), unrotate_arguments(vectors, dtype, positions))
-    return vectors.view(dtype)
+    @staticmethod
+    def step(vectors: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None = None) -> StepLaunch:
+        """`vectors` are overwritten as `dtype`, fp16 or bf16; `positions` are needed with means."""
+        assert vectors.is_contiguous(), vectors.stride()
+        rows, kv_heads, _ = vectors.shape
+        if positions is None:
+            positions = vectors.view(torch.int32)  # not read
+        else:
+            assert positions.shape == (rows,) and positions.dtype == torch.int32, (positions.shape, positions.dtype)
+        arguments = Arguments(vectors, positions, vectors.view(dtype), rows)
+        return StepLaunch((-(-rows // ROWS_A_PROGRAM), kv_heads, 1), arguments)

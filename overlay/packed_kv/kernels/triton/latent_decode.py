@@ -1,8 +1,8 @@
 """Split-KV decode of latent attention over packed pages: rows (heads times query tokens) attend to latents as stored.
 
 A tile of tokens is unpacked for the scores, and again for the sums: that takes fewer registers than to keep it. Any
-rank, any card from sm_80 on; where it serves, `kernels/cuda` has a faster one. `attention/latent/plain.attend` is the
-reference.
+rank, any card from sm_80 on; where it serves, `kernels/cuda` has a faster one. `reference/latent_attention.attend` is
+the reference.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..kernel_layout import kernel_layout, rope_layout
 from ..units import LOG2_E
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, StepLaunch
 
 MICRO_BLOCKS = 4
-"""Of a tile: one for each warp."""
+"""Micro-blocks of a tile: one per warp."""
 MAX_ROWS = 32
-"""Of a program. 16 at least: the left operand of `mma.m16n8k16`."""
+"""Most rows of a program. 16 at least: the left operand of `mma.m16n8k16`."""
 MAX_SPLITS = 128
 PROGRAMS_PER_SM = 2
 MERGED_CHANNELS = 64
@@ -34,8 +34,8 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @dataclass(frozen=True)
 class LatentShape:
-    """What decides the variant of the kernel, beside the page: `heads` of this rank, `rows` of a program, `scale` of
-    the scores."""
+    """Shape that, with the page, decides the variant of the kernel: `heads` of this rank, `rows` of a program, `scale`
+    of the scores."""
 
     heads: int
     rows: int
@@ -43,7 +43,7 @@ class LatentShape:
 
 
 def latent_shape(heads: int, longest_decode: int, scale: float) -> LatentShape:
-    """For requests of up to `longest_decode` query tokens."""
+    """Return the shape for requests of up to `longest_decode` query tokens."""
     return LatentShape(heads, max(16, min(MAX_ROWS, power_of_2(heads * longest_decode))), scale)
 
 
@@ -149,41 +149,45 @@ def row_tiles(shape: LatentShape, max_query_len: int) -> int:
     return -(-shape.heads * max_query_len // shape.rows)
 
 
-def bind_decode_latents(
-    page: PageLayout, shape: LatentShape, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor
-) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], for queries of the dtypes and strides of
-    these; they are the first arguments of the launch."""
-    assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
-    assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
-    layout = kernel_layout(page)
-    groups = len(layout.groups)
-    return Launch(
-        _decode_latents_kernel,
-        Arguments(
-            cache, cache.stride(0) // 4, *q_latent.stride()[:2], *q_rope.stride()[:2], shape.scale * LOG2_E
-        ),
-        dict(
-            HEADS=shape.heads, ROWS=shape.rows, MICRO_BLOCKS=MICRO_BLOCKS,
-            MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, CHUNK=min(4, groups & -groups), ROPE=rope_layout(page),
-            LAYOUT=layout,
-        ),
-        num_warps=MICRO_BLOCKS, num_stages=1,
-    )  # fmt: skip
+class DecodeLatentsLaunch(Launch):
+    """Attends over the latents of a layer's `cache`. Called with queries of the dtypes and strides of `q_latent` and
+    `q_rope`."""
 
+    def __init__(
+        self, page: PageLayout, shape: LatentShape, cache: torch.Tensor, q_latent: torch.Tensor, q_rope: torch.Tensor
+    ) -> None:
+        assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
+        assert q_latent.stride(2) == q_rope.stride(2) == 1, (q_latent.stride(), q_rope.stride())
+        layout = kernel_layout(page)
+        groups = len(layout.groups)
+        super().__init__(
+            _decode_latents_kernel,
+            Arguments(
+                cache, cache.stride(0) // 4, *q_latent.stride()[:2], *q_rope.stride()[:2], shape.scale * LOG2_E
+            ),
+            dict(
+                HEADS=shape.heads, ROWS=shape.rows, MICRO_BLOCKS=MICRO_BLOCKS,
+                MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, CHUNK=min(4, groups & -groups),
+                ROPE=rope_layout(page), LAYOUT=layout,
+            ),
+            num_warps=MICRO_BLOCKS, num_stages=1,
+        )  # fmt: skip
 
-def decode_latents_arguments(
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-) -> Arguments:
-    """A step's arguments: int32 `block_table` [requests, blocks], `query_start` [requests + 1], `seq_lens` [requests];
-    fp32 `partial_output` [tokens, heads, splits, rank] and `partial_stats` [tokens, heads, splits, 2], contiguous."""
-    assert partial_output.is_contiguous() and partial_stats.is_contiguous() and block_table.stride(1) == 1
-    splits = partial_output.shape[2]
-    return Arguments(block_table, query_start, seq_lens, partial_output, partial_stats, block_table.stride(0), splits)
+    @staticmethod
+    def step(
+        shape: LatentShape,
+        max_query_len: int,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        partial_output: torch.Tensor,
+        partial_stats: torch.Tensor,
+    ) -> StepLaunch:
+        """`max_query_len`: most query tokens of a request, known on the host."""
+        assert partial_output.is_contiguous() and partial_stats.is_contiguous() and block_table.stride(1) == 1
+        splits, stride = partial_output.shape[2], block_table.stride(0)
+        arguments = Arguments(block_table, query_start, seq_lens, partial_output, partial_stats, stride, splits)
+        return StepLaunch((splits, row_tiles(shape, max_query_len), len(seq_lens)), arguments)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -222,77 +226,30 @@ def _merge_latents_kernel(
         tl.store(lse + row, tl.where(total > 0, natural, float("-inf")), mask=tl.program_id(1) == 0)
 
 
-def bind_merge_latents(
-    output: torch.Tensor, constant: torch.Tensor | None, splits: int, *, has_lse: bool = False
-) -> Launch:
-    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, heads, rank]), and up to
-    `splits` splits, a power of 2; bound to `constant`, fp32 [rank], or None."""
-    assert output.stride(2) == 1, output.stride()
-    _, heads, rank = output.shape
-    of_constant = output if constant is None else constant
-    return Launch(
-        _merge_latents_kernel,
-        Arguments(of_constant, *output.stride()[:2]),
-        dict(
-            HEADS=heads, RANK=rank, CHANNELS=min(MERGED_CHANNELS, power_of_2(rank)), SPLITS=splits,
-            HAS_CONSTANT=constant is not None, HAS_LSE=has_lse,
-        ),
-        num_warps=4 if splits > 16 else 2,
-    )  # fmt: skip
+class MergeLatentsLaunch(Launch):
+    """Merges up to `splits` splits (a power of 2) of `DecodeLatentsLaunch` and adds `constant`, fp32 [rank] or None;
+    `has_lse`: fill the step's lse. Called with an output of the dtype and strides of `output`."""
 
+    def __init__(
+        self, output: torch.Tensor, constant: torch.Tensor | None, splits: int, *, has_lse: bool = False
+    ) -> None:
+        assert output.stride(2) == 1, output.stride()
+        _, heads, rank = output.shape
+        of_constant = output if constant is None else constant
+        super().__init__(
+            _merge_latents_kernel,
+            Arguments(of_constant, *output.stride()[:2]),
+            dict(
+                HEADS=heads, RANK=rank, CHANNELS=min(MERGED_CHANNELS, power_of_2(rank)), SPLITS=splits,
+                HAS_CONSTANT=constant is not None, HAS_LSE=has_lse,
+            ),
+            num_warps=4 if splits > 16 else 2,
+        )  # fmt: skip
 
-def merge_latents_arguments(
-    partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None
-) -> Arguments:
-    """A step's arguments; `lse`: fp32 [tokens, heads], contiguous, for the kernel that has them."""
-    assert lse is None or lse.is_contiguous(), lse.stride()
-    return Arguments(partial_output, partial_stats, partial_stats if lse is None else lse, partial_output.shape[2])
-
-
-def merge_latents_grid(output: torch.Tensor) -> tuple[int, int, int]:
-    tokens, heads, rank = output.shape
-    return tokens * heads, -(-rank // MERGED_CHANNELS), 1
-
-
-def decode_latents(
-    page: PageLayout,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    scale: float,
-    output: torch.Tensor,
-    *,
-    max_query_len: int,
-    splits: int,
-    constant: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Attend and merge, once, on a batch of requests with at most `max_query_len` query tokens each.
-
-    Args:
-        page: layout of the cache.
-        cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
-        block_table: int32 [requests, blocks].
-        query_start: int32 [requests + 1]; a request without query tokens is skipped.
-        seq_lens: int32 [requests], the query tokens included.
-        q_latent, q_rope: fp16, bf16 or fp32 [tokens, heads, rank], which meets stored latents, and [tokens, heads,
-            rope_dim], channels contiguous.
-        scale: of scores.
-        output: fp16, bf16 or fp32 [tokens, heads, rank], channels contiguous; filled.
-        max_query_len: known on the host.
-        splits: of each request, at most 128.
-        constant: fp32 [rank], added to each result, or None.
-        lse: fp32 [tokens, heads], contiguous: filled with the natural log-sum-exps of the scores; None: not wanted.
-    """
-    tokens, heads, rank = output.shape
-    shape = latent_shape(heads, max_query_len, scale)
-    partial = torch.empty((tokens, heads, splits, rank), dtype=torch.float32, device=output.device)
-    stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=output.device)
-    step = decode_latents_arguments(block_table, query_start, seq_lens, partial, stats)
-    decode = bind_decode_latents(page, shape, cache, q_latent, q_rope)
-    decode((splits, row_tiles(shape, max_query_len), len(seq_lens)), (q_latent, q_rope), step)
-    merge = bind_merge_latents(output, constant, power_of_2(splits), has_lse=lse is not None)
-    merge(merge_latents_grid(output), (output,), merge_latents_arguments(partial, stats, lse))
+    @staticmethod
+    def step(partial_output: torch.Tensor, partial_stats: torch.Tensor, lse: torch.Tensor | None = None) -> StepLaunch:
+        """`lse`: for the kernel that fills it."""
+        assert lse is None or lse.is_contiguous(), lse.stride()
+        tokens, heads, splits, rank = partial_output.shape
+        arguments = Arguments(partial_output, partial_stats, partial_stats if lse is None else lse, splits)
+        return StepLaunch((tokens * heads, -(-rank // MERGED_CHANNELS), 1), arguments)

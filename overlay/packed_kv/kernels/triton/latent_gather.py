@@ -14,10 +14,10 @@ from ...layout import MICRO_BLOCK, PageLayout
 from ..kernel_layout import kernel_layout, rope_layout
 from .fragments import hide_from_optimizer
 from .latent_pages import LATENT_UNIT, decode_groups, load_latents, load_rope, load_scales, micro_block_pointers
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, StepLaunch
 
 MICRO_BLOCKS = 4
-"""Of a tile: one for each warp."""
+"""Micro-blocks of a tile: one per warp."""
 TILE_TOKENS = MICRO_BLOCKS * MICRO_BLOCK
 
 
@@ -36,7 +36,7 @@ def _gather_latents_kernel(
     Args:
         rows: fp16, bf16 or fp32 [tokens, rank + RoPE channels], contiguous; filled.
         block_table: int32 [requests, blocks], with `table_stride`.
-        starts, first_rows: int32 [requests] and [requests + 1]; see `gather_latents`.
+        starts, first_rows: int32 [requests] and [requests + 1]; see `GatherLatentsLaunch.step`.
         cache: uint8 [blocks, block_size, slot_bytes]; `block_stride` in int32 words.
         MICRO_BLOCKS_A_BLOCK: block_size / 16. ROPE: `RopeLayout`. LAYOUT: `KernelLayout`.
     """
@@ -69,44 +69,28 @@ def _gather_latents_kernel(
         tl.store(target + RANK + g * 32, rope[g].to(rows.dtype.element_ty), mask=known)
 
 
-def bind_gather_latents(page: PageLayout, cache: torch.Tensor) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], 16-byte aligned."""
-    assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
-    return Launch(
-        _gather_latents_kernel,
-        Arguments(cache, cache.stride(0) // 4),
-        dict(
-            MICRO_BLOCKS=MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, ROPE=rope_layout(page),
-            LAYOUT=kernel_layout(page),
-        ),
-        num_warps=MICRO_BLOCKS, num_stages=1,
-    )  # fmt: skip
+class GatherLatentsLaunch(Launch):
+    """Dequantises some tokens of each request in a layer's `cache`: the values of `LatentCodec.read`. Called with the
+    rows to fill; latents in fp16 are exact, below 96."""
 
+    def __init__(self, page: PageLayout, cache: torch.Tensor) -> None:
+        assert cache.stride()[1:] == (cache.shape[2], 1) and cache.stride(0) % 16 == 0, cache.stride()
+        super().__init__(
+            _gather_latents_kernel,
+            Arguments(cache, cache.stride(0) // 4),
+            dict(
+                MICRO_BLOCKS=MICRO_BLOCKS, MICRO_BLOCKS_A_BLOCK=cache.shape[1] // MICRO_BLOCK, ROPE=rope_layout(page),
+                LAYOUT=kernel_layout(page),
+            ),
+            num_warps=MICRO_BLOCKS, num_stages=1,
+        )  # fmt: skip
 
-def gather_latents(
-    page: PageLayout,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    starts: torch.Tensor,
-    first_rows: torch.Tensor,
-    longest: int,
-    rows: torch.Tensor,
-    launch: Launch | None = None,
-) -> None:
-    """Dequantise some tokens of each request: the values of `LatentCodec.read`.
-
-    Args:
-        page: layout of the cache.
-        cache: uint8 [blocks, block_size, slot_bytes], its last two dimensions contiguous, 16-byte aligned.
-        block_table: int32 [requests, blocks].
-        starts: int32 [requests], the first token of each, a multiple of 16.
-        first_rows: int32 [requests + 1]: tokens from `starts[i]` on go to rows `first_rows[i]` to `first_rows[i + 1]`.
-        longest: most tokens of a request, known on the host.
-        rows: fp16, bf16 or fp32 [tokens, rank + rope_dim], contiguous; filled. Latents in fp16 are exact, below 96.
-        launch: of `bind_gather_latents` for this cache; None: made here.
-    """
-    assert rows.is_contiguous() and block_table.stride(1) == 1, (rows.stride(), block_table.stride())
-    if launch is None:
-        launch = bind_gather_latents(page, cache)
-    step = Arguments(block_table, starts, first_rows, block_table.stride(0))
-    launch((-(-longest // TILE_TOKENS), len(starts), 1), (rows,), step)
+    @staticmethod
+    def step(
+        rows: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, first_rows: torch.Tensor, longest: int
+    ) -> StepLaunch:
+        """Tokens of request i from `starts[i]` on, a multiple of 16, go to `rows[first_rows[i] : first_rows[i + 1]]`.
+        `longest`: most tokens of a request, known on the host."""
+        assert rows.is_contiguous() and block_table.stride(1) == 1, (rows.stride(), block_table.stride())
+        arguments = Arguments(block_table, starts, first_rows, block_table.stride(0))
+        return StepLaunch((-(-longest // TILE_TOKENS), len(starts), 1), arguments)

@@ -13,10 +13,11 @@ import triton.language as tl
 from ...formats import CODES
 from .fragments import IS_INTERPRETED, decode_words, join_pairs
 from .pages import KEY
-from .ring import key_pairs, ring_step
+from .ring import key_pairs, ring_step_size
 
 LATENT_UNIT = tl.constexpr(2.0**-7)
-"""What a latent's value of 1 is: so its products of magnitude and scale are exact in fp16 for scales from 2^-7 on."""
+"""The number to which a latent's value of 1 is decoded: so its products of magnitude and scale are exact in fp16 for
+scales from 2^-7 on."""
 _MAX_SCALE_BYTE = tl.constexpr(0xA7)
 """The largest scale below 64, which is the most that `LATENT_UNIT` leaves room for: a larger scale, and what padding
 holds, count as it. A latent behind its RMS norm has none (docs/formats.md)."""
@@ -174,9 +175,9 @@ def _load_rope_codes(pointers, lane, GROUP: tl.constexpr, ROPE: tl.constexpr):
     codes = tl.reshape(join_pairs(pairs), [MICRO_BLOCKS, 32, 2, 2, 2, 2])
     scales = (pointers + ROPE.scales_at // 4).to(tl.pointer_type(tl.uint16)) + lane // 4 * (ROPE.channels // 32)
     both = tl.load(scales + GROUP).to(tl.int32)
-    steps = tl.join(ring_step(both & 0xFF).to(tl.float16), ring_step(both >> 8).to(tl.float16))
-    steps = tl.reshape(steps, [MICRO_BLOCKS, 32, 2, 1, 1, 1])
-    return _product(codes, tl.broadcast_to(steps, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
+    step_sizes = tl.join(ring_step_size(both & 0xFF).to(tl.float16), ring_step_size(both >> 8).to(tl.float16))
+    step_sizes = tl.reshape(step_sizes, [MICRO_BLOCKS, 32, 2, 1, 1, 1])
+    return _product(codes, tl.broadcast_to(step_sizes, [MICRO_BLOCKS, 32, 2, 2, 2, 2]))
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 Attention over pages comes first, by whichever kernel, and leaves its output and lse; `attend_latent_ring` adds the
 tokens of the ring to it. A token has its latent and its RoPE channels in one vector of 8 bits (`layout.py`), which
-`latent_store.py` writes. The references are `LatentCodec.read_ring`, `window/slots.page_lens` and
-`attention/latent/plain.attend`.
+`latent_store.py` writes. The references are `LatentCodec.read_ring`, `page_lens` and `attend` of
+`reference/latent_attention.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ...codecs.ring import Ring
 from ...layout import ring_layout
 from ..units import LOG2_E
 from .latent_decode import LatentShape, row_tiles
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
-from .ring import ring_slots, ring_step
+from .ring import ring_slots, ring_step_size
 
 TILE_TOKENS = 64
-"""Of the ring, at a time: the default window of a query."""
+"""Ring tokens per tile: the default recent window."""
 WARPS = 8
-"""Of a program; with 4 registers do not suffice."""
+"""Warps of a program; with 4, registers do not suffice."""
 REQUESTS_A_PROGRAM = 128
-"""Of `split_lens`."""
+"""Requests per program of `split_lens`."""
 _LOG2_E = tl.constexpr(LOG2_E)
 _MASKED = tl.constexpr(-1.0e30)
 
@@ -56,7 +56,7 @@ def _split_lens_kernel(page_lens, query_start, seq_lens, first, requests, WINDOW
 def split_lens(
     query_start: torch.Tensor, seq_lens: torch.Tensor, first: torch.Tensor, window: int, page_lens: torch.Tensor
 ) -> None:
-    """Fill `page_lens`, int32 [requests or more], with `window/slots.page_lens` of the other arguments, in one
+    """Fill `page_lens`, int32 [requests or more], with `latent_attention.page_lens` of the other arguments, in one
     launch."""
     requests = len(seq_lens)
     launch = _bind_split_lens(window, seq_lens.device)
@@ -82,8 +82,8 @@ def _load_groups(slots, scales, mask, at, COUNT: tl.constexpr):
         slots[:, None, None] + at + group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :],
         mask=mask[:, None, None], other=128,
     )  # fmt: skip
-    step = ring_step(tl.load(scales[:, None] + group[None, :], mask=mask[:, None], other=0))
-    return tl.reshape(((code.to(tl.float32) - 128) * step[:, :, None]).to(tl.float16), [TOKENS, 32 * COUNT])
+    step_size = ring_step_size(tl.load(scales[:, None] + group[None, :], mask=mask[:, None], other=0))
+    return tl.reshape(((code.to(tl.float32) - 128) * step_size[:, :, None]).to(tl.float16), [TOKENS, 32 * COUNT])
 
 
 @triton.jit
@@ -116,7 +116,9 @@ def _attend_latent_ring_kernel(
     Grid: (tiles of rows, requests, RANK / 32 / CHUNK); each program has all scores.
 
     Args:
-        q_latent, q_rope, output: see `bind_attend_latent_ring`; with strides (int32) over tokens and heads.
+        q_latent, q_rope, output: fp16, bf16 or fp32 [tokens, HEADS, RANK], [tokens, HEADS, ROPE_DIM] and
+            [tokens, HEADS, RANK], unit stride over channels, with strides (int32) over tokens and heads; `output` is
+            filled.
         table: int32 [requests, ring blocks], with `table_stride`.
         query_start, seq_lens, page_lens: int32 [requests + 1], [requests] and [requests].
         part, lse: fp32 [tokens, HEADS, RANK] and [tokens, HEADS], contiguous: of the pages.
@@ -183,57 +185,49 @@ def _attend_latent_ring_kernel(
     tl.store(output + target, x.to(output.dtype.element_ty), mask=valid[:, None])
 
 
-def bind_attend_latent_ring(
-    codec: LatentCodec,
-    shape: LatentShape,
-    ring: torch.Tensor,
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    output: torch.Tensor,
-    inverse_gain: torch.Tensor,
-    constant: torch.Tensor | None,
-) -> Launch:
-    """The kernel for tensors of the dtypes and strides of `q_latent`, `q_rope` (fp16, bf16 or fp32 [tokens, heads,
-    rank] and [tokens, heads, rope_dim]) and `output` (likewise [tokens, heads, rank]; filled), the first arguments of
-    the launch.
+class AttendLatentRingLaunch(Launch):
+    """Attends over a layer's `ring` and adds that to the attention over its pages. `inverse_gain`: 1 over V's gain.
+    `constant`: added to each result, or None. Called with queries and an output of the dtypes and strides of
+    `q_latent`, `q_rope` and `output`."""
 
-    It is bound to `ring`, uint8 [blocks, 1, block_size, ring_slot_bytes]; to `inverse_gain`, fp32 [rank], 1 over V's
-    gain; and to `constant`, fp32 [rank], added to each result, or None.
-    """
-    check_latent_ring(ring, codec.ring_slot_bytes)
-    assert q_latent.stride(2) == q_rope.stride(2) == output.stride(2) == 1, (q_latent.stride(), output.stride())
-    return Launch(
-        _attend_latent_ring_kernel,
-        Arguments(
-            ring, ring.stride(0), *q_latent.stride()[:2], *q_rope.stride()[:2], *output.stride()[:2], inverse_gain,
-            inverse_gain if constant is None else constant, shape.scale * LOG2_E,
-        ),
-        dict(
-            HEADS=shape.heads, ROWS=shape.rows, TOKENS=TILE_TOKENS, BLOCK=ring.shape[2], CHUNK=_chunk(codec.rank),
-            RANK=codec.rank, ROPE_DIM=codec.rope_dim, HAS_CONSTANT=constant is not None,
-            RING=ring_layout(codec.rank + codec.rope_dim, 1),
-        ),
-        num_warps=WARPS, num_stages=1,
-    )  # fmt: skip
+    def __init__(
+        self, codec: LatentCodec, shape: LatentShape, ring: torch.Tensor,
+        like: tuple[torch.Tensor, torch.Tensor, torch.Tensor], inverse_gain: torch.Tensor,
+        constant: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """`like`: `q_latent`, `q_rope` and `output`."""
+        check_latent_ring(ring, codec.ring_slot_bytes)
+        assert all(x.stride(2) == 1 for x in like), [x.stride() for x in like]
+        super().__init__(
+            _attend_latent_ring_kernel,
+            Arguments(
+                ring, ring.stride(0), *(stride for x in like for stride in x.stride()[:2]), inverse_gain,
+                inverse_gain if constant is None else constant, shape.scale * LOG2_E,
+            ),
+            dict(
+                HEADS=shape.heads, ROWS=shape.rows, TOKENS=TILE_TOKENS, BLOCK=ring.shape[2], CHUNK=_chunk(codec.rank),
+                RANK=codec.rank, ROPE_DIM=codec.rope_dim, HAS_CONSTANT=constant is not None,
+                RING=ring_layout(codec.rank + codec.rope_dim, 1),
+            ),
+            num_warps=WARPS, num_stages=1,
+        )  # fmt: skip
 
-
-def attend_latent_ring_arguments(
-    ring: Ring,
-    query_start: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_lens: torch.Tensor,
-    part: torch.Tensor,
-    lse: torch.Tensor,
-) -> Arguments:
-    """A step's arguments: int32 `ring.block_table` [requests, ring blocks], `query_start` [requests + 1], `seq_lens`
-    and `page_lens` [requests]; of the attention over pages, fp32 `part` [tokens, heads, rank], without the constant,
-    and `lse` [tokens, heads], contiguous."""
-    assert part.is_contiguous() and lse.is_contiguous() and ring.block_table.stride(1) == 1, ring.block_table.stride()
-    return Arguments(ring.block_table, query_start, seq_lens, page_lens, part, lse, ring.block_table.stride(0))
-
-
-def attend_latent_ring_grid(shape: LatentShape, rank: int, max_query_len: int, requests: int) -> tuple[int, int, int]:
-    return row_tiles(shape, max_query_len), requests, rank // 32 // _chunk(rank)
+    @staticmethod
+    def step(
+        shape: LatentShape,
+        max_query_len: int,
+        ring: Ring,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_lens: torch.Tensor,
+        part: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> StepLaunch:
+        """`part`, `lse`: the attention over pages, without the constant. `max_query_len`: known on the host."""
+        table, rank = ring.block_table, part.shape[2]
+        assert part.is_contiguous() and lse.is_contiguous() and table.stride(1) == 1, table.stride()
+        grid = row_tiles(shape, max_query_len), len(seq_lens), rank // 32 // _chunk(rank)
+        return StepLaunch(grid, Arguments(table, query_start, seq_lens, page_lens, part, lse, table.stride(0)))
 
 
 def _chunk(rank: int) -> int:
@@ -270,45 +264,38 @@ def _gather_latent_ring_kernel(
         tl.store(target, x.to(rows.dtype.element_ty), mask=there[:, None])
 
 
-def bind_gather_latent_ring(codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> Launch:
-    """The kernel bound to `ring.cache`, uint8 [blocks, 1, block_size, ring_slot_bytes], and to `inverse_gain`, fp32
-    [rank], which latents are multiplied by if `as_values`."""
-    cache = ring.cache
-    check_latent_ring(cache, codec.ring_slot_bytes)
-    return Launch(
-        _gather_latent_ring_kernel,
-        Arguments(cache, cache.stride(0), inverse_gain),
-        dict(
-            WINDOW=ring.window, TOKENS=TILE_TOKENS, BLOCK=cache.shape[2], RANK=codec.rank, ROPE_DIM=codec.rope_dim,
-            AS_VALUES=as_values, RING=ring_layout(codec.rank + codec.rope_dim, 1),
-        ),
-        num_warps=1,
-    )  # fmt: skip
+class GatherLatentRingLaunch(Launch):
+    """Writes the tokens that a layer's ring has over those that `GatherLatentsLaunch` read from the pages. `as_values`:
+    latents, without RoPE, are written for V, so times `inverse_gain`. Called with the rows to fill."""
 
+    def __init__(self, codec: LatentCodec, ring: Ring, inverse_gain: torch.Tensor, *, as_values: bool) -> None:
+        cache = ring.cache
+        check_latent_ring(cache, codec.ring_slot_bytes)
+        super().__init__(
+            _gather_latent_ring_kernel,
+            Arguments(cache, cache.stride(0), inverse_gain),
+            dict(
+                WINDOW=ring.window, TOKENS=TILE_TOKENS, BLOCK=cache.shape[2], RANK=codec.rank, ROPE_DIM=codec.rope_dim,
+                AS_VALUES=as_values, RING=ring_layout(codec.rank + codec.rope_dim, 1),
+            ),
+            num_warps=1,
+        )  # fmt: skip
 
-def gather_latent_ring(
-    codec: LatentCodec,
-    ring: Ring,
-    starts: torch.Tensor,
-    first_rows: torch.Tensor,
-    context_lens: torch.Tensor,
-    rows: torch.Tensor,
-    launch: Launch,
-    *,
-    as_values: bool,
-) -> None:
-    """Write the tokens that the ring has over those that `gather_latents` read from the pages.
-
-    Args:
-        codec: of the layer.
-        ring: of the requests.
-        starts, first_rows, rows: see `gather_latents`.
-        context_lens: int32 [requests], tokens of each before its prompt's: the ring has the last `window` - 1 of them.
-        launch: of `bind_gather_latent_ring`.
-        as_values: whether latents, without RoPE, are written for V, so without its gain.
-    """
-    assert rows.is_contiguous() and ring.block_table.stride(1) == 1, (rows.stride(), ring.block_table.stride())
-    table = ring.block_table
-    step = Arguments(table, ring.first, starts, first_rows, context_lens, table.stride(0))
-    channels = codec.rank if as_values else codec.rank + codec.rope_dim
-    launch((len(starts), channels // 32, 1), (rows,), step)
+    @staticmethod
+    def step(
+        codec: LatentCodec,
+        rows: torch.Tensor,
+        ring: Ring,
+        starts: torch.Tensor,
+        first_rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        as_values: bool,
+    ) -> StepLaunch:
+        """`rows`, `starts`, `first_rows`: see `GatherLatentsLaunch`. `context_lens`: tokens of each request before its
+        prompt's; the ring has the last `window` - 1 of them."""
+        table = ring.block_table
+        assert rows.is_contiguous() and table.stride(1) == 1, (rows.stride(), table.stride())
+        channels = codec.rank if as_values else codec.rank + codec.rope_dim
+        arguments = Arguments(table, ring.first, starts, first_rows, context_lens, table.stride(0))
+        return StepLaunch((len(starts), channels // 32, 1), arguments)

@@ -16,59 +16,79 @@ from ...layout import MICRO_BLOCK
 from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout, rope_layout
 from .latent_ring import check_latent_ring
-from .launch import Arguments, Launch
+from .launch import Arguments, Launch, StepLaunch
 from .pages import KEY
-from .ring import inverse_step, ring_code, ring_scale, ring_step
+from .ring import inverse_step_size, ring_code, ring_scale, ring_step_size
 from .store import padded_groups, rows_of, store_section
 from .words import word_index
 
 _INPUT_LIMIT = tl.constexpr(INPUT_LIMIT)
 ROPE_CHANNELS = 256
-"""That a program writes."""
+"""RoPE channels that a program writes."""
 SPLIT_TOKENS = 256
-"""Up to so many, two programs a vector have no more than 4 warps on an SM."""
+"""Most tokens of a launch in which two programs share a vector: up to here an SM has at most 4 of their warps."""
 
 
-def bind_store_latents(
-    codec: LatentCodec,
-    cache: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    ring: torch.Tensor | None = None,
-    *,
-    only_ring: bool = False,
-) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, block_size, slot_bytes], and `ring`, uint8 [blocks, 1, block_size,
-    ring_slot_bytes], for latents and RoPE channels of the dtypes and strides of `latent` and `rope` (fp16, bf16 or fp32
-    [tokens, rank] and [tokens, rope_dim]), the first arguments of the launch."""
-    _, block_size, slot_bytes = cache.shape
-    assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
-    assert cache.stride()[1:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
-    assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0, cache.stride()
-    assert latent.shape[1] == codec.rank and rope.shape[1] == codec.rope_dim, (latent.shape, rope.shape)
-    assert latent.stride(1) == rope.stride(1) == 1, (latent.stride(), rope.stride())
-    assert ring is not None or not only_ring
-    if ring is not None:
-        check_latent_ring(ring, codec.ring_slot_bytes)
-    of_ring = cache if ring is None else ring
-    transform = codec.latent.transform
-    layout = kernel_layout(codec.layout)
-    return Launch(
-        store_latents_kernel,
-        Arguments(
-            cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants,
-            codec.latent.channels,
-            transform.spectrum if codec.transform_table is None else codec.transform_table, transform.spectrum,
-            of_ring, of_ring.stride(0),
-        ),
-        dict(
-            HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
-            TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
-            ROTATION=codec.fmt.rotation, BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank,
-            ROPE=rope_layout(codec.layout), ROPE_CHANNELS=ROPE_CHANNELS, PARTS=parts_of(layout), LAYOUT=layout,
-        ),
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+class StoreLatentsLaunch(Launch):
+    """Stores a layer's latents and RoPE channels in the pages of `cache` and, with `ring`, there too, in one launch,
+    with no host sync: `LatentCodec.write` and `write_ring`. `only_ring`: leave the pages alone.
+
+    Called with latents and RoPE channels of the dtypes and strides of `latent` and `rope`; rows beyond the slots are
+    padding.
+    """
+
+    def __init__(
+        self,
+        codec: LatentCodec,
+        cache: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        ring: torch.Tensor | None = None,
+        *,
+        only_ring: bool = False,
+    ) -> None:
+        _, block_size, slot_bytes = cache.shape
+        assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
+        assert cache.stride()[1:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
+        assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0, cache.stride()
+        assert latent.shape[1] == codec.rank and rope.shape[1] == codec.rope_dim, (latent.shape, rope.shape)
+        assert latent.stride(1) == rope.stride(1) == 1, (latent.stride(), rope.stride())
+        assert ring is not None or not only_ring
+        if ring is not None:
+            check_latent_ring(ring, codec.ring_slot_bytes)
+        of_ring = cache if ring is None else ring
+        transform = codec.latent.transform
+        layout = kernel_layout(codec.layout)
+        super().__init__(
+            store_latents_kernel,
+            Arguments(
+                cache, cache.stride(0), latent.stride(0), rope.stride(0), codec.latent.rotation_constants,
+                codec.latent.channels,
+                transform.spectrum if codec.transform_table is None else codec.transform_table, transform.spectrum,
+                of_ring, of_ring.stride(0),
+            ),
+            dict(
+                HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
+                TRANSFORMED=codec.transform_table is not None, ORDERED=codec.latent.order is not None,
+                ROTATION=codec.fmt.rotation, BLOCK_SIZE=block_size, ROWS=rows_of(layout), RANK=codec.rank,
+                ROPE=rope_layout(codec.layout), ROPE_CHANNELS=ROPE_CHANNELS, PARTS=parts_of(layout), LAYOUT=layout,
+            ),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    @staticmethod
+    def step(codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None) -> StepLaunch:
+        """`ring_slots`: where the first so many tokens go in the ring."""
+        tokens, layout = len(slots), kernel_layout(codec.layout)
+        assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
+        if ring_slots is None:
+            ring_slots = slots[:0]
+        assert ring_slots.is_contiguous() and len(ring_slots) <= tokens, (ring_slots.shape, slots.shape)
+        split = split_of(layout, tokens)
+        groups = [power_of_2(section.groups) for section in layout.sections]
+        programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups) * split
+        grid = programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
+        return StepLaunch(grid, Arguments(slots, ring_slots, tokens, len(ring_slots), split))
 
 
 def parts_of(layout: KernelLayout) -> int:
@@ -79,55 +99,6 @@ def parts_of(layout: KernelLayout) -> int:
 def split_of(layout: KernelLayout, tokens: int) -> int:
     """Programs that share the same rows: all that can, where tokens are so few that warps of the card idle."""
     return parts_of(layout) if tokens <= SPLIT_TOKENS else 1
-
-
-def store_latents_arguments(
-    codec: LatentCodec, slots: torch.Tensor, ring_slots: torch.Tensor | None = None
-) -> Arguments:
-    """A step's arguments: `slots` int32 or int64 [tokens], `ring_slots` int32 [up to tokens]."""
-    assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
-    if ring_slots is None:
-        ring_slots = slots[:0]
-    assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
-    split = split_of(kernel_layout(codec.layout), len(slots))
-    return Arguments(slots, ring_slots, len(slots), len(ring_slots), split)
-
-
-def store_latents_grid(codec: LatentCodec, tokens: int) -> tuple[int, int, int]:
-    layout = kernel_layout(codec.layout)
-    groups = [power_of_2(section.groups) for section in layout.sections]
-    programs = sum(-(-tokens // (rows_of(layout) // count)) for count in groups) * split_of(layout, tokens)
-    return programs + -(-tokens * codec.rope_dim // ROPE_CHANNELS), 1, 1
-
-
-def store_latents(
-    codec: LatentCodec,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    ring: torch.Tensor | None = None,
-    ring_slots: torch.Tensor | None = None,
-    *,
-    only_ring: bool = False,
-) -> None:
-    """Store tokens: `LatentCodec.write` and `write_ring` in one launch, with no host sync and no allocation.
-
-    Args:
-        codec: the codec of the layer, on the device of the tensors.
-        cache: uint8 [blocks, block_size, slot_bytes]; the last two dimensions contiguous, block_size a multiple of 16,
-            address and stride of blocks multiples of 4.
-        slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
-            are distinct.
-        latent, rope: fp16, bf16 or fp32 [tokens or more, rank] and [tokens or more, rope_dim], channels contiguous.
-        ring: uint8 [blocks, 1, block_size, ring_slot_bytes], or None: none.
-        ring_slots: int32 [up to tokens]: where the first tokens go there, likewise.
-        only_ring: whether pages are left alone.
-    """
-    assert len(latent) >= len(slots) and len(rope) >= len(slots), (latent.shape, rope.shape, slots.shape)
-    launch = bind_store_latents(codec, cache, latent, rope, ring, only_ring=only_ring)
-    if len(slots):
-        launch(store_latents_grid(codec, len(slots)), (latent, rope), store_latents_arguments(codec, slots, ring_slots))
 
 
 @triton.jit(
@@ -183,7 +154,7 @@ def store_latents_kernel(
             top = tl.max(tl.reshape(tl.abs(x.to(tl.float32)), [ROPE_CHANNELS // 32, 32]), 1)
             top = tl.reshape(tl.broadcast_to(top[:, None], [ROPE_CHANNELS // 32, 32]), [ROPE_CHANNELS])
             scale = ring_scale(top)
-            value = ring_code(x.to(tl.float32), inverse_step(ring_step(scale))).to(tl.uint8)
+            value = ring_code(x.to(tl.float32), inverse_step_size(ring_step_size(scale))).to(tl.uint8)
         if HAS_PAGES:
             slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int64)
             stored = slot >= 0

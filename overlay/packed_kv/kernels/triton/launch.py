@@ -9,7 +9,7 @@ layers of a step is made once a step (`Arguments`), and only addresses change wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -27,8 +27,22 @@ class Arguments:
         self.raw: tuple[Any, ...] = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
 
 
+Grid = tuple[int, int, int]
+
+
+class StepLaunch(NamedTuple):
+    """A step's part of a launch, which its layers share."""
+
+    grid: Grid
+    arguments: Arguments
+
+
 class Launch:
     """A kernel with the arguments and constants that stay.
+
+    Each kernel has a class derived from this: the constructor binds a layer's tensors, the static method `step` makes
+    the grid and the arguments that a step's layers share, a call launches. Its docstring names the tensors of the call;
+    the kernel's own docstring has the shapes and dtypes of all.
 
     Args:
         kernel: a JIT function, whose parameters come in this order: tensors that differ from call to call, what a step
@@ -45,56 +59,56 @@ class Launch:
     def __init__(self, kernel: Any, fixed: Arguments, constants: dict[str, Any], **options: Any) -> None:
         self.kernel, self.fixed, self.constants, self.options = kernel, fixed, constants, options
         self.compiled: Any = None
-        self.step: Arguments | None = None
+        self.checked: Arguments | None = None
         self.has_met_odd_address = False
         self.last: tuple[Any, ...] = ()
 
-    def __call__(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
+    def __call__(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> None:
         """Launch on the current stream of the current device, which must be that of the tensors.
 
         Args:
             grid: programs in each dimension.
             tensors: the first arguments; of the same dtypes in each call.
-            step: those behind them; likewise.
+            arguments: those behind them, which the layers of a step share; likewise.
         """
         compiled = self.compiled
         if compiled is None:
             ahead = current()
             if ahead is None:
-                wait_for(self.variant(tensors, step), self.kernel.__name__)
-                self._first(grid, tensors, step)
+                wait_for(self.variant(tensors, arguments), self.kernel.__name__)
+                self._first(grid, tensors, arguments)
             else:
-                ahead.note(self.variant(tensors, step), self._compilation(grid, tensors, step))
+                ahead.note(self.variant(tensors, arguments), self._compilation(grid, tensors, arguments))
             return
         addresses = [x.data_ptr() for x in tensors]
         unaligned = 0
         for i in self.aligned:
             unaligned |= addresses[i]
-        if step is not self.step:  # the layers of a step share it
-            self.step = step
-            self.step_is_aligned = not any(step.raw[i] % 16 for i in self.aligned_of_step)
-        if unaligned & 15 or not self.step_is_aligned:
+        if arguments is not self.checked:  # the layers of a step share it
+            self.checked = arguments
+            self.checked_is_aligned = not any(arguments.raw[i] % 16 for i in self.aligned_of_step)
+        if unaligned & 15 or not self.checked_is_aligned:
             if not self.has_met_odd_address:
                 self.has_met_odd_address = True
-                wait_for(self.variant(tensors, step), self.kernel.__name__)
-            self._by_jit(grid, tensors, step)
+                wait_for(self.variant(tensors, arguments), self.kernel.__name__)
+            self._by_jit(grid, tensors, arguments)
             return
         stream = self.stream_of(self.device)
         compiled.run(
             *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *addresses, *step.raw, *self.last
+            *addresses, *arguments.raw, *self.last
         )  # fmt: skip
 
-    def _by_jit(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> Any:
-        values = (*tensors, *step.values, *self.fixed.values)
+    def _by_jit(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Any:
+        values = (*tensors, *arguments.values, *self.fixed.values)
         return self.kernel[grid](*values, **self.constants, **self.options)
 
-    def variant(self, tensors: tuple[torch.Tensor, ...], step: Arguments) -> tuple[Any, ...]:
-        """What the JIT compiles for these arguments, as a key."""
+    def variant(self, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> tuple[Any, ...]:
+        """Key of the variant that the JIT compiles for these arguments."""
         kernel, unspecialized = self.kernel, self._names("do_not_specialize")
         any_address = unspecialized | self._names("do_not_specialize_on_alignment")
         kinds: list[Any] = []
-        for name, x in zip(kernel.arg_names, (*tensors, *step.values, *self.fixed.values), strict=False):
+        for name, x in zip(kernel.arg_names, (*tensors, *arguments.values, *self.fixed.values), strict=False):
             if isinstance(x, torch.Tensor):
                 kinds.append((x.dtype, name in any_address or x.data_ptr() % 16 == 0))
             else:
@@ -102,12 +116,10 @@ class Launch:
                 kinds.append((type(x), is_special and x == 1, is_special and x % 16 == 0))
         return kernel, *kinds, *self.constants.items(), *self.options.items()
 
-    def _compilation(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments
-    ) -> Callable[[], None]:
-        """What compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter compiles
-        nothing."""
-        warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *step.values, *self.fixed.values)
+    def _compilation(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Callable[[], None]:
+        """A function that compiles for these arguments, in any thread, and keeps none of the tensors. The interpreter
+        compiles nothing."""
+        warmup, values = getattr(self.kernel, "warmup", None), (*tensors, *arguments.values, *self.fixed.values)
         device = next((x.device.index for x in values if isinstance(x, torch.Tensor) and x.is_cuda), -1)
         values = tuple(_stand_in(x) if isinstance(x, torch.Tensor) else x for x in values)
         caches = getattr(self.kernel, "device_caches", None)
@@ -122,13 +134,13 @@ class Launch:
 
         return compile_variant
 
-    def _first(self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], step: Arguments) -> None:
+    def _first(self, grid: Grid, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> None:
         """Compile, launch and keep what later calls need. Under the interpreter there is nothing to keep."""
-        compiled = self._by_jit(grid, tensors, step)
+        compiled = self._by_jit(grid, tensors, arguments)
         unspecialized = self._names("do_not_specialize")
         any_address = unspecialized | self._names("do_not_specialize_on_alignment")
-        aligned, addresses = [], [x.data_ptr() for x in tensors] + list(step.raw)
-        for i, (name, value) in enumerate(zip(self.kernel.arg_names, (*tensors, *step.values), strict=False)):
+        aligned, addresses = [], [x.data_ptr() for x in tensors] + list(arguments.raw)
+        for i, (name, value) in enumerate(zip(self.kernel.arg_names, (*tensors, *arguments.values), strict=False)):
             if isinstance(value, torch.Tensor):
                 if name not in any_address:
                     aligned.append(i)
@@ -138,7 +150,7 @@ class Launch:
             return  # compiled for less than later calls will bring: the next one compiles again
         self.aligned = [i for i in aligned if i < len(tensors)]
         self.aligned_of_step = [i - len(tensors) for i in aligned if i >= len(tensors)]
-        self.step, self.step_is_aligned = step, True
+        self.checked, self.checked_is_aligned = arguments, True
         constants = [self.constants[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr]
         self.last = (*self.fixed.raw, *constants)
         driver = triton.runtime.driver.active
@@ -152,7 +164,7 @@ class Launch:
 
 
 class Launches:
-    """What a layer has bound, by name, and for which tensors.
+    """Launches that a layer has bound, by name, with the tensors that each is bound to.
 
     A launch does not look at dtypes and strides again, so `held_for` has all that its kernel was bound to: of tensors
     that stay, addresses and strides; of those that come with each call, dtypes and strides.
@@ -162,8 +174,8 @@ class Launches:
         self.held: dict[Any, tuple[Any, Any]] = {}
 
     def get(self, name: Any, held_for: Any, bind: Callable[[], Bound]) -> Bound:
-        """What `bind` returned when it was last asked for `name`, if for the same tensors; else it is asked again. Only
-        the last ones are kept, as vLLM may have freed those before."""
+        """The launch bound last under `name`, if for the same tensors; else bind again. Only the last ones are kept, as
+        vLLM may have freed those before."""
         held = self.held.get(name)
         if held is None or held[0] != held_for:
             held = self.held[name] = held_for, bind()

@@ -13,16 +13,16 @@ from .fragments import hide_from_optimizer, to_tf32
 from .quantize import product
 
 COLUMNS = 16
-"""Of a query's biases that a program computes at a time: the fewer, the sooner the launch is done."""
+"""Biases of a query that a program computes at a time: the fewer, the sooner the launch is done."""
 MAX_BIAS_PROGRAMS = 8
-"""That share the biases of a block of rows. Of more, most would find nothing to do: contexts are shorter than a model's
-longest."""
+"""Most programs that share the biases of a block of rows. With more, most would find nothing to do: contexts are
+shorter than a model's longest."""
 LATER_TOKENS = tl.constexpr(256)
-"""How far behind a query a request's last one may be (`attention/routes.py`), whose tiles both go through."""
+"""Most positions from a query to the request's last one (`attention/routes.py`), whose tiles both go through."""
 
 
 class Means(NamedTuple):
-    """Of keys, in the model's order of channels.
+    """Means of keys, in the model's order of channels.
 
     `rows`: fp32 [1 or KV heads, 3, stored_dim], contiguous: a and p of the mean a * cosine + p * sine, and the mean of
     position 0. `spectrum`: fp32 [blocks, 2, stored_dim], contiguous: cosine and sine of each block of positions.
@@ -35,7 +35,7 @@ class Means(NamedTuple):
 
     @classmethod
     def of(cls, transform: ChannelTransform, *, has_first: bool = True) -> Means | None:
-        """Those of K's transform, None if it takes off nothing. Without `has_first`, position 0 is like any other of
+        """Means of K's transform, None if it takes off nothing. Without `has_first`, position 0 is like any other of
         its block: for a rank that does not have it."""
         rows = transform.mean_rows()
         if rows is None:
@@ -63,10 +63,10 @@ def bias_of_rows(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """What the scores of a block of ROWS rows (query heads of one KV head, by token) lack, in columns: the query's
-    product with the mean of position 0 less that of block 0, then with the mean of each block of positions; all times
-    `scale`. Program `program` of PROGRAMS computes every PROGRAMS-th run of COLUMNS columns, up to those that a tile
-    of these requests needs; the others stay as they are.
+    """Compute the biases of the scores of a block of ROWS rows (query heads of one KV head, by token), in columns: the
+    query's product with the mean of position 0 less that of block 0, then with the mean of each block of positions; all
+    times `scale`. Program `program` of PROGRAMS computes every PROGRAMS-th run of COLUMNS columns, up to those that a
+    tile of these requests needs; the others stay as they are.
 
     The products are as exact as fp32: a mean may be large, and scores of different blocks are compared. A query is as
     it is in tf32 (of fp32, rounded), a mean is two such numbers.
@@ -91,18 +91,18 @@ def bias_of_rows(
         position = tl.load(positions + token, mask=row < rows, other=0)
         last = (tl.max(position, 0) + (LATER_TOKENS - 1)) // BLOCK_TOKENS
         end = tl.minimum(last, BLOCKS - 1).to(tl.int32) + 2
-    part = tl.arange(0, 16)
+    inner = tl.arange(0, 16)
     for first in tl.range(program * COLUMNS, end, PROGRAMS * COLUMNS, num_stages=1):
         column = first + tl.arange(0, COLUMNS)
         of_block = tl.minimum(tl.maximum(column - 1, 0), BLOCKS - 1)
         result = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in tl.range(0, HEAD_DIM, 16, num_stages=1):
-            known = (row < rows)[:, None] & (start + part < QUERY_DIM)[None, :]
-            x = tl.load(source[:, None] + start + part[None, :], mask=known, other=0.0).to(tl.float32)
-            mean = tl.load(means + start + part)[:, None]
-            partner = tl.load(means + HEAD_DIM + start + part)[:, None]
-            of_first = tl.load(means + 2 * HEAD_DIM + start + part)[:, None]
-            turn = spectrum + of_block[None, :] * (2 * HEAD_DIM) + start + part[:, None]
+            known = (row < rows)[:, None] & (start + inner < QUERY_DIM)[None, :]
+            x = tl.load(source[:, None] + start + inner[None, :], mask=known, other=0.0).to(tl.float32)
+            mean = tl.load(means + start + inner)[:, None]
+            partner = tl.load(means + HEAD_DIM + start + inner)[:, None]
+            of_first = tl.load(means + 2 * HEAD_DIM + start + inner)[:, None]
+            turn = spectrum + of_block[None, :] * (2 * HEAD_DIM) + start + inner[:, None]
             turned = product(mean, tl.load(turn)) + product(partner, tl.load(turn + HEAD_DIM))
             turned = tl.where(column[None, :] == 0, of_first - turned, turned)
             high = to_tf32(turned)
@@ -146,15 +146,15 @@ def bias_of_block(
     query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What the scores of a program's columns lack with the keys of a block of positions (of the last one where there
-    are not so many), fp32 [COLUMNS]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS];
-    block, first_row (that of column 0), count (query tokens): int32."""
+    """Biases of a program's columns for the keys of a block of positions (the last one if there are not so many), fp32
+    [COLUMNS]. query_bias: pointer to fp32 [tokens, KV_HEADS * QUERY_GROUP, 1 + MEAN_BLOCKS]; block, first_row (that of
+    column 0), count (query tokens): int32."""
     pointers, valid = _bias_pointers(query_bias, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS, COLUMNS)
     return tl.load(pointers + 1 + tl.minimum(block, MEAN_BLOCKS - 1), mask=valid, other=0.0)
 
 
 @triton.jit
-def bias_step(
+def bias_increase(
     query_bias, block, first_row, count, KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, MEAN_BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""What stands behind `decode.py`: combine the splits and rotate the output back.
+"""Merge the splits after the decode kernel and rotate the output back.
 
 The rotation is a product with the matrix of `rotate.py`, in tf32 with fp32 sums.
 """
@@ -13,7 +13,7 @@ from ...formats import stored_dim
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import to_tf32
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -23,7 +23,7 @@ def _merge_kernel(
     output, partial_output, partial_stats, lse, rows, splits, matrix, token_stride, head_stride,
     matrix_head_stride, sinks,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    OUTPUT_DIM: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    OUTPUT_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of rows (query heads of a token) and rotate them back.
@@ -38,7 +38,7 @@ def _merge_kernel(
         rows, splits: int32, tokens times QUERY_GROUP, and at most SPLITS, a power of 2.
         matrix: fp16 [1 or KV_HEADS, HEAD_DIM, HEAD_DIM], with `matrix_head_stride` (int32).
         sinks: fp16, bf16 or fp32 [KV_HEADS * QUERY_GROUP]; read where HAS_SINKS.
-        PADDED_DIM: a power of 2, at least OUTPUT_DIM. PART: channels of HEAD_DIM at a time.
+        PADDED_DIM: a power of 2, at least OUTPUT_DIM. CHANNELS: of HEAD_DIM at a time.
     """
     head = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -61,18 +61,18 @@ def _merge_kernel(
     if HAS_LSE:
         tl.store(lse + place, (top + tl.log2(total)) / _LOG2_E, mask=row < rows)
 
-    part, channel = tl.arange(0, PART), tl.arange(0, PADDED_DIM)
+    inner, channel = tl.arange(0, CHANNELS), tl.arange(0, PADDED_DIM)
     matrix += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, PADDED_DIM], tl.float32)
-    for start in tl.static_range(0, HEAD_DIM, PART):
-        m = tl.load(matrix + (start + part[:, None]) * HEAD_DIM + channel[None, :],
+    for start in tl.static_range(0, HEAD_DIM, CHANNELS):
+        m = tl.load(matrix + (start + inner[:, None]) * HEAD_DIM + channel[None, :],
                     mask=(channel < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
-        values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + part[None, None, :],
+        values = tl.load(partial_output + slot[:, :, None] * HEAD_DIM + start + inner[None, None, :],
                          mask=known[:, :, None], other=0.0)  # fmt: skip
         combined = tl.sum(values * weights[:, :, None], 1) * norm[:, None]
         # As exact as fp16, but for V of any size.
-        combined = tl.broadcast_to(to_tf32(combined)[None, :, :], [16 // ROWS, ROWS, PART])
-        result = tl.dot(tl.reshape(combined, [16, PART]), m.to(tl.float32), result, input_precision="tf32")
+        combined = tl.broadcast_to(to_tf32(combined)[None, :, :], [16 // ROWS, ROWS, CHANNELS])
+        result = tl.dot(tl.reshape(combined, [16, CHANNELS]), m.to(tl.float32), result, input_precision="tf32")
     row = tl.arange(0, 16)  # of the product: those past ROWS repeat the first
     index = (tl.program_id(0) * ROWS + row).to(tl.int64)
     target = output + index // QUERY_GROUP * token_stride + (head * QUERY_GROUP + index % QUERY_GROUP) * head_stride
@@ -81,8 +81,8 @@ def _merge_kernel(
 
 
 MERGE_TILES = ((2, 16), (8, 8), (16, 4), (64, 2), (128, 1))
-"""Up to so many splits, and rows a program: more rows read the matrix less often, fewer leave more programs to share
-the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
+"""Pairs of the most splits and the rows a program: more rows read the matrix less often, fewer leave more programs to
+share the work. On an H200, 2 splits of 128 tokens take 3.9 us, 8 of 32 3.2, 33 of 8 3.8, 128 of 1 3.9."""
 
 
 def merge_tile(splits: int) -> tuple[int, int]:
@@ -91,73 +91,46 @@ def merge_tile(splits: int) -> tuple[int, int]:
     return next(tile for tile in MERGE_TILES if splits <= tile[0])
 
 
-def bind_merge(
-    output: torch.Tensor,
-    matrix: torch.Tensor,
-    tile: tuple[int, int],
-    sinks: torch.Tensor | None = None,
-    *,
-    has_lse: bool = False,
-) -> Launch:
-    """The kernel for outputs of the dtype and strides of `output` (fp16, bf16 or fp32 [tokens, KV heads, queries a KV
-    head, value_dim]) and a tile of `merge_tile`, bound to `matrix`, fp16 [1 or KV heads, stored_dim, stored_dim], and
-    `sinks`, fp16, bf16 or fp32 [query heads]. `has_lse`: fill the step's lse."""
-    _, kv_heads, group, output_dim = output.shape
-    assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
-    assert output.stride(-1) == 1, output.stride()
-    assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
-    head_dim = matrix.shape[2]
-    padded_dim = power_of_2(stored_dim(output_dim))
-    padded_splits, rows = tile
-    return Launch(
-        _merge_kernel,
-        Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), matrix if sinks is None else sinks),
-        dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
-            PART=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
-            ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
-        ),
-        num_warps=8 if rows >= 8 or head_dim > 128 else 4,
-    )  # fmt: skip
+class MergeLaunch(Launch):
+    """Merges the splits of `DecodeLaunch` for a tile of `merge_tile` and rotates the result back by a layer's `matrix`;
+    `has_lse`: fill the step's lse, sinks included. Called with an output of the dtype and strides of `output`."""
 
+    def __init__(
+        self,
+        output: torch.Tensor,
+        matrix: torch.Tensor,
+        tile: tuple[int, int],
+        sinks: torch.Tensor | None = None,
+        *,
+        has_lse: bool = False,
+    ) -> None:
+        _, kv_heads, group, output_dim = output.shape
+        assert output_dim <= matrix.shape[2], (output.shape, matrix.shape)
+        assert output.stride(-1) == 1, output.stride()
+        assert sinks is None or (sinks.shape == (kv_heads * group,) and sinks.is_contiguous()), sinks.shape
+        head_dim = matrix.shape[2]
+        padded_dim = power_of_2(stored_dim(output_dim))
+        padded_splits, rows = tile
+        of_sinks = matrix if sinks is None else sinks
+        super().__init__(
+            _merge_kernel,
+            Arguments(matrix, output.stride(0), output.stride(2), head_stride(matrix), of_sinks),
+            dict(
+                KV_HEADS=kv_heads, QUERY_GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, OUTPUT_DIM=output_dim,
+                CHANNELS=min(16384 // padded_dim, head_dim & -head_dim),  # of the matrix: at most 64 KB of registers
+                ROWS=rows, SPLITS=padded_splits, HAS_SINKS=sinks is not None, HAS_LSE=has_lse,
+            ),
+            num_warps=8 if rows >= 8 or head_dim > 128 else 4,
+        )  # fmt: skip
 
-def merge_arguments(
-    partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
-) -> Arguments:
-    """A step's arguments: `partial_output` fp32 [tokens, query heads of `group` a KV head, splits, stored_dim],
-    `partial_stats` fp32 [tokens, query heads, splits, 2] and `lse` fp32 [tokens, query heads], contiguous."""
-    lse = partial_stats if lse is None else lse
-    assert lse.is_contiguous(), lse.stride()
-    rows, splits = partial_output.shape[0] * group, partial_output.shape[2]
-    return Arguments(partial_output, partial_stats, lse, rows, splits)
-
-
-def merge_grid(tokens: int, kv_heads: int, group: int, tile: tuple[int, int]) -> tuple[int, int, int]:
-    return -(-tokens * group // tile[1]), kv_heads, 1
-
-
-def merge(
-    partial_output: torch.Tensor,
-    partial_stats: torch.Tensor,
-    matrix: torch.Tensor,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Combine the splits of `decode` and rotate the result back, once.
-
-    Args:
-        partial_output: fp32 [tokens, query heads, up to 128 splits, stored_dim].
-        partial_stats: fp32 [tokens, query heads, splits, 2].
-        matrix: `rotation_matrix(..., inverse=True)` of the V codec.
-        output: fp16, bf16 or fp32 [tokens, KV heads, queries a KV head, value_dim], unit stride over channels and the
-            heads evenly strided; filled.
-        sinks: `AttentionOptions.sinks`, fp16, bf16 or fp32 [query heads], contiguous, or None.
-        lse: fp32 [tokens, query heads], contiguous: filled with the natural log-sum-exp of the scores, sinks included;
-            -inf where a query sees no key. None: nobody asks.
-    """
-    tokens, kv_heads, group, _ = output.shape
-    tile = merge_tile(partial_output.shape[2])
-    step = merge_arguments(partial_output, partial_stats, group, lse)
-    launch = bind_merge(output, matrix, tile, sinks, has_lse=lse is not None)
-    launch(merge_grid(tokens, kv_heads, group, tile), (output,), step)
+    @staticmethod
+    def step(
+        partial_output: torch.Tensor, partial_stats: torch.Tensor, group: int, lse: torch.Tensor | None = None
+    ) -> StepLaunch:
+        """`group`: query heads per KV head. `lse`: for the kernel that fills it."""
+        lse = partial_stats if lse is None else lse
+        assert lse.is_contiguous(), lse.stride()
+        tokens, heads, splits, _ = partial_output.shape
+        rows = tokens * group
+        grid = -(-rows // merge_tile(splits)[1]), heads // group, 1
+        return StepLaunch(grid, Arguments(partial_output, partial_stats, lse, rows, splits))

@@ -157,8 +157,8 @@ def _lane_butterflies(x, index, BIT: tl.constexpr, mixed):
     return y
 
 
-# Of |x| = $1 with a step $2, its inverse $3 and the words $4: a, and w, the word of its bin. The last bits of 2^19 plus
-# the product are the bin's number; `shfl` takes five of them for the lane.
+# Of |x| = $1 with a step size $2, its inverse $3 and the words $4: a, and w, the word of its bin. The last bits of 2^19
+# plus the product are the bin's number; `shfl` takes five of them for the lane.
 _BIN = """{ .reg .f32 a, t, u; .reg .b32 n, w; .reg .pred p;
     abs.f32 a, $1; mul.rn.sat.f32 t, a, $3; add.rn.f32 t, t, 0f49000000; mov.b32 n, t;
     shfl.sync.idx.b32 w, $4, n, 31, -1; """
@@ -198,24 +198,24 @@ def _by_lane(words: tl.constexpr, like):
 
 
 @triton.jit
-def _inverse(step, BINS: tl.constexpr):
-    """What absolute values are multiplied by to find their bins. With a step of 0 all but 0 are in the last one."""
-    inverse = (BINS.magic - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    return tl.where(step > 0, inverse, float("inf"))
+def _inverse(step_size, BINS: tl.constexpr):
+    """The factor from absolute values to their bins. With a step size of 0 all but 0 are in the last one."""
+    inverse = (BINS.magic - step_size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return tl.where(step_size > 0, inverse, float("inf"))
 
 
 # Not pure: no compiler may move a look-up to where some lanes are idle.
 @triton.jit
-def _square(x, step, inverse, words):
+def _square(x, step_size, inverse, words):
     return tl.inline_asm_elementwise(
-        _SQUARE, "=f,f,f,f,r", [x, step, inverse, words], dtype=tl.float32, is_pure=False, pack=1
+        _SQUARE, "=f,f,f,f,r", [x, step_size, inverse, words], dtype=tl.float32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _index(x, step, inverse, words):
+def _index(x, step_size, inverse, words):
     index = tl.inline_asm_elementwise(
-        _INDEX, "=r,f,f,f,r", [x, step, inverse, words], dtype=tl.int32, is_pure=False, pack=1
+        _INDEX, "=r,f,f,f,r", [x, step_size, inverse, words], dtype=tl.int32, is_pure=False, pack=1
     )
     return index.to(tl.uint32, bitcast=True)
 
@@ -254,20 +254,20 @@ def _decode_scale(scale):
 
 
 @triton.jit
-def _group_error(x, step, index, words, CODE: tl.constexpr, BINS: tl.constexpr):
-    """Squared error of coding each row with a step; the tree of `scalar.group_error`. With bins, of two levels
+def _group_error(x, step_size, index, words, CODE: tl.constexpr, BINS: tl.constexpr):
+    """Squared error of coding each row with a step size; the tree of `scalar.group_error`. With bins, of two levels
     instead of all: the least distance is the same number."""
     LEVELS: tl.constexpr = CODE.magnitudes
     terms = ()
     if _has_bins(BINS):
-        inverse = _inverse(step, BINS)
+        inverse = _inverse(step_size, BINS)
         for k in tl.static_range(8):
-            terms += (_square(x[k], step, inverse, words),)
+            terms += (_square(x[k], step_size, inverse, words),)
     else:
         for k in tl.static_range(8):
-            nearest = tl.abs(tl.abs(x[k]) - step * LEVELS[0])
+            nearest = tl.abs(tl.abs(x[k]) - step_size * LEVELS[0])
             for level in tl.static_range(1, len(LEVELS)):
-                nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step * LEVELS[level]))
+                nearest = tl.minimum(nearest, tl.abs(tl.abs(x[k]) - step_size * LEVELS[level]))
             terms += (product(nearest, nearest),)
     even = (terms[0] + terms[4]) + (terms[2] + terms[6])
     odd = (terms[1] + terms[5]) + (terms[3] + terms[7])
@@ -294,17 +294,17 @@ def quantize(x, scale, CODE: tl.constexpr, BINS: tl.constexpr):
     """Magnitude indices and signs, two tuples of 8 uint32 [lanes]."""
     LEVELS: tl.constexpr = CODE.magnitudes
     WORDS: tl.constexpr = BINS.thresholds
-    step = _decode_scale(scale)
+    step_size = _decode_scale(scale)
     magnitudes, signs = (), ()
     if _has_bins(BINS):
-        inverse, words = _inverse(step, BINS), _by_lane(WORDS, scale)
+        inverse, words = _inverse(step_size, BINS), _by_lane(WORDS, scale)
         for k in tl.static_range(8):
-            magnitudes += (_index(x[k], step, inverse, words),)
+            magnitudes += (_index(x[k], step_size, inverse, words),)
     else:
         for k in tl.static_range(8):
             index = tl.zeros(scale.shape, tl.uint32)
             for i in tl.static_range(len(LEVELS) - 1):
-                index += (tl.abs(x[k]) > step * _threshold(LEVELS, i)).to(tl.uint32)
+                index += (tl.abs(x[k]) > step_size * _threshold(LEVELS, i)).to(tl.uint32)
             magnitudes += (index,)
     for k in tl.static_range(8):
         signs += ((x[k] < 0).to(tl.uint32),)

@@ -19,8 +19,8 @@ from ...layout import ring_layout, ring_slot_bytes
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import IS_INTERPRETED, as_key, as_value, from_pairs, load_words, opaque
-from .launch import Arguments, Launch
-from .means import add_first_bias, bias_of_block, bias_step, block_of
+from .launch import Arguments, Launch, StepLaunch
+from .means import add_first_bias, bias_increase, bias_of_block, block_of
 from .pages import KEY, VALUE
 from .quantize import of, product
 from .scales import online_softmax_update, over_scores, scale_byte, scale_weights, transpose_weights
@@ -35,24 +35,24 @@ _ROUND = tl.constexpr(1.5 * 2**23)
 _LARGEST_HALF = tl.constexpr(65504.0)
 _LOG2_E = tl.constexpr(LOG2_E)
 TOKENS_A_PROGRAM = 1024
-"""Of `plan_ring`, at a time."""
+"""Tokens per program of `plan_ring`."""
 
 
 @triton.jit
-def ring_step(scale):
-    """Scale bytes -> fp32, what a code of 1 is worth."""
+def ring_step_size(scale):
+    """Scale bytes -> step sizes, fp32: the value of a code of 1."""
     return (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * RING_UNIT
 
 
 @triton.jit
-def inverse_step(step):
-    """fp32(1 / step), or 0 of 0. A step has 4 significant bits, so a table of 8 serves; a division takes a call."""
-    bits = step.to(tl.int32, bitcast=True)
-    inverse = tl.full(step.shape, 1.0, tl.float32)
+def inverse_step_size(step_size):
+    """fp32(1 / step_size), or 0 of 0. It has 4 significant bits, so a table of 8 serves; a division takes a call."""
+    bits = step_size.to(tl.int32, bitcast=True)
+    inverse = tl.full(step_size.shape, 1.0, tl.float32)
     for i in tl.static_range(1, 8):
         inverse = tl.where(bits >> 20 & 7 == i, of(_EIGHTHS, i), inverse)
     scaled = inverse.to(tl.int32, bitcast=True) - (((bits >> 23) - 127) << 23)
-    return tl.where(step > 0, scaled.to(tl.float32, bitcast=True), 0.0)
+    return tl.where(step_size > 0, scaled.to(tl.float32, bitcast=True), 0.0)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def ring_scale(top):
 
 @triton.jit
 def ring_code(x, inverse):
-    """x times `inverse_step` of its scale, rounded, as a byte in an int32."""
+    """x times `inverse_step_size` of its scale, rounded, as a byte in an int32."""
     code = tl.minimum(tl.maximum(product(x, inverse), -_LARGEST_CODE), _LARGEST_CODE)
     return (code + (_ROUND + 128)).to(tl.int32, bitcast=True) & 0xFF
 
@@ -84,7 +84,7 @@ def store_ring(slot, x, group, index, stored, VECTOR: tl.constexpr, RING: tl.con
     top = tl.maximum(top, tl.gather(top, index ^ 1, 0))
     top = tl.maximum(top, tl.gather(top, index ^ 2, 0))
     scale = ring_scale(top)
-    inverse = inverse_step(ring_step(scale))
+    inverse = inverse_step_size(ring_step_size(scale))
     # The lane's 8 bytes: registers k = d4 d3 d0 in order for K, d0 d4 d3 for V.
     pointer = (slot + group * 32 + 8 * lane + RING.codes[VECTOR]).to(tl.pointer_type(tl.int32))
     for half in tl.static_range(2):
@@ -220,7 +220,7 @@ def attend_ring(
             if TILES_A_BLOCK > 0:  # a tile begins anywhere, and may end in the next block
                 next_block = (block + 1) * (32 * TILES_A_BLOCK)
                 if base + 31 >= next_block:
-                    further = bias_step(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
+                    further = bias_increase(query_bias, block + 1, first_row, count, KV_HEADS, QUERY_GROUP, MEAN_BLOCKS,
                                         COLUMNS)  # fmt: skip
                     scores += tl.where((token >= next_block)[:, None], further[None, :], 0.0)
             if base == 0:
@@ -307,8 +307,8 @@ def plan_ring(
     """`window/slots.fill_slots` in one launch: fills `slots` and `first`. The arguments are the same."""
     requests = len(seq_lens)
     launch = _bind_plan(block_size, ring_blocks, window, longest_decode, slots.device)
-    step = Arguments(requests, len(slots), block_table.stride(0))
-    launch((requests, 1, 1), (query_start, seq_lens, block_table, slots, first), step)
+    arguments = Arguments(requests, len(slots), block_table.stride(0))
+    launch((requests, 1, 1), (query_start, seq_lens, block_table, slots, first), arguments)
 
 
 @functools.cache
@@ -349,8 +349,8 @@ def _gather_ring_kernel(
                 codes = tl.load(
                     slot[:, None] + RING.codes[vector] + g * 32 + position[None, :], mask=there[:, None], other=0
                 )
-                step = ring_step(tl.load(slot + RING.scales[vector] + g, mask=there, other=0))
-                x = ((codes.to(tl.float32) - 128) * step[:, None]).to(tl.float16)
+                step_size = ring_step_size(tl.load(slot + RING.scales[vector] + g, mask=there, other=0))
+                x = ((codes.to(tl.float32) - 128) * step_size[:, None]).to(tl.float16)
                 if vector == KEY:
                     out = key + target[:, None] + g * 32 + key_channel[None, :]
                 else:
@@ -358,37 +358,26 @@ def _gather_ring_kernel(
                 tl.store(out, x, mask=there[:, None])
 
 
-def bind_gather_ring(ring: Ring, head_dim: int) -> Launch:
-    """The kernel bound to `ring.cache`, uint8 [blocks, KV heads, block_size, ring_slot_bytes]."""
-    cache = ring.cache
-    check_ring(ring, cache.shape[1], head_dim)
-    return Launch(
-        _gather_ring_kernel,
-        Arguments(cache, cache.stride(0), cache.stride(1)),
-        dict(KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)),
-        num_warps=4,
-    )
+class GatherRingLaunch(Launch):
+    """Writes the tokens that a layer's ring has over those that `GatherLaunch` read from the pages, still rotated.
+    Called without tensors."""
 
+    def __init__(self, ring: Ring, head_dim: int) -> None:
+        cache = ring.cache
+        check_ring(ring, cache.shape[1], head_dim)
+        constants = dict(
+            KV_HEADS=cache.shape[1], GROUPS=head_dim // GROUP_SIZE, BLOCK=cache.shape[2], RING=ring_layout(head_dim)
+        )
+        fixed = Arguments(cache, cache.stride(0), cache.stride(1))
+        super().__init__(_gather_ring_kernel, fixed, constants, num_warps=4)
 
-def gather_ring_arguments(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Arguments:
-    """A step's arguments: `ring.block_table` int32 [requests, blocks], `ring.first` int32 [requests], `spans` int32
-    [n, 4], `key` and `value` fp16 [rows, KV heads, head_dim]."""
-    assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
-    return Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
-
-
-def gather_ring(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the tokens that the ring has over those that `gather` read from the pages, still rotated.
-
-    Args:
-        ring: of the layer; `spans` count its requests.
-        spans: int32 [n, 4], contiguous: request, row of its token 0 (maybe negative), tokens low .. end - 1; those
-            before `ring.first` are left alone.
-        key, value: fp16 [rows, KV heads, head_dim], contiguous.
-    """
-    _, kv_heads, head_dim = key.shape
-    launch = bind_gather_ring(ring, head_dim)
-    launch((len(spans), kv_heads, 1), (), gather_ring_arguments(ring, spans, key, value))
+    @staticmethod
+    def step(ring: Ring, spans: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> StepLaunch:
+        """A row of `spans`: request, row of its token 0 (maybe negative), tokens low .. end - 1; those before
+        `ring.first` are left alone."""
+        assert key.is_contiguous() and value.is_contiguous() and spans.is_contiguous(), (key.stride(), spans.stride())
+        arguments = Arguments(ring.block_table, ring.first, spans, key, value, ring.block_table.stride(0))
+        return StepLaunch((len(spans), key.shape[1], 1), arguments)
 
 
 def check_ring(ring: Ring, kv_heads: int, head_dim: int) -> None:

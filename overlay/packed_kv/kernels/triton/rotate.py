@@ -1,4 +1,4 @@
-"""What stands before `decode.py`: rotate the query.
+"""Rotate the query before the decode kernel.
 
 It is a product with the head_dim x head_dim matrix of the rotation, in fp16 with fp32 sums: a query is rotated once a
 step, so exactness to the bit, which the codec needs, would buy nothing here. Where the layer stores tokens too,
@@ -17,14 +17,14 @@ from ...codecs.codec import Codec
 from .. import power_of_2
 from ..units import LOG2_E
 from .fragments import opaque
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, Means, bias_of_rows, bias_programs
 
 QUERY_ROWS = 16
-"""Of a program: the least that the tensor core takes. A row is a query head of a token."""
+"""Rows of a program: the least that the tensor core takes. A row is a query head of a token."""
 QUERY_CHANNELS = 32
-"""Of a program: 78 registers a thread on sm_90, where 64 take 108, and the programs of `store.py` that store have as
-many."""
+"""Channels of a program: 78 registers per thread on sm_90, where 64 channels take 108, and the programs of `store.py`
+that store have as many."""
 
 
 def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> torch.Tensor:
@@ -39,8 +39,8 @@ def rotation_matrix(codec: Codec, kv_heads: int, *, inverse: bool = False) -> to
 
 @dataclass(frozen=True)
 class QueryRotation:
-    """Of a layer: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and `means` of its keys or
-    None."""
+    """Rotation of a layer's queries: `matrix` fp16 [1 or KV heads, stored_dim, stored_dim], attention `scale`, and
+    `means` of its keys or None."""
 
     matrix: torch.Tensor
     scale: float
@@ -101,8 +101,8 @@ def rotate_rows(
     columns += head.to(tl.int64) * matrix_head_stride
     result = tl.zeros([16, CHANNELS], tl.float32)
     for start in tl.static_range(0, HEAD_DIM, 32):
-        part = start + 8 * t
-        channel = part[:, None] + tl.arange(0, 8)[None, :]
+        first = start + 8 * t
+        channel = first[:, None] + tl.arange(0, 8)[None, :]
         low = tl.load(low_source[:, None] + channel, mask=low_valid[:, None] & (channel < QUERY_DIM), other=0.0)
         high = tl.load(high_source[:, None] + channel, mask=high_valid[:, None] & (channel < QUERY_DIM), other=0.0)
         x = tl.reshape(tl.join(low.to(tl.float16), high.to(tl.float16)), [8, 4, 2, 2, 2, 2])  # g, t, 3 bits of 8, row
@@ -126,7 +126,7 @@ def _row(
     query, rotated, rows, row, head, token_stride, head_stride,
     KV_HEADS: tl.constexpr, QUERY_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Which of these rows there are, bool [lanes], and pointers to what they are read from and written to."""
+    """Return a mask of the rows that exist, bool [lanes], and pointers to their sources and targets."""
     token, member = (row // QUERY_GROUP).to(tl.int64), head * QUERY_GROUP + row % QUERY_GROUP
     source = query + token * token_stride + member * head_stride
     return row < rows, source, rotated + (token * (KV_HEADS * QUERY_GROUP) + member) * HEAD_DIM
@@ -185,70 +185,41 @@ def _rotate_query_kernel(
         )  # fmt: skip
 
 
-def bind_rotate_query(query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> Launch:
-    """The kernel for queries of the dtype and strides of `query` (fp16, bf16 or fp32 [tokens, query heads, head_dim]),
-    bound to `rotation`."""
-    head_dim, means = rotation.matrix.shape[2], rotation.means
-    spectrum = rotation.matrix if means is None else means.spectrum
-    return Launch(
-        _rotate_query_kernel,
-        Arguments(*rotation.fixed(query), spectrum),
-        dict(
-            KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
-            PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS,
-            BIAS_PROGRAMS=rotation.bias_programs, MEAN_BLOCKS=0 if means is None else means.blocks,
-            MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
-        ),
-        num_warps=1,
-    )  # fmt: skip
+class RotateQueryLaunch(Launch):
+    """Rotates queries by a layer's `rotation`, times its scale and log2 e, and fills their biases. Called with queries
+    of the dtype and strides of `query`."""
 
+    def __init__(self, query: torch.Tensor, kv_heads: int, rotation: QueryRotation) -> None:
+        head_dim, means = rotation.matrix.shape[2], rotation.means
+        spectrum = rotation.matrix if means is None else means.spectrum
+        super().__init__(
+            _rotate_query_kernel,
+            Arguments(*rotation.fixed(query), spectrum),
+            dict(
+                KV_HEADS=kv_heads, QUERY_GROUP=query.shape[1] // kv_heads, QUERY_DIM=query.shape[2], HEAD_DIM=head_dim,
+                PADDED_DIM=power_of_2(head_dim), CHANNELS=QUERY_CHANNELS, ROWS=QUERY_ROWS,
+                BIAS_PROGRAMS=rotation.bias_programs, MEAN_BLOCKS=0 if means is None else means.blocks,
+                MEAN_BLOCK_TOKENS=0 if means is None else means.block_tokens, COLUMNS=COLUMNS,
+            ),
+            num_warps=1,
+        )  # fmt: skip
 
-def rotate_query_arguments(
-    rotated: torch.Tensor, positions: torch.Tensor | None = None, bias: torch.Tensor | None = None
-) -> Arguments:
-    """A step's arguments: `positions` int64 [tokens or more], contiguous, needed where keys have means by blocks of
-    positions; `rotated` fp16 [tokens, KV heads, queries a KV head, stored_dim]; `bias` fp32 [tokens, query heads,
-    1 + blocks]."""
-    tokens, kv_heads, group, _ = rotated.shape
-    assert rotated.is_contiguous(), rotated.stride()
-    assert bias is None or (bias.shape[:2] == (tokens, kv_heads * group) and bias.is_contiguous()), bias.shape
-    if positions is None:
-        assert bias is None or bias.shape[2] == 2, bias.shape
-        positions = rotated.view(torch.int64)  # not read
-    assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
-    return Arguments(positions, rotated, rotated if bias is None else bias, tokens * group)
-
-
-def rotate_query_grid(rotated: torch.Tensor, rotation: QueryRotation) -> tuple[int, int, int]:
-    tokens, kv_heads, group, stored_dim = rotated.shape
-    parts = power_of_2(stored_dim) // QUERY_CHANNELS
-    return -(-tokens * group // QUERY_ROWS), kv_heads, parts + rotation.bias_programs
-
-
-def rotate_query(
-    query: torch.Tensor,
-    matrix: torch.Tensor,
-    rotated: torch.Tensor,
-    scale: float,
-    means: Means | None = None,
-    positions: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Rotate queries and multiply them by `scale` and log2 e, once.
-
-    Args:
-        query: fp16, bf16 or fp32 [tokens, query heads, head_dim], unit stride over channels.
-        matrix: `rotation_matrix` of the K codec.
-        rotated: fp16 [tokens, KV heads, queries a KV head, stored_dim], contiguous; filled.
-        scale: attention scale.
-        means: of the keys, or None.
-        positions: int64 [tokens], contiguous, of the queries; needed where `means` has several blocks.
-        bias: with `means`: fp32 [tokens, query heads, 1 + blocks], contiguous; filled with what scores lack, times
-            `scale` and log2 e too: for the key of position 0, beyond what the others of block 0 lack; for the keys of
-            each block of positions, up to the last that this step reads.
-    """
-    assert (bias is None) == (means is None)
-    assert means is None or bias is None or bias.shape[2] == 1 + means.blocks, bias.shape
-    rotation = QueryRotation(matrix, scale, means)
-    launch = bind_rotate_query(query, rotated.shape[1], rotation)
-    launch(rotate_query_grid(rotated, rotation), (query,), rotate_query_arguments(rotated, positions, bias))
+    @staticmethod
+    def step(
+        rotated: torch.Tensor,
+        rotation: QueryRotation,
+        positions: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> StepLaunch:
+        """`rotated`: fp16 [tokens, KV heads, queries per KV head, stored_dim]. `positions` are needed where keys have
+        means by blocks of positions."""
+        tokens, kv_heads, group, stored_dim = rotated.shape
+        assert rotated.is_contiguous(), rotated.stride()
+        assert bias is None or (bias.shape[:2] == (tokens, kv_heads * group) and bias.is_contiguous()), bias.shape
+        if positions is None:
+            assert bias is None or bias.shape[2] == 2, bias.shape
+            positions = rotated.view(torch.int64)  # not read
+        assert positions.dtype == torch.int64 and positions.is_contiguous(), (positions.dtype, positions.stride())
+        rows, programs = tokens * group, power_of_2(stored_dim) // QUERY_CHANNELS
+        grid = -(-rows // QUERY_ROWS), kv_heads, programs + rotation.bias_programs
+        return StepLaunch(grid, Arguments(positions, rotated, rotated if bias is None else bias, rows))

@@ -19,6 +19,8 @@ and rotations exchange lanes only for strides 2, 4, 32, 64, ... (lane ^ 1, 2, 4,
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from ...codecs.pages import PagedCodec
 from ...layout import MICRO_BLOCK, ring_slot_bytes
 from .. import power_of_2
 from ..kernel_layout import KernelLayout, kernel_layout
-from .launch import Arguments, Launch, head_stride
+from .launch import Arguments, Launch, StepLaunch, head_stride
 from .means import COLUMNS, bias_of_rows
 from .pages import KEY, VALUE
 from .quantize import hadamard, load_rotated, quantize, round_to_half, search_scale
@@ -39,141 +41,104 @@ ROWS = 8
 """Groups of a program: one for every 4 lanes of its one warp."""
 
 
-def bind_store(
-    codec: PagedCodec,
-    cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ring: torch.Tensor | None = None,
-    queries: tuple[torch.Tensor, QueryRotation] | None = None,
-    *,
-    only_ring: bool = False,
-) -> Launch:
-    """The kernel bound to `cache`, uint8 [blocks, KV heads, block_size, slot_bytes], and `ring`, uint8 [blocks, KV
-    heads, block_size, ring_slot_bytes], for keys and values of the dtype and strides of `key` and `value` (fp16, bf16
-    or fp32 [tokens, KV heads, head_dim or value_dim]). With `queries`, it rotates some like these, fp16, bf16 or fp32
-    [tokens, query heads, head_dim], too. The first arguments of the launch are key, value and query (without: the key
-    again)."""
-    _, heads, block_size, slot_bytes = cache.shape
-    assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
-    assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
-    assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
-    assert key.dtype == value.dtype and len(key) == len(value), (key.dtype, value.dtype, key.shape, value.shape)
-    for x, part in ((key, codec.key), (value, codec.value)):
-        assert x.shape[1:] == (heads, part.head_dim), (x.shape, heads, part.head_dim)
-    assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
-    assert ring is not None or not only_ring
-    for part in (codec.key, codec.value):
-        assert part.heads in (None, heads), (part.heads, heads)
-    if ring is not None:
-        assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
-        assert ring.stride()[2:] == (ring.shape[3], 1) and ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
-    channels = [codec.key.channels, codec.value.channels]
-    transform = codec.key.transform
-    tables = channels if codec.transform_tables is None else codec.transform_tables
-    of_ring = cache if ring is None else ring
-    unread = codec.key.rotation_constants
-    of_query = (unread, 0, 0, 0, 0.0, unread, 0) if queries is None else queries[1].fixed(queries[0])
-    padded_dim = power_of_2(codec.key.stored_dim)
-    layout = kernel_layout(codec.layout)
-    return Launch(
-        store_kernel,
-        Arguments(
-            cache, cache.stride(0), cache.stride(1),
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            codec.key.rotation_constants,
-            *(x for part in channels for x in (part, 0 if part.ndim == 1 else part.stride(0))),
-            *(x for table in tables for x in (table, head_stride(table))),
-            transform.spectrum,
-            of_ring, of_ring.stride(0), of_ring.stride(1),
-            *of_query,
-        ),
-        dict(
-            TRANSFORMED=codec.transform_tables is not None, HAS_POSITIONS=transform.needs_positions,
-            MEAN_BLOCKS=transform.mean_blocks, MEAN_BLOCK_TOKENS=transform.block_tokens,
-            HEADS=heads, BLOCK_SIZE=block_size, ROWS=rows_of(layout), ROTATION=codec.key.fmt.rotation,
-            ORDERED=codec.key.order is not None or codec.value.order is not None,
-            HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
-            QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
-            QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
-            BIAS_PROGRAMS=0 if queries is None else queries[1].bias_programs, COLUMNS=COLUMNS,
-            HEAD_DIM=codec.key.head_dim, VALUE_DIM=codec.value.head_dim, LAYOUT=layout,
-        ),
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+class StoreLaunch(Launch):
+    """Stores a layer's K and V in the pages of `cache` and, with `ring`, there too, in one launch, with no host sync:
+    `PagedCodec.write`, and `codecs.ring.write`. With `queries`, it rotates some like these, too.
 
-
-def store_arguments(
-    codec: PagedCodec,
-    slots: torch.Tensor,
-    positions: torch.Tensor | None,
-    ring_slots: torch.Tensor | None,
-    rotate: Arguments | None = None,
-) -> Arguments:
-    """A step's arguments: `slots` int32 or int64 [tokens], `positions` int64 [tokens or more], None where nothing of
-    the codec depends on them, `ring_slots` int32 [up to tokens], and `rotate` of `rotate_query_arguments` with the same
-    positions, for the launch with queries."""
-    assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
-    if positions is None:
-        assert not codec.key.transform.needs_positions
-        positions = slots  # not read
-    else:
-        assert positions.is_contiguous() and positions.dtype == torch.int64, (positions.dtype, positions.stride())
-        assert len(positions) >= len(slots), (positions.shape, slots.shape)
-    if ring_slots is None:
-        ring_slots = slots[:0]
-    assert ring_slots.is_contiguous() and len(ring_slots) <= len(slots), (ring_slots.shape, slots.shape)
-    nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
-    _, *of_queries = (positions, nothing, nothing, 0) if rotate is None else rotate.values
-    return Arguments(slots, len(slots), positions, ring_slots, len(ring_slots), *of_queries)
-
-
-def store_grid(
-    codec: PagedCodec, tokens: int, heads: int, query_rows: int = 0, bias_programs: int = 0
-) -> tuple[int, int, int]:
-    """For so many tokens and, of the launch with queries, rows a KV head of these and `QueryRotation.bias_programs`."""
-    layout = kernel_layout(codec.layout)
-    groups = [power_of_2(section.groups) for section in layout.sections]
-    programs = sum(-(-tokens * heads // (rows_of(layout) // count)) for count in groups)
-    parts = power_of_2(codec.key.stored_dim) // QUERY_CHANNELS + bias_programs
-    of_queries = -(-query_rows // QUERY_ROWS) * heads * parts
-    return programs + -(-of_queries // 2), 2, 1
-
-
-def store_tokens(
-    codec: PagedCodec,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    *,
-    ring: torch.Tensor | None = None,
-    ring_slots: torch.Tensor | None = None,
-    only_ring: bool = False,
-) -> None:
-    """Store tokens: `PagedCodec.write` in one launch, with no host sync and no allocation; and `codecs.ring.write`.
-
-    Args:
-        codec: the codec of the layer, on the device of the tensors.
-        cache: uint8 [blocks, KV heads, block_size, slot_bytes]; the last two dimensions contiguous, block_size a
-            multiple of 16, address and other strides multiples of 4.
-        slots: int32 or int64 [tokens], contiguous: block * block_size + offset. Negative ones are skipped, the others
-            are distinct.
-        key, value: fp16, bf16 or fp32 [tokens or more, KV heads, head_dim] and [.., .., value_dim] of one dtype,
-            channels contiguous; rows beyond the slots are padding.
-        positions: int64 [tokens], contiguous, each token's place in its sequence; needed where the mean of keys depends
-            on it, else not looked at.
-        ring: uint8 [blocks, KV heads, block_size, ring_slot_bytes], or None: none.
-        ring_slots: int32 [up to tokens], contiguous: where the first so many tokens go in the ring; as `slots`.
-        only_ring: leave the pages alone.
+    Called with keys, values and queries of the dtypes and strides of `key`, `value` and `queries` (without queries:
+    the key again); their rows beyond the slots are padding. `only_ring`: leave the pages alone.
     """
-    assert len(key) >= len(slots), (key.shape, slots.shape)
-    assert (ring is None) == (ring_slots is None)
-    launch = bind_store(codec, cache, key, value, ring, only_ring=only_ring)
-    if len(slots):
-        grid = store_grid(codec, len(slots), cache.shape[1])
-        launch(grid, (key, value, key), store_arguments(codec, slots, positions, ring_slots))
+
+    def __init__(
+        self,
+        codec: PagedCodec,
+        cache: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ring: torch.Tensor | None = None,
+        queries: tuple[torch.Tensor, QueryRotation] | None = None,
+        *,
+        only_ring: bool = False,
+    ) -> None:
+        _, heads, block_size, slot_bytes = cache.shape
+        assert cache.dtype == torch.uint8 and slot_bytes == codec.slot_bytes, (cache.dtype, cache.shape)
+        assert cache.stride()[2:] == (slot_bytes, 1) and block_size % MICRO_BLOCK == 0, (cache.shape, cache.stride())
+        assert cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0, cache.stride()
+        assert key.dtype == value.dtype and len(key) == len(value), (key.dtype, value.dtype, key.shape, value.shape)
+        for x, one in ((key, codec.key), (value, codec.value)):
+            assert x.shape[1:] == (heads, one.head_dim), (x.shape, heads, one.head_dim)
+        assert key.stride(2) == value.stride(2) == 1, (key.stride(), value.stride())
+        assert ring is not None or not only_ring
+        for one in (codec.key, codec.value):
+            assert one.heads in (None, heads), (one.heads, heads)
+        if ring is not None:
+            assert ring.dtype == torch.uint8 and ring.shape[3] == ring_slot_bytes(codec.key.head_dim), ring.shape
+            assert ring.stride()[2:] == (ring.shape[3], 1), ring.stride()
+            assert ring.stride(0) % 2 == ring.stride(1) % 2 == 0, ring.stride()
+        channels = [codec.key.channels, codec.value.channels]
+        transform = codec.key.transform
+        tables = channels if codec.transform_tables is None else codec.transform_tables
+        of_ring = cache if ring is None else ring
+        unread = codec.key.rotation_constants
+        of_query = (unread, 0, 0, 0, 0.0, unread, 0) if queries is None else queries[1].fixed(queries[0])
+        padded_dim = power_of_2(codec.key.stored_dim)
+        layout = kernel_layout(codec.layout)
+        super().__init__(
+            store_kernel,
+            Arguments(
+                cache, cache.stride(0), cache.stride(1),
+                key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+                codec.key.rotation_constants,
+                *(x for one in channels for x in (one, 0 if one.ndim == 1 else one.stride(0))),
+                *(x for table in tables for x in (table, head_stride(table))),
+                transform.spectrum,
+                of_ring, of_ring.stride(0), of_ring.stride(1),
+                *of_query,
+            ),
+            dict(
+                TRANSFORMED=codec.transform_tables is not None, HAS_POSITIONS=transform.needs_positions,
+                MEAN_BLOCKS=transform.mean_blocks, MEAN_BLOCK_TOKENS=transform.block_tokens,
+                HEADS=heads, BLOCK_SIZE=block_size, ROWS=rows_of(layout), ROTATION=codec.key.fmt.rotation,
+                ORDERED=codec.key.order is not None or codec.value.order is not None,
+                HAS_PAGES=not only_ring, RING_BLOCK=0 if ring is None else ring.shape[2],
+                QUERY_GROUP=0 if queries is None else queries[0].shape[1] // heads, QUERY_DIM=key.shape[2],
+                QUERY_ROWS=QUERY_ROWS, QUERY_CHANNELS=QUERY_CHANNELS, PADDED_DIM=padded_dim,
+                BIAS_PROGRAMS=0 if queries is None else queries[1].bias_programs, COLUMNS=COLUMNS,
+                HEAD_DIM=codec.key.head_dim, VALUE_DIM=codec.value.head_dim, LAYOUT=layout,
+            ),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    @staticmethod
+    def step(
+        codec: PagedCodec,
+        kv_heads: int,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        ring_slots: torch.Tensor | None = None,
+        rotate: StepLaunch | None = None,
+    ) -> StepLaunch:
+        """`positions`: None where nothing of the codec depends on them. `ring_slots`: where the first so many tokens go
+        in the ring. `rotate`: of `RotateQueryLaunch` with the same positions, for the launch with queries."""
+        tokens = len(slots)
+        assert slots.ndim == 1 and slots.is_contiguous() and not slots.is_floating_point(), (slots.dtype, slots.shape)
+        if positions is None:
+            assert not codec.key.transform.needs_positions
+            positions = slots  # not read
+        else:
+            assert positions.is_contiguous() and positions.dtype == torch.int64, (positions.dtype, positions.stride())
+            assert len(positions) >= tokens, (positions.shape, slots.shape)
+        if ring_slots is None:
+            ring_slots = slots[:0]
+        assert ring_slots.is_contiguous() and len(ring_slots) <= tokens, (ring_slots.shape, slots.shape)
+        nothing = slots.new_empty(0, dtype=torch.float16)  # its address is 0
+        _, *of_queries = (positions, nothing, nothing, 0) if rotate is None else rotate.arguments.values
+        layout = kernel_layout(codec.layout)
+        groups = [power_of_2(section.groups) for section in layout.sections]
+        programs = sum(-(-tokens * kv_heads // (rows_of(layout) // count)) for count in groups)
+        rotating = 0 if rotate is None else math.prod(rotate.grid)
+        arguments = Arguments(slots, tokens, positions, ring_slots, len(ring_slots), *of_queries)
+        return StepLaunch((programs + -(-rotating // 2), 2, 1), arguments)
 
 
 def rows_of(layout: KernelLayout) -> int:

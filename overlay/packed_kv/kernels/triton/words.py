@@ -56,20 +56,20 @@ def store_codes(
     CODE: tl.constexpr = SECTION.code
     WORDS: tl.constexpr = CODE.code_words
     CODES: tl.constexpr = _codes(IS_KEY)
-    PARTS: tl.constexpr = _words(CODES, WORDS)
+    NUMBERS: tl.constexpr = _words(CODES, WORDS)
     WORDS_OF_N3: tl.constexpr = (8 if IS_KEY else 2) * WORDS // 16
     for d0 in tl.static_range(1 if IS_KEY else 2):
         if IS_KEY:
             word_lane = n % 8 * 4 + lane
         else:
             word_lane = (2 * lane + d0) * 4 + n % 8 // 2
-        for part in tl.static_range(len(PARTS)):
-            word = SECTION.word + group * WORDS + PARTS[part]
+        for i in tl.static_range(len(NUMBERS)):
+            word = SECTION.word + group * WORDS + NUMBERS[i]
             if WORDS_OF_N3 > 0:
                 word += n // 8 * WORDS_OF_N3
             _store_word(
                 codes, n, word, word_lane, stored, magnitudes, signs,
-                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, PARTS[part]), LAYOUT.words,
+                IS_KEY, CODE, _registers(IS_KEY, CODES, WORDS, d0, NUMBERS[i]), LAYOUT.words,
             )  # fmt: skip
         if len(CODE.sign_shift) == 0:
             _store_sign_word(

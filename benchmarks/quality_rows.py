@@ -1,0 +1,97 @@
+"""Rows of SmolLM2's quality: which ones count, of what, and in which setting."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tables
+from tables import BASELINE, NOT_FINITE, RESULTS, Row, in_order, made_by
+
+CALIBRATED, UNCALIBRATED, NO_WINDOW = "calibrated", "no file", "calibrated, no window"
+FOLDER, H200 = "generate-smollm2", "quality-smollm2-h200"
+BEHIND = {f"{FOLDER}/calibrated.json": CALIBRATED, f"{FOLDER}/uncalibrated.json": UNCALIBRATED}
+"""Prompts of 1,000 to 7,500 tokens, with the recent window of 64 tokens."""
+TEXT = {
+    f"{H200}/calibrated-window-64-f759513.json": CALIBRATED, f"{H200}/turboquant-nc.json": CALIBRATED,
+    f"{H200}/calibrated-window-64.json": CALIBRATED, f"{H200}/calibrated-window-64-29533ae.json": CALIBRATED,
+    f"{H200}/uncalibrated-window-64.json": UNCALIBRATED,
+    f"{H200}/uncalibrated-window-64-29533ae.json": UNCALIBRATED,
+    f"{H200}/calibrated-no-window-88355a4.json": NO_WINDOW, f"{H200}/calibrated-no-window.json": NO_WINDOW,
+    f"{H200}/calibrated-no-window-29533ae.json": NO_WINDOW,
+}  # fmt: skip
+"""Teacher-forced text of up to 2,048 tokens. Of a dtype in a setting the last file counts."""
+TAKEN = {"calibrated-window-64-f759513.json": ("fp8", "int4_per_token_head"), "turboquant-nc.json": (
+    "turboquant_4bit_nc", "turboquant_3bit_nc"), "calibrated-no-window-88355a4.json": ("planarquant4",)}  # fmt: skip
+"""File of `TEXT` -> the dtypes that are taken of it, if not all."""
+
+
+def forced(rows: list[Row]) -> list[Row]:
+    """Rows of `TEXT` that count, without bf16's and those of the rounding to fp8."""
+    return [row for row in in_order(rows) if row["dtype"] not in (BASELINE, "fp8-storage")
+            and row["dtype"] in TAKEN.get(Path(row["file"]).name, (row["dtype"],))]  # fmt: skip
+
+
+def kept_tasks(name: str) -> list[Row]:
+    """A row per dtype, kind of task and length, of the tasks that the baseline solves: how many of how many (`kept`),
+    the share that the dtype solves, and the nats lost per answer with their standard error."""
+    found = json.loads((RESULTS / name).read_text())
+    known = {(part["kind"], part["prompt"]): part for row in found["rows"] if row["dtype"] == BASELINE
+             for part in row["answers"] if any(part["solved"])}  # fmt: skip
+    rows = []
+    for row in found["rows"]:
+        for part in row["answers"] if row["dtype"] != BASELINE else ():
+            base = known.get((part["kind"], part["prompt"]))
+            if base is None:
+                continue
+            pairs = zip(base["solved"], base["log_probs"], part["solved"], part["log_probs"], strict=True)
+            kept = [(solved, before - after) for theirs, before, solved, after in pairs if theirs]
+            losses = [lost for _, lost in kept]
+            lost = statistics.fmean(losses)
+            has_error = len(losses) > 1 and math.isfinite(lost)
+            rows.append({
+                "dtype": row["dtype"], "task": part["kind"], "prompt": f"{part['prompt']:,}",
+                "kept": f"{len(kept)} of {len(part['solved'])}",
+                "solved": f"{statistics.fmean(solved for solved, _ in kept):.0%}",
+                "lost": (f"{lost:.2f}" if math.isfinite(lost) else NOT_FINITE)
+                + (f" ± {statistics.stdev(losses) / math.sqrt(len(losses)):.2f}" if has_error else ""),
+                **made_by(name, found["run"]),
+            })  # fmt: skip
+    return rows
+
+
+def behind(*places: str, dtypes: Sequence[str] = ()) -> Callable[[list[Row]], Sequence[Row]]:
+    """Rows of prompts with `kl_share` at the same `places`: the mean of the texts, unless `places` has them.
+
+    Other dtypes than ours know neither file nor window, and have no setting. With `dtypes`, those in this order.
+    """
+
+    def prepare(rows: list[Row]) -> Sequence[Row]:
+        rows = [row for row in rows if row["dtype"] != BASELINE]
+        named = [{**row, "setting": row["setting"] if row["dtype"] in tables.ORDER[3:] else ""} for row in rows]
+        found = tables.shared(tables.merged(in_order(named), ("dtype", "setting", *places)), places)
+        return [row for name in dtypes for row in found if row["dtype"] == name] if dtypes else found
+
+    return prepare
+
+
+def gains(rows: list[Row]) -> list[Row]:
+    """A row per dtype and length: `gain`, the KL with a file over that without, paired by windows."""
+    found = {(row["dtype"], row["prompt"], row["setting"]): row for row in behind("prompt")(rows)}
+    made = []
+    for (dtype, prompt, setting), row in found.items():
+        if setting == CALIBRATED:
+            pair = (json.loads(one["windows"]) for one in (row, found[dtype, prompt, UNCALIBRATED]))
+            made.append({**row, "gain": "{:.2f} ± {:.2f}".format(*tables.ratio_of_means(*pair))})
+    return made
+
+
+def tasks(rows: list[Row]) -> list[Row]:
+    """A row per dtype, kind of task and length: `shown`, the share that it solves and the nats lost per answer."""
+    settings = dict.fromkeys((row["file"], row["setting"]) for row in rows)
+    found = [{**row, "setting": setting, "shown": f"{row['solved']}, {row['lost']}"}
+             for name, setting in settings for row in kept_tasks(name)]  # fmt: skip
+    return in_order(tables.without_others(found))

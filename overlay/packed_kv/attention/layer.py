@@ -1,0 +1,117 @@
+"""Attention of one layer of pairs, and its step from top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..codecs.pages import PagedCodec
+from ..reference.attention import AttentionOptions, RecentVectors, attend
+from ..window.step import WindowStep
+from .context_shard import UNSHARDED, ContextShard
+from .metadata import Batch, PackedMetadata
+from .protocols import DecodeBatch, DecodeKernel, PrefillKernel
+from .step import StepKey
+from .store import PairStore
+
+
+@dataclass(eq=False)
+class PairKernels:
+    """Kernels of a layer's attention, and its shape and options.
+
+    `codec`, `query_heads`, `kv_heads`, `options`: of the layer, on this rank. `store`: all writes. `decode`: the kernel
+    of decodes; None: they run in PyTorch. `prefill`: that of the other requests, likewise. `shard`: which tokens are in
+    this rank's pages.
+    """
+
+    codec: PagedCodec
+    query_heads: int
+    kv_heads: int
+    options: AttentionOptions
+    store: PairStore
+    decode: DecodeKernel[None] | None
+    prefill: PrefillKernel | None
+    shard: ContextShard = UNSHARDED
+
+    def count_decodes(self, metadata: PackedMetadata, dtype: torch.dtype) -> int:
+        """Return how many requests, from the first on, the decode kernel serves."""
+        if self.decode is None or dtype == torch.float32 or metadata.decode_query_len > self.decode.longest:
+            return 0
+        return metadata.decodes
+
+    def prepare_decodes(
+        self, metadata: PackedMetadata, window: WindowStep | None, lse: torch.Tensor | None = None
+    ) -> Any:
+        """Return the step of the batch's decodes; layers of one kind share it. `lse`: see `DecodeBatch`."""
+        decode, requests = self.decode, metadata.decodes
+        assert decode is not None
+
+        def make() -> Any:
+            return decode.prepare(
+                DecodeBatch(
+                    block_table=metadata.block_table[:requests],
+                    query_start=metadata.query_start_loc[: requests + 1],
+                    seq_lens=metadata.stored_lens[:requests],
+                    tokens=metadata.decode_tokens,
+                    max_query_len=metadata.decode_query_len,
+                    positions=metadata.positions[: metadata.decode_tokens],
+                    ring=window.ring(0, requests) if window else None,
+                    lse=lse,
+                )
+            )
+
+        rings = window.metadata if window else None
+        return metadata.steps.get(StepKey("decode", decode.kind, window=rings), make)
+
+    def attend_in_pytorch(self, batch: Batch, first: int, lse: torch.Tensor | None = None) -> None:
+        """Serve the batch's requests from `first` on, one by one. `lse`: fp32 [tokens, query heads], filled."""
+        metadata, starts = batch.metadata, batch.metadata.query_starts
+        recent: dict[int, RecentVectors] = {}
+        if batch.window:
+            new = batch.key, batch.value, metadata.positions
+            recent = batch.window.recent_vectors(self.codec, *new, starts, metadata.context, first)
+        for request in range(first, len(metadata.context)):
+            rows = slice(starts[request], starts[request + 1])
+            if rows.start < rows.stop:
+                table, seq_len = metadata.block_table[request], metadata.context[request]
+                of_request = table, seq_len, batch.query[rows], self.options, recent.get(request), metadata.shard
+                result, row_lse = attend(self.codec, batch.cache, *of_request)
+                batch.output[rows] = result.to(batch.output.dtype)
+                if lse is not None:
+                    lse[rows] = row_lse
+
+
+class PairAttention:
+    """Attention of a layer whose tokens are all in this rank's pages."""
+
+    def __init__(self, kernels: PairKernels) -> None:
+        self.kernels = kernels
+
+    def forward(self, batch: Batch) -> None:
+        """Store a batch, and attend to its decodes and to the other requests."""
+        kernels, metadata, window = self.kernels, batch.metadata, batch.window
+        decodes = kernels.count_decodes(metadata, batch.query.dtype)
+        decode_step = kernels.prepare_decodes(metadata, window) if decodes else None
+        if batch.key is not None:
+            kernels.store.store(batch, decodes, decode_step)
+        elif decode_step is not None:
+            kernels.store.kernel.rotate(batch.query, decode_step)
+        if decode_step is not None:
+            assert kernels.decode is not None
+            ring = window.ring(0, decodes) if window else None
+            kernels.decode.attend(decode_step, batch.cache, (batch.query,), ring, batch.output)
+        if decodes == len(metadata.context):
+            return
+        if batch.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("prefill cannot be captured in a CUDA graph: its schedule is built on the host")
+        if kernels.prefill is None:
+            kernels.attend_in_pytorch(batch, decodes)
+        else:
+            ring = None
+            if window and batch.key is not None and not metadata.has_new_prompts(decodes):
+                ring = window.ring(decodes, len(metadata.context))
+            kernels.prefill.attend(batch, decodes, ring)
+        if batch.key is not None:
+            kernels.store.store_rest(batch, decodes)

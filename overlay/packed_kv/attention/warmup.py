@@ -1,0 +1,195 @@
+"""Dry runs of a layer: every launch of its steps, for pages, a ring and queries of our own, so that what they need is
+compiled ahead (`kernels/ahead.py`) and the workspace has its size. Threads go on compiling afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..codecs.ring import Ring
+from ..kernels.ahead import Ahead
+from ..layout import MICRO_BLOCK
+from .context_parallel import ContextParallelAttention
+from .latent.in_pytorch import PrefixChunk, RecentContext
+from .layer import PairAttention
+from .metadata import Batch, PackedMetadata
+from .protocols import DecodeBatch, NewTokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ..window.layer import WindowLayer
+    from .decode import TritonPairs
+    from .latent.decode import TritonLatents
+    from .latent.prefix import TritonLatentPrefix
+    from .prefill import FlashPrefill
+    from .store import LatentStore
+    from .triton_store import TritonLatentStore, TritonPairStore
+
+
+def block_size_of(config: VllmConfig) -> int:
+    """Return the tokens of a block, or a number that will do where vLLM has not settled it yet."""
+    block_size = config.cache_config.block_size
+    return block_size if block_size and block_size % MICRO_BLOCK == 0 else MICRO_BLOCK
+
+
+class PairWarmup:
+    """The dry run of a layer of pairs on CUDA.
+
+    Args:
+        attention: of the layer.
+        query, key, value: of vLLM's profiling run; a layer that shares another's cache may have no key and value.
+        block_size: tokens of a block of pages.
+        window_layer: of this layer, or None.
+    """
+
+    def __init__(
+        self, attention: PairAttention | ContextParallelAttention, query: torch.Tensor, key: torch.Tensor | None,
+        value: torch.Tensor | None, block_size: int, window_layer: WindowLayer | None,
+    ) -> None:  # fmt: skip
+        kernels = attention.kernels
+        self.attention, self.kernels, self.block_size = attention, kernels, block_size
+        self.query, self.key, self.value = query, key, value
+        self.window_layer = window_layer if window_layer is not None and window_layer.ring_block_size else None
+        self.store = cast("TritonPairStore", kernels.store.kernel)
+        self.decode = cast("TritonPairs", kernels.decode)  # or `HopperPairs`
+        self.prefill = cast("FlashPrefill | None", kernels.prefill)
+        self.heads = kernels.query_heads * kernels.shard.ranks
+
+    def run(self, *, shares_cache: bool) -> None:
+        """Note all launches. `shares_cache`: whether the layer shares another's cache, and so rotates queries without a
+        store."""
+        with Ahead():
+            if self.key is not None and self.value is not None:
+                self._decodes(self.key, self.value)  # first, as their kernels take longest
+                self._prefills(self.key, self.value)
+            if shares_cache:
+                self._rotation()
+            for kernel in (self.store, self.decode, self.prefill):
+                if kernel is not None:
+                    kernel.bound.clear()  # pages and a ring of our own go
+
+    def _rotation(self) -> None:
+        if self.query.dtype == torch.float32:
+            return
+        count = torch.arange(2, dtype=torch.int32, device=self.query.device)
+        batch = DecodeBatch(count[:1, None], count, count[1:], 1, 1, count[:1].long())
+        self.store.rotate(self.query[:1], self.decode.prepare(batch))
+
+    def _reserve(self) -> None:
+        """Take all workspace, and what ranks exchange, so that vLLM's memory profile counts it."""
+        self.decode.reserve()
+        if self.prefill is not None:
+            self.prefill.reserve(self.query.dtype)
+        if isinstance(self.attention, ContextParallelAttention):
+            self.attention.ranks.reserve(self.query, self.kernels.codec.value.head_dim)
+
+    def _prefills(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Every launch of a step with prefills."""
+        kernels, query, store, prefill = self.kernels, self.query, self.store, self.prefill
+        self._reserve()
+        # PyTorch's own memory grows with the batch; FlashAttention's does not: a chunk behind a prefix will do.
+        tokens = len(key) if prefill is None else min(2 * MICRO_BLOCK, len(key))
+        new_tokens = tokens if prefill is None else -(-tokens // 2)
+        pages = self._pages(tokens)
+        positions = torch.arange(tokens, device=key.device)
+        store.write(store.prepare(NewTokens(positions, positions)), pages, key[:tokens], value[:tokens])
+        one = PackedMetadata.of_one_request(
+            tokens, new_tokens, key.device, kernels.shard, self.heads, self.block_size
+        )  # fmt: skip
+        output = query.new_empty((*query.shape[:2], kernels.codec.value.head_dim))
+        batch = Batch(query, key, value, pages, one, output)
+        self.attention.forward(batch)
+        if self.window_layer is not None and prefill is not None:
+            ring = self._ring(tokens, self.window_layer)
+            for start in (0, tokens - new_tokens):  # a new prompt's tokens go there with pages, a chunk's afterwards
+                rows = positions[start:]
+                step = store.prepare(NewTokens(rows, rows, rows.to(torch.int32), only_ring=start > 0))
+                store.write(step, pages, key[rows], value[rows], ring.cache)
+            prefill.attend(batch, 0, ring)
+            self.window_layer.fill_slots_of_one_request(ring)
+
+    def _decodes(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Every launch of steps of decodes alone."""
+        kernels, query = self.kernels, self.query
+        if query.dtype == torch.float32:
+            return
+        for requests, query_len in self.decode.batches_to_compile():
+            count = torch.arange(requests + 1, dtype=torch.int32, device=key.device)
+            pages, positions = self._pages(1), count[:-1].long()
+            ring, ring_slots = None, None
+            if self.window_layer is not None:
+                ring, ring_slots = self._ring(requests, self.window_layer), positions.to(torch.int32)
+            queries, lse = query[:requests], None
+            output = query.new_empty((requests, kernels.query_heads, kernels.codec.value.head_dim))
+            if kernels.shard.ranks > 1:
+                queries = query.new_empty((requests, self.heads, query.shape[2]))
+                output = query.new_empty((requests, self.heads, output.shape[2]), dtype=torch.float32)
+                lse = output.new_empty((requests, self.heads))
+            tables = count[:-1, None], count, count[1:]
+            step = self.decode.prepare(DecodeBatch(*tables, requests, query_len, positions, ring, lse))
+            tokens = self.store.prepare(NewTokens(positions, positions, ring_slots, step))
+            cache = None if ring is None else ring.cache
+            self.store.write(tokens, pages, key[:requests], value[:requests], cache, queries)
+            self.decode.attend(step, pages, (queries,), ring, output)
+
+    def _pages(self, tokens: int) -> torch.Tensor:
+        shape = (-(-tokens // self.block_size), self.kernels.kv_heads, self.block_size, self.kernels.codec.slot_bytes)
+        return self.query.new_zeros(shape, dtype=torch.uint8)
+
+    def _ring(self, tokens: int, layer: WindowLayer) -> Ring:
+        sizes = self.kernels.kv_heads, self.kernels.codec.key.head_dim
+        return layer.ring_of_one_request(tokens, *sizes, self.query.device)
+
+
+def warm_up_latents(
+    kernels: tuple[LatentStore, Any, Any], block_size: int, query_dim: int, window_layer: WindowLayer | None
+) -> None:
+    """Note every launch of the steps of a layer of latents on CUDA.
+
+    Args:
+        kernels: `LatentKernels` of the layer.
+        block_size: tokens of a block of pages.
+        query_dim: channels from one head of a step's queries to the next, without RoPE and with it.
+        window_layer: of the layer, or None.
+    """
+    store = cast("TritonLatentStore", kernels[0].kernel)
+    decode = cast("TritonLatents", kernels[1])  # or `HopperLatents`
+    prefix = cast("TritonLatentPrefix", kernels[2])
+    layer, codec = decode.layer, decode.layer.codec
+    device, channels, most = codec.device, codec.rank + codec.rope_dim, layer.limits.max_requests
+
+    def vectors(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=layer.dtype, device=device)
+
+    counts = torch.zeros(most + 1, dtype=torch.int32, device=device)
+    table, one = counts[:most, None], counts[:1]
+    cache = torch.zeros(1, block_size, codec.slot_bytes, dtype=torch.uint8, device=device)
+    queries = vectors(1, layer.heads, codec.rank), vectors(1, layer.heads, query_dim)[..., -codec.rope_dim :]
+    if layer.is_shard:  # vLLM gathers them side by side
+        queries = vectors(1, layer.heads, channels).split([codec.rank, codec.rope_dim], dim=-1)
+    rows = vectors(1, channels)
+    new = vectors(1, codec.rank), rows[:, codec.rank :]
+    chunk, ring, recent = PrefixChunk(one, counts[:2], 1, one), None, None
+    if window_layer is not None and window_layer.ring_block_size:
+        shape = (1, 1, window_layer.ring_block_size, codec.ring_slot_bytes)
+        ring = Ring(torch.zeros(shape, dtype=torch.uint8, device=device), table, counts[:most], window_layer.window)
+    with Ahead():
+        if (ring is None) == (not layer.window):  # first, as their kernels take longest
+            for requests, query_len in decode.batches_to_compile():
+                tables = table[:requests], counts[: requests + 1], counts[:requests]
+                step = decode.prepare(DecodeBatch(*tables, 1, query_len, ring=ring))
+                decode.attend(step, cache, queries, ring)
+        if window_layer is not None and ring is not None:
+            window_layer.fill_slots_of_one_request(ring)
+            for slots, only_ring in ((one.long(), False), (one, True)):
+                tokens = NewTokens(slots, ring_slots=one, only_ring=only_ring)
+                store.write(store.prepare(tokens), cache, *new, ring.cache)
+            recent = RecentContext(ring, one)
+            prefix.gather_values(chunk, rows, recent)
+        else:
+            store.write(store.prepare(NewTokens(one.long())), cache, *new)
+        prefix.gather(cache, table[:1], chunk, rows, recent)
+    for kernel in (store, decode, prefix):
+        kernel.bound.clear()  # pages and a ring of our own go

@@ -1,0 +1,62 @@
+"""Calibrated channels of K or V, in the shapes that codecs take. Imports no torch and no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .formats import Format
+from .rope import Rope
+
+MIXES_NEIGHBOURS = ("quaternion", "givens")
+"""Rotations of a few channels at a time, for which it matters which channels share a scale."""
+
+Rows = Any
+"""Lists or a tensor; the type is left open because torch is not imported here."""
+
+
+@dataclass(frozen=True)
+class ChannelCalibration:
+    """The channels of a layer's K or V. A part that is None is not known and changes nothing.
+
+    Rows are `[channels]` for all heads or `[heads, channels]`, in the model's order of channels.
+
+    Attributes:
+        outlier_channels: ascending indices of the outlier channels, for formats that have them.
+        channel_order: all channels in packing order, for formats without outlier channels; 32 in a row share a scale.
+        mean: is subtracted before a vector is stored. With `rope` it is the mean before RoPE, and what is subtracted
+            is what RoPE makes of it at the vector's position.
+        first_mean: is subtracted in place of `mean` at position 0 of a sequence.
+        scale: multiplies a vector, after its mean is subtracted.
+        rope: turns the vectors with their position; one for all heads.
+    """
+
+    outlier_channels: Rows = None
+    channel_order: Rows = None
+    mean: Rows = None
+    first_mean: Rows = None
+    scale: Rows = None
+    rope: Rope | None = None
+
+    def known(self) -> dict[str, Any]:
+        """The parts that are not None, by name."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def map_rows(self, change: Callable[[Rows], Rows]) -> ChannelCalibration:
+        """The same with `change` of every part that has rows."""
+        return replace(self, **{name: change(part) for name, part in self.known().items() if name != "rope"})
+
+    def taken_by(self, fmt: Format, role: str) -> ChannelCalibration:
+        """The parts that a format stores vectors with; role: "key" or "value"."""
+        has_outliers = bool(fmt.outlier_bits)
+        return replace(
+            self,
+            outlier_channels=self.outlier_channels if has_outliers else None,
+            channel_order=self.channel_order if not has_outliers and fmt.rotation in MIXES_NEIGHBOURS else None,
+            scale=self.scale if role == "key" or has_outliers else None,
+        )
+
+
+UNCALIBRATED = ChannelCalibration()

@@ -1,0 +1,122 @@
+"""Pack and read vectors outside of pages on a CPU, as `Codec.encode` has them: the host side of `vectors.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...codecs.pages import PagedCodec
+from .compiler import Target
+from .tables import ELEMENT_TYPES, Int, Layer, Pointer, layer_of, load_library_of_tables
+
+
+class _Tensor(ctypes.Structure):
+    """`struct Tensor` of vectors.cpp."""
+
+    _fields_ = (("data", Pointer), ("stride", ctypes.c_int64 * 3))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tensor:
+        """tensor: [sequences, KV heads, tokens, any], the last dimension contiguous."""
+        assert tensor.stride(3) == 1 or tensor.shape[3] == 1 or not tensor.numel(), tensor.stride()
+        return cls(tensor.data_ptr(), tensor.stride()[:3])
+
+
+class _Vectors(ctypes.Structure):
+    """`struct Vectors` of vectors.cpp."""
+
+    _fields_ = (
+        ("layer", ctypes.POINTER(Layer)),
+        ("vectors", _Tensor),
+        ("packed", _Tensor),
+        ("codes", _Tensor),
+        ("scales", _Tensor),
+        ("positions", Pointer),
+        ("positions_stride", ctypes.c_int64),
+        ("sequences", Int),
+        ("heads", Int),
+        ("tokens", Int),
+        ("recent", Int),
+        ("role", Int),
+        ("dtype", Int),
+        ("threads", Int),
+    )
+
+
+def load(target: Target | None = None) -> ctypes.CDLL:
+    """Return the library, compiled once for all formats. Raises BuildError."""
+    return load_library_of_tables("vectors", _Vectors, target)
+
+
+class CpuVectors:
+    """Packs and reads keys (0) or values (1) of a layer: bytes equal to `Codec.encode` and `codecs.ring.quantize`,
+    numbers equal to `Codec.decode` and `Codec.restore`, rounded once.
+
+    Args:
+        codec: of the layer.
+        target: None: the best of this processor.
+
+    Raises:
+        BuildError: `vectors.cpp` cannot be compiled.
+        ValueError: the codec is not served: see `tables.refusal`.
+    """
+
+    def __init__(self, codec: PagedCodec, *, target: Target | None = None) -> None:
+        self.layer, self.codec = layer_of(codec), codec
+        self.function = load(target).pk_vectors
+        self.function.argtypes, self.function.restype = [ctypes.POINTER(_Vectors), ctypes.c_int], None
+
+    def encode(self, role: int, x: torch.Tensor, positions: torch.Tensor, recent: int) -> tuple[torch.Tensor, ...]:
+        """Pack vectors.
+
+        Args:
+            role: 0: keys, 1: values.
+            x: fp32, bf16 or fp16 [sequences, KV heads, tokens, head_dim].
+            positions: int64 [sequences, tokens], of each in its sequence.
+            recent: the last tokens, at most all of them, that are packed at 8 bits as well.
+
+        Returns:
+            packed uint8 [sequences, KV heads, tokens, vector_bytes]; of the last `recent` tokens codes int8
+            [.., stored_dim] and scales uint8 [.., stored_dim / 32].
+        """
+        codec = self.codec.codecs[role]
+        rows, (count, recent) = x.shape[:2], (x.shape[2], min(recent, x.shape[2]))
+        packed = torch.empty((*rows, count, codec.vector_bytes), dtype=torch.uint8)
+        codes = torch.empty((*rows, recent, codec.stored_dim), dtype=torch.int8)
+        scales = torch.empty((*rows, recent, len(codec.group_bits)), dtype=torch.uint8)
+        self._call(role, x if x.stride(3) == 1 else x.contiguous(), packed, codes, scales, positions, reads=False)
+        return packed, codes, scales
+
+    def decode(
+        self, role: int, packed: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, positions: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        """Read vectors: what `encode` returned, or any later tokens of it, whose last ones are read at 8 bits; see
+        there. Returns [sequences, KV heads, tokens, head_dim] of `dtype`: fp32, bf16 or fp16."""
+        x = torch.empty((*packed.shape[:3], self.codec.codecs[role].head_dim), dtype=dtype)
+        self._call(role, x, packed, codes, scales, positions, reads=True)
+        return x
+
+    def _call(
+        self, role: int, x: torch.Tensor, packed: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor,
+        positions: torch.Tensor, *, reads: bool,
+    ) -> None:  # fmt: skip
+        codec = self.codec.codecs[role]
+        assert x.shape[:3] == packed.shape[:3] and x.shape[3] == codec.head_dim, (x.shape, packed.shape)
+        assert codec.heads in (None, x.shape[1]), (codec.heads, x.shape)
+        assert positions.shape == (x.shape[0], x.shape[2]) and positions.dtype == torch.int64, positions.shape
+        if role == 0 and codec.transform.grows and positions.numel():  # the tables' rows for all of them
+            codec.transform.means(positions.max().view(1))
+            self.layer.spectrum[0], self.layer.blocks[0] = (
+                codec.transform.spectrum.data_ptr(), codec.transform.mean_blocks
+            )  # fmt: skip
+        positions = positions.contiguous()
+        call = _Vectors(
+            layer=ctypes.pointer(self.layer), vectors=_Tensor.of(x), packed=_Tensor.of(packed),
+            codes=_Tensor.of(codes), scales=_Tensor.of(scales), positions=positions.data_ptr(),
+            positions_stride=positions.shape[1], sequences=x.shape[0], heads=x.shape[1], tokens=x.shape[2],
+            recent=codes.shape[2], role=role, dtype=ELEMENT_TYPES[x.dtype], threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if x.numel():
+            self.function(call, reads)

@@ -1,0 +1,124 @@
+"""The process of `packed-kv selftest` that loads vLLM: one line of JSON for each thing that happens.
+
+`{"machine": ...}` comes first, or `{"cannot": LINE}`; `{"begin": [dtype, kernel]}` before anything of a row is made or
+launched, so that a process that dies names what it died of; `{"row": ...}` when the row is done, `{"end": rows}` last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..formats import FORMATS
+from . import launches
+from .checks import Check, check_pairs, pair_layers
+from .device import CannotRun, describe, find_device, kernels
+from .latents import check_latents, latent_layers
+from .timing import TimedBatch, Times, time_step
+
+Say = Callable[[dict[str, Any]], None]
+MOST_WRONG = 5
+"""Wrong comparisons of a row that are named."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run with one argument, JSON: `dtypes`, `device`, and `done`, rows as [dtype, kernel] to leave out."""
+    asked = json.loads(arguments[0])
+    stream = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints is none of the answer
+
+    def say(what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=stream, flush=True)
+
+    run(say, asked["dtypes"], asked["device"], [tuple(row) for row in asked["done"]])
+    return 0
+
+
+def run(say: Say, dtypes: list[str], asked: str, done: Iterable[tuple[str, str]]) -> None:
+    """Report the rows of all dtypes and kernels, but for those that are `done`."""
+    try:
+        device = find_device(asked)
+        say({"machine": describe(device)})
+        rows = [(name, kernel) for name in dtypes for kernel in kernels(device) if (name, kernel) not in {*done}]
+        launches.prepare(device, [FORMATS[name] for name in dtypes])
+        made = []
+        for name, kernel in rows:
+            say({"begin": [name, kernel]})
+            made.append(Row(name, kernel, device))
+        while made:
+            row = made.pop(0)
+            say({"begin": [row.name, row.kernel]})
+            say({"row": row.run()})
+        say({"end": len(rows)})
+    except CannotRun as error:
+        say({"cannot": str(error)})
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0]
+        say({"cannot": f"--device {asked}: {first}; end what holds the memory, or name another GPU: --device cuda:N"})
+
+
+class Row:
+    """A dtype by one decode kernel. Making it has its kernels compiled in other threads."""
+
+    def __init__(self, name: str, kernel: str, device: torch.device) -> None:
+        self.name, self.kernel, self.device, self.fmt = name, kernel, device, FORMATS[name]
+        self.pairs = pair_layers(self.fmt, device, kernel)
+        self.latents = latent_layers(self.fmt, device, kernel)
+
+    def run(self) -> dict[str, Any]:
+        """Return what the row found; see docs/commands.md."""
+        start, times = time.monotonic(), None
+        found: list[Check] = []
+        for layer in self.pairs:
+            found += check_pairs(self.fmt, layer, self.device)
+        for latents in self.latents:
+            found += check_latents(self.fmt, latents, self.device)
+        for result in time_step(TimedBatch(self.fmt, self.device, self.kernel)):
+            if isinstance(result, Times):
+                times = result
+            else:
+                found.append(result)
+        wrong = [check for check in found if not check.is_right]
+        return {
+            "dtype": self.name,
+            "decode_kernel": self.kernel,
+            "kernel": self.pairs[0].kernel,
+            "latents_kernel": self.latents[0].kernel,
+            "parts": parts(found),
+            "wrong": [describe_wrong(check) for check in wrong[:MOST_WRONG]],
+            "repeats": sum(check.repeats for check in found),
+            "differ": sum(check.differ for check in found),
+            "microseconds": times and times.packed,
+            "bf16_microseconds": times and times.bf16,
+            "is_right": not wrong,
+            "seconds": time.monotonic() - start,
+        }
+
+
+def parts(found: list[Check]) -> dict[str, dict[str, Any]]:
+    """Return each part's comparisons, and the error of the one that comes nearest to its bound, or furthest beyond; an
+    error that is no number is None."""
+    made: dict[str, dict[str, Any]] = {}
+    for check in sorted(found, key=lambda check: check.error / check.bound if check.bound else check.error * 1e9):
+        cases = made.get(check.part, {"cases": 0})["cases"]
+        error = check.error if check.error < float("inf") else None
+        made[check.part] = {"cases": cases + 1, "error": error, "bound": check.bound}
+    return made
+
+
+def describe_wrong(check: Check) -> str:
+    """A line about a comparison that failed."""
+    if check.differ:
+        return f"{check.part}, {check.case}: {check.differ} of {check.repeats} launches left other bits"
+    what = "of the bytes differ" if not check.bound else f"relative error, {check.bound:.1e} allowed"
+    return f"{check.part}, {check.case}: {check.error:.1e} {what}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""A dtype's layers through the steps of an engine, each held to the reference and launched again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..formats import Format
+from .launches import PYTORCH, PairLayer
+from .reference import Reference, relative_rms
+from .requests import POISON, RequestBatch, Requests, Shape
+
+SHAPES = (Shape(128, 2, 4, 64), Shape(64, 2, 4, 0), Shape(128, 1, 8, 0), Shape(64, 3, 3, 64))
+STEPS: tuple[tuple[str, dict[int, int]], ...] = (
+    ("prompt", {0: 5, 1: 70, 2: 150, 3: 700}),
+    ("gather", {0: 1, 1: 2, 2: 33, 3: 90}),
+    ("decode", {0: 1, 1: 1, 2: 1, 3: 1}),
+    ("decode", {0: 3, 1: 4, 2: 1, 3: 2}),
+    ("merge", {3: 1}),
+)
+"""Name of a step, and new tokens of its requests: prompts, chunks beside decodes, decodes alone and with drafts, and
+one decode that splits its request."""
+MOST = [sum(new.get(request, 0) for _, new in STEPS) for request in range(4)]
+DTYPE = torch.float16
+"""Dtype of activations: the finer of the two that engines take."""
+DECODE_BOUND = {"C++": 3e-4 + 2.0**-11, PYTORCH: 2.0**-11, "CUDA": 2e-3, "Triton": 2e-3}
+"""Relative RMS error of decodes by kernel, as tests/kernels has it: on a CPU that of fp32 outputs, then rounded."""
+PREFILL_BOUND = 4 * torch.finfo(DTYPE).eps
+REPEATS = {"C++": 20, PYTORCH: 2, "CUDA": 50, "Triton": 50}
+"""Repetitions of each step's launches; on CUDA, decodes are also replayed as often from a graph."""
+BUSY_BYTES = 1 << 27
+"""Copied beside every second replay."""
+
+
+@dataclass
+class Check:
+    """A comparison: `error` within `bound`, by `part` (store, gather, decode, merge, latents). Repeated launches that
+    left other bits than the first: `differ` of `repeats`."""
+
+    part: str
+    case: str
+    error: float
+    bound: float
+    repeats: int = 0
+    differ: int = 0
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.bound and not self.differ
+
+
+def vectors(rows: int, heads: int, channels: int, seed: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    """Random [rows, heads, channels] on the CPU, the first channels large, as those of models."""
+    made = torch.randn(rows, heads, channels, generator=torch.Generator().manual_seed(seed))
+    made[..., :3] *= 4
+    return made.to(dtype)
+
+
+def share_of_bytes(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Share of bytes that differ."""
+    return float((got.cpu() != wanted).float().mean())
+
+
+def pair_layers(fmt: Format, device: torch.device, kernel: str) -> list[PairLayer]:
+    """Layers of all `SHAPES`, whose kernels are being compiled."""
+    layers = [PairLayer(fmt, shape, device, DTYPE, kernel, len(MOST), max(MOST)) for shape in SHAPES]
+    for layer in layers:
+        layer.compile_ahead()
+    return layers
+
+
+def check_pairs(fmt: Format, layer: PairLayer, device: torch.device) -> Iterator[Check]:
+    """Take requests through `STEPS`: bytes of pages and rings, outputs, and the same from repeated launches."""
+    shape = layer.shape
+    requests = Requests(MOST, shape.window, device)
+    reference = Reference(fmt, shape, requests, own_is_raw=layer.own_is_raw)
+    cache, ring = (torch.full_like(x, POISON).to(device) for x in (reference.cache, reference.ring))
+    of_ring = ring if shape.window else None
+    for number, (name, new) in enumerate(STEPS):
+        batch = requests.step(new)
+        rows, case = batch.starts[-1], f"{shape}: {name} {tuple(new.values())}"
+        heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
+        query, key, value = (vectors(rows, n, shape.head_dim, 3 * number + i) for i, n in enumerate(heads))
+        inputs = (query.to(device), key.to(device), value.to(device))
+        output = torch.full_like(inputs[0], float("nan"))
+        before = [x.clone() for x in (cache, ring)]
+        layer.forward(batch, *inputs, cache, of_ring, output)
+        first = reference.store(batch, key, value)
+        share = max(share_of_bytes(cache, reference.cache), share_of_bytes(ring, reference.ring))
+        yield Check("store", case, share, 0.0)
+        for index in range(len(batch.requests)):
+            wanted = reference.expected(batch, index, query, int(first[index]))
+            error = relative_rms(output[batch.rows(index)].cpu(), wanted)
+            is_decode = index < batch.decodes
+            part = ("merge" if name == "merge" else "decode") if is_decode else "gather"
+            yield Check(part, case, error, DECODE_BOUND[layer.kernel] if is_decode else PREFILL_BOUND)
+        yield _repeated(layer, batch, inputs, (cache, of_ring), before, output, f"{case} again")
+
+
+def _repeated(
+    layer: PairLayer, batch: RequestBatch, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    memory: tuple[torch.Tensor, torch.Tensor | None], before: list[torch.Tensor], output: torch.Tensor,
+    case: str,
+) -> Check:  # fmt: skip
+    """A step again from the memory as it was, one by one and, if all are decodes on CUDA, from a graph."""
+    cache, ring = memory
+    tensors = [output, cache, *([] if ring is None else [ring])]
+    starts, lengths = (torch.tensor(x, dtype=torch.int32).to(cache.device) for x in (batch.starts, batch.lengths))
+
+    def run() -> None:
+        layer.launch(batch, starts, lengths, *inputs, cache, ring, output)
+
+    def restore() -> None:
+        output.fill_(float("nan"))
+        for x, old in zip(tensors[1:], before, strict=False):
+            x.copy_(old)
+
+    part = "decode" if batch.decodes == len(batch.requests) else "gather"
+    repeats = REPEATS[layer.kernel]
+    expected = [x.clone() for x in tensors]
+    differ = rounds_that_differ(run, restore, tensors, expected, repeats)
+    if cache.is_cuda and part == "decode":
+        differ += _replays_that_differ(run, restore, tensors, expected, repeats)
+        repeats *= 2
+    return Check(part, case, 0.0, 0.0, repeats, differ)
+
+
+def rounds_that_differ(
+    run: Callable[[], object], restore: Callable[[], object], tensors: list[torch.Tensor], expected: list[torch.Tensor],
+    repeats: int, beside: Callable[[int], None] = lambda _: None,
+) -> int:  # fmt: skip
+    """Rounds after which not all tensors have the expected bits."""
+    differ = torch.zeros(repeats, dtype=torch.bool, device=tensors[0].device)
+    for number in range(repeats):
+        restore()
+        beside(number)
+        run()
+        for x, wanted in zip(tensors, expected, strict=True):
+            differ[number] |= (x.view(torch.uint8) != wanted.view(torch.uint8)).any()
+    return int(differ.sum())
+
+
+def _replays_that_differ(
+    run: Callable[[], object], restore: Callable[[], object], tensors: list[torch.Tensor], expected: list[torch.Tensor],
+    repeats: int,
+) -> int:  # fmt: skip
+    """The same with replays of a graph; beside every second one a copy keeps memory busy."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    source = torch.empty(BUSY_BYTES, dtype=torch.uint8, device=tensors[0].device)
+    target = torch.empty_like(source)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        run()
+
+    def beside(number: int) -> None:
+        torch.cuda.synchronize()
+        if number % 2:
+            with torch.cuda.stream(stream):
+                target.copy_(source)
+
+    return rounds_that_differ(graph.replay, restore, tensors, expected, repeats, beside)

@@ -1,0 +1,250 @@
+"""Layers of attention as an engine makes them. The one module of the self-test that knows `attention/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from ..attention import cpu
+from ..attention.latent import cpu as latent_cpu
+from ..attention.latent.in_pytorch import PrefixChunk, RecentContext, ReferenceLatents
+from ..attention.layer import PairAttention, PairKernels
+from ..attention.metadata import Batch, PackedMetadata
+from ..attention.protocols import DecodeBatch, DecodeKernel, NewTokens, PrefillKernel, StoreKernel
+from ..attention.store import LatentStore, PairStore
+from ..attention.warmup import PairWarmup, warm_up_latents
+from ..codecs.latent import LatentCodec
+from ..codecs.pages import PagedCodec
+from ..codecs.ring import Ring
+from ..formats import Format
+from ..reference.attention import AttentionOptions
+from ..window.layer import SUFFIX, WindowLayer
+from ..window.metadata import WindowMetadata, slot_filler
+from ..window.step import WindowStep
+from .requests import BLOCK, LONGEST_DECODE, RING_BLOCK, RequestBatch, Shape
+
+HEAD_DIMS = (64, 128)
+PYTORCH = "PyTorch"
+"""The route of layers that no kernel serves."""
+
+
+def prepare(device: torch.device, formats: Iterable[Format]) -> None:
+    """Do what vLLM's workers do before they make layers: its workspace; on a CPU its ops, and our compilation."""
+    if device.type == "cuda":
+        init_workspace_manager(device)
+        return
+    current_platform.import_kernels()
+    for fmt in formats:
+        for head_dim in HEAD_DIMS:
+            cpu.compile_ahead(fmt, head_dim, attends=True)
+    latent_cpu.compile_ahead()
+
+
+class PairLayer:
+    """Attention of one layer of keys and values.
+
+    Args:
+        fmt, shape: of the layer.
+        device: "cuda" or "cpu".
+        dtype: of queries and outputs.
+        kernel: of decodes on CUDA, "auto" or "triton".
+        max_requests, max_tokens: of a batch, and of a request.
+    """
+
+    def __init__(
+        self, fmt: Format, shape: Shape, device: torch.device, dtype: torch.dtype, kernel: str, max_requests: int,
+        max_tokens: int,
+    ) -> None:  # fmt: skip
+        self.shape, self.dtype = shape, dtype
+        self.codec = PagedCodec(fmt, shape.head_dim, device=device)
+        layer = (self.codec, shape.query_heads, shape.kv_heads, AttentionOptions(shape.head_dim**-0.5))
+        sizes = (dtype, max_requests, max_tokens)
+        kernels = cuda_kernels(layer, kernel, *sizes) if device.type == "cuda" else cpu_kernels(fmt, layer, *sizes)
+        store, decode, prefill, self.kernel = kernels
+        writes = PairStore(store, None if decode is None else decode.kind)
+        self.attention = PairAttention(PairKernels(*layer, writes, decode, prefill))
+        self.own_is_raw = prefill is not None
+        """True if a prompt's rows read the step's own tokens before quantisation."""
+        self.window = _window_layer(shape.window) if shape.window else None
+
+    def compile_ahead(self) -> None:
+        """Have all kernels of the layer compiled in other threads, as vLLM's profiling run does."""
+        if self.kernel in (PYTORCH, "C++"):
+            return
+        shape, device = self.shape, self.codec.key.device
+        query, key, value = (
+            torch.zeros(BLOCK, heads, shape.head_dim, dtype=self.dtype, device=device)
+            for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
+        )
+        PairWarmup(self.attention, query, key, value, BLOCK, self.window).run(shares_cache=False)
+
+    def forward(
+        self, batch: RequestBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
+        ring: torch.Tensor | None, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Store a step's tokens and attend, with metadata made anew, as an engine's step does.
+
+        Args:
+            query, key, value: [rows, heads, head_dim].
+            cache, ring: uint8 [blocks, KV heads, block_size, slot bytes].
+            output: [rows, query heads, head_dim], filled.
+        """
+        device = cache.device
+        starts = torch.tensor(batch.starts, dtype=torch.int32, device=device)
+        lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
+        self.launch(batch, starts, lengths, query, key, value, cache, ring, output)
+
+    def launch(
+        self, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, cache: torch.Tensor, ring: torch.Tensor | None, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """The same with int32 `starts` and `lengths` on the device: decodes alone can be captured into a graph."""
+        metadata = PackedMetadata(
+            num_actual_tokens=batch.starts[-1], block_table=batch.block_table, slot_mapping=batch.slots,
+            positions=batch.positions, query_start_loc=starts, seq_lens=lengths, query_starts=batch.starts,
+            context=batch.lengths, decodes=batch.decodes, decode_tokens=batch.starts[batch.decodes],
+            decode_query_len=batch.longest, stored_lens=lengths,
+        )  # fmt: skip
+        window = None
+        if self.window is not None and ring is not None:
+            slots, first = _fill_slots(self.window, batch, starts, lengths)
+            self.window.kv_cache = ring
+            window = WindowStep(self.window, WindowMetadata(batch.ring_table, slots, first), is_shared=False)
+        self.attention.forward(Batch(query, key, value, cache, metadata, output, window))
+
+
+class LatentLayer:
+    """Attention of one layer of latents; see `PairLayer`. `shape`: query heads in `group`, and `window`."""
+
+    def __init__(
+        self, fmt: Format, rank: int, rope_dim: int, shape: Shape, device: torch.device, dtype: torch.dtype,
+        kernel: str, max_requests: int,
+    ) -> None:  # fmt: skip
+        self.shape, self.dtype, self.scale = shape, dtype, shape.head_dim**-0.5
+        self.codec = LatentCodec(fmt, rank, rope_dim, device)
+        self.window = _window_layer(shape.window) if shape.window else None
+        if device.type == "cuda":
+            self.kernels, self.kernel = cuda_latents(self.codec, shape, dtype, kernel, max_requests)
+        else:
+            self.kernels, self.kernel = cpu_latents(fmt, self.codec, self.scale, dtype)
+
+    def compile_ahead(self) -> None:
+        """Have all kernels of the layer compiled in other threads, and take the workspace."""
+        if self.kernel not in (PYTORCH, "C++"):
+            self.kernels[1].reserve()
+            warm_up_latents(self.kernels, BLOCK, self.shape.head_dim, self.window)
+
+    def store(
+        self, batch: RequestBatch, latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor,
+        ring: torch.Tensor | None,
+    ) -> Ring | None:  # fmt: skip
+        """Store a step's latents [rows, rank] and RoPE channels [rows, rope_dim], and return the requests' ring."""
+        kernel, slots, held = self.kernels[0].kernel, None, None
+        if self.window is not None and ring is not None:
+            slots, first = _fill_slots(self.window, batch, *self._bounds(batch))
+            held = Ring(ring, batch.ring_table, first, self.shape.window)
+        kernel.write(kernel.prepare(NewTokens(batch.slots, ring_slots=slots)), cache, latent, rope, ring)
+        return held
+
+    def gather(self, batch: RequestBatch, cache: torch.Tensor, ring: Ring | None, rows: torch.Tensor) -> None:
+        """Fill rows [tokens of all requests, rank + rope_dim], as behind these a chunk would read them."""
+        lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=cache.device)
+        ends = torch.tensor([0, *batch.lengths], device=cache.device).cumsum(0).to(torch.int32)
+        chunk = PrefixChunk(torch.zeros_like(lengths), ends, max(batch.lengths), lengths)
+        recent = None if ring is None else RecentContext(ring, lengths)
+        self.kernels[2].gather(cache, batch.block_table, chunk, rows, recent)
+
+    def decode(
+        self, batch: RequestBatch, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, ring: Ring | None
+    ) -> torch.Tensor:
+        """Attend: queries [rows, heads, rank] and [rows, heads, rope_dim] -> [rows, heads, rank], overwritten later."""
+        starts, lengths = self._bounds(batch)
+        decodes = DecodeBatch(batch.block_table, starts, lengths, batch.starts[-1], batch.longest, ring=ring)
+        kernel = self.kernels[1]
+        output, _ = kernel.attend(kernel.prepare(decodes), cache, (q_latent, q_rope), ring)
+        return output
+
+    def _bounds(self, batch: RequestBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
+        return starts.to(self.codec.device), lengths.to(self.codec.device)
+
+
+Kernels = tuple[StoreKernel, DecodeKernel[None] | None, PrefillKernel | None, str]
+"""Kernels of the store, of decodes and of prefill, and the name of the decode kernel."""
+PairSizes = tuple[PagedCodec, int, int, AttentionOptions]
+"""Codec, query heads, KV heads and options of a layer."""
+
+
+def cuda_kernels(layer: PairSizes, kernel: str, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
+    """Return the kernels that `PackedAttentionImpl` makes on a GPU."""
+    from ..attention.choice import Limits  # these import Triton, which the CPU platform may lack
+    from ..attention.decode import HopperPairs, PairLayout, pair_kernel
+    from ..attention.prefill import FlashPrefill, find_flash_attention
+    from ..attention.triton_store import TritonPairStore
+
+    codec, _, kv_heads, _ = layer
+    layout = PairLayout(*layer, Limits(LONGEST_DECODE, max_requests))
+    rotation = layout.rotation()
+    decode = pair_kernel(layout, rotation, kernel)
+    flash = find_flash_attention(codec.key.head_dim, codec.value.head_dim, dtype, None)
+    prefill = None if flash is None else FlashPrefill(*layer, max_tokens, max_requests, flash)
+    name = "CUDA" if isinstance(decode, HopperPairs) else "Triton"
+    return TritonPairStore(codec, kv_heads, rotation), decode, prefill, name
+
+
+def cpu_kernels(fmt: Format, layer: PairSizes, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Kernels:
+    """Return the kernels that `PackedAttentionImpl` makes on a CPU: without a C++ compiler, in PyTorch."""
+    sizes = cpu.Sizes(max_tokens, dtype, engine=0)
+    store, decode, prefill = cpu.find_kernels(fmt, layer[0].key.head_dim, *layer, sizes)
+    return store, decode, prefill, PYTORCH if decode is None else "C++"
+
+
+OverLatents = tuple[LatentStore, Any, Any]
+"""`LatentKernels` as `LatentAttentionImpl` makes them."""
+
+
+def cuda_latents(
+    codec: LatentCodec, shape: Shape, dtype: torch.dtype, kernel: str, max_requests: int
+) -> tuple[OverLatents, str]:
+    """Return the kernels of a GPU, and the name of the decode kernel."""
+    from ..attention.choice import Limits
+    from ..attention.latent.decode import HopperLatents, LatentLayout, latent_kernel
+    from ..attention.latent.prefix import TritonLatentPrefix
+    from ..attention.triton_store import TritonLatentStore
+
+    sizes = shape.group, shape.head_dim**-0.5, dtype, Limits(LONGEST_DECODE, max_requests)
+    decode = latent_kernel(LatentLayout(codec, *sizes, None, shape.window), kernel)
+    kernels = LatentStore(TritonLatentStore(codec)), decode, TritonLatentPrefix(codec)
+    return kernels, "CUDA" if isinstance(decode, HopperLatents) else "Triton"
+
+
+def cpu_latents(fmt: Format, codec: LatentCodec, scale: float, dtype: torch.dtype) -> tuple[OverLatents, str]:
+    """Return the kernels of a CPU, and the name of the decode kernel: without a C++ compiler, PyTorch."""
+    store, decode, prefix = latent_cpu.find_kernels(fmt, codec, scale, None, dtype, is_shard=False)
+    return (LatentStore(store), decode, prefix), PYTORCH if isinstance(decode, ReferenceLatents) else "C++"
+
+
+def _window_layer(window: int) -> WindowLayer:
+    """A window layer whose ring blocks are those of `Requests`."""
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    layer = WindowLayer(f"selftest{SUFFIX}", window, LONGEST_DECODE, config)
+    ring_blocks = -(-(window + LONGEST_DECODE) // RING_BLOCK) + 1
+    sizes = {"window": window, "slack": LONGEST_DECODE, "ring_block_size": RING_BLOCK}
+    layer.spec = cast(Any, SimpleNamespace(**sizes, ring_blocks=ring_blocks))
+    return layer
+
+
+def _fill_slots(
+    window: WindowLayer, batch: RequestBatch, starts: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each row goes in its ring, and the first token that each ring has; int32 [rows] and [requests]."""
+    slots = torch.zeros(batch.starts[-1], dtype=torch.int32, device=starts.device)
+    first = torch.zeros(len(lengths), dtype=torch.int32, device=starts.device)
+    fill, sizes = slot_filler(window.spec, starts.device)
+    fill(starts, lengths, batch.ring_table, slots, first, **sizes)
+    return slots, first

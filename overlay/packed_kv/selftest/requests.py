@@ -1,0 +1,101 @@
+"""Requests of one layer of the self-test: their tokens, and where a scheduler would have put these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+BLOCK, RING_BLOCK = 32, 8
+"""Tokens of a block of pages, and of a ring block."""
+LONGEST_DECODE = 4
+"""Query tokens of a decode, drafts included."""
+POISON = 0xFF
+"""Byte that pages and rings hold before anything is stored: scales of the largest numbers."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a layer, channels of one, tokens of the recent window (0: none)."""
+
+    head_dim: int
+    kv_heads: int
+    group: int
+    window: int
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def __str__(self) -> str:
+        return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}, window {self.window}"
+
+
+@dataclass(frozen=True)
+class RequestBatch:
+    """A step's requests, the decodes first.
+
+    `requests`: their numbers. `starts`: first row of each, and the end of the last. `lengths`: tokens of each, the
+    step's included. `decodes`: requests of up to `LONGEST_DECODE` rows. On the device: `block_table` and `ring_table`
+    int32 [requests, blocks], `slots` and `positions` int64 [rows].
+    """
+
+    requests: tuple[int, ...]
+    starts: list[int]
+    lengths: list[int]
+    decodes: int
+    block_table: torch.Tensor
+    ring_table: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def longest(self) -> int:
+        """Most rows of a decode."""
+        return max((self.starts[i + 1] - self.starts[i] for i in range(self.decodes)), default=0)
+
+    def rows(self, index: int) -> slice:
+        return slice(self.starts[index], self.starts[index + 1])
+
+
+class Requests:
+    """The places of some requests' tokens: blocks in any order, and a ring of a few blocks each.
+
+    Args:
+        most: tokens of each request at its end.
+        window: of the layer.
+        device: of tables.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, most: list[int], window: int, device: torch.device, block_size: int = BLOCK) -> None:
+        self.device, self.block_size, self.lengths = device, block_size, [0] * len(most)
+        blocks = [-(-tokens // block_size) for tokens in most]
+        self.blocks = sum(blocks) + 2
+        order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(5)).to(torch.int32)
+        self.table = torch.zeros(len(most), max(blocks), dtype=torch.int32)
+        for row, first, count in zip(self.table, accumulate(blocks, initial=0), blocks, strict=False):
+            row[:count] = order[first : first + count]
+        self.ring_blocks = -(-(window + LONGEST_DECODE) // RING_BLOCK) + 1
+        """Ring blocks of a request, as in `RingSpec`. Block 0 is nobody's."""
+        number = torch.arange(-(-max(most) // RING_BLOCK)) % self.ring_blocks
+        own = 1 + self.ring_blocks * torch.arange(len(most))[:, None]
+        self.ring_table = (own + number).to(torch.int32)
+
+    def step(self, new: dict[int, int]) -> RequestBatch:
+        """Add tokens to requests, by request; decodes have to be the first."""
+        counts = [*new.values()]
+        starts, slots, positions = [*accumulate(counts, initial=0)], [], []
+        for request, count in new.items():
+            places = torch.arange(self.lengths[request], self.lengths[request] + count)
+            blocks = self.table[request, places // self.block_size].long()
+            slots.append(blocks * self.block_size + places % self.block_size)
+            positions.append(places)
+            self.lengths[request] += count
+        decodes = next((i for i, count in enumerate(counts) if count > LONGEST_DECODE), len(counts))
+        assert all(count > LONGEST_DECODE for count in counts[decodes:]), counts
+        rows = [*new]
+        tensors = (self.table[rows], self.ring_table[rows], torch.cat(slots), torch.cat(positions))
+        lengths = [self.lengths[request] for request in rows]
+        return RequestBatch(tuple(rows), starts, lengths, decodes, *(x.to(self.device) for x in tensors))

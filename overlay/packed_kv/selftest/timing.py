@@ -1,0 +1,199 @@
+"""Time of a decode step of one layer, beside bf16's with the installed vLLM's own attention."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..codecs import ring as rings
+from ..codecs.pages import PagedCodec
+from ..formats import Format
+from ..layout import MICRO_BLOCK, ring_slot_bytes
+from .checks import Check, vectors
+from .launches import PYTORCH, PairLayer
+from .reference import Source, attention, relative_rms
+from .requests import RING_BLOCK, RequestBatch, Requests, Shape
+
+SHAPE = Shape(128, 8, 4, 64)
+"""A layer of an 8B model, with the recent window that engines have by default."""
+SIZES = {"cuda": (32, 8192, 16), "cpu": (8, 2048, 128)}
+"""Requests of a batch, tokens of each (more than a GPU's caches hold), and tokens of a block, as vLLM's default."""
+DISTINCT_TOKENS = 512
+"""Tokens that are stored; their blocks repeat."""
+SWEEP_BYTES, TURNS = 1 << 26, 7
+BOUND = {"C++": 3e-4 + 2.0**-8, PYTORCH: 2.0**-8, "CUDA": 6e-3, "Triton": 6e-3}
+"""Relative RMS error in bf16, whose outputs are rounded to 2^-8, as in `checks.DECODE_BOUND`."""
+
+
+class Times(NamedTuple):
+    """Microseconds a layer and step: of the packed dtype, and of bf16 (None: no kernel of vLLM's serves it here)."""
+
+    packed: float
+    bf16: float | None
+
+
+class TimedBatch:
+    """A batch of decodes whose pages and rings are full, and its tensors in bf16."""
+
+    def __init__(self, fmt: Format, device: torch.device, kernel: str) -> None:
+        count, tokens, self.block_size = SIZES[device.type]
+        self.fmt, self.device, self.tokens = fmt, device, tokens
+        self.layer = PairLayer(fmt, SHAPE, device, torch.bfloat16, kernel, count, tokens)
+        self.requests = Requests([tokens] * count, SHAPE.window, device, self.block_size)
+        self.requests.lengths = [tokens - 1] * count
+        self.batch = self.requests.step(dict.fromkeys(range(count), 1))
+        heads = (SHAPE.query_heads, SHAPE.kv_heads, SHAPE.kv_heads)
+        made = (vectors(count, n, SHAPE.head_dim, i, torch.bfloat16) for i, n in enumerate(heads))
+        self.query, self.key, self.value = (x.to(device) for x in made)
+        self.output = torch.full_like(self.query, float("nan"))
+
+    def packed(self) -> Callable[[], None]:
+        """Store and attention over pages and rings."""
+        codec = PagedCodec(self.fmt, SHAPE.head_dim)
+        blocks, block_size = DISTINCT_TOKENS // self.block_size, self.block_size
+        some = torch.zeros(blocks, SHAPE.kv_heads, block_size, codec.slot_bytes, dtype=torch.uint8)
+        stored = [vectors(DISTINCT_TOKENS, SHAPE.kv_heads, SHAPE.head_dim, i).float() for i in (7, 8)]
+        codec.write(some, torch.arange(DISTINCT_TOKENS), *stored)
+        some = some.to(self.device)
+        self.cache = some.repeat(-(-self.requests.blocks // len(some)), 1, 1, 1)[: self.requests.blocks].contiguous()
+        blocks = 1 + self.requests.ring_blocks * len(self.batch.requests)
+        slot = ring_slot_bytes(SHAPE.head_dim)
+        ring = torch.zeros(blocks, SHAPE.kv_heads, RING_BLOCK, slot, dtype=torch.uint8)
+        held = [vectors(blocks * RING_BLOCK, SHAPE.kv_heads, SHAPE.head_dim, i).float() for i in (9, 10)]
+        rings.write(ring, torch.arange(len(held[0])), *codec.prepare(*held))
+        self.ring = ring.to(self.device)
+        bounds = (torch.tensor(x, dtype=torch.int32).to(self.device) for x in (self.batch.starts, self.batch.lengths))
+        tensors = (*bounds, self.query, self.key, self.value, self.cache, self.ring, self.output)
+        return lambda: self.layer.launch(self.batch, *tensors)
+
+    def check(self) -> Check:
+        """Compare the last request's output with attention in fp64 over its pages and its ring."""
+        codec, end, row = PagedCodec(self.fmt, SHAPE.head_dim), self.tokens, len(self.query) - 1
+        blocks = self.requests.table[row, : -(-end // self.block_size)].long()
+        cache, token = self.cache[blocks.to(self.device)].cpu(), torch.arange(end)
+        numbers = torch.arange(-(-end // MICRO_BLOCK))
+        pages = [x[:, :end].transpose(0, 1) for x in codec.read(cache, numbers)]
+        first = end - SHAPE.window
+        slots = self.requests.ring_table[row].long()[token[first:] // RING_BLOCK] * RING_BLOCK
+        recent = rings.read(self.ring.cpu(), slots + token[first:] % RING_BLOCK)
+        sources = []
+        for held, seen in ((pages, token < first), (recent, torch.ones(SHAPE.window, dtype=torch.bool))):
+            key, value = (one.restore(x) for one, x in zip(codec.codecs, held, strict=True))
+            sources.append(Source(key, value, seen[None]))
+        wanted = attention(self.query[row:].cpu(), sources, SHAPE.head_dim**-0.5)
+        error = relative_rms(self.output[row:].cpu(), wanted)
+        return Check("decode", f"{SHAPE}: {len(self.query)} x {end} in bf16", error, BOUND[self.layer.kernel])
+
+
+def bf16_on_cuda(
+    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
+) -> Callable[[], None] | None:
+    """The same step by vLLM's FlashAttention, in the version that it takes on this card; None: it takes none."""
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+        reshape_and_cache_flash,
+    )
+
+    version = get_flash_attn_version(head_size=SHAPE.head_dim)
+    if version is None:
+        return None
+    device, one = query.device, torch.ones(1, device=query.device)
+    shape = (2, *pages, SHAPE.kv_heads, SHAPE.head_dim)
+    key, value = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    starts, lengths = (torch.tensor(x, dtype=torch.int32).to(device) for x in (batch.starts, batch.lengths))
+    output = torch.empty_like(query)
+
+    def run() -> None:
+        reshape_and_cache_flash(*new, key, value, batch.slots, "auto", one, one)
+        flash_attn_varlen_func(
+            query, key, value, out=output, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths,
+            max_seqlen_k=max(batch.lengths), softmax_scale=SHAPE.head_dim**-0.5, causal=True,
+            block_table=batch.block_table, fa_version=version,
+        )  # fmt: skip
+
+    return run
+
+
+def bf16_on_cpu(
+    batch: RequestBatch, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], pages: tuple[int, int]
+) -> Callable[[], None]:
+    """The same step by the op of vLLM's CPU platform."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(torch.bfloat16, pages[1], SHAPE.head_dim)
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (batch.starts, batch.lengths))
+    some = torch.randn(1, SHAPE.kv_heads, 2 * pages[1], SHAPE.head_dim).bfloat16()
+    key, value = some.repeat(pages[0], 1, 1, 1).chunk(2, dim=2)
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(batch.requests), num_heads=SHAPE.query_heads, num_kv_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim, seq_lens=lengths, dtype=torch.bfloat16, query_start_loc=starts, causal=True,
+        sliding_window_size=-1, isa=isa, enable_kv_split=True,
+    )  # fmt: skip
+    output = torch.empty_like(query)
+
+    def run() -> None:
+        ops.cpu_attn_reshape_and_cache(*new, key, value, batch.slots, isa)
+        ops.cpu_attention_with_kv_cache(
+            query=query, key_cache=key, value_cache=value, output=output, query_start_loc=starts, seq_lens=lengths,
+            scale=SHAPE.head_dim**-0.5, causal=True, alibi_slopes=None, sliding_window=-1,
+            block_table=batch.block_table, softcap=0, scheduler_metadata=schedule, s_aux=None,
+        )  # fmt: skip
+
+    return run
+
+
+def time_step(timed: TimedBatch) -> Iterator[Check | Times]:
+    """Compare a step with the reference; then, if it is right, time it beside bf16's, in turns."""
+    packed = timed.packed()
+    packed()
+    check = timed.check()
+    yield check
+    if not check.is_right:
+        return
+    of_bf16 = bf16_on_cuda if timed.device.type == "cuda" else bf16_on_cpu
+    bf16 = of_bf16(timed.batch, timed.query, (timed.key, timed.value), (timed.requests.blocks, timed.block_size))
+    sides = [packed] if bf16 is None else [packed, bf16]
+    seconds = _on_cuda(sides) if timed.device.type == "cuda" else _on_cpu(sides)
+    yield Times(seconds[0] * 1e6, seconds[1] * 1e6 if bf16 else None)
+
+
+def _on_cpu(sides: list[Callable[[], None]]) -> list[float]:
+    """Least seconds of each, behind a sweep through the caches."""
+    sweep, found = torch.zeros(SWEEP_BYTES, dtype=torch.uint8), [[] for _ in sides]  # type: ignore[var-annotated]
+    for turn in range(TURNS + 1):
+        for run, times in zip(sides, found, strict=True):
+            sweep.add_(1)
+            start = time.perf_counter()
+            run()
+            if turn:
+                times.append(time.perf_counter() - start)
+    return [min(times) for times in found]
+
+
+def _on_cuda(sides: list[Callable[[], None]]) -> list[float]:
+    """Median seconds of each, in replays of a graph."""
+    graphs, found = [], [[] for _ in sides]  # type: ignore[var-annotated]
+    for run in sides:
+        run()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            run()
+    for _ in range(TURNS):
+        for graph, times in zip(graphs, found, strict=True):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+            graph.replay()
+            events[0].record()
+            for event in events[1:]:
+                graph.replay()
+                event.record()
+            torch.cuda.synchronize()
+            times += [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
+    return [statistics.median(times) for times in found]

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Measure what calibration files are worth at long contexts, by position, on a CPU.
+
+    python quality/long_context.py MODEL --text FILE... --calibration OLD.json NEW.json
+
+Two figures, of a model of full attention that transformers runs in fp32 over windows of texts:
+
+- the share of K's energy that is left less a file's means, in bands of 1,024 positions (median over layers, mean over
+  windows), position 0 left out
+- the KL divergence of 128 tokens behind a prompt from the exact model, without a file and with each. As behind a prompt
+  that is prefilled whole, the tokens before them are exact, and the last ones read keys and values 64 or more behind as
+  the reference codec gives them back, nearer ones raw. "fp8" among the dtypes is rounding keys and values to e4m3
+
+With --output, windows measured so far are kept in a file, and a later run continues from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from format_error import print_table
+from packed_kv import FORMATS
+from packed_kv.calibration_file import Calibration, LayerCalibration, load
+from packed_kv.codecs.pages import PagedCodec
+from packed_kv.codecs.transform import ChannelTransform
+from packed_kv.layout import RECENT_TOKENS
+from packed_kv_quality.teacher_forced import text_windows, through_e4m3, token_kl
+from tq_calibrate.collect import ATTENTION, Collector
+from tq_calibrate.model import load_model
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+BAND, FP8 = 1024, "fp8"
+
+
+class FarPacked:
+    """A model whose attention reads keys and values `recent` or more tokens behind through the codecs of `codecs`, by
+    layer; empty: as they are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.recent = RECENT_TOKENS
+        self.codecs: Mapping[int, Any] = {}
+        AttentionInterface.register(ATTENTION, self.attention)
+
+    def log_probs(self, ids: torch.Tensor, cache: DynamicCache, scored: int) -> torch.Tensor:
+        """Return log probabilities, fp32 [scored, vocabulary], of the tokens that follow the last `scored` of a context
+        int64 [1, tokens]. The cache holds those before them, and afterwards again."""
+        logits = self.model(ids[:, -scored:], past_key_values=cache, use_cache=True).logits[0]
+        cache.crop(-scored)
+        return logits.float().log_softmax(-1)
+
+    def attention(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask, **options):
+        """transformers' attention function: [1, heads, tokens, head_dim], keys and values of all tokens so far."""
+        if module.layer_idx not in self.codecs:
+            return sdpa_attention_forward(module, query, key, value, mask, **options)
+        codec, tokens, count = self.codecs[module.layer_idx], key.shape[2], query.shape[2]
+        positions = torch.arange(tokens)[:, None]
+        far_key, far_value = (
+            part.decode(part.encode(x[0].transpose(0, 1), positions), positions).transpose(0, 1)[None]
+            for part, x in ((codec.key, key), (codec.value, value))
+        )
+        distance = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
+        near = (distance >= 0) & (distance < self.recent)
+        both = torch.cat((distance >= self.recent, near), -1)[None, None]  # each token twice, and seen once
+        keys, values = (torch.cat(pair, 2) for pair in ((far_key, key), (far_value, value)))
+        return sdpa_attention_forward(module, query, keys, values, both, **{**options, "is_causal": False})
+
+
+class Fp8:
+    """A codec that rounds to e4m3."""
+
+    def encode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        return through_e4m3(x)
+
+    def decode(self, x: torch.Tensor, _positions: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def layer_codecs(dtype: str, cache: DynamicCache, file: Calibration | None) -> Mapping[int, Any]:
+    """A codec for each layer of the cache, with what it takes of a calibration file."""
+    if dtype == FP8:
+        return dict.fromkeys(range(len(cache.layers)), SimpleNamespace(key=Fp8(), value=Fp8()))
+    fmt, found = FORMATS[dtype], {}
+    for number, layer in enumerate(cache.layers):
+        known = file.layers[number].taken_by(fmt) if file else LayerCalibration()
+        found[number] = PagedCodec(fmt, layer.keys.shape[-1], known.key, known.value)
+    return found
+
+
+def energy_left(cache: DynamicCache, file: Calibration) -> list[float]:
+    """Share of K's energy that is left without the file's means, by bands of positions, median over layers."""
+    left = []
+    for number, layer in enumerate(cache.layers):
+        keys, known = layer.keys[0].transpose(0, 1)[1:], file.layers[number]
+        means = replace(known.key, scale=None)
+        transform = ChannelTransform(file.head_size, file.head_size, means, keys.device)
+        rest = keys - transform.means(torch.arange(1, len(keys) + 1)[:, None])
+        sizes = (x.square().sum((1, 2)).split(BAND) for x in (rest, keys))
+        left.append([float(part.sum() / whole.sum()) for part, whole in zip(*sizes, strict=True)])
+    return [statistics.median(band) for band in zip(*left, strict=True)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Setting of a mean KL divergence; `file`: the calibration's path, "" without one."""
+
+    dtype: str
+    file: str
+    recent: int
+    prompt: int
+
+
+class Results:
+    """Mean KL divergence by case and window, in a file if there is a path, which an earlier run may have begun."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        rows = json.loads(path.read_text()) if path and path.exists() else []
+        self.kl = {(Case(**row["case"]), row["window"]): row["kl"] for row in rows}
+
+    def add(self, case: Case, window: str, kl: float) -> None:
+        self.kl[case, window] = kl
+
+    def save(self) -> None:
+        if self.path:
+            rows = [{"case": asdict(case), "window": window, "kl": kl} for (case, window), kl in self.kl.items()]
+            self.path.write_text(json.dumps(rows, indent=1) + "\n")
+
+    def of(self, case: Case, windows: Sequence[str]) -> list[float]:
+        return [self.kl[case, window] for window in windows]
+
+
+def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
+    """Return the ratio of two means of pairs, with its standard error if there are several."""
+    found = statistics.fmean(ours) / statistics.fmean(others)
+    if len(ours) < 2:
+        return f"{found:.2f}"
+    left = [one - found * other for one, other in zip(ours, others, strict=True)]
+    return f"{found:.2f} ± {statistics.stdev(left) / len(left) ** 0.5 / statistics.fmean(others):.2f}"
+
+
+def measure(run: FarPacked, ids: torch.Tensor, cases: Sequence[Case], files: Mapping[str, Calibration | None]) -> Any:
+    """The cache of a prompt and the tokens scored behind it, int64 [1, tokens], and each case's mean KL divergence."""
+    prompt, cache = cases[0].prompt, DynamicCache()
+    scored, found = ids.shape[1] - prompt, {}
+    with torch.inference_mode():
+        run.codecs = {}
+        run.model.base_model(ids[:, :prompt], past_key_values=cache, use_cache=True)
+        exact = run.log_probs(ids, cache, scored)
+        for case in cases:
+            run.codecs, run.recent = layer_codecs(case.dtype, cache, files[case.file]), case.recent
+            found[case] = token_kl(exact, run.log_probs(ids, cache, scored)).mean().item()
+    return cache, found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="folder")
+    add("--text", nargs="+", required=True, metavar="FILE")
+    add("--calibration", nargs="+", required=True, metavar="FILE")
+    add("--dtypes", nargs="+", choices=[*FORMATS, FP8], default=["tq4", "isoquant4", "tq3"], metavar="DTYPE")
+    add("--lengths", nargs="+", type=int, default=[1000, 3500, 7500], metavar="N", help="tokens of prompts")
+    add("--windows", type=int, default=1, help="of each text (default: %(default)s)")
+    add("--scored", type=int, default=128, help="tokens behind a prompt (default: %(default)s)")
+    add("--recent", nargs="+", type=int, default=[RECENT_TOKENS], metavar="N",
+        help="tokens that are read as they are (default: %(default)s)")  # fmt: skip
+    add("--output", type=Path, metavar="FILE")
+    add("--markdown", action="store_true")
+    options = parser.parse_args(arguments)
+    files: dict[str, Calibration | None] = {"": None, **{path: load(path) for path in options.calibration}}
+    Collector()  # registers the attention that the model is loaded with
+    run = FarPacked(load_model(options.model, ATTENTION, "float32", torch.device("cpu")))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    windows: dict[str, list[int]] = {}
+    tokens = max(options.lengths) + options.scored + 1
+    for path in options.text:
+        pieces = text_windows(tokenizer, Path(path).read_text(encoding="utf-8"), tokens, options.windows)
+        windows |= {f"{Path(path).stem} {number}": piece for number, piece in enumerate(pieces)}
+
+    def cases(length: int) -> list[Case]:
+        """Rounding to fp8 knows neither file nor window."""
+        of_ours = [
+            Case(dtype, file, recent, length)
+            for dtype in options.dtypes for file in files for recent in options.recent if dtype != FP8
+        ]  # fmt: skip
+        return [*of_ours, *([Case(FP8, "", 0, length)] if FP8 in options.dtypes else [])]
+
+    results = Results(options.output)
+    left: dict[str, list[list[float]]] = {path: [] for path in options.calibration}
+    for name, window in windows.items():
+        for length in options.lengths:
+            wanted = [case for case in cases(length) if (case, name) not in results.kl]
+            if not wanted:
+                continue
+            cache, found = measure(run, torch.tensor([window[: length + options.scored]]), wanted, files)
+            for case, kl in found.items():
+                results.add(case, name, kl)
+            results.save()
+            print(f"{name}, {length:,}", flush=True)
+            if length == max(options.lengths):
+                for path in options.calibration:
+                    left[path].append(energy_left(cache, load(path)))
+    rows = [
+        [path, *(f"{statistics.mean(x):.2f}" for x in zip(*found, strict=True))]
+        for path, found in left.items()
+        if found
+    ]
+    if rows:
+        print_table(["energy left from", *(f"{BAND * at:,}" for at in range(len(rows[0]) - 1))], rows, options.markdown)
+    print_results(options, results, list(windows), {length: cases(length) for length in options.lengths})
+
+
+def print_results(
+    options: argparse.Namespace, results: Results, windows: Sequence[str], cases: Mapping[int, Sequence[Case]]
+) -> None:
+    """KL divergence by prompt length, and its ratios to that without a file and to rounding to fp8."""
+    rows = []
+    for line in zip(*cases.values(), strict=True):
+        found = [results.of(case, windows) for case in line]
+        plain = [results.of(replace(case, file=""), windows) for case in line]
+        cells = [f"{statistics.fmean(kl):.4f}" for kl in found]
+        cells += [ratio(*pair) for pair in zip(found, plain, strict=True)]
+        if FP8 in options.dtypes:
+            cells += [
+                ratio(kl, results.of(Case(FP8, "", 0, case.prompt), windows))
+                for kl, case in zip(found, line, strict=True)
+            ]
+        rows.append([line[0].dtype, line[0].file or "no file", str(line[0].recent), *cells])
+    lengths = [f"{length:,}" for length in cases]
+    titles = ["KL at", "of no file's at", *(["of fp8's at"] if FP8 in options.dtypes else [])]
+    header = ["dtype", "file", "window", *(f"{title} {length}" for title in titles for length in lengths)]
+    print_table(header, rows, options.markdown)
+
+
+if __name__ == "__main__":
+    main()

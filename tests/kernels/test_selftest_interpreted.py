@@ -1,0 +1,95 @@
+"""The self-test's layers of a GPU by Triton's interpreter: all is right, and a kernel that is not is found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packed_kv.attention import decode as fused
+from packed_kv.attention import prefill
+from packed_kv.attention.latent import decode as latent_decode
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.ahead import Ahead
+from packed_kv.selftest import checks, latents, launches
+from packed_kv.selftest.requests import Shape
+from test_gather import flash_attention
+from test_shares import Workspace
+from vllm.v1.worker import workspace
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/selftest has a test for GPUs")
+CPU = torch.device("cpu")
+STEPS = (
+    ("prompt", {0: 5, 1: 37}),
+    ("gather", {0: 2, 1: 5}),
+    ("decode", {0: 1, 1: 3}),
+    ("merge", {1: 1}),
+)
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Workspace()
+    for module in (fused, workspace, latent_decode):
+        monkeypatch.setattr(module, "current_workspace_manager", lambda: memory)
+    card = SimpleNamespace(multi_processor_count=2, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    flash = prefill.FlashAttention(flash_attention, 64)
+    monkeypatch.setattr(prefill, "find_flash_attention", lambda *_arguments: flash)
+    monkeypatch.setattr(
+        launches, "cpu_kernels", lambda _fmt, layer, *sizes: launches.cuda_kernels(layer, "auto", *sizes)
+    )
+    for module in (checks, latents):
+        monkeypatch.setattr(module, "STEPS", STEPS)
+        monkeypatch.setattr(module, "MOST", [11, 46])
+        monkeypatch.setattr(module, "REPEATS", {"Triton": 1})
+    monkeypatch.setattr(latents, "RANK", 64)
+    monkeypatch.setattr(latents, "ROPE_DIM", 32)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Variants that would be compiled ahead."""
+    found: list[Any] = []
+    monkeypatch.setattr(Ahead, "_compile", lambda block: found.extend(block.jobs))
+    return found
+
+
+def check_pairs(window: int) -> list[checks.Check]:
+    fmt, shape = FORMATS["turboquant25"], Shape(64, 1, 2, window)
+    layer = launches.PairLayer(fmt, shape, CPU, checks.DTYPE, "auto", 2, 64)
+    assert layer.kernel == "Triton" and layer.own_is_raw
+    layer.compile_ahead()
+    return list(checks.check_pairs(fmt, layer, CPU))
+
+
+def test_pairs(noted: list[Any]) -> None:
+    found = check_pairs(window=16)
+    assert len(noted) > 6
+    assert {check.part for check in found} == {"store", "gather", "decode", "merge"}
+    assert not [check for check in found if not check.is_right]
+
+
+def test_a_fault_is_found(noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the merge of splits."""
+
+    class Spoiled(fused.MergeLaunch):
+        def __call__(self, grid: Any, tensors: tuple[torch.Tensor, ...], arguments: Any) -> None:
+            super().__call__(grid, tensors, arguments)
+            tensors[0][-1] *= 1.01
+
+    monkeypatch.setattr(fused, "MergeLaunch", Spoiled)
+    assert {check.part for check in check_pairs(window=0) if not check.is_right} >= {"merge"}
+
+
+def test_latents(noted: list[Any]) -> None:
+    fmt, shape = FORMATS["turboquant25"], Shape(96, 1, 4, 16)
+    layer = launches.LatentLayer(fmt, latents.RANK, latents.ROPE_DIM, shape, CPU, checks.DTYPE, "auto", 2)
+    layer.kernels, layer.kernel = launches.cuda_latents(layer.codec, shape, checks.DTYPE, "auto", 2)
+    layer.compile_ahead()
+    found = list(latents.check_latents(fmt, layer, CPU))
+    assert len(noted) > 4
+    assert layer.kernel == "Triton" and len(found) > 8
+    assert not [check for check in found if not check.is_right]

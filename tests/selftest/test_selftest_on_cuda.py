@@ -1,0 +1,56 @@
+"""`packed-kv selftest` on a GPU: all is right by each kernel, in time, and planted faults are found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from packed_kv.attention.decode import HopperPairs, TritonPairs
+from packed_kv.formats import FORMATS
+from packed_kv.kernels.cuda import CAPABILITY
+from packed_kv.selftest import __main__ as process
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SECONDS = 120
+"""Kernels compiled, on an H100."""
+
+
+def test_all_is_right_in_time() -> None:
+    """The second run has its kernels compiled. Where the CUDA kernel serves, each dtype has a row by it as well."""
+    command = [sys.executable, "-m", "packed_kv.commands.main", "selftest", "--json"]
+    for _ in range(2):
+        start = time.monotonic()
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - start
+        assert run.returncode == 0, run.stderr + run.stdout
+    kernels = {"CUDA", "Triton"} if torch.cuda.get_device_capability() == CAPABILITY else {"Triton"}
+    rows = json.loads(run.stdout)["rows"]
+    assert {(row["dtype"], row["kernel"]) for row in rows} == {(name, kernel) for name in FORMATS for kernel in kernels}
+    assert all(row["microseconds"] > 0 and row["bf16_microseconds"] > 0 for row in rows)
+    print(f"{seconds:.0f} s")
+    assert seconds < SECONDS
+
+
+def spoiled(attend: Callable[..., None]) -> Callable[..., None]:
+    def attend_and_spoil(self: Any, step: Any, cache: Any, queries: Any, ring: Any, output: torch.Tensor) -> None:
+        attend(self, step, cache, queries, ring, output)
+        output[-1] *= 1.01
+
+    return attend_and_spoil
+
+
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one row's output, inside and outside of graphs."""
+    for kernel in (TritonPairs, HopperPairs):
+        monkeypatch.setattr(kernel, "attend", spoiled(kernel.attend))
+    said: list[dict[str, Any]] = []
+    process.run(said.append, ["tq4"], "cuda", [("tq4", "triton")])
+    (row,) = (what["row"] for what in said if "row" in what)
+    assert not row["is_right"] and any(line.startswith(("decode", "merge")) for line in row["wrong"]), row["wrong"]
+    assert row["microseconds"] is None, "no time of a wrong step"
