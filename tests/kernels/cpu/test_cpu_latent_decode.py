@@ -113,7 +113,7 @@ def test_a_window_longer_than_a_tile_of_the_ring() -> None:
 
 
 def test_a_rank_without_tokens() -> None:
-    """Where ranks split tokens, one may have none of a request's: 0, and lse of -inf."""
+    """A rank may have none of a request's tokens: 0, and lse of -inf."""
     codec = codec_of("tq4", 96, 32, 16)
     batch = Batch(codec, ((5, 1), (40, 1)), 4)
     batch.seq_lens[0] = 0
