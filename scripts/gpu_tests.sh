@@ -4,7 +4,7 @@
 # kernel).
 #
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
-#   gpu_tests.sh collect     only check that memcheck's cases exist; needs no GPU
+#   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
 #
 # Where pytest-xdist is there, kernels run in 8 processes and engines in 6: most of their time is compilation. Memcheck
 # takes 4. The parts run one after the other: side by side they lack GPU memory.
@@ -46,6 +46,8 @@ memcheck_cases=(
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
+engine_tests=(tests/engine/test_{on_cuda,latent_on_cuda,sleep_on_cuda,hybrids,drafts,capacity,images}.py)
+
 run_pytest() { python3 -m pytest -q --tb=short -p no:cacheprovider "$@"; }
 
 # A job runs in the background and writes to the file of its name in $logs.
@@ -77,7 +79,7 @@ kernels() {
 
 engine() {
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 6) tests/engine/test_{on_cuda,latent_on_cuda,sleep_on_cuda,hybrids,drafts,capacity,images}.py
+    run_pytest $(in_processes 6) "${engine_tests[@]}"
 }
 
 # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are no
@@ -103,7 +105,8 @@ memcheck() {
     finish "${names[@]}"
 }
 
-collect() { run_pytest --collect-only "${memcheck_cases[@]}"; }
+# Two runs: both folders have a `test_latent.py`.
+collect() { run_pytest --collect-only "${engine_tests[@]}" && run_pytest --collect-only "${memcheck_cases[@]}"; }
 
 if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_tests.sh: PyTorch sees no CUDA device" >&2

@@ -278,11 +278,20 @@ def test_a_warm_start_has_the_model_of_the_cold_one(monkeypatch: pytest.MonkeyPa
     assert config["num_hidden_layers"] == 3
 
 
-def test_the_cases_of_the_memory_check_exist() -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+def test_the_gpu_tests_load_and_the_cases_of_the_memory_check_exist() -> None:
+    """They import nothing of vLLM's worker for a CPU, which replaces `torch.cuda.Event` and more as it is imported."""
+    environment = {
+        **os.environ,
+        "PYTHONPROFILEIMPORTTIME": "1",
+        "PYTEST_ADDOPTS": "-s",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     command = ["bash", str(REPO / "scripts" / "gpu_tests.sh"), "collect"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")]
+    assert done.returncode == 0, done.stdout
+    assert "vllm" in imported
+    assert not [name for name in imported if name.startswith("vllm.v1.worker.cpu")]
 
 
 @pytest.mark.parametrize("means", ["one", "blocks"])

@@ -5,21 +5,25 @@ CI has no GPU; `scripts/gpu_tests.sh` runs these with the kernel suite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, cast
 
 import calibration_files
 import pytest
 import tiny_models
 import torch
 from harness import engine, mean_kl, model_of, teacher_forced_logits
+from packed_kv.attention.layer import PairKernels
 from packed_kv.formats import FORMATS
 from vllm import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from packed_kv.attention.prefill import FlashPrefill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -93,11 +97,10 @@ def test_prefill_routes_agree(name: str, calibrated: bool, demo_model: str, tmp_
         options["additional_config"] = {"packed_kv": {"calibration": str(file)}}
     with engine(demo_model, name, **options) as llm:
         decoded, chunked, whole = (teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 64, 600))
-        for implementation in implementations(llm):
-            implementation.prefill.capacity = 112
+        for kernels in kernels_of(llm):
+            flash_prefill(kernels).capacity = 112
         in_parts = teacher_forced_logits(llm, token_ids, 64)
-        for implementation in implementations(llm):
-            implementation.prefill = None
+        without_prefill_kernels(llm)
         in_pytorch = teacher_forced_logits(llm, token_ids, 64)
     measured = dict(chunked=chunked, in_parts=in_parts, decoded=decoded, in_pytorch=in_pytorch, whole=whole)
     costs = {route: mean_kl(bf16, logits) for route, logits in measured.items()}
@@ -119,8 +122,7 @@ def test_recent_window_on_every_route(name: str, demo_model: str) -> None:
     for window in (0, 64):
         with engine(demo_model, name, recent_tokens=window) as llm:
             routes = {chunk: teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 64)}
-            for implementation in implementations(llm):
-                implementation.prefill = None
+            without_prefill_kernels(llm)
             routes["in_pytorch"] = teacher_forced_logits(llm, token_ids, 64)
         costs[window] = {route: mean_kl(bf16, logits) for route, logits in routes.items()}
     print(f"{name}: KL", costs)
@@ -148,9 +150,7 @@ def test_windows_soft_caps_and_head_sizes(make, tmp_path: Path) -> None:
         bf16 = teacher_forced_logits(llm, token_ids, 70)
     with engine(model, "isoquant4", **options) as llm:
         fused = teacher_forced_logits(llm, token_ids, 70)
-        for implementation in implementations(llm):
-            assert implementation.prefill is not None
-            implementation.prefill = None
+        without_prefill_kernels(llm)
         in_pytorch = teacher_forced_logits(llm, token_ids, 70)
     print(f"{tmp_path.name}: KL {mean_kl(bf16, fused):.4f}, in PyTorch {mean_kl(bf16, in_pytorch):.4f}")
     assert mean_kl(bf16, fused) < 1.1 * mean_kl(bf16, in_pytorch)
@@ -170,9 +170,7 @@ def test_attention_sinks(name: str, calibrated: bool, tmp_path: Path) -> None:
     for window in (0, None):
         with engine(model, name, recent_tokens=window, **options) as llm:
             decoded, chunked = (teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 70))
-            for implementation in implementations(llm):
-                assert implementation.prefill is not None
-                implementation.prefill = None
+            without_prefill_kernels(llm)
             in_pytorch = teacher_forced_logits(llm, token_ids, 70)
         costs = [mean_kl(bf16, logits) for logits in (decoded, chunked, in_pytorch)]
         print(f"{name}, window {window}: KL decoded {costs[0]:.4f}, chunked {costs[1]:.4f}, in PyTorch {costs[2]:.4f}")
@@ -194,13 +192,12 @@ def test_values_of_fewer_channels(tmp_path: Path) -> None:
     for window in (0, None):
         with engine(model, "tq4", recent_tokens=window, **options) as llm:
             decoded, chunked = (teacher_forced_logits(llm, token_ids, chunk) for chunk in (1, 70))
-            for implementation in implementations(llm):
-                prefill = implementation.prefill
+            for kernels in kernels_of(llm):
+                prefill = flash_prefill(kernels)
                 prefill.flash_attention, prefill.pads = replace(prefill.flash_attention, value_dim=192), True
                 prefill.capacity = 112
             padded = teacher_forced_logits(llm, token_ids, 70)
-            for implementation in implementations(llm):
-                implementation.prefill = None
+            without_prefill_kernels(llm)
             in_pytorch = teacher_forced_logits(llm, token_ids, 70)
         costs = [mean_kl(bf16, logits) for logits in (decoded, chunked, padded, in_pytorch)]
         print(f"window {window}: KL decoded, chunked, padded, in PyTorch", *(f"{cost:.4f}" for cost in costs))
@@ -222,8 +219,7 @@ def test_many_query_heads_decode_in_graphs(heads: int, tmp_path: Path) -> None:
     with engine(model, "auto", **options) as llm:
         bf16 = teacher_forced_logits(llm, token_ids, 70)
     with engine(model, "tq4", **options) as llm:
-        for implementation in implementations(llm):
-            implementation.prefill = None
+        without_prefill_kernels(llm)
         in_pytorch = mean_kl(bf16, teacher_forced_logits(llm, token_ids, 70))
     captured = {"enforce_eager": False, "compilation_config": graphs(0, "FULL_DECODE_ONLY")}
     with engine(model, "tq4", **options, **captured) as llm:
@@ -233,10 +229,21 @@ def test_many_query_heads_decode_in_graphs(heads: int, tmp_path: Path) -> None:
     assert decoded == pytest.approx(in_pytorch, rel=0.3)
 
 
-def implementations(llm: LLM) -> Iterator:
-    """The attention of each layer."""
+def kernels_of(llm: LLM) -> list[PairKernels]:
+    """The kernels of each layer."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return (layer.impl.attention for layer in layers if hasattr(layer, "impl"))
+    return [layer.impl.attention.kernels for layer in layers if hasattr(layer, "impl")]
+
+
+def flash_prefill(kernels: PairKernels) -> FlashPrefill:
+    return cast("FlashPrefill", kernels.prefill)
+
+
+def without_prefill_kernels(llm: LLM) -> None:
+    """From now on, prefills run in PyTorch."""
+    for kernels in kernels_of(llm):
+        assert kernels.prefill is not None
+        kernels.prefill = None
 
 
 @pytest.mark.parametrize("drafts", [3, 12], ids="{}_drafts".format)

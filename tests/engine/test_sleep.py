@@ -14,7 +14,6 @@ import pytest
 import tiny_models
 import torch
 from harness import engine, keep_chunks
-from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 IDS = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -27,23 +26,6 @@ CASES = [("llama", "turboquant25"), ("gemma3", "tq4"), ("deepseek_v2", "tq4")]
 
 def tokens(llm: LLM) -> list[list[int]]:
     return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, SAMPLING, use_tqdm=False)]
-
-
-def write_other_weights(model: str, folder: Path) -> str:
-    """The model with its layers' weights exchanged: the first one's are the last one's."""
-    weights = load_file(f"{model}/model.safetensors")
-    count = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
-    other = {}
-    for name, weight in weights.items():
-        parts = name.split(".")
-        if name.startswith("model.layers."):
-            parts[2] = str(count - 1 - int(parts[2]))
-        other[".".join(parts)] = weight.contiguous()
-    folder.mkdir()
-    for path in Path(model).glob("*.json"):
-        (folder / path.name).write_text(path.read_text())
-    save_file(other, folder / "model.safetensors")
-    return str(folder)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -69,8 +51,9 @@ def test_tokens_after_sleep_and_new_weights(
         llm.wake_up()
         llm.collective_rpc("reload_weights")
         assert tokens(llm) == before
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": write_other_weights(model, tmp_path / "other")})
+        other = tiny_models.write_other_weights(model, tmp_path / "other")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
         llm.reset_prefix_cache()
         replaced = tokens(llm)
-    with engine(str(tmp_path / "other"), dtype, **options) as llm:
+    with engine(other, dtype, **options) as llm:
         assert tokens(llm) == replaced != before

@@ -15,7 +15,6 @@ import tiny_models
 import torch
 from harness import KV_CACHE_BYTES, engine
 from packed_kv_quality.engines import apart
-from test_sleep import write_other_weights
 from vllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -92,7 +91,7 @@ def test_tokens_after_sleep_and_new_weights(name: str, dtype: str, kernel: str, 
     """With the window that an engine has by default, and a calibration of means and scales."""
     model = save(name, tmp_path / "model")
     given = options(f"{model}/turboquant_kv.json", kernel)
-    other = write_other_weights(model, tmp_path / "other")
+    other = tiny_models.write_other_weights(model, tmp_path / "other")
     found, freed = apart(answer_and_sleep, model, dtype, other, given)
     replaced = apart(answer, other, dtype, given)
     print(f"{name}: freed {[round(count / 2**20) for count in freed]} MiB; {found}")

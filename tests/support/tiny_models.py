@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from packed_kv import get_codec
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 VOCAB = 256
@@ -183,6 +183,23 @@ def save(config: PretrainedConfig, folder: Path) -> str:
         if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):  # random ones are all near 0
             module.sinks.data = torch.linspace(-3, 6, config.num_attention_heads)
     model.save_pretrained(folder)
+    return str(folder)
+
+
+def write_other_weights(model: str, folder: Path) -> str:
+    """The model with its layers' weights exchanged: the first one's are the last one's."""
+    weights = load_file(f"{model}/model.safetensors")
+    count = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    other = {}
+    for name, weight in weights.items():
+        parts = name.split(".")
+        if name.startswith("model.layers."):
+            parts[2] = str(count - 1 - int(parts[2]))
+        other[".".join(parts)] = weight.contiguous()
+    folder.mkdir()
+    for path in Path(model).glob("*.json"):
+        (folder / path.name).write_text(path.read_text())
+    save_file(other, folder / "model.safetensors")
     return str(folder)
 
 
