@@ -46,7 +46,8 @@ memcheck_cases=(
     "tests/kernels/test_merge_lse.py::test_lse[{'seq_lens': (0, 37, 1700), 'kernel': 'cuda', 'splits': Grid(warps=2, blocks=3, is_final=True)}]"
 )
 
-engine_tests=(tests/engine/test_{on_cuda,latent_on_cuda,sleep_on_cuda,hybrids,drafts,capacity,images}.py)
+engine_tests=(tests/engine/test_{on_cuda,latent_on_cuda,hybrids,drafts,capacity,images}.py)
+sleep_tests=tests/engine/test_sleep_on_cuda.py # alone on the card: they read how much of its memory is free
 
 run_pytest() { python3 -m pytest -q --tb=short -p no:cacheprovider "$@"; }
 
@@ -78,8 +79,10 @@ kernels() {
 }
 
 engine() {
+    local code=0
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 6) "${engine_tests[@]}"
+    run_pytest $(in_processes 6) "${engine_tests[@]}" || code=1
+    run_pytest "$sleep_tests" && return "$code"
 }
 
 # Without PyTorch's caching every tensor is an allocation of its own, so a step out of it is seen. Calls that fail are no
@@ -106,7 +109,7 @@ memcheck() {
 }
 
 # Two runs: both folders have a `test_latent.py`.
-collect() { run_pytest --collect-only "${engine_tests[@]}" && run_pytest --collect-only "${memcheck_cases[@]}"; }
+collect() { run_pytest --collect-only "${engine_tests[@]}" "$sleep_tests" && run_pytest --collect-only "${memcheck_cases[@]}"; }
 
 if [[ ${parts[*]} != collect ]] && ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_tests.sh: PyTorch sees no CUDA device" >&2

@@ -89,7 +89,7 @@ class Workspace:
     """One memory for all who ask, as vLLM's."""
 
     def __init__(self) -> None:
-        self.memory = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        self.memory = torch.full((1 << 26,), 0xFF, dtype=torch.uint8, device=DEVICE)
 
     def get_simultaneous(self, *asked: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         given, at = [], 0
@@ -112,13 +112,19 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer(
-    codec: PagedCodec, shard: ContextShard, group: Group | None, options: AttentionOptions, *, in_pytorch: bool
+    codec: PagedCodec,
+    shard: ContextShard,
+    group: Group | None,
+    options: AttentionOptions,
+    *,
+    in_pytorch: bool,
+    kernel: str = "auto",
 ) -> PairAttention | ranks.ContextParallelAttention:
     shape = (codec, HEADS, 1, options)
     flash = FlashAttention(flash_attention, HEAD_DIM)
     prefill = None if in_pytorch else FlashPrefill(*shape, 64, 8, flash, shard)
     layout = fused.PairLayout(*shape, Limits(1, 8), shard)
-    decode = fused.pair_kernel(layout, layout.rotation(), "auto")
+    decode = fused.pair_kernel(layout, layout.rotation(), kernel)
     store = PairStore(TritonPairStore(codec, 1, decode.splits.rotation), decode.kind)
     kernels = PairKernels(codec, HEADS // shard.ranks, 1, options, store, decode, prefill, shard)
     if group is None:

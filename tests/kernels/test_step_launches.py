@@ -55,13 +55,13 @@ def test_pairs(lengths: list[tuple[int, int]], expected: list[str], launched: li
     codec = PagedCodec(FORMATS["tq4"], HEAD_DIM, device=DEVICE)
     metadata, _ = batch(UNSHARDED, lengths)
     table = torch.zeros(len(lengths), 20, dtype=torch.int32, device=DEVICE)
-    rings = WindowMetadata(table, metadata.slot_mapping.to(torch.int32), table[:, 0])
+    rings = WindowMetadata(table, metadata.slot_mapping.to(torch.int32), table[:, 0].contiguous())
     cache = torch.zeros(metadata.block_table.numel(), 1, BLOCK, codec.slot_bytes, dtype=torch.uint8, device=DEVICE)
     vectors = torch.zeros(metadata.num_actual_tokens, HEADS + 2, HEAD_DIM, dtype=torch.float16, device=DEVICE)
     query, key, value = vectors.split([HEADS, 1, 1], dim=1)
     steps = []
     for _ in range(2):
-        served = layer(codec, UNSHARDED, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False)
+        served = layer(codec, UNSHARDED, None, AttentionOptions(HEAD_DIM**-0.5), in_pytorch=False, kernel="triton")
         flash: Any = served.kernels.prefill
         attend = flash.flash_attention.function
 
