@@ -151,11 +151,12 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Times of a wave of requests: seconds in all, until all had a token, and of each step in which all decode."""
+    """Times of a wave of requests: seconds in all, until each had its first token, and of each step in which all
+    decode."""
 
     requests: int
     seconds: float
-    prefill_seconds: float
+    first_tokens: list[float]
     decode_steps: list[float]
 
 
@@ -265,8 +266,8 @@ class Engine:
             for _ in range(requests):
                 self._add(prompt, output)
             steps: list[float] = []
-            begun: set[str] = set()
-            started = prefilled = time.perf_counter()
+            begun: dict[str, float] = {}
+            started = time.perf_counter()
             while self.engine.has_unfinished_requests():
                 step_started = time.perf_counter()
                 decoded = [result.request_id for result in self.engine.step()]
@@ -274,11 +275,10 @@ class Engine:
                 if len(decoded) == requests:
                     steps.append(now - step_started)
                 if len(begun) < requests:
-                    begun.update(decoded)
-                    prefilled = now
+                    begun = {name: now - started for name in decoded} | begun
         if not steps:
             raise RuntimeError(f"{requests} requests never ran all at once")
-        return Throughput(requests, time.perf_counter() - started, prefilled - started, steps)
+        return Throughput(requests, time.perf_counter() - started, sorted(begun.values()), steps)
 
     def blocks_of(self, budget: int) -> int:
         """Blocks of `budget` bytes of KV cache. Raises ValueError if the cache has not as many."""

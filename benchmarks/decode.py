@@ -13,9 +13,10 @@ verify: the same with --drafts, an engine for each number of tokens that a step 
 looks n-grams up on the device. Every draft is verified in whole and refused, so that contexts stay as they are.
 prefill: a prompt that runs alone, in chunks of 8,192 tokens, until its first token; `tokens_s` is by p50.
 throughput: the scheduler gets the blocks of --budget bytes of KV cache, and as many requests of 8,192 tokens in and 256
-out as fit start at once. `output_tokens_s` is over the whole wave, prefill and all; `decode_tokens_s` is requests over
-the median step in which all of them decode. The first is bounded by prefill, which takes most of the time of such
-requests and does not get faster by a smaller cache; the second is what the cache's size buys.
+out as fit start at once; TTFTs count from then. `output_tokens_s` is over the whole wave, prefill and all;
+`decode_tokens_s` is requests over the median step in which all of them decode. The first is bounded by prefill, which
+takes most of the time of such requests and does not get faster by a smaller cache; the second is what the cache's size
+buys.
 """
 
 from __future__ import annotations
@@ -121,9 +122,11 @@ def measure(name: str, options: argparse.Namespace) -> None:
         fit = device.requests_that_fit(int(options.budget), options.input + options.output)
         requests = min(fit, options.max_requests)
         wave = device.throughput(requests, int(options.budget), options.input, options.output)
+        first = [f"{1e3 * wave.first_tokens[int(share * (requests - 1))]:.0f}" for share in (0.5, 0.99)]
         emit(
             "throughput.csv", kv_bytes=int(options.budget), input=options.input, output=options.output, fit=fit,
-            requests=requests, seconds=f"{wave.seconds:.2f}", prefill_seconds=f"{wave.prefill_seconds:.2f}",
+            requests=requests, seconds=f"{wave.seconds:.2f}", prefill_seconds=f"{wave.first_tokens[-1]:.2f}",
+            p50_ttft_ms=first[0], p99_ttft_ms=first[1],
             output_tokens_s=f"{requests * options.output / wave.seconds:.0f}",
             decode_tokens_s=f"{requests / statistics.median(wave.decode_steps):.0f}",
         )  # fmt: skip
