@@ -6,9 +6,8 @@
 //   softmax  online, in fp32; exponentials times V's scales -> 16-bit weights, one factor a tile, group and column
 //   V        codes -> 16-bit levels, 16-bit products with the weights, 32-bit sums over the tile, added in fp32
 // Integer products are exact, and twice as many an instruction as in fp32; queries and weights are rounded, to 1/32767
-// of the largest. The job that ends last of a request and KV head merges the parts, in their order.
+// of the largest.
 #include "ring.h"
-#include "threads.h"
 
 // Memory of a thread, cut from its part of the workspace.
 struct Scratch {
@@ -19,30 +18,9 @@ struct Scratch {
   Range* ranges;  // in the pages, by query token
 };
 
-constexpr int RESULT = 3 * STORED_DIM;
-
-struct Run {
-  const Arguments* a;
-  Request* requests;
-  int *first_job, *left;  // of each request; jobs of each (request, KV head) that are not done
-  Softmax* partials;      // [part of all requests][KV head][column]
-  float* results;         // the same, RESULT floats a column: its sums, then its sums of the ring
-  long* first_partial;    // of each request
-  uint8_t* scratch;
-  long scratch_bytes, columns;
-  int jobs, next_job, next_thread;
-};
-
-// Cuts memory into aligned pieces; with a null start, only counts.
-struct Cutter {
-  uint8_t* start;
-  long used;
-  template <class T> T* take(long count) {
-    T* piece = start ? (T*)(start + used) : nullptr;
-    used += (count * (long)sizeof(T) + 63) / 64 * 64;
-    return piece;
-  }
-};
+struct Decode;
+using DecodeRun = Run<Decode>;
+constexpr int RESULT = 3 * STORED_DIM;  // its sums, then its sums of the ring
 
 static Scratch cut_scratch(const Arguments& a, Cutter& from, long columns) {
   Scratch s = {};
@@ -58,34 +36,6 @@ static Scratch cut_scratch(const Arguments& a, Cutter& from, long columns) {
   s.softmax_factors = from.take<float>(columns);
   s.ranges = from.take<Range>(columns);
   return s;
-}
-
-static void cut_run(Run& run, Cutter& from) {
-  const Arguments& a = *run.a;
-  run.requests = from.take<Request>(a.requests);
-  run.first_job = from.take<int>(a.requests + 1);
-  run.first_partial = from.take<long>(a.requests + 1);
-  run.left = from.take<int>(a.requests * a.kv_heads);
-  long parts = 0, partials = 0;
-  run.columns = 0;
-  for (long r = 0; r < a.requests; r++) {
-    Request request = request_of(a, r);
-    long columns = request.tokens * a.group;
-    if (from.start) {
-      run.requests[r] = request, run.first_job[r] = (int)(parts * a.kv_heads), run.first_partial[r] = partials;
-      for (long head = 0; head < a.kv_heads; head++) run.left[r * a.kv_heads + head] = (int)request.parts;
-    }
-    if (columns) parts += request.parts, partials += request.parts * a.kv_heads * columns;
-    run.columns = most(run.columns, columns);
-  }
-  if (from.start) run.first_job[a.requests] = (int)(parts * a.kv_heads);
-  run.jobs = (int)(parts * a.kv_heads);
-  run.partials = from.take<Softmax>(partials);
-  run.results = from.take<float>(partials * RESULT);
-  Cutter one = {nullptr, 0};
-  cut_scratch(a, one, run.columns);
-  run.scratch_bytes = one.used;
-  run.scratch = from.take<uint8_t>(one.used * a.threads);
 }
 
 // --- scores of a tile -----------------------------------------------------------------------------------------------
@@ -196,21 +146,30 @@ static void attend_ring(const Arguments& a, const Request& request, long r, long
 }
 
 // --- jobs -----------------------------------------------------------------------------------------------------------
-static long partial_of(const Run& run, long r, long part, long head) {
-  const Request& request = run.requests[r];
-  return run.first_partial[r] + (part * run.a->kv_heads + head) * request.tokens * run.a->group;
-}
+struct Decode {
+  using Arguments = ::Arguments;
+  using Request = ::Request;
+  using Scratch = ::Scratch;
+  using Softmax = ::Softmax;
+  static constexpr int RESULT = ::RESULT;
+  static long heads(const Arguments& a) { return a.kv_heads; }
+  static long group(const Arguments& a) { return a.group; }
+  static Request request_of(const Arguments& a, long r) { return ::request_of(a, r); }
+  static Scratch cut_scratch(const Arguments& a, Cutter& from, long columns) { return ::cut_scratch(a, from, columns); }
+  static void attend_part(const DecodeRun& run, Scratch s, long r, long part, long head);
+  static void merge_parts(const DecodeRun& run, long r, long head);
+};
 
 // Where a part's results are: its maxima, totals and sums are made in place.
-static void place_results(const Run& run, Columns& columns, long r, long part, long head) {
-  long first = partial_of(run, r, part, head), count = run.requests[r].tokens * run.a->group;
+static void place_results(const DecodeRun& run, Columns& columns, long r, long part, long head) {
+  long first = run.partial_of(r, part, head), count = run.columns_of(r);
   columns.count = (int)count;
   columns.softmax = run.partials + first;
   columns.sums = run.results + first * RESULT;
   columns.ring_sums = run.a->ring ? columns.sums + count * 2 * STORED_DIM : nullptr;
 }
 
-static void attend_part(const Run& run, Scratch s, long r, long part, long head) {
+void Decode::attend_part(const DecodeRun& run, Scratch s, long r, long part, long head) {
   const Arguments& a = *run.a;
   const Request& request = run.requests[r];
   place_results(run, s.columns, r, part, head);
@@ -225,7 +184,7 @@ static void attend_part(const Run& run, Scratch s, long r, long part, long head)
 }
 
 // Adds part 1 and on to part 0, in its place. Columns that see nothing keep a maximum of -infinity and a total of 0.
-static void add_parts(const Run& run, Columns& to, long r, long head) {
+static void add_parts(const DecodeRun& run, Columns& to, long r, long head) {
   for (long part = 1; part < run.requests[r].parts; part++) {
     Columns from = to;
     place_results(run, from, r, part, head);
@@ -241,7 +200,7 @@ static void add_parts(const Run& run, Columns& to, long r, long head) {
 }
 
 // Turns the sums of a request and KV head into outputs and lse, four columns at once.
-static void write_outputs(const Run& run, Columns& columns, long r, long head) {
+static void write_outputs(const DecodeRun& run, Columns& columns, long r, long head) {
   const Arguments& a = *run.a;
   const int32_t* channels = a.value_channels + head * a.value_channels_stride;
   const float* value_scale = a.value_scale ? a.value_scale + head * a.value_scale_stride : nullptr;
@@ -283,30 +242,16 @@ static void write_outputs(const Run& run, Columns& columns, long r, long head) {
   }
 }
 
-static void merge_parts(const Run& run, long r, long head) {
+void Decode::merge_parts(const DecodeRun& run, long r, long head) {
   Columns columns = {};
   place_results(run, columns, r, 0, head);
   add_parts(run, columns, r, head);
   write_outputs(run, columns, r, head);
 }
 
-static void work(void* data) {
-  Run& run = *(Run*)data;
-  const Arguments& a = *run.a;
-  Cutter memory = {run.scratch + next_of(&run.next_thread) * run.scratch_bytes, 0};
-  Scratch scratch = cut_scratch(a, memory, run.columns);
-  long r = 0;
-  for (int job; (job = next_of(&run.next_job)) < run.jobs;) {
-    while (job >= run.first_job[r + 1]) r++;
-    long part = (job - run.first_job[r]) / a.kv_heads, head = (job - run.first_job[r]) % a.kv_heads;
-    attend_part(run, scratch, r, part, head);
-    if (__atomic_sub_fetch(&run.left[r * a.kv_heads + head], 1, __ATOMIC_ACQ_REL) == 0) merge_parts(run, r, head);
-  }
-}
-
 // A region of several threads costs some 5 us where cores are free, more where they are not. No thread gets less work.
 constexpr long THREAD_NS = 12000;
-static long estimated_ns(const Run& run) {  // on one core with AVX-512: 16 ns a token of 128 channels and 4 columns
+static long estimated_ns(const DecodeRun& run) {  // on one core with AVX-512: 16 ns a token of 128 channels and 4 columns
   long ns = 0;
   for (long r = 0; r < run.a->requests; r++) {
     const Request& request = run.requests[r];
@@ -316,23 +261,12 @@ static long estimated_ns(const Run& run) {  // on one core with AVX-512: 16 ns a
   return ns;
 }
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
-
 // Bytes of workspace that a call needs; its address must be a multiple of 64.
-EXPORTED int64_t decode_workspace_bytes(const Arguments* arguments) {
-  Run run = {};
-  run.a = arguments;
-  Cutter counted = {nullptr, 0};
-  cut_run(run, counted);
-  return counted.used;
-}
+EXPORTED int64_t decode_workspace_bytes(const Arguments* arguments) { return bytes_of_run<Decode>(*arguments); }
 
 EXPORTED void decode(const Arguments* arguments) {
-  Run run = {};
-  run.a = arguments;
-  Cutter memory = {(uint8_t*)arguments->workspace, 0};
-  cut_run(run, memory);
+  DecodeRun run = make_run<Decode>(*arguments, arguments->workspace);
   if (run.jobs == 0) return;
   long threads = most(1, least(least(arguments->threads, run.jobs), estimated_ns(run) / THREAD_NS));
-  run_on_threads(work, &run, (int)threads);
+  run_on_threads(work<Decode>, &run, (int)threads);
 }

@@ -17,7 +17,7 @@ from .constants import constants_header
 
 PROGRAM = Program(
     "decode.cpp",
-    (*SIMD, "arguments.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h", "threads.h",
+    (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h", "threads.h",
      "tile.h"),
 )  # fmt: skip
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

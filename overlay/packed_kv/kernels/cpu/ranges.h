@@ -1,10 +1,8 @@
 // Which tokens a query sees, and how a request's are cut into parts.
 #pragma once
 #include "arguments.h"
+#include "jobs.h"
 #include "tile.h"
-
-static inline long least(long a, long b) { return a < b ? a : b; }
-static inline long most(long a, long b) { return a > b ? a : b; }
 
 // ContextShard.count and ContextShard.position of attention/context_shard.py.
 static inline long shard_count(const Arguments& a, long tokens) {
