@@ -17,8 +17,8 @@ from .constants import constants_header
 
 PROGRAM = Program(
     "decode.cpp",
-    (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h", "threads.h",
-     "tile.h"),
+    (*SIMD, "arguments.h", "jobs.h", "numbers.h", "pages.h", "queries.h", "ranges.h", "ring.h", "rotation.h",
+     "threads.h", "tile.h"),
 )  # fmt: skip
 ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of dtypes in numbers.h."""

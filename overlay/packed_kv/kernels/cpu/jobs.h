@@ -2,11 +2,12 @@
 // take the next one; the job that ends last of a request and KV head merges the parts, in their order.
 //
 // A kernel is a struct of types and static functions:
-//   Arguments, Request, Scratch   Request has `tokens` (of the query) and `parts`, which depend on the request alone, so
+//   Arguments, Request, Scratch   Request has `tokens` (of the query) and `parts`. Both depend on the request alone, so
 //                                 outputs have the same bits whatever else is served, by however many threads
 //   RESULT                        floats of a part's results, a column
 //   heads(a), group(a)            KV heads; columns of a query token and KV head
-//   request_of(a, r), cut_scratch(a, cutter, columns), attend_part(run, scratch, r, part, head), merge_parts(run, r, head)
+//   request_of(a, r), cut_scratch(a, cutter, columns)
+//   attend_part(run, scratch, r, part, head), merge_parts(run, r, head)
 #pragma once
 #include <stdint.h>
 
@@ -29,12 +30,12 @@ struct Cutter {
 template <class Kernel> struct Run {
   const typename Kernel::Arguments* a;
   typename Kernel::Request* requests;
-  int *first_job, *left;         // of each request; jobs of each (request, KV head) that are not done
+  int *first_job, *left;               // of each request; jobs of each (request, KV head) that are not done
   typename Kernel::Softmax* partials;  // [part of all requests][KV head][column]
-  float* results;                // the same, RESULT floats a column
-  long* first_partial;           // of each request
+  float* results;                      // the same, RESULT floats a column
+  long* first_partial;                 // of each request
   uint8_t* scratch;
-  long scratch_bytes, columns;   // of a thread; most of a job
+  long scratch_bytes, columns;  // of a thread; most of a job
   int jobs, next_job, next_thread;
 
   long columns_of(long r) const { return requests[r].tokens * Kernel::group(*a); }
