@@ -251,7 +251,7 @@ void Decode::merge_parts(const DecodeRun& run, long r, long head) {
 
 // A region of several threads costs some 5 us where cores are free, more where they are not. No thread gets less work.
 constexpr long THREAD_NS = 12000;
-static long estimated_ns(const DecodeRun& run) {  // on one core with AVX-512: 16 ns a token of 128 channels and 4 columns
+static long estimated_ns(const DecodeRun& run) {  // with AVX-512, 16 ns a token of 128 channels and 4 columns
   long ns = 0;
   for (long r = 0; r < run.a->requests; r++) {
     const Request& request = run.requests[r];
