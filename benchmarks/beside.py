@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from kernels import Layers, interleaved
 from latent_kernels import RANK, ROPE
 from latent_layer import LAYERS, Case
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.formats import FORMATS
 from packed_kv.kernels.cuda import kernel, nvrtc
 from packed_kv.kernels.cuda.source import Program
+from pair_kernels import Layers, interleaved
 
 Round = Callable[[], None]
 

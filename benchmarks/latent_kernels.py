@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from kernels import copy_bandwidth, interleaved
 from packed_kv.codecs.latent import LatentCodec
 from packed_kv.codecs.ring import Ring
 from packed_kv.formats import FORMATS
@@ -29,6 +28,7 @@ from packed_kv.kernels.cuda import latent_launch as cuda
 from packed_kv.kernels.cuda import latent_ring_launch as cuda_ring
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
 from packed_kv.kernels.triton import latent_ring
+from pair_kernels import copy_bandwidth, interleaved
 from rows import append, commit_here, machine
 
 SHAPES = ((64, 4096), (32, 8192), (8, 32768), (128, 2048), (1, 32768))

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kernels import captured, interleaved
 from latent_kernels import BLOCK_SIZE, RANK, RING_BLOCK, ROPE, SCALE, packed_pages
 from launchers import store_latents
 from packed_kv.codecs.latent import LatentCodec
@@ -31,6 +30,7 @@ from packed_kv.kernels.cuda import latent_ring_launch as cuda_ring
 from packed_kv.kernels.cuda.latent_schedule import LatentScheduler
 from packed_kv.kernels.triton import latent_ring
 from packed_kv.kernels.triton.latent_store import StoreLatentsLaunch
+from pair_kernels import captured, interleaved
 
 SHAPES = ((8, 1024), (64, 8192), (8, 32768), (64, 4096))
 LAYERS, STORES = 8, (8, 64, 256, 512, 8192)

@@ -186,13 +186,10 @@ def _model(folder: Path, layers: int) -> str:
 def import_vllm() -> None:
     """Import what all cases need, but packed-kv, which is of their tree; and without CUDA, which no fork could use."""
     os.environ.update({**ENVIRONMENT, **os.environ})
-    here = sys.path.pop(0)  # or transformers takes kernels.py for the package of that name, which it looks for
     import torch
     from vllm import LLM  # noqa: F401
     from vllm.model_executor.models import llama  # noqa: F401
     from vllm.v1.worker import gpu_worker  # noqa: F401
-
-    sys.path.insert(0, here)
     assert not torch.cuda.is_initialized() and "packed_kv" not in sys.modules
 
 

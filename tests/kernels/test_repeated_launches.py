@@ -17,7 +17,7 @@ from packed_kv.kernels.cuda import CAPABILITY, HEAD_DIMS, latent_launch, launch
 from repeated import rounds_that_differ
 from test_copies import LAYOUTS
 
-sys.path.insert(0, str(REPO / "benchmarks"))  # in front of a site that has a package `kernels`
+sys.path.insert(0, str(REPO / "benchmarks"))
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != CAPABILITY,
     reason="needs a GPU of compute capability 9.0",
@@ -66,15 +66,15 @@ def test_pairs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Batches of each kind of grid: blocks that write the output, of few and many requests, and splits for `merge`."""
-    import kernels
+    import pair_kernels
     from packed_kv.rope import Rope
 
     torch.manual_seed(head_dim)
-    monkeypatch.setattr(kernels, "HEAD_DIM", head_dim)
-    monkeypatch.setattr(kernels, "ROPE", Rope(tuple(1e4 ** (-2 * i / head_dim) for i in range(head_dim // 2))))
+    monkeypatch.setattr(pair_kernels, "HEAD_DIM", head_dim)
+    monkeypatch.setattr(pair_kernels, "ROPE", Rope(tuple(1e4 ** (-2 * i / head_dim) for i in range(head_dim // 2))))
     spread = 0 if recent else 0.5  # rings are of equal lengths
     for requests, context in ((40, 1280), (150, 640), (1, 5120)):
-        layers = kernels.Layers(name, requests, context, recent, spread, means, group, query_tokens)
+        layers = pair_kernels.Layers(name, requests, context, recent, spread, means, group, query_tokens)
         run = layers.rounds("cuda", None, 128)["cuda"]
         assert not rounds_that_differ(run, layers.outputs), (requests, context)
 
@@ -82,8 +82,8 @@ def test_pairs(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_several_passes(name: str) -> None:
     """Query tokens of more columns than a pass serves."""
-    import kernels
+    import pair_kernels
 
-    layers = kernels.Layers(name, 20, 1280, 64, 0, None, 8, 20)
+    layers = pair_kernels.Layers(name, 20, 1280, 64, 0, None, 8, 20)
     run = layers.rounds("cuda", None, 128)["cuda"]
     assert not rounds_that_differ(run, layers.outputs)

@@ -1,6 +1,6 @@
 """Time of the decode kernels a layer: rotate the query, attend over packed pages, merge and rotate back.
 
-    python benchmarks/kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
+    python benchmarks/pair_kernels.py [--dtypes NAME ...] [--kernels triton cuda] [--recent N] [--spread S]
         [--means {one,blocks}] [--group N ...] [--query-tokens N ...] [--csv FILE]
 
 Caches of several layers are used in turn, so that the L2 does not serve them; a CUDA graph holds one round, and its
