@@ -89,12 +89,15 @@ class StoreKernel(Protocol):
 
 class DecodeKernel(Protocol[Result]):
     """Attends to the decodes of a layer: of pairs `TritonPairs`, `HopperPairs`, `CpuPairs`; of latents `TritonLatents`,
-    `HopperLatents`, `ReferenceLatents`."""
+    `HopperLatents`, `ReferenceLatents`.
+
+    On CUDA, a kernel also has `bound` (`Launches`), which `warmup.py` clears, and its steps of pairs have `rotate`: the
+    launch that rotates queries (`Splits.prepare_rotation`), or None if it wants them as they are."""
 
     kind: Hashable
     """Kernels of equal kinds can share the step of a batch."""
     longest: int
-    """Query tokens of a request that are served."""
+    """Most query tokens of a request that are served; a batch with longer decodes takes the prefill route."""
 
     def reserve(self) -> None:
         """Size the workspace for any batch, where there is one."""

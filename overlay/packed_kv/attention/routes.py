@@ -1,4 +1,6 @@
-"""Limits of the decode route, by card. Imports no Triton, as the CPU platform may lack it."""
+"""Limits of the decode route, by card. Imports no Triton, as the CPU platform may lack it.
+
+Fused means that the decode kernel reads codes and attends in one; prefill unpacks codes into a workspace first."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def fill_slots(
     window: int,
     longest_decode: int,
 ) -> None:
-    """Fill `slots` and `first`; the reference of `kernels.ring.plan_ring`.
+    """Fill `slots` and `first`; the reference of `kernels.triton.ring.plan_ring`.
 
     Args:
         query_start: int32 [requests + 1], the batch's first token of each request; the last one may be below `slots`'

@@ -80,7 +80,7 @@ constexpr int bit_of(const Code& code, int e, Source source, int parity) {
 }
 
 // Levels by index. With VBMI, an index has 6 bits, and those that are not of the code may be anything; else 4 bits, all
-// of the code. `sign_bit`, `magnitude_bits`: which of the index are the code's.
+// of the code. `sign_bit`, `magnitude_mask`: which of the index are the code's.
 struct Levels {
   alignas(64) uint8_t low[64], high[64];
 };

@@ -5,8 +5,8 @@
 // is a request and a KV head. Query tokens of more than 64 columns take several passes over their request's keys; each
 // pass counts as a request in the grid and in work items. A block has WARPS warps, and with UNPACKERS as many that only
 // unpack: then these alone copy (`roles.cuh`). A warp that copies has STAGES stages of its own in shared memory. One lane
-// issues bulk copies STAGES tiles ahead, so bytes in flight occupy no registers and take hardly any instructions. Tiles of the ring buffer, which holds the recent window, come before
-// those of pages.
+// issues bulk copies STAGES tiles ahead, so bytes in flight occupy no registers and take hardly any instructions. Tiles
+// of the ring buffer, which holds the recent window, come before those of pages.
 //
 // `launch.py` defines:
 //

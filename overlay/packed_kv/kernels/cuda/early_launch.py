@@ -9,7 +9,7 @@ do not say. So the one kernel here that begins early stands behind one of ours t
 
 - `latent_decode` is launched as usual. When it begins, all that came before it in the stream has ended, whoever
   launched it. It lets the next kernel begin at once.
-- `attend_latent_ring` is launched early, directly behind it (`LatentDecode.__call__`). What it reads before it waits
+- `attend_latent_ring` is launched early, directly behind it (`HopperLatents.attend`). What it reads before it waits
   was written by kernels before `latent_decode`: queries (vLLM's products and RoPE), the ring (`store_latents_kernel`),
   lengths (vLLM's metadata, `split_lens`), block tables and the schedule (`LatentScheduler`). `latent_decode` writes
   none of these, but parts, and the ring's kernel reads those behind its wait. Before that it writes nothing to global

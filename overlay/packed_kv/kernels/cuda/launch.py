@@ -36,7 +36,8 @@ combining several warps costs more than a second launch: blocks of one warp writ
 MAX_SPLITS = 128
 """The most partial results that `merge` combines."""
 STAGES, UNPACKER_STAGES = 2, 3
-"""Tiles that a warp has in flight."""
+"""Tiles that a warp has in flight; of a warp that only unpacks, `roles.cuh` wants three: a tile of the ring takes the
+room of two."""
 TILE_BLOCKS = 2
 """Micro-blocks of a warp's tile, but of one that only unpacks, and of 32 columns: one."""
 
@@ -229,7 +230,7 @@ def make_counters(requests: int, card: Card, columns: Mapping[int, int], device:
     """Return int32 zeros that count the finished parts of each (request, KV head) pair in batches of up to `requests`
     with any of these columns and their passes.
 
-    Launches leave them 0; `FusedDecode._bind` sets them to 0 and says why no step has to. Layers may share them,
+    Launches leave them 0; `HopperPairs._bind` sets them to 0 and says why no step has to. Layers may share them,
     because the launches of one stream do not overlap.
     """
     most = max(
