@@ -74,8 +74,9 @@ def parser(prog: str = "tq-calibrate") -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                        help="dtype of the model (default: float32 on a CPU, else the checkpoint's)")  # fmt: skip
     model.add_argument("--recipe", choices=RECIPES, default=RECIPES[-1],
-                       help=f"dtype named in the file, which serves all dtypes (default {RECIPES[-1]})")  # fmt: skip    model.add_argument("--seed", type=int, default=0, metavar="N",
-                       help="seed that chooses the parts of the text (default 0)")  # fmt: skip  # fmt: skip  # fmt: skip  # fmt: skip
+                       help=f"dtype named in the file, which serves all dtypes (default {RECIPES[-1]})")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, metavar="N",
+                       help="seed that chooses the parts of the text (default 0)")  # fmt: skip
     model.add_argument("--out", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the model's folder")
     model.add_argument("--weights-only", action="store_true",
                        help="estimate from the projection weights, without running the model")  # fmt: skip

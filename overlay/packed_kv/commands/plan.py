@@ -64,8 +64,9 @@ def parser(prog: str = "packed-kv plan") -> argparse.ArgumentParser:
         help="memory per card, such as 80GiB; instead of --gpu, or to override its memory",
     )
     add("--bandwidth", type=number, metavar="TB/S", help="memory bandwidth per card, for the step time")
-    add("--kv-cache-memory", type=size, metavar="SIZE", help="bytes of KV cache per card, whatever the weights take")    add("--context", type=tokens, metavar="N",
-        help="tokens per request, such as 32k (default: 32k, or the model's limit if less)")  # fmt: skip  # fmt: skip  # fmt: skip  # fmt: skip
+    add("--kv-cache-memory", type=size, metavar="SIZE", help="bytes of KV cache per card, whatever the weights take")
+    add("--context", type=tokens, metavar="N",
+        help="tokens per request, such as 32k (default: 32k, or the model's limit if less)")  # fmt: skip
     add("--users", type=whole, metavar="N", help="requests at once (default: as many as bf16 holds)")
     add("--tensor-parallel", type=whole, default=1, metavar="N", help="cards that share the model (default 1)")
     add("--weights", type=form, metavar="FORM", help=f"{', '.join(BITS)} or a size (default: by the config)")
