@@ -190,6 +190,7 @@ def import_vllm() -> None:
     from vllm import LLM  # noqa: F401
     from vllm.model_executor.models import llama  # noqa: F401
     from vllm.v1.worker import gpu_worker  # noqa: F401
+
     assert not torch.cuda.is_initialized() and "packed_kv" not in sys.modules
 
 
