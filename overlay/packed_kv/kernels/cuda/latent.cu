@@ -44,14 +44,18 @@ struct Arguments {
     unsigned block_stride;
 };
 
+#ifndef PREFETCHES
+#define PREFETCHES 1
+#endif
 #if ROWS <= 32
+constexpr int THREADS = 384;
 #include "latent_narrow.cuh"
 #else
 #include "latent_attend.cuh"
 #endif
 
-BLOCK_OF(latent_decode, 384, sizeof(SharedMemory));
-extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
+BLOCK_OF(latent_decode, THREADS, sizeof(SharedMemory));
+extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     init_shared(base);
     sync_block();

@@ -1,114 +1,121 @@
-// Attention for 48 and 64 rows, which are those of the left operand, as S and P have them in registers. Three warpgroups:
-//   0      scores, weights, and half of the channels of O
-//   1      the other half of O; it unpacks SHARE of a tile's 8 blocks of 64 channels besides
-//   2      unpacks the rest of a tile: raw bytes come into registers while the other half is unpacked, and fp16 goes to
-//          shared memory, where the tile is keys and values at once
+// Attention for 48 and 64 rows. Rows are the narrow side of S' = C Q', as up to 32 are, and the 64 of O = P V.
 //
-// No bulk copy is issued. Threads store tiles, which products read: behind EMPTY, at which the warps that add values arrive
-// once their products have ended (`wgmma_wait`).
+// Two warpgroups have every second tile each, and half of the channels of all sums. A group unpacks its tile: what is in
+// registers is the left operand of S' at once, and goes to shared memory as values. It makes the weights, whose maxima come
+// from the group that had the tile before. Both add the tile's values: its own group as soon as weights are there, the
+// other one while it unpacks the next tile.
+//
+// No bulk copy into shared memory is issued. Threads store tiles, which products read: behind `tile_empty`, at which all
+// warps arrive once their products have ended (`wgmma_wait`).
 #pragma once
 #include "latent_rows.cuh"
 
-constexpr int SHARE = 2;  // by measurement
-// Of a thread of each warpgroup; 504 in all.
-constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
+constexpr int THREADS = 256;
+#ifndef SUMS_BEHIND
+#define SUMS_BEHIND 8
+#endif
+// The groups of 32 channels of a tile before which the four products of the tile before are made.
+constexpr int FIRST_SUM = SUMS_BEHIND;
 
-constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
-// `*_full`: barriers at which the warps that fill a stage arrive, and those wait that read it. `*_empty`: the other way.
+constexpr int COLUMNS_OF_LANE = ROWS / 4;  // 8 n + 2 c + e: 2 n + e
+typedef float Columns[COLUMNS_OF_LANE];
+typedef float ColumnsOfWarp[4][20];  // by c; apart, so that lanes load from banks of their own
+struct Stage {
+    u8 values[BLOCKS][BLOCK_BYTES];
+    u8 weights[TILE][128];  // fp16, swizzled
+};
 struct SharedMemory {
-    u8 tiles[2][TILE_BYTES];
-    u8 queries[TILE_BYTES];     // fp16 [9, 64 rows, 64 channels]
-    u8 weights[4][2048];        // of a tile, 16 channels a step of group 1
-    float factors[128][4];      // of a thread of group 0: by what sums shrink, and totals, of two rows each
-    u8 runs[2][32];             // of group 0, for group 1
-    u32 event[4];               // of a tile, the first word
-    u64 low_full[2];            // the first 4 blocks of a tile: group 2 fills, group 0 reads
-    u64 high_full[2];           // the blocks that follow, and RoPE's: group 2 fills, groups 0 and 1 read
-    u64 share_full[2];          // the last SHARE blocks: group 1 fills, group 0 reads
-    u64 empty[2];               // a tile: groups 0 and 1 have read, groups 1 and 2 fill
-    u64 weights_full;           // weights, factors, event and run: group 0 fills, group 1 reads
-    u64 weights_empty;
+    Stage stages[2];                     // by group
+    u8 queries[BLOCKS + 1][ROWS * 128];  // fp16 [9, ROWS, 64 channels]
+    u16 ones[16][64];                    // fp16: the right operand of totals
+    ColumnsOfWarp maxima[2];             // of a stage: of the scores so far
+    ColumnsOfWarp tops[2][4];            // of a group, by warp: of the scores of its tile
+    float totals[2][64];                 // of a run: of the weights of a group's tiles
+    u8 runs[2][16];                      // of a stage that has the last tile of a run
+    u64 tile_full[2];                    // a stage: its group fills, both groups read
+    u64 tile_empty[2];                   // both groups have added the tile, its group fills
 };
 #define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
-
+static_assert(sizeof(Stage) % 1024 == 0 && ROWS % 16 == 0, "tiles are swizzled");
 enum NamedBarrier {
-    QUERIES_BARRIER = 1,  // group 0: before queries of a run replace others, and before products read them
+    MAXIMA_BARRIER = 1,   // and 2: a group, before its warps take each other's largest scores
+    QUERIES_BARRIER = 3,  // both groups: before queries of a run replace others, and before products read them
+    TOTALS_BARRIER = 4,   // both groups: before they read each other's totals of a run
 };
 
-INLINE void store_rope(const RawRope<ROPE_BITS>& rope, u32 tile, const u32 (&offsets)[4]) {
-    u32 own[16];
-    const u32(&pairs)[16] = rope.pairs(own);
+INLINE void load_columns(u32 address, int c, Columns& x) {
+    for_each<COLUMNS_OF_LANE / 4>([&](auto i) {
+        u32 four[4];
+        load_shared_4(address + c * 80 + i.value * 16, four);
+        for_each<4>([&](auto j) { x[4 * i.value + j.value] = __int_as_float(four[j.value]); });
+    });
+}
+INLINE void store_columns(u32 address, int c, const Columns& x) {
+    auto bits = [&](int i) { return (u32)__float_as_int(x[i]); };
+    for_each<COLUMNS_OF_LANE / 4>([&](auto i) {
+        constexpr int j = 4 * decltype(i)::value;
+        store_shared_4(address + c * 80 + j * 4, {bits(j), bits(j + 1), bits(j + 2), bits(j + 3)});
+    });
+}
+
+INLINE void init_shared(u32 base) {
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < 2; s++) {
+            barrier_init<4>(base + AT(tile_full) + 8 * s), barrier_init<8>(base + AT(tile_empty) + 8 * s);
+        }
+        barrier_init_fence();
+    }
+    for (int i = threadIdx.x; i < (int)sizeof(SharedMemory::ones) / 4; i += THREADS)
+        store_shared(base + AT(ones) + i * 4, 0x3C003C00);
+    for (int i = threadIdx.x; i < (int)sizeof(SharedMemory::maxima) / 4; i += THREADS)
+        store_shared(base + AT(maxima) + i * 4, 0);  // rows that a block lacks
+    fence_async();
+}
+
+// A warp's micro-block in global memory.
+struct Page {
+    const u8* bytes;
+    int tokens;  // that are stored, of its 16
+    template <int WIDTH> INLINE void load(u32 offset, u32* x) const { load_page<WIDTH>(bytes + offset, x); }
+    INLINE u32 stored_bytes(int row) const {
+        return (row < tokens ? 0x00FF00FF : 0) | (row + 8 < tokens ? 0xFF00FF00 : 0);
+    }
+};
+
+// The score that a tile's first query of a row sees `unmasked` tokens of, from the lane's first one on; `tokens` are stored.
+INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
+    for_each<ROWS / 2>([&](auto j) {
+        const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
+        if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
+    });
+}
+// Moves the maxima where exponents of weights would exceed MOST_WEIGHT.
+INLINE void move_maxima(const float (&s)[ROWS / 2], float factor, u32 base, int group, int warp, int r, int c, Columns& maximum) {
+    float above = 0;
+    for_each<COLUMNS_OF_LANE>([&](auto k) {
+        constexpr int j = decltype(k)::value / 2 * 4 + decltype(k)::value % 2;
+        above = maximum_of(above, maximum_of(s[j], s[j + 2]) * factor - maximum[k.value]);
+    });
+    if (__builtin_expect(!any_of_group(MAXIMA_BARRIER + group, above > MOST_WEIGHT), 1)) return;
+    const u32 tops = base + AT(tops) + group * 4 * sizeof(ColumnsOfWarp);
+    Columns top;
+    for_each<COLUMNS_OF_LANE>([&](auto k) {
+        constexpr int j = decltype(k)::value / 2 * 4 + decltype(k)::value % 2;
+        float own = maximum_of(s[j], s[j + 2]);
 #pragma unroll
-    for (int k = 0; k < 4; k++) store_matrices(tile + BLOCKS * BLOCK_BYTES + offsets[k], pairs + 4 * k);
+        for (int l = 4; l < 32; l *= 2) own = maximum_of(own, shuffle_xor(own, l));
+        top[k.value] = own * factor;
+    });
+    if (r == 0) store_columns(tops + warp * sizeof(ColumnsOfWarp), c, top);
+    sync_group(MAXIMA_BARRIER + group);
+#pragma unroll 1
+    for (int w = 0; w < 4; w++) {
+        load_columns(tops + w * sizeof(ColumnsOfWarp), c, top);
+        for_each<COLUMNS_OF_LANE>([&](auto k) { maximum[k.value] = maximum_of(maximum[k.value], top[k.value]); });
+    }
+    // No warp stores largest scores of its next tile before all have come to the vote there.
 }
 
-// The blocks of tiles that the second attending group unpacks, two tiles ahead of its values.
-struct Share {
-    const Tables tables;
-    u32 base, offsets[4];
-    int lane;
-    Reader reader;
-    Raw<BLOCKS - SHARE, BLOCKS> raw;
-    bool more;
-
-    INLINE Share(const Arguments& a, u32 base, int t)
-        : tables(hide_from_optimizer((u32)0)), base(base), lane(t % 32), reader(a, t / 32) {
-        own_offsets(lane, t / 32, offsets);
-        more = reader.next();
-        if (!more) return;
-        raw.load(reader, lane);
-#pragma unroll 1
-        for (u32 k = 0; k < 2; k++) unpack(k);
-    }
-    // Of the tile that is number `tiles` since the start.
-    INLINE void unpack(u32 tiles) {
-        if (!more) return;
-        const u32 stage = tiles % 2;
-        barrier_wait(base + AT(empty) + 8 * stage, (tiles / 2 + 1) % 2);
-        raw.store(tables, base + stage * TILE_BYTES, offsets);
-        finish_stores(base + AT(share_full) + 8 * stage, lane);
-        more = reader.next();
-        if (more) raw.load(reader, lane);
-        sync_warp();
-    }
-};
-
-// The fence that stores need waits for loads, too. So loads follow the last fence, but those of the first half of a tile
-// are under way while the second is unpacked.
-INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, warp = t / 32;
-    const Tables tables(hide_from_optimizer((u32)0));
-    u32 offsets[4];
-    own_offsets(lane, warp, offsets);
-    Reader reader(a, warp);
-    if (!reader.next()) return;
-    Raw<0, 4> low;
-    Raw<4, BLOCKS - SHARE> high;
-    RawRope<ROPE_BITS> rope;
-    low.load(reader, lane), high.load(reader, lane), rope.load(reader, lane);
-    bool more = true;
-    auto load_low = [&]() {
-        more = reader.next();
-        if (more) low.load(reader, lane);
-        sync_warp();
-    };
-#pragma unroll 1
-    for (u32 tiles = 0; more; tiles++) {
-        const u32 stage = tiles % 2, tile = base + stage * TILE_BYTES;
-        barrier_wait(base + AT(empty) + 8 * stage, (tiles / 2 + 1) % 2);
-        low.store(tables, tile, offsets);
-        finish_stores(base + AT(low_full) + 8 * stage, lane);
-        load_low();
-        high.store(tables, tile, offsets);
-        store_rope(rope, tile, offsets);
-        finish_stores(base + AT(high_full) + 8 * stage, lane);
-        if (more) high.load(reader, lane), rope.load(reader, lane);
-        sync_warp();
-    }
-}
-
-// What the second group has to know of a tile.
-enum { FIRST = 1, LAST = 2, END = 4 };
 typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
 // Of the rows r and r + 8 of a lane.
 struct Pair {
@@ -148,204 +155,165 @@ INLINE void store_stats(const Arguments& a, const Run& run, Pair maximum, Pair t
     });
 }
 
-INLINE void rescale(Outputs& o, Pair factor) {
-    if (any_lane(factor.of[0] != 1 || factor.of[1] != 1))
-        for_each<128>([&](auto j) { o[j.value] *= factor.of[j.value / 2 % 2]; });
-}
-// O += P V of a tile, for half of the channels; O = P V if it is the first.
-INLINE void add_values(Outputs& o, const u32 (&p)[16], u32 tile, int half, int adds) {
-    const u32 values = matrix_descriptor(tile + half * 4 * BLOCK_BYTES, BLOCK_BYTES);
-    wgmma_fence();
-    for_each<4>([&](auto k) { add_product(o, p + 4 * k.value, values + (k.value * 2048 >> 4), k.value ? 1 : adds); });
-    wgmma_commit();
-}
-
-// Moves the maxima of a lane's rows where exponents of weights would exceed MOST_WEIGHT, and notes by what sums shrink.
-INLINE void move_maxima(Pair top, float scale, Pair& maximum, Pair& factor) {
-    for_each<2>([&](auto r) {
-        float own = maximum_of(top.of[r.value], shuffle_xor(top.of[r.value], 1));
-        own = maximum_of(own, shuffle_xor(own, 2)) * scale;
-        if (own > maximum.of[r.value] + MOST_WEIGHT) {
-            factor.of[r.value] = exp2_fast(maximum.of[r.value] - own);
-            maximum.of[r.value] = own;
-        }
-    });
-}
-
-// Ends the second group's loop, behind `tiles` tiles.
-INLINE void end_weights(u32 base, u32 tiles, int t) {
-    barrier_wait(base + AT(weights_empty), (tiles + 1) % 2);
-    if (t == 0) store_shared(base + AT(event), END);
-    sync_warp();
-    if (t % 32 == 0) arrive(base + AT(weights_full));
-}
-// Brings a run's queries to shared memory, which no product reads any more when all threads have come.
-INLINE void start_run(const Arguments& a, const Run& run, u32 base, int t) {
-    sync_group(QUERIES_BARRIER);
-    load_queries<BLOCK_BYTES>(a, run, base + AT(queries), t);
-    fence_async();
-    sync_group(QUERIES_BARRIER);
-}
-
-// Adds the steps of 16 channels, given as distances in descriptors, of the scores of the tile that is number `tiles`
-// since the start, as its blocks come.
-template <class Add> INLINE void add_steps(u32 base, u32 tiles, Add&& add) {
-    const u32 stage = tiles % 2, parity = tiles / 2 % 2;
-    auto add_block = [&](auto block) {
-        for_each<4>([&](auto k) { add(Index<(decltype(block)::value * BLOCK_BYTES + decltype(k)::value * 32) / 16>{}); });
-    };
-    barrier_wait(base + AT(low_full) + 8 * stage, parity);
-    wgmma_fence();
-    for_each<4>([&](auto b) { add_block(b); });
-    wgmma_commit();
-    barrier_wait(base + AT(high_full) + 8 * stage, parity);
-    wgmma_fence();
-    for_each<4 - SHARE>([&](auto b) { add_block(Index<4 + decltype(b)::value>{}); });
-    add_block(Index<BLOCKS>{});
-    barrier_wait(base + AT(share_full) + 8 * stage, parity);
-    wgmma_fence();
-    for_each<SHARE>([&](auto b) { add_block(Index<BLOCKS - SHARE + decltype(b)::value>{}); });
-    wgmma_commit();
-}
-// S = Q C'.
-INLINE void add_scores(float (&s)[32], u32 base, u32 tiles) {
-    const u32 queries = matrix_descriptor(base + AT(queries), 16);
-    const u32 keys = matrix_descriptor(base + tiles % 2 * TILE_BYTES, 16);
-    add_steps(base, tiles, [&](auto step) {
-        SharedProduct<64>::add(s, queries + step.value, keys + step.value, step.value != 0);
-    });
-}
-
-INLINE void init_shared(u32 base) {
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < 2; s++) {
-            barrier_init<4>(base + AT(low_full) + 8 * s), barrier_init<4>(base + AT(high_full) + 8 * s);
-            barrier_init<4>(base + AT(share_full) + 8 * s), barrier_init<8>(base + AT(empty) + 8 * s);
-        }
-        barrier_init<4>(base + AT(weights_full)), barrier_init<4>(base + AT(weights_empty));
-        barrier_init_fence();
-    }
-    // Rows that the block lacks stay 0.
-    for (int i = threadIdx.x; i < TILE_BYTES / 16; i += 384) store_shared_4(base + AT(queries) + i * 16, {0, 0, 0, 0});
-}
-
-INLINE void attend(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32, row = t / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    const u32 weights = base + AT(weights) + t * 16, factors = base + AT(factors) + t * 16;
-    u32 tiles = 0, runs = 0;  // since the start: they say which stage and which parity
-    Runs run(a);
-#pragma unroll 1
-    for (; run.next(a); runs++) {
-        start_run(a, run, base, t);
-        Pair maximum{EMPTY_MAXIMUM, EMPTY_MAXIMUM}, total{0, 0};
-        Outputs o;  // without a value: the first products set it
-        float s[32];
-        add_scores(s, base, tiles);
-        auto turn = [&](int i, auto is_last) {
-            wgmma_wait<0>();
-            if (__builtin_expect((run.first + i + 1) * TILE > run.unmasked, 0)) {
-                const int token = (run.first + i) * TILE + column, first = blockIdx.x * ROWS + row;
-                const int limits[2] = {min(run.unmasked + first / HEADS, run.tokens),
-                                       min(run.unmasked + (first + 8) / HEADS, run.tokens)};
-                for_each<32>([&](auto j) {
-                    if (token + j.value / 4 * 8 + j.value % 2 >= limits[j.value / 2 % 2]) s[j.value] = minus_infinity();
-                });
-            }
-            Pair top{s[0], s[2]}, factor{1, 1};
-            for_each<32>([&](auto j) {
-                float& own = top.of[j.value / 2 % 2];
-                own = maximum_of(own, s[j.value]);
-            });
-            auto exceeds = [&](int r) { return top.of[r] * a.factor > maximum.of[r] + MOST_WEIGHT; };
-            const bool moves = any_lane(exceeds(0) || exceeds(1));
-            if (__builtin_expect(moves, 0)) move_maxima(top, a.factor, maximum, factor);
-            for_each<2>([&](auto r) { total.of[r.value] *= factor.of[r.value]; });
-            u32 p[16];
-            for_each<16>([&](auto k) {
-                constexpr int r = k.value % 2;
-                const float x = exp2_fast(s[2 * k.value] * a.factor - maximum.of[r]);
-                const float y = exp2_fast(s[2 * k.value + 1] * a.factor - maximum.of[r]);
-                total.of[r] += x + y;
-                p[k.value] = to_halves(x, y);
-            });
-            if (moves) for_each<128>([&](auto j) { o[j.value] *= factor.of[j.value / 2 % 2]; });
-            add_values(o, p, base + tiles % 2 * TILE_BYTES, 0, i != 0);
-            if constexpr (is_last.value) for_each<2>([&](auto r) {
-                total.of[r.value] += shuffle_xor(total.of[r.value], 1);
-                total.of[r.value] += shuffle_xor(total.of[r.value], 2);
-            });
-            barrier_wait(base + AT(weights_empty), (tiles + 1) % 2);
-            for_each<4>([&](auto k) {
-                store_shared_4(weights + k.value * 2048, {p[4 * k.value], p[4 * k.value + 1], p[4 * k.value + 2], p[4 * k.value + 3]});
-            });
-            store_shared_4(factors, {(u32)__float_as_int(factor.of[0]), (u32)__float_as_int(factor.of[1]),
-                                     (u32)__float_as_int(total.of[0]), (u32)__float_as_int(total.of[1])});
-            if (t == 0) {
-                store_shared(base + AT(event), (i == 0 ? FIRST : 0) | (is_last.value ? LAST : 0));
-                if (is_last.value) run.write(base + AT(runs) + runs % 2 * 32);
-            }
-            sync_warp();
-            if (lane == 0) arrive(base + AT(weights_full));
-            if constexpr (!is_last.value) {
-                add_scores(s, base, tiles + 1);
-                wgmma_wait<2>();
-            } else {
-                wgmma_wait<0>();
-            }
-            if (lane == 0) arrive(base + AT(empty) + 8 * (tiles % 2));
-            tiles++;
-        };
-#pragma unroll 1
-        for (int i = 0; i < run.count - 1; i++) turn(i, Index<0>{});
-        turn(run.count - 1, Index<1>{});
-        store_outputs(a, run, o, total, 0, t);
-        store_stats(a, run, maximum, total, t);
-    }
-    end_weights(base, tiles, t);
-}
-
-INLINE void attend_and_unpack(const Arguments& a, u32 base, int t) {
-    const int lane = t % 32;
-    const u32 weights = base + AT(weights) + t * 16, factors = base + AT(factors) + t * 16;
-    Share share(a, base, t);
-    u32 runs = 0;
-    Outputs o;
-    for_each<128>([&](auto j) { o[j.value] = 0; });
-#pragma unroll 1
-    for (u32 tiles = 0;; tiles++) {
-        const u32 stage = tiles % 2;
-        barrier_wait(base + AT(weights_full), tiles % 2);
-        const u32 event = load_shared(base + AT(event));
-        if (event & END) break;
-        u32 p[16], x[4];
-        for_each<4>([&](auto k) { load_shared_4(weights + k.value * 2048, p + 4 * k.value); });
-        load_shared_4(factors, x);
-        const Pair total{__int_as_float(x[2]), __int_as_float(x[3])};
-        sync_warp();
-        if (lane == 0) arrive(base + AT(weights_empty));
-        rescale(o, {__int_as_float(x[0]), __int_as_float(x[1])});
-        barrier_wait(base + AT(high_full) + 8 * stage, tiles / 2 % 2);
-        add_values(o, p, base + stage * TILE_BYTES, 1, !(event & FIRST));
-        wgmma_wait<0>();
-        if (lane == 0) arrive(base + AT(empty) + 8 * stage);
-        share.unpack(tiles + 2);
-        if (event & LAST) {
-            Run run;
-            run.read(base + AT(runs) + runs++ % 2 * 32);
-            store_outputs(a, run, o, total, 1, t);
-        }
-    }
-}
-
+// Tiles of which every second one is this group's.
 INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
-    if (group == 0) {
-        set_registers<ATTEND_REGISTERS>();
-        attend(a, base, t);
-    } else if (group == 1) {
-        set_registers<SECOND_REGISTERS>();
-        attend_and_unpack(a, base, t);
-    } else {
-        set_registers<UNPACK_REGISTERS>();
-        unpack_tiles(a, base, t);
+    const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4;
+    const int other = 1 - group;
+    const u32 queries = matrix_descriptor(base + AT(queries), 16);
+    const Tables tables(hide_from_optimizer((u32)0));
+    const u32 tile = base + group * sizeof(Stage), own_row = own_offset(lane, warp);
+    const int row = warp * 16 + r;  // of sums, and row + 8
+    const u32 own_maxima = base + AT(maxima) + row % 8 / 2 * 80 + (row / 8 * 2 + row % 2) * 4;  // of row + 8: 8 bytes on
+    Reader reader(a, warp, group, 2, true);
+    Raw<0, BLOCKS> raw;
+    RawRope<ROPE_BITS> rope;
+    Outputs o;
+    float totals[4];  // of rows r and r + 8: 0 and 2
+    for_each<128>([&](auto j) { o[j.value] = 0; });
+    for_each<4>([&](auto j) { totals[j.value] = 0; });
+    Pair maximum{0, 0};
+    int adds = 0, own_adds = 0;  // whether a tile of the run, or an own one, has been added
+
+    auto page_of = [&]() { return Page{reader.page, reader.run.tokens - (reader.run.first + reader.tile) * TILE - warp * 16}; };
+    auto load_first = [&](const Page& page) { rope.load(page, lane), raw.template load_part<0>(page, lane); };
+    // Takes the maxima of a tile that is to be added.
+    auto take_maxima = [&](int stage) {
+        const u32 from = own_maxima + stage * sizeof(ColumnsOfWarp);
+        const Pair now{__int_as_float(load_shared_again(from)), __int_as_float(load_shared_again(from + 8))};
+        if (__builtin_expect(any_lane(now.of[0] != maximum.of[0] || now.of[1] != maximum.of[1]), 0)) {
+            const Pair factor{exp2_fast(maximum.of[0] - now.of[0]), exp2_fast(maximum.of[1] - now.of[1])};
+            for_each<128>([&](auto j) { o[j.value] *= factor.of[j.value / 2 % 2]; });
+            for_each<4>([&](auto j) { totals[j.value] *= factor.of[j.value / 2]; });
+            maximum = now;
+        }
+    };
+    // 16 tokens.
+    auto add_values = [&](int stage, auto k, auto is_own) {
+        const u32 values = matrix_descriptor(base + stage * sizeof(Stage) + group * 4 * BLOCK_BYTES, BLOCK_BYTES);
+        const u32 weights = matrix_descriptor(base + stage * sizeof(Stage) + OFFSET_OF(Stage, weights), 16);
+        TransposedProduct<256>::add(o, weights + k.value * 128, values + k.value * 128, k.value ? 1 : adds);
+        if constexpr (is_own.value)
+            TransposedProduct<8>::add(totals, weights + k.value * 128, matrix_descriptor(base + AT(ones), 16), k.value ? 1 : own_adds);
+    };
+    auto add_tile = [&](int stage, auto is_own) {
+        take_maxima(stage);
+        wgmma_fence();
+        for_each<4>([&](auto k) { add_values(stage, k, is_own); });
+        wgmma_commit();
+        adds = 1;
+        if (is_own.value) own_adds = 1;
+    };
+    auto free_tile = [&](int stage) {
+        sync_warp();
+        if (lane == 0) arrive(base + AT(tile_empty) + 8 * stage);
+    };
+    // Behind the last tile of a run, which is in `stage`.
+    auto end_run = [&](int stage) {
+        wgmma_wait<0>();
+        Run run;
+        run.read(base + AT(runs) + 16 * stage);
+        const u32 shared = base + AT(totals) + row * 4;
+        const Pair own{own_adds ? totals[0] : 0, own_adds ? totals[2] : 0};
+        if (c == 0) {
+            store_shared(shared + group * 256, __float_as_int(own.of[0]));
+            store_shared(shared + group * 256 + 32, __float_as_int(own.of[1]));
+        }
+        sync_two_groups(TOTALS_BARRIER);
+        const Pair total{own.of[0] + __int_as_float(load_shared_again(shared + other * 256)),
+                         own.of[1] + __int_as_float(load_shared_again(shared + other * 256 + 32))};
+        store_outputs(a, run, o, total, group, t);
+        if (group == 0) store_stats(a, run, maximum, total, t);
+    };
+    u32 runs = 0;
+    bool more = reader.next();
+    if (more) load_first(page_of());
+#pragma unroll 1
+    for (u32 number = group;; number += 2) {
+        const bool is_first = more && reader.tile == 0;
+        // Between this group's tile before and this one, a run may have ended, or two.
+        if (const int changes = reader.runs - runs + !more) {
+            const bool ends_before = more ? is_first : reader.base == number;  // the last of them, with tile `number` - 1
+#pragma unroll 1
+            for (int left = changes; left > 0; left--) {
+                const bool is_others = left == 1 && ends_before && number > 0;
+                if (is_others) {
+                    barrier_wait(base + AT(tile_full) + 8 * other, (number - 1) / 2 % 2);
+                    add_tile(other, Index<0>{});
+                }
+                if (runs > 0) end_run(is_others ? other : group);
+                if (is_others) free_tile(other);
+                if (left == 1 && !more) return;
+                sync_two_groups(QUERIES_BARRIER);
+                if (left == 1 && is_first) load_queries<ROWS * 128>(a, reader.run, base + AT(queries), t);
+                fence_async();
+                sync_two_groups(QUERIES_BARRIER);
+                adds = own_adds = 0, runs++;
+            }
+        }
+        const Page page = page_of();
+        const int unmasked = reader.run.unmasked - reader.run.tokens + page.tokens;
+        float s[ROWS / 2];
+        // Two steps of 16 channels.
+        auto add_scores = [&](auto step, const u32* f) {
+            constexpr int first = decltype(step)::value;
+            for_each<2>([&](auto k) {
+                constexpr int own = first + decltype(k)::value;
+                Product<ROWS>::add(s, f + 4 * k.value, queries + (own / 4 * ROWS * 128 + own % 4 * 32) / 16, own != 4 * BLOCKS);
+            });
+        };
+        u32 word[16];
+        const u32(&pairs)[16] = rope.pairs(word);
+        wgmma_fence();
+        add_scores(Index<4 * BLOCKS>{}, pairs), add_scores(Index<4 * BLOCKS + 2>{}, pairs + 8);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (number > 1) free_tile(group);
+        barrier_wait(base + AT(tile_empty) + 8 * group, (number / 2 + 1) % 2);
+        if (t == 0 && reader.tile + 1 == reader.run.count) reader.run.write(base + AT(runs) + 16 * group);
+        more = reader.next();
+        if (PREFETCHES && more && lane == 0) prefetch_bulk<MICRO_BLOCK_BYTES>(reader.page);
+        sync_warp();
+        for_each<GROUPS>([&](auto i) {
+            constexpr int g = decltype(i)::value, k = g - FIRST_SUM;
+            if constexpr (g % 4 == 0 && g < 12) raw.template load_part<g / 4 + 1>(page, lane);
+            u32 f[8];
+            raw.template decode<g>(tables, f);
+            const u32 to = tile + own_row + g / 2 * BLOCK_BYTES;
+            store_matrices(to ^ (g % 2 * 64), f), store_matrices(to ^ (g % 2 * 64 + 32), f + 4);
+            if constexpr (k == 0) if (!is_first) {
+                barrier_wait(base + AT(tile_full) + 8 * other, (number - 1) / 2 % 2);
+                take_maxima(other);
+            }
+            wgmma_fence();
+            // A run's first tile adds what nothing reads: the next sums replace it.
+            if constexpr (k >= 0 && k < 4) add_values(other, Index<k>{}, Index<0>{});
+            add_scores(Index<2 * g>{}, f);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if constexpr (k == 4) if (!is_first) free_tile(other), adds = 1;
+        });
+        wgmma_wait<0>();
+        if (__builtin_expect(unmasked < 16, 0)) mask(unmasked - r, page.tokens - r, c, s);
+        Columns top;
+        if (is_first) for_each<COLUMNS_OF_LANE>([&](auto k) { top[k.value] = EMPTY_MAXIMUM; });
+        else load_columns(base + AT(maxima) + other * sizeof(ColumnsOfWarp), c, top);
+        move_maxima(s, a.factor, base, group, warp, r, c, top);
+        if (warp == 0 && r == 0) store_columns(base + AT(maxima) + group * sizeof(ColumnsOfWarp), c, top);
+        const u32 weights = tile + OFFSET_OF(Stage, weights) + own_row;
+        for_each<ROWS / 16>([&](auto i) {
+            u32 pairs[4];
+            for_each<4>([&](auto j) {
+                constexpr int first = 8 * decltype(i)::value + 2 * decltype(j)::value;
+                constexpr int k = 4 * decltype(i)::value + decltype(j)::value / 2 * 2;
+                const float x = exp2_fast(s[first] * a.factor - top[k]);
+                const float y = exp2_fast(s[first + 1] * a.factor - top[k + 1]);
+                pairs[j.value] = to_halves(x, y);
+            });
+            store_matrices(weights ^ (i.value * 32), pairs);
+        });
+        finish_stores(base + AT(tile_full) + 8 * group, lane);
+        if (more) load_first(page_of());
+        barrier_wait(base + AT(tile_full) + 8 * group, number / 2 % 2);
+        add_tile(group, Index<1>{});
     }
 }

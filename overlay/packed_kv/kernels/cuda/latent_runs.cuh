@@ -57,12 +57,13 @@ struct Reader {
     Runs run;
     int tile;  // its number in the run
     int warp, own_first, step;
+    bool alternates;     // own tiles are every `step`th of the partition, not of each run
     u32 base, runs;      // tiles of the runs before this one; runs so far, this one included
     u32 ahead;           // block of the next tile
     const u8* page;      // the warp's micro-block
 
-    INLINE Reader(const Arguments& a, int warp, int first = 0, int step = 1)
-        : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), base(0), runs(0), ahead(0), page(nullptr) {
+    INLINE Reader(const Arguments& a, int warp, int first = 0, int step = 1, bool alternates = false)
+        : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), alternates(alternates), base(0), runs(0), ahead(0), page(nullptr) {
         run.count = 0;
     }
     INLINE int micro_block(int i) const {
@@ -82,8 +83,8 @@ struct Reader {
                 base += run.count;
                 if (!run.next(a)) return false;
                 runs++;
-            } while (own_first >= run.count);
-            tile = own_first;
+                tile = alternates ? (own_first + base) % step : own_first;
+            } while (tile >= run.count);
             block = block_of(tile);
         }
         page = source(tile, block);

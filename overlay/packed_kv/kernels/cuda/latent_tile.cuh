@@ -5,26 +5,29 @@
 constexpr float LATENT_DIVISOR_F = LATENT_DIVISOR;
 constexpr int BLOCK_BYTES = TILE * 128;
 
-// 64 channels of the lane's two tokens: the left operands of four products.
+// 32 channels of the lane's two tokens: the left operands of two products.
+template <int GROUP>
+INLINE void decode_operands(const Words& words, u32 word, const Tables& tables, u32* f) {
+    constexpr float factor = group_layout(GROUP).key_factor / LATENT_DIVISOR_F;
+    constexpr u32 selector = GROUP % 2 * 0x202;
+    u32 pairs[8];
+    decode_group<GROUP>(words, pairs, tables);
+    const u32 gain = to_halves(factor, factor);
+    const u32 first = finite_halves(multiply_halves(scale_pair(word, 0x4040 + selector), gain));
+    const u32 second = finite_halves(multiply_halves(scale_pair(word, 0x4141 + selector), gain));
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32* target = f + 4 * half;
+        target[0] = multiply_halves(pairs[2 * half], first);
+        target[1] = multiply_halves(pairs[4 + 2 * half], second);
+        target[2] = multiply_halves(pairs[2 * half + 1], first);
+        target[3] = multiply_halves(pairs[5 + 2 * half], second);
+    }
+}
+// 64 channels: of four products.
 template <int BLOCK>
 INLINE void decode_block(const Words& words, u32 word, const Tables& tables, u32 (&f)[16]) {
-    for_each<2>([&](auto i) {
-        constexpr int group = 2 * BLOCK + i.value;
-        constexpr float factor = group_layout(group).key_factor / LATENT_DIVISOR_F;
-        u32 pairs[8];
-        decode_group<group>(words, pairs, tables);
-        const u32 gain = to_halves(factor, factor);
-        const u32 first = finite_halves(multiply_halves(scale_pair(word, 0x4040 + 0x202 * i.value), gain));
-        const u32 second = finite_halves(multiply_halves(scale_pair(word, 0x4141 + 0x202 * i.value), gain));
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32* target = f + 8 * i.value + 4 * half;
-            target[0] = multiply_halves(pairs[2 * half], first);
-            target[1] = multiply_halves(pairs[4 + 2 * half], second);
-            target[2] = multiply_halves(pairs[2 * half + 1], first);
-            target[3] = multiply_halves(pairs[5 + 2 * half], second);
-        }
-    });
+    for_each<2>([&](auto i) { decode_operands<2 * BLOCK + i.value>(words, word, tables, f + 8 * i.value); });
 }
 
 // Whether a chunk of words has codes or signs of blocks FIRST to LAST - 1.
@@ -40,7 +43,7 @@ template <int FIRST, int LAST, int CHUNK = 0, int START = 0, class Source>
 INLINE void load_source_words(Words& words, const Source& source, int lane) {
     if constexpr (START < WORDS) {
         constexpr int width = chunk_width(CHUNK);
-        if constexpr (has_words(START, START + width, FIRST, LAST))
+        if constexpr (has_words(START, START + width, FIRST, LAST) && !has_words(START, START + width, 0, FIRST))
             source.template load<width>(128 * START + 4 * width * lane, words.word + START);
         load_source_words<FIRST, LAST, CHUNK + 1, START + width>(words, source, lane);
     }
@@ -58,6 +61,16 @@ template <int FIRST, int LAST> struct Raw {
         if constexpr (FIRST < 4) source.template load<4>(own, scales);
         if constexpr (LAST > 4) source.template load<4>(own + 16, scales + 4);
         kept = source.stored_bytes(lane / 4);
+    }
+    // Of two blocks, behind those of the parts before.
+    template <int PART, class Source> INLINE void load_part(const Source& source, int lane) {
+        load_source_words<2 * PART, 2 * PART + 2>(words, source, lane);
+        const u32 own = SCALES_AT + lane / 4 * 32;
+        if constexpr (PART % 2 == 0) source.template load<4>(own + PART * 8, scales + 2 * PART);
+        if constexpr (PART == 0) kept = source.stored_bytes(lane / 4);
+    }
+    template <int GROUP> INLINE void decode(const Tables& tables, u32* f) const {
+        decode_operands<GROUP>(words, scales[GROUP / 2] & kept, tables, f);
     }
     // `offsets`: of this lane's row of a step's four matrices in a block. `use` gets each block, as an operand.
     template <class Use> INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4], Use&& use) {
@@ -107,6 +120,10 @@ template <> struct RawRope<8> {
     }
 };
 
+// Of this lane's row of a step's four matrices in a block, for the first step; step k is at this ^ 32 k.
+INLINE u32 own_offset(int lane, int warp) {
+    return (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ (lane & 7)) << 4);
+}
 INLINE void own_offsets(int lane, int warp, u32 (&offsets)[4]) {
     for_each<4>([&](auto k) {
         offsets[k.value] = (warp * 16 + lane % 16) * 128 + (((2 * k.value + lane / 16) ^ (lane & 7)) << 4);

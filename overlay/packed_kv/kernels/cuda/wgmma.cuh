@@ -53,6 +53,10 @@ template <int WIDTH> INLINE void load_page(const u8* p, u32* x) {
         asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(x[0]) : "l"(p) : "memory");
 }
 
+// Brings bytes of global memory to the L2.
+template <int BYTES> INLINE void prefetch_bulk(const u8* p) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "n"(BYTES) : "memory");
+}
 // The compiler moves no load or store across.
 INLINE void keep_order() { asm volatile("" ::: "memory"); }
 
@@ -75,6 +79,8 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_24 NAMES_16 ", %8, %9, %10, %11"
 #define NAMES_32 NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_8 "%0, %1, %2, %3"
+#define NAMES_48 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_128 NAMES_64 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -85,9 +91,11 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_8(i) SUMS_4(i)
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_24(i) SUMS_16(i), SUMS_4(i + 8)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 8)
+#define SUMS_48(i) SUMS_32(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 16)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 32)
 #define SUMS_256(i) SUMS_128(i), SUMS_128(i + 64)
@@ -98,7 +106,6 @@ INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
         " wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_256 "}, {%128, %129, %130, %131}, b, p, 1, 1, 1; }"
         : SUMS_256(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 }
-
 // B's rows are contiguous.
 template <int COLUMNS_OF_B> struct Product;
 #define PRODUCT(N, A0, A1, A2, A3, B, ACCUMULATE)                                                                     \
@@ -113,6 +120,8 @@ template <int COLUMNS_OF_B> struct Product;
 PRODUCT(16, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCT(24, "%12", "%13", "%14", "%15", "%16", "%17")
 PRODUCT(32, "%16", "%17", "%18", "%19", "%20", "%21")
+PRODUCT(48, "%24", "%25", "%26", "%27", "%28", "%29")
+PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
 PRODUCT(128, "%64", "%65", "%66", "%67", "%68", "%69")
 
 // A in shared memory, too. SharedProduct: both have contiguous rows. TransposedProduct: both have contiguous columns, and
@@ -133,6 +142,8 @@ SHARED_PRODUCT(SharedProduct, 64, "%32", "%33", "%34", "0x40000040", 0)
 SHARED_PRODUCT(TransposedProduct, 16, "%8", "%9", "%10", "0xC0000010", 1)
 SHARED_PRODUCT(TransposedProduct, 24, "%12", "%13", "%14", "0x80000020", 1)
 SHARED_PRODUCT(TransposedProduct, 32, "%16", "%17", "%18", "0x80000020", 1)
+SHARED_PRODUCT(TransposedProduct, 8, "%4", "%5", "%6", "0x40000040", 1)
+SHARED_PRODUCT(TransposedProduct, 256, "%128", "%129", "%130", "0x40000040", 1)
 
 // Four 8 x 8 matrices of fp16; lane 8 i + j has the address of row j of matrix i.
 INLINE void store_matrices(u32 address, const u32* x) {
