@@ -40,6 +40,9 @@ template <int WIDTH> void load_page(const u8* p, u32* x) {
     if ((u64)p % (4 * WIDTH)) fail("a load is misaligned");
     memcpy(x, p, 4 * WIDTH);
 }
+template <int BYTES> void prefetch_bulk(const u8* p) {
+    if ((u64)p % 16 || BYTES % 16) fail("a prefetch is misaligned");
+}
 INLINE void keep_order() {}
 
 // Lane 8 i + j has the address of row j of matrix i.
@@ -111,14 +114,15 @@ template <int N> struct SharedProduct {
 };
 template <int N> struct TransposedProduct {
     static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
-        const int width = N == 16 ? 16 : 32;  // of B's rows
+        const int width = N == 16 ? 16 : N <= 32 && N != 8 ? 32 : 64;  // of B's rows
         const int row = running / 32 % 4 * 16 + lane() / 4;
         for (int i = 0; i < N / 2; i++) {
             const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
             float sum = accumulate ? d[i] : 0;
             for (int k = 0; k < 16; k++) {
                 const u32 at = ((b & 0x3FFF) << 4) + k * 2 * width + column * 2;
-                const u16 right = *(const u16*)shared_at(at ^ (at >> 7 & (width / 8 - 1)) << 4, 2);
+                const u16 right = width == 64 ? element_of(b, 1, k, column)
+                                              : *(const u16*)shared_at(at ^ (at >> 7 & (width / 8 - 1)) << 4, 2);
                 sum += to_float(element_of(a, 1, k, row + i / 2 % 2 * 8)) * to_float(right);
             }
             d[i] = sum;

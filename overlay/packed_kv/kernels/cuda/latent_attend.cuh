@@ -82,10 +82,12 @@ struct Page {
     }
 };
 
-// The score that a tile's first query of a row sees `unmasked` tokens of, from the lane's first one on; `tokens` are stored.
+// Masks the scores of tokens that queries do not see: the first one sees `unmasked` of them from the lane's first one on,
+// and `tokens` are stored.
 INLINE void mask(int unmasked, int tokens, int c, float (&s)[ROWS / 2]) {
+    const int first = hide_from_optimizer(blockIdx.x * ROWS + 2 * c);  // its rows are computed here, not held
     for_each<ROWS / 2>([&](auto j) {
-        const int row = blockIdx.x * ROWS + j.value / 4 * 8 + 2 * c + j.value % 2;
+        const int row = first + j.value / 4 * 8 + j.value % 2;
         if (j.value / 2 % 2 * 8 >= min(unmasked + row / HEADS, tokens)) s[j.value] = minus_infinity();
     });
 }
