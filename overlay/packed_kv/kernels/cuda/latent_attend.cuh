@@ -14,8 +14,17 @@ constexpr int THREADS = 256;
 #ifndef SUMS_BEHIND
 #define SUMS_BEHIND 8
 #endif
-// The groups of 32 channels of a tile before which the four products of the tile before are made.
-constexpr int FIRST_SUM = SUMS_BEHIND;
+#ifndef SUMS_A_GROUP
+#define SUMS_A_GROUP 1
+#endif
+#ifndef PENDING_SCORES
+#define PENDING_SCORES 2
+#endif
+// While a tile is unpacked, products of the one before are made: from this group of 32 channels on, so many of the four
+// with each.
+constexpr int FIRST_SUM = SUMS_BEHIND, SUMS_AT_ONCE = SUMS_A_GROUP;
+static_assert(4 % SUMS_AT_ONCE == 0);
+constexpr int PENDING = PENDING_SCORES;  // groups whose scores are being made while one is unpacked
 
 constexpr int COLUMNS_OF_LANE = ROWS / 4;  // 8 n + 2 c + e: 2 n + e
 typedef float Columns[COLUMNS_OF_LANE];
@@ -31,7 +40,7 @@ struct SharedMemory {
     ColumnsOfWarp maxima[2];             // of a stage: of the scores so far
     ColumnsOfWarp tops[2][4];            // of a group, by warp: of the scores of its tile
     float totals[2][64];                 // of a run: of the weights of a group's tiles
-    u8 runs[2][16];                      // of a stage that has the last tile of a run
+    u8 runs[2][2][16];                   // of a stage that has the last tile of a run, in turn
     u64 tile_full[2];                    // a stage: its group fills, both groups read
     u64 tile_empty[2];                   // both groups have added the tile, its group fills
 };
@@ -209,11 +218,11 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         sync_warp();
         if (lane == 0) arrive(base + AT(tile_empty) + 8 * stage);
     };
-    // Behind the last tile of a run, which is in `stage`.
-    auto end_run = [&](int stage) {
+    // Behind the last tile of a run.
+    auto end_run = [&](int stage, u32 number) {
         wgmma_wait<0>();
         Run run;
-        run.read(base + AT(runs) + 16 * stage);
+        run.read(base + AT(runs) + 32 * stage + number / 2 % 2 * 16);
         const u32 shared = base + AT(totals) + row * 4;
         const Pair own{own_adds ? totals[0] : 0, own_adds ? totals[2] : 0};
         if (c == 0) {
@@ -226,14 +235,13 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         store_outputs(a, run, o, total, group, t);
         if (group == 0) store_stats(a, run, maximum, total, t);
     };
-    u32 runs = 0;
     bool more = reader.next();
     if (more) load_first(page_of());
 #pragma unroll 1
     for (u32 number = group;; number += 2) {
         const bool is_first = more && reader.tile == 0;
         // Between this group's tile before and this one, a run may have ended, or two.
-        if (const int changes = reader.runs - runs + !more) {
+        if (const int changes = reader.runs + !more) {
             const bool ends_before = more ? is_first : reader.base == number;  // the last of them, with tile `number` - 1
 #pragma unroll 1
             for (int left = changes; left > 0; left--) {
@@ -242,15 +250,16 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
                     barrier_wait(base + AT(tile_full) + 8 * other, (number - 1) / 2 % 2);
                     add_tile(other, Index<0>{});
                 }
-                if (runs > 0) end_run(is_others ? other : group);
+                if (number != group || left != changes) end_run(is_others ? other : group, is_others ? number - 1 : number - 2);
                 if (is_others) free_tile(other);
                 if (left == 1 && !more) return;
                 sync_two_groups(QUERIES_BARRIER);
                 if (left == 1 && is_first) load_queries<ROWS * 128>(a, reader.run, base + AT(queries), t);
                 fence_async();
                 sync_two_groups(QUERIES_BARRIER);
-                adds = own_adds = 0, runs++;
+                adds = own_adds = 0;
             }
+            reader.runs = 0;
         }
         const Page page = page_of();
         const int unmasked = reader.run.unmasked - reader.run.tokens + page.tokens;
@@ -268,31 +277,35 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         wgmma_fence();
         add_scores(Index<4 * BLOCKS>{}, pairs), add_scores(Index<4 * BLOCKS + 2>{}, pairs + 8);
         wgmma_commit();
-        wgmma_wait<0>();
-        if (number > 1) free_tile(group);
-        barrier_wait(base + AT(tile_empty) + 8 * group, (number / 2 + 1) % 2);
-        if (t == 0 && reader.tile + 1 == reader.run.count) reader.run.write(base + AT(runs) + 16 * group);
+        if (t == 0 && reader.tile + 1 == reader.run.count) reader.run.write(base + AT(runs) + 32 * group + number / 2 % 2 * 16);
         more = reader.next();
         if (PREFETCHES && more && lane == 0) prefetch_bulk<MICRO_BLOCK_BYTES>(reader.page);
         sync_warp();
         for_each<GROUPS>([&](auto i) {
-            constexpr int g = decltype(i)::value, k = g - FIRST_SUM;
-            if constexpr (g % 4 == 0 && g < 12) raw.template load_part<g / 4 + 1>(page, lane);
+            constexpr int g = decltype(i)::value, k = (g - FIRST_SUM) * SUMS_AT_ONCE;
+            if constexpr (g % 4 == 0 && g && g < 12) raw.template load_part<g / 4 + 1>(page, lane);
             u32 f[8];
             raw.template decode<g>(tables, f);
-            const u32 to = tile + own_row + g / 2 * BLOCK_BYTES;
-            store_matrices(to ^ (g % 2 * 64), f), store_matrices(to ^ (g % 2 * 64 + 32), f + 4);
+            if constexpr (g == 0) {
+                wgmma_wait<0>();
+                raw.template load_part<1>(page, lane);
+                if (number > 1) free_tile(group);
+                barrier_wait(base + AT(tile_empty) + 8 * group, (number / 2 + 1) % 2);
+            }
             if constexpr (k == 0) if (!is_first) {
                 barrier_wait(base + AT(tile_full) + 8 * other, (number - 1) / 2 % 2);
                 take_maxima(other);
             }
             wgmma_fence();
             // A run's first tile adds what nothing reads: the next sums replace it.
-            if constexpr (k >= 0 && k < 4) add_values(other, Index<k>{}, Index<0>{});
+            if constexpr (k >= 0 && k < 4)
+                for_each<SUMS_AT_ONCE>([&](auto j) { add_values(other, Index<k + decltype(j)::value>{}, Index<0>{}); });
             add_scores(Index<2 * g>{}, f);
             wgmma_commit();
-            wgmma_wait<1>();
-            if constexpr (k == 4) if (!is_first) free_tile(other), adds = 1;
+            const u32 to = tile + own_row + g / 2 * BLOCK_BYTES;
+            store_matrices(to ^ (g % 2 * 64), f), store_matrices(to ^ (g % 2 * 64 + 32), f + 4);
+            wgmma_wait<PENDING>();
+            if constexpr (g == FIRST_SUM + 4 / SUMS_AT_ONCE - 1 + PENDING) if (!is_first) free_tile(other), adds = 1;
         });
         wgmma_wait<0>();
         if (__builtin_expect(unmasked < 16, 0)) mask(unmasked - r, page.tokens - r, c, s);
