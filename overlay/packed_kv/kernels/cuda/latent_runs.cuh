@@ -66,6 +66,7 @@ struct Reader {
         : a(a), run(a), tile(0), warp(warp), own_first(first), step(step), alternates(alternates), base(0), runs(0), ahead(0), page(nullptr) {
         run.count = 0;
     }
+    INLINE int first_of_run() const { return alternates ? (own_first + base) % step : own_first; }
     INLINE int micro_block(int i) const {
         return min((run.first + min(i, run.count - 1)) * 4 + warp, (run.tokens - 1) / 16);
     }
@@ -83,8 +84,8 @@ struct Reader {
                 base += run.count;
                 if (!run.next(a)) return false;
                 runs++;
-                tile = alternates ? (own_first + base) % step : own_first;
-            } while (tile >= run.count);
+            } while (first_of_run() >= run.count);
+            tile = first_of_run();
             block = block_of(tile);
         }
         page = source(tile, block);
