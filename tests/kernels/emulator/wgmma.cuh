@@ -1,6 +1,6 @@
 // The instructions of warpgroups on a CPU: stands in for kernels/cuda/wgmma.cuh, in g++.
 //
-// Products are done where they are issued, so registers that change before their wait are not seen.
+// Products are done where they are issued, or at their wait (LATE_PRODUCTS).
 #pragma once
 #include "ptx.cuh"
 
@@ -62,9 +62,31 @@ INLINE void store_matrices(u32 address, const u32* x) {
 
 // ---- products
 
+#ifndef LATE_PRODUCTS
+#define LATE_PRODUCTS 0
+#endif
+// Products of a thread: `open` before their commit, then in groups. They end at their wait, as late as they may, with
+// LATE_PRODUCTS; else where they are issued.
+struct Products {
+    std::vector<std::function<void()>> open;
+    std::vector<std::vector<std::function<void()>>> groups;
+};
+static std::map<int, Products> products;  // by thread
+static void issue(std::function<void()> product) {
+    if (LATE_PRODUCTS) products[running].open.push_back(std::move(product));
+    else product();
+}
 INLINE void wgmma_fence() {}
-INLINE void wgmma_commit() {}
-template <int PENDING> void wgmma_wait() {}
+INLINE void wgmma_commit() {
+    Products& own = products[running];
+    own.groups.push_back(std::move(own.open));
+    own.open.clear();
+}
+template <int PENDING> void wgmma_wait() {
+    auto& groups = products[running].groups;
+    for (; groups.size() > PENDING; groups.erase(groups.begin()))
+        for (auto& product : groups[0]) product();
+}
 INLINE u32 matrix_descriptor(u32 address, u32 lead) { return address >> 4 | lead >> 4 << 16; }
 static u16 element_of(u32 descriptor, int transposed, int k, int n) {
     const u32 start = (descriptor & 0x3FFF) << 4, lead = descriptor >> 16 << 4, stride = 1024;
@@ -72,26 +94,35 @@ static u16 element_of(u32 descriptor, int transposed, int k, int n) {
                               : start + n / 8 * stride + n % 8 * 128 + k * 2;
     return *(const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2);
 }
+// D += A B of a thread, with rows r and r + 8 of A, and elements of B.
+template <int N, class Left, class Right>
+void add_own(float* d, const Left& left, const Right& right, int accumulate) {
+    for (int i = 0; i < N / 2; i++) {
+        const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+        float sum = accumulate ? d[i] : 0;
+        for (int k = 0; k < 16; k++) sum += left(i / 2 % 2, k) * to_float(right(k, column));
+        d[i] = sum;
+    }
+}
+// A's registers are taken where the product is issued: ptxas keeps them until its wait.
 template <int N> void add_products(float* d, const u32* a, u32 b, int transposed, int accumulate) {
-    static std::map<int, std::pair<const u32*, float*>> operands;  // by thread
-    operands[running] = {a, d};
-    meet(warp(), 32, PRODUCT, [=] {
-        const int first = running / 32 * 32;
-        float right[16][N], left[16][16];
-        for (int k = 0; k < 16; k++)
-            for (int n = 0; n < N; n++) right[k][n] = to_float(element_of(b, transposed, k, n));
-        for (int i = 0; i < 16; i++)
-            for (int k = 0; k < 16; k++) {
-                const u32 pair = operands[first + i % 8 * 4 + k % 8 / 2].first[i / 8 + k / 8 * 2];
-                left[i][k] = k % 2 ? high_float(pair) : low_float(pair);
-            }
-        for (int i = 0; i < 16; i++)
-            for (int n = 0; n < N; n++) {
-                float& target = operands[first + i % 8 * 4 + n % 8 / 2].second[n / 8 * 4 + i / 8 * 2 + n % 2];
-                float sum = accumulate ? target : 0;
-                for (int k = 0; k < 16; k++) sum += left[i][k] * right[k][n];
-                target = sum;
-            }
+    memcpy(warp().in[lane()], a, 16);
+    struct Rows { float x[2][16]; } rows;
+    static std::map<int, std::vector<std::vector<u32>>> taken;  // by warp
+    meet(warp(), 32, PRODUCT, [] {
+        auto& own = taken[running / 32];
+        own.clear();
+        for (int i = 0; i < 32; i++) own.emplace_back(warp().in[i], warp().in[i] + 4);
+    });
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 16; k++) {
+            const u32 pair = taken[running / 32][lane() / 4 * 4 + k % 8 / 2][i + k / 8 * 2];
+            rows.x[i][k] = k % 2 ? high_float(pair) : low_float(pair);
+        }
+    sync_warp();
+    issue([=] {
+        add_own<N>(d, [&](int i, int k) { return rows.x[i][k]; },
+                   [&](int k, int n) { return element_of(b, transposed, k, n); }, accumulate);
     });
 }
 INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
@@ -100,32 +131,27 @@ INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
 template <int N> struct Product {
     static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) { add_products<N>(d, a, b, 0, accumulate); }
 };
+static int own_row() { return running / 32 % 4 * 16 + lane() / 4; }
 template <int N> struct SharedProduct {
-    static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
-        const int row = running / 32 % 4 * 16 + lane() / 4;
-        for (int i = 0; i < N / 2; i++) {
-            const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
-            float sum = accumulate ? d[i] : 0;
-            for (int k = 0; k < 16; k++)
-                sum += to_float(element_of(a, 0, k, row + i / 2 % 2 * 8)) * to_float(element_of(b, 0, k, column));
-            d[i] = sum;
-        }
+    static void add(float (&own)[N / 2], u32 a, u32 b, int accumulate) {
+        float* d = own;
+        issue([=] {
+            add_own<N>(d, [&](int i, int k) { return to_float(element_of(a, 0, k, own_row() + 8 * i)); },
+                       [&](int k, int n) { return element_of(b, 0, k, n); }, accumulate);
+        });
     }
 };
 template <int N> struct TransposedProduct {
-    static void add(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
-        const int width = N == 16 ? 16 : N <= 32 && N != 8 ? 32 : 64;  // of B's rows
-        const int row = running / 32 % 4 * 16 + lane() / 4;
-        for (int i = 0; i < N / 2; i++) {
-            const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
-            float sum = accumulate ? d[i] : 0;
-            for (int k = 0; k < 16; k++) {
-                const u32 at = ((b & 0x3FFF) << 4) + k * 2 * width + column * 2;
-                const u16 right = width == 64 ? element_of(b, 1, k, column)
-                                              : *(const u16*)shared_at(at ^ (at >> 7 & (width / 8 - 1)) << 4, 2);
-                sum += to_float(element_of(a, 1, k, row + i / 2 % 2 * 8)) * to_float(right);
-            }
-            d[i] = sum;
-        }
+    static void add(float (&own)[N / 2], u32 a, u32 b, int accumulate) {
+        constexpr int width = N == 16 ? 16 : N == 24 || N == 32 ? 32 : 64;  // of B's rows
+        float* d = own;
+        issue([=] {
+            add_own<N>(d, [&](int i, int k) { return to_float(element_of(a, 1, k, own_row() + 8 * i)); },
+                       [&](int k, int n) {
+                           if (width == 64) return element_of(b, 1, k, n);
+                           const u32 at = ((b & 0x3FFF) << 4) + k * 2 * width + n * 2;
+                           return *(const u16*)shared_at(at ^ (at >> 7 & (width / 8 - 1)) << 4, 2);
+                       }, accumulate);
+        });
     }
 };

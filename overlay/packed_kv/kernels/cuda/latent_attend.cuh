@@ -220,7 +220,6 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
     };
     // Behind the last tile of a run.
     auto end_run = [&](int stage, u32 number) {
-        wgmma_wait<0>();
         Run run;
         run.read(base + AT(runs) + 32 * stage + number / 2 % 2 * 16);
         const u32 shared = base + AT(totals) + row * 4;
@@ -242,6 +241,7 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         const bool is_first = more && reader.tile == 0;
         // Between this group's tile before and this one, a run may have ended, or two.
         if (const int changes = reader.runs + !more) {
+            wgmma_wait<0>();
             const bool ends_before = more ? is_first : reader.base == number;  // the last of them, with tile `number` - 1
 #pragma unroll 1
             for (int left = changes; left > 0; left--) {
@@ -249,6 +249,7 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
                 if (is_others) {
                     barrier_wait(base + AT(tile_full) + 8 * other, (number - 1) / 2 % 2);
                     add_tile(other, Index<0>{});
+                    wgmma_wait<0>();
                 }
                 if (number != group || left != changes) end_run(is_others ? other : group, is_others ? number - 1 : number - 2);
                 if (is_others) free_tile(other);
