@@ -255,7 +255,7 @@ INLINE void barrier_init_fence() {}
 INLINE void barrier_wait(u32 address, u32 parity) {
     Barrier& barrier = barriers.at(address);
     for (int i = 0; barrier.completed % 2 == (int)parity; i++) {
-        if (i > 1000) fail("waits for a copy that nothing starts");
+        if (i > 100000) fail("waits for a copy that nothing starts");
         if (barrier.arrived < barrier.arrivals || barrier.started < barrier.expected) {
             yield();  // another lane has yet to announce or start it
             continue;
@@ -300,8 +300,20 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
     }
     for (int left = threads; left;) {
         left = 0;
+#ifdef RANDOM_ORDER
+        static u32 state = RANDOM_ORDER;
+        std::vector<bool> skips(threads / 32);
+        const u32 slow = (state >> 8) % 7;  // a group that mostly waits, for a while
+        for (u32 w = 0; w < skips.size(); w++) {
+            state = state * 1664525 + 1013904223;
+            skips[w] = (state >> 16) % 4 == 0 || (w / 4 == slow && (state >> 20) % 8);
+        }
+#endif
         for (int i = 0; i < threads; i++)
             if (!fibers[i].done) {
+#ifdef RANDOM_ORDER
+                if (skips[i / 32]) { left++; continue; }
+#endif
                 running = i, threadIdx = {(u32)i, 0, 0}, left++;
                 swapcontext(&scheduler, &fibers[i].context);
             }
