@@ -24,6 +24,16 @@ constexpr int THREADS = 256;
 // with each.
 constexpr int FIRST_SUM = SUMS_BEHIND, SUMS_AT_ONCE = SUMS_A_GROUP;
 static_assert(4 % SUMS_AT_ONCE == 0);
+#ifndef LOADS_EARLY
+#define LOADS_EARLY 0
+#endif
+#ifndef PART_1_AT
+#define PART_1_AT 0
+#endif
+#ifndef EARLY_GROUPS
+#define EARLY_GROUPS 2
+#endif
+constexpr int EARLY = EARLY_GROUPS;  // below 4
 constexpr int PENDING = PENDING_SCORES;  // groups whose scores are being made while one is unpacked
 
 constexpr int COLUMNS_OF_LANE = ROWS / 4;  // 8 n + 2 c + e: 2 n + e
@@ -282,17 +292,25 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         more = reader.next();
         if (PREFETCHES && more && lane == 0) prefetch_bulk<MICRO_BLOCK_BYTES>(reader.page);
         sync_warp();
+        auto store = [&](auto group_of_32, const u32 (&f)[8]) {
+            constexpr int g = decltype(group_of_32)::value;
+            const u32 to = tile + own_row + g / 2 * BLOCK_BYTES;
+            store_matrices(to ^ (g % 2 * 64), f), store_matrices(to ^ (g % 2 * 64 + 32), f + 4);
+        };
+        u32 early[EARLY + 1][8];  // of groups that are unpacked before the tile may be stored
         for_each<GROUPS>([&](auto i) {
             constexpr int g = decltype(i)::value, k = (g - FIRST_SUM) * SUMS_AT_ONCE;
-            if constexpr (g % 4 == 0 && g && g < 12) raw.template load_part<g / 4 + 1>(page, lane);
-            u32 f[8];
+            if constexpr (g == PART_1_AT || g == 4 || g == 8) raw.template load_part<g / 4 + 1>(page, lane);
+            u32 own[8];
+            u32(&f)[8] = g < EARLY ? early[g < EARLY ? g : 0] : own;
             raw.template decode<g>(tables, f);
-            if constexpr (g == 0) {
-                wgmma_wait<0>();
-                raw.template load_part<1>(page, lane);
+            if constexpr (g == EARLY) {
+                wgmma_wait<0>();  // for sums of the tile before
                 if (number > 1) free_tile(group);
                 barrier_wait(base + AT(tile_empty) + 8 * group, (number / 2 + 1) % 2);
+                for_each<EARLY>([&](auto j) { store(j, early[j.value]); });
             }
+
             if constexpr (k == 0) if (!is_first) {
                 barrier_wait(base + AT(tile_full) + 8 * other, (number - 1) / 2 % 2);
                 take_maxima(other);
@@ -303,13 +321,15 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
                 for_each<SUMS_AT_ONCE>([&](auto j) { add_values(other, Index<k + decltype(j)::value>{}, Index<0>{}); });
             add_scores(Index<2 * g>{}, f);
             wgmma_commit();
-            const u32 to = tile + own_row + g / 2 * BLOCK_BYTES;
-            store_matrices(to ^ (g % 2 * 64), f), store_matrices(to ^ (g % 2 * 64 + 32), f + 4);
-            wgmma_wait<PENDING>();
+            if constexpr (g >= EARLY) {
+                store(i, f);
+                wgmma_wait<PENDING>();
+            }
             if constexpr (g == FIRST_SUM + 4 / SUMS_AT_ONCE - 1 + PENDING) if (!is_first) free_tile(other), adds = 1;
         });
         wgmma_wait<0>();
         if (__builtin_expect(unmasked < 16, 0)) mask(unmasked - r, page.tokens - r, c, s);
+        if (LOADS_EARLY && more) load_first(page_of());
         Columns top;
         if (is_first) for_each<COLUMNS_OF_LANE>([&](auto k) { top[k.value] = EMPTY_MAXIMUM; });
         else load_columns(base + AT(maxima) + other * sizeof(ColumnsOfWarp), c, top);
@@ -328,7 +348,7 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
             store_matrices(weights ^ (i.value * 32), pairs);
         });
         finish_stores(base + AT(tile_full) + 8 * group, lane);
-        if (more) load_first(page_of());
+        if (!LOADS_EARLY && more) load_first(page_of());
         barrier_wait(base + AT(tile_full) + 8 * group, number / 2 % 2);
         add_tile(group, Index<1>{});
     }
