@@ -254,9 +254,10 @@ def test_resources(name: str, rows: int, rope_bits: int, tmp_path: Path) -> None
         compiled_kernel(launch.constants(latent_layout(FORMATS[name], 512, 64, rope_bits), variant), LATENT)
     )
     registers, stack, _ = resources(file)["latent_decode"]
-    assert registers <= 168 and stack <= 64
-    # Up to 32 rows: for each of nine blocks, as the next takes its registers; above 16, halves of sums in two loops.
-    waits = {16: 12, 24: 14, 32: 14}.get(rows, 10)
+    assert registers <= (168 if rows <= 32 else 255) and stack <= 64
+    # Up to 32 rows: for each of nine blocks, as the next takes its registers; above 16, halves of sums in two loops. More
+    # rows: for each of 14 of the 16 groups, two at the end of the scores, one before a tile is stored, two at a run's end.
+    waits = {16: 12, 24: 14, 32: 14}.get(rows, 19)
     assert dump("--dump-sass", file).count("WARPGROUP.DEPBAR") <= waits
 
 

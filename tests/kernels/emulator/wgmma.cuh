@@ -105,7 +105,7 @@ void add_own(float* d, const Left& left, const Right& right, int accumulate) {
     }
 }
 // A's registers are taken where the product is issued: ptxas keeps them until its wait.
-template <int N> void add_products(float* d, const u32* a, u32 b, int transposed, int accumulate) {
+template <int N> void add_products(float* d, const u32* a, u32 b, int accumulate) {
     memcpy(warp().in[lane()], a, 16);
     struct Rows { float x[2][16]; } rows;
     static std::map<int, std::vector<std::vector<u32>>> taken;  // by warp
@@ -122,14 +122,11 @@ template <int N> void add_products(float* d, const u32* a, u32 b, int transposed
     sync_warp();
     issue([=] {
         add_own<N>(d, [&](int i, int k) { return rows.x[i][k]; },
-                   [&](int k, int n) { return element_of(b, transposed, k, n); }, accumulate);
+                   [&](int k, int n) { return element_of(b, 0, k, n); }, accumulate);
     });
 }
-INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
-    add_products<256>(d, a, b, 1, accumulate);
-}
 template <int N> struct Product {
-    static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) { add_products<N>(d, a, b, 0, accumulate); }
+    static void add(float (&d)[N / 2], const u32* a, u32 b, int accumulate) { add_products<N>(d, a, b, accumulate); }
 };
 static int own_row() { return running / 32 % 4 * 16 + lane() / 4; }
 template <int N> struct SharedProduct {

@@ -3,7 +3,7 @@
 //
 // The grid is (row blocks, partitions). A row is a query head of a query token; a block has up to ROWS of a request's.
 // A partition is a run of tiles of 64 tokens, of one request or of several in turn (`latent_schedule.py`). Up to 32 rows
-// are the narrow side of both products (latent_narrow.cuh); more are the 64 of their left operand (latent_attend.cuh).
+// are the narrow side of both products (latent_narrow.cuh); more are that of the scores alone (latent_attend.cuh).
 //
 // A latent in the tile is value * 2^-7 in fp16.
 //

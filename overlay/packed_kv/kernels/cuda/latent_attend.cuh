@@ -186,7 +186,7 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
     const int row = warp * 16 + r;  // of sums, and row + 8
     const u32 own_maxima = base + AT(maxima) + row % 8 / 2 * 80 + (row / 8 * 2 + row % 2) * 4;  // of row + 8: 8 bytes on
     Reader reader(a, warp, group, 2, true);
-    Raw<0, BLOCKS> raw;
+    Raw raw;
     RawRope<ROPE_BITS> rope;
     Outputs o;
     float totals[4];  // of rows r and r + 8: 0 and 2

@@ -162,7 +162,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     own_offsets(lane, warp, offsets);
     Reader reader(a, warp, group, 2);
     RawPage page(base, 4 * group + warp);
-    Raw<0, BLOCKS> raw;
+    Raw raw;
     RawRope<ROPE_BITS> rope;
     Weights weights;
     // Brings the queries of runs to shared memory, which no product reads any more when both groups have come.

@@ -39,6 +39,7 @@ constexpr bool has_words(int start, int end, int first, int last) {
     }
     return false;
 }
+// Loads the words of blocks FIRST to LAST - 1, less those that came with the blocks before.
 template <int FIRST, int LAST, int CHUNK = 0, int START = 0, class Source>
 INLINE void load_source_words(Words& words, const Source& source, int lane) {
     if constexpr (START < WORDS) {
@@ -49,42 +50,36 @@ INLINE void load_source_words(Words& words, const Source& source, int lane) {
     }
 }
 
-// A lane's raw bytes of blocks FIRST to LAST - 1 of 16 tokens, its row of which are r and r + 8. A source is a `Reader`, or
-// has the like of its `load` and `stored_bytes`.
-template <int FIRST, int LAST> struct Raw {
+// A lane's raw bytes of 16 tokens, its row of which are r and r + 8. A source has the like of `load` and `stored_bytes` of
+// `RawPage` (latent_narrow.cuh).
+struct Raw {
     Words words;
-    u32 scales[8], kept;
+    u32 scales[BLOCKS], kept;
 
     template <class Source> INLINE void load(const Source& source, int lane) {
-        load_source_words<FIRST, LAST>(words, source, lane);
+        load_source_words<0, BLOCKS>(words, source, lane);
         const u32 own = SCALES_AT + lane / 4 * 32;
-        if constexpr (FIRST < 4) source.template load<4>(own, scales);
-        if constexpr (LAST > 4) source.template load<4>(own + 16, scales + 4);
+        source.template load<4>(own, scales), source.template load<4>(own + 16, scales + 4);
         kept = source.stored_bytes(lane / 4);
     }
-    // Of two blocks, behind those of the parts before.
+    // Two blocks, behind those of the parts before.
     template <int PART, class Source> INLINE void load_part(const Source& source, int lane) {
         load_source_words<2 * PART, 2 * PART + 2>(words, source, lane);
-        const u32 own = SCALES_AT + lane / 4 * 32;
-        if constexpr (PART % 2 == 0) source.template load<4>(own + PART * 8, scales + 2 * PART);
+        if constexpr (PART % 2 == 0) source.template load<4>(SCALES_AT + lane / 4 * 32 + PART * 8, scales + 2 * PART);
         if constexpr (PART == 0) kept = source.stored_bytes(lane / 4);
     }
-    template <int GROUP> INLINE void decode(const Tables& tables, u32* f) const {
+    template <int GROUP> INLINE void decode(const Tables& tables, u32 (&f)[8]) const {
         decode_operands<GROUP>(words, scales[GROUP / 2] & kept, tables, f);
     }
     // `offsets`: of this lane's row of a step's four matrices in a block. `use` gets each block, as an operand.
     template <class Use> INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4], Use&& use) {
-        for_each<LAST - FIRST>([&](auto i) {
-            constexpr int block = FIRST + i.value;
+        for_each<BLOCKS>([&](auto block) {
             u32 f[16];
-            decode_block<block>(words, scales[block] & kept, tables, f);
+            decode_block<block.value>(words, scales[block.value] & kept, tables, f);
 #pragma unroll
-            for (int k = 0; k < 4; k++) store_matrices(tile + block * BLOCK_BYTES + offsets[k], f + 4 * k);
-            use(Index<block>{}, f);
+            for (int k = 0; k < 4; k++) store_matrices(tile + block.value * BLOCK_BYTES + offsets[k], f + 4 * k);
+            use(block, f);
         });
-    }
-    INLINE void store(const Tables& tables, u32 tile, const u32 (&offsets)[4]) {
-        store(tables, tile, offsets, [](auto, const u32 (&)[16]) {});
     }
 };
 // A lane's RoPE channels of 16 tokens: fp16, or codes of 8 bits (codecs/ring.py) and scales.

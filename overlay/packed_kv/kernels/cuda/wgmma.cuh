@@ -57,6 +57,7 @@ template <int WIDTH> INLINE void load_page(const u8* p, u32* x) {
 template <int BYTES> INLINE void prefetch_bulk(const u8* p) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "n"(BYTES) : "memory");
 }
+
 // The compiler moves no load or store across.
 INLINE void keep_order() { asm volatile("" ::: "memory"); }
 
@@ -76,10 +77,10 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
 #define DESCRIPTOR(NAME, LOW, HIGH) " .reg .b64 " NAME "; mov.b64 " NAME ", {" LOW ", " HIGH "};"
 
 // Names of registers and operands of D, by columns.
+#define NAMES_8 "%0, %1, %2, %3"
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_24 NAMES_16 ", %8, %9, %10, %11"
 #define NAMES_32 NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_8 "%0, %1, %2, %3"
 #define NAMES_48 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_128 NAMES_64 ", " \
@@ -100,12 +101,6 @@ INLINE u32 matrix_descriptor(u32 address, u32 lead) { return (address & 0x3FFFF)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 32)
 #define SUMS_256(i) SUMS_128(i), SUMS_128(i + 64)
 
-// B's columns are contiguous, and 256.
-INLINE void add_product(float (&d)[128], const u32* a, u32 b, int accumulate) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %133, 0;" DESCRIPTOR("b", "%132", "0x40000040")
-        " wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" NAMES_256 "}, {%128, %129, %130, %131}, b, p, 1, 1, 1; }"
-        : SUMS_256(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
-}
 // B's rows are contiguous.
 template <int COLUMNS_OF_B> struct Product;
 #define PRODUCT(N, A0, A1, A2, A3, B, ACCUMULATE)                                                                     \
@@ -125,7 +120,8 @@ PRODUCT(64, "%32", "%33", "%34", "%35", "%36", "%37")
 PRODUCT(128, "%64", "%65", "%66", "%67", "%68", "%69")
 
 // A in shared memory, too. SharedProduct: both have contiguous rows. TransposedProduct: both have contiguous columns, and
-// B's rows of 32 or 64 bytes are swizzled as far as they reach; HIGH is the upper half of its descriptor.
+// B's rows of 32 or 64 bytes are swizzled as far as they reach, those of 128 whatever N; HIGH is the upper half of its
+// descriptor.
 template <int COLUMNS_OF_B> struct SharedProduct;
 template <int COLUMNS_OF_B> struct TransposedProduct;
 #define SHARED_PRODUCT(KIND, N, A, B, ACCUMULATE, HIGH, TRANSPOSED)                                                   \
