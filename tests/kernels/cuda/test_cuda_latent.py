@@ -61,6 +61,7 @@ class Case:
 
         query_lens = query_lens or (1,) * len(seq_lens)
         self.codec = LatentCodec(FORMATS[name], 512, 64, DEVICE, rope_bits=rope_bits)
+        self.emulator_options: dict[str, str] = {}
         self.heads, self.longest, tokens = heads, max(query_lens), sum(query_lens)
         blocks_each = [-(-n // block_size) for n in seq_lens]
         cache = torch.full((sum(blocks_each) + 2, block_size, self.codec.slot_bytes), poison, dtype=torch.uint8)
@@ -129,7 +130,7 @@ class Case:
             self.constant is not None, True,
         )  # fmt: skip
         emulated.run_latent(
-            launch.constants(self.codec.layout, variant),
+            launch.constants(self.codec.layout, variant) | self.emulator_options,
             launch.call_arguments(self.output, self.query, self.rope_query), step,
             launch.layer_arguments(self.cache, self.constant), self.heads,
         )  # fmt: skip
@@ -177,6 +178,7 @@ CASES = [
     {"name": "tq4", "heads": 20, "seq_lens": (37, 200), "rope_bits": 8, "sharpness": 3.0, "block_size": 32},
     {"name": "tq4", "heads": 36, "seq_lens": (600,), "partitions": 8},  # two shares of parts are merged
     {"name": "tq4", "heads": 32, "seq_lens": (130, 1, 65, 190), "partitions": 1},  # runs of odd numbers of tiles
+    {"name": "tq4", "heads": 64, "seq_lens": (130, 1, 65, 190, 1, 1, 129, 1), "partitions": 2},  # and of a single tile
     gpu_only(name="turboquant35", heads=64, seq_lens=(4096, 64, 65, 1000, 1)),
     gpu_only(name="tq4", heads=128, seq_lens=(3000, 4097, 17), partitions=132),
     gpu_only(name="turboquant35", heads=128, seq_lens=(3000, 4097, 17), partitions=132, rope_bits=8),
@@ -208,6 +210,28 @@ def test_decode(options: dict[str, Any]) -> None:
 
 
 @runs
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="of the emulator")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "tq3", "heads": 20, "seq_lens": (500, 1, 70), "partitions": 1, "size": 20.0, "sharpness": 5.0},
+        {"name": "tq3", "heads": 64, "seq_lens": (500, 1, 70), "partitions": 1, "size": 20.0, "sharpness": 5.0},
+    ],
+    ids=str,
+)
+def test_order_does_not_matter(options: dict[str, Any]) -> None:
+    """Products may end late, and warps may run in any order: outputs stay the same, bit for bit. Maxima move often."""
+    outputs = []
+    for emulator_options in ({}, {"LATE_PRODUCTS": "1", "RANDOM_ORDER": "7u"}):
+        case = Case(**options)
+        case.emulator_options = emulator_options
+        case.run()
+        assert case.errors()[0] < BOUND
+        outputs.append(case.output)
+    assert torch.equal(*outputs)
+
+
+@runs
 @pytest.mark.parametrize("options", CASES_OF_PARTS, ids=str)
 def test_parts_that_are_left(options: dict[str, Any]) -> None:
     """Each in a place of its own, and nothing else written."""
@@ -220,9 +244,10 @@ def test_parts_that_are_left(options: dict[str, Any]) -> None:
 
 
 @runs
-def test_rows_that_see_no_token() -> None:
+@pytest.mark.parametrize("heads", [4, 24])
+def test_rows_that_see_no_token(heads: int) -> None:
     """As with a recent window: requests without tokens in pages, and queries of which only the last sees some."""
-    case = Case("tq4", heads=4, seq_lens=(4, 70, 3), query_lens=(4, 1, 3), has_constant=False)
+    case = Case("tq4", heads=heads, seq_lens=(4, 70, 3), query_lens=(4, 1, 3), has_constant=False)
     case.seq_lens -= torch.tensor([3, 0, 3], dtype=torch.int32, device=DEVICE)
     case.run()
     sees_none = torch.tensor([True, True, True, False, False, True, True, True], device=DEVICE)

@@ -1,9 +1,9 @@
 // The kernel's instructions on a CPU, one lane after the other: stands in for kernels/cuda/ptx.cuh, in g++.
 //
-// Each thread of a block is a fiber. An operation of a whole warp or block waits until all its lanes have come, and
-// fails if they came to different ones. Bulk copies arrive as late as they may, at the wait for their barrier, and others
-// at the thread's own wait; until then their target is poison, as is shared memory that nothing wrote. That of barriers
-// must stay so.
+// Each thread of a block is a fiber. They run in turn, or in an order that RANDOM_ORDER begins. An operation of a whole
+// warp or block waits until all its lanes have come, and fails if they came to different ones. Bulk copies arrive as late
+// as they may, at the wait for their barrier, and others at the thread's own wait; until then their target is poison, as
+// is shared memory that nothing wrote. That of barriers must stay so.
 #pragma once
 #include <ucontext.h>
 
@@ -302,8 +302,8 @@ static void run_block(int threads, int shared_bytes, void (*body)()) {
         left = 0;
 #ifdef RANDOM_ORDER
         static u32 state = RANDOM_ORDER;
-        std::vector<bool> skips(threads / 32);
-        const u32 slow = (state >> 8) % 7;  // a group that mostly waits, for a while
+        std::vector<bool> skips(threads / 32);  // warps that stand still for a turn: of one group most
+        const u32 slow = (state >> 8) % 7;
         for (u32 w = 0; w < skips.size(); w++) {
             state = state * 1664525 + 1013904223;
             skips[w] = (state >> 16) % 4 == 0 || (w / 4 == slow && (state >> 20) % 8);
