@@ -58,7 +58,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", nargs="?", help="folder of a model; if it has no weights, dummy ones are taken")
+    made.add_argument("model", nargs="?", help="folder of a model, with weights or without; if left out, none")
     made.add_argument("--8b", dest="shape_8b", action="store_true", help="steps of four layers of the 8B shape, too")
     made.add_argument("--dtypes", nargs="+", default=["tq4"])
     made.add_argument("--recent-tokens", type=int, default=64)
@@ -148,11 +148,13 @@ def start(options: argparse.Namespace, name: str) -> Any:
     from vllm import LLM
 
     config = {} if name == BASELINE else {"packed_kv": {"recent_tokens": options.recent_tokens}}
-    weights = "auto" if any(Path(options.model).glob("*.safetensors")) else "dummy"
+    folder = Path(options.model)
+    has_weights = not folder.is_dir() or any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    print(f"{name}: {'weights of' if has_weights else 'dummy weights in the shape of'} {folder}", flush=True)
     return LLM(
         options.model, kv_cache_dtype=name, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=1 << 30,
         max_model_len=CONTEXT, max_num_batched_tokens=CONTEXT, max_num_seqs=16, additional_config=config,
-        enable_prefix_caching=True, load_format=weights, skip_tokenizer_init=True,
+        enable_prefix_caching=True, load_format="auto" if has_weights else "dummy", skip_tokenizer_init=True,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ buys.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         fit = device.requests_that_fit(int(options.budget), options.input + options.output)
         requests = min(fit, options.max_requests)
         wave = device.throughput(requests, int(options.budget), options.input, options.output)
-        first = [f"{1e3 * wave.first_tokens[int(share * (requests - 1))]:.0f}" for share in (0.5, 0.99)]
+        first = [f"{1e3 * wave.first_tokens[math.ceil(share * (requests - 1))]:.0f}" for share in (0.5, 0.99)]
         emit(
             "throughput.csv", kv_bytes=int(options.budget), input=options.input, output=options.output, fit=fit,
             requests=requests, seconds=f"{wave.seconds:.2f}", prefill_seconds=f"{wave.first_tokens[-1]:.2f}",

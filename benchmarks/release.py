@@ -4,7 +4,7 @@
 
 `PARTS` lists what is measured. Each part of each dtype is a run of its own, on one of the cards, and leaves its rows in
 DIR/runs/PART-DTYPE/; a run that ended well is not repeated. None is started once --seconds have passed. At the end, the
-rows of all runs are put together, a file a kind, in DIR: these go into results/release/. `--list` starts nothing.
+rows of all runs are put together in DIR, in files of the names that results/ has. `--list` starts nothing.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ PARTS = {
         "--budget 0 --max-requests 64", ("auto", *OURS)),
 }  # fmt: skip
 """Name -> what is measured."""
+NAMES = {("drafts", "verify.csv"): "verify.csv", ("latents", "decode.csv"): "glm_flash.csv",
+         ("latents", "prefill.csv"): "glm_flash_prefill.csv"}  # fmt: skip
+"""Part and its file -> the file in results/, where that is another."""
 
 
 def run(name: str, dtype: str, out: Path, card: str, commit: str) -> bool:
     """Measure a part of a dtype on a card. Return True if it ended well, now or earlier."""
     part, folder = PARTS[name], out / "runs" / f"{name}-{dtype}"
-    if (folder / "done").exists():
+    if (folder / "done").exists():  # of this commit, as `main` has seen
         return True
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.csv"):
@@ -61,26 +64,26 @@ def run(name: str, dtype: str, out: Path, card: str, commit: str) -> bool:
     started = time.monotonic()
     with (folder / "log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    seconds = time.monotonic() - started
-    print(f"{name} {dtype}: {'done' if code == 0 else f'exit code {code}'}, {seconds:.0f} s", flush=True)
-    if code == 0:
-        (folder / "done").touch()
-    return code == 0
+    seconds, is_whole = time.monotonic() - started, "does not fit" not in (folder / "log").read_text()
+    said = "done" if code == 0 and is_whole else "a shape does not fit" if code == 0 else f"exit code {code}"
+    print(f"{name} {dtype}: {said}, {seconds:.0f} s", flush=True)
+    if code == 0 and is_whole:
+        (folder / "done").write_text(commit)
+    return code == 0 and is_whole
 
 
 def collect(out: Path) -> list[Path]:
-    """Put the rows of all runs that ended well together, in files of the parts' names and kinds. Raises ValueError if
-    they are of several commits, cards or versions."""
+    """Put the rows of all runs that ended well together. Raises ValueError if they are of several commits, cards or
+    versions; then nothing is written."""
     found: dict[str, list[dict[str, str]]] = {}
     for folder in sorted((out / "runs").iterdir()):
         part = folder.name.partition("-")[0]
         for file in sorted(folder.glob("*.csv")) if (folder / "done").exists() else ():
-            name = file.name if part == "steps" else f"{part}_{file.name}"
-            found.setdefault(name, []).extend(rows.read(file))
+            found.setdefault(NAMES.get((part, file.name), file.name), []).extend(rows.read(file))
+    made = {tuple(row[column] for column in rows.MACHINE) for of_file in found.values() for row in of_file}
+    if len(made) > 1:
+        raise ValueError(f"{out} has rows of {sorted(made)}; measure again in a folder of its own, on one kind of card")
     for name, of_file in found.items():
-        made = {tuple(row[column] for column in rows.MACHINE) for row in of_file}
-        if len(made) > 1:
-            raise ValueError(f"{name} has rows of {sorted(made)}; measure them again in another folder")
         with (out / name).open("w", newline="") as target:
             writer = csv.DictWriter(target, list(of_file[0]))
             writer.writeheader()
@@ -106,10 +109,15 @@ def main() -> int:
             done = (options.out / "runs" / f"{name}-{dtype}" / "done").exists()
             print(f"{name} {dtype}: {PARTS[name].script} {PARTS[name].options}{' (done)' if done else ''}")
         return 0
+    commit = options.commit or rows.commit_here()
+    (options.out / "runs").mkdir(parents=True, exist_ok=True)
+    others = {done.read_text() for done in options.out.glob("runs/*/done")} - {commit}
+    if others:
+        parser.error(f"--out {options.out}: has runs of commit {', '.join(sorted(others))}, and this is {commit}")
     waiting: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     for one in wanted:
         waiting.put(one)
-    commit, end, failed = options.commit or rows.commit_here(), time.monotonic() + options.seconds, []
+    end = time.monotonic() + options.seconds
 
     def measure(card: str) -> None:
         while time.monotonic() < end:
@@ -117,20 +125,20 @@ def main() -> int:
                 name, dtype = waiting.get_nowait()
             except queue.Empty:
                 return
-            if not run(name, dtype, options.out, card, commit):
-                failed.append(f"{name} {dtype}")
+            run(name, dtype, options.out, card, commit)
 
     workers = [threading.Thread(target=measure, args=(card,)) for card in options.cards]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    left = waiting.qsize()
     for file in collect(options.out):
         print(f"rows: {file}")
-    if failed or left:
-        print(f"failed: {', '.join(failed) or 'none'}; not begun: {left}. Call it again to go on.")
-    return int(bool(failed or left))
+    runs = options.out / "runs"
+    missing = [f"{name} {dtype}" for name, dtype in wanted if not (runs / f"{name}-{dtype}" / "done").exists()]
+    if missing:
+        print(f"failed or not begun: {', '.join(missing)}. Call it again to go on.")
+    return int(bool(missing))
 
 
 if __name__ == "__main__":

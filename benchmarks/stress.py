@@ -3,10 +3,11 @@
     python benchmarks/stress.py latents [--heads N ...] [--rounds N] [--seconds S]
     python benchmarks/stress.py pairs [--rounds N] [--seconds S]
 
-A round is a graph of several layers; every second one runs beside a copy of 256 MB. Its outputs are compared with those
-of launches that were waited for one by one. A case is a batch, a dtype and, for latents, 16 or 8 bits of RoPE, pages
-alone and with the recent window; for pairs, the columns of a pass, with the window and without. Cases that the time cut
-off are named. Exit code 1: a round differs. `tests/kernels/test_repeated_launches.py` has more kernels at fewer shapes.
+A round is a graph of several layers; every second one runs beside a copy of 128 MB. Its outputs are compared with those
+of the same launches outside of a graph, each of which latents wait for. A case is a batch, a dtype and, for latents, 16
+or 8 bits of RoPE, pages alone and with the recent window; for pairs, the columns of a pass, with the window and
+without. Cases that the time cut off are named. Exit code 1: a round differs, a case fails, or none ran.
+`tests/kernels/test_repeated_launches.py` has more kernels at fewer shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +34,10 @@ PAIR_CODES = ("isoquant4", "turboquant25", "tq3", "turboquant35")
 SETTINGS = ((0, 0.8, None), (64, 0, "blocks"))
 """Tokens of the recent window, spread of lengths, means of keys."""
 
-Case = tuple[str, Callable[[], Iterator[tuple[Callable[[], None], list[torch.Tensor]]]]]
-"""A name, and what makes its rounds and their outputs."""
+Round = tuple[Callable[[], None], Callable[[], None] | None, list[torch.Tensor]]
+"""A graph's launches, the same one by one if they can be, and the outputs."""
+Case = tuple[str, Callable[[], Iterator[Round]]]
+"""A name, and what makes its rounds."""
 
 
 def latents(heads: list[int]) -> Iterator[Case]:
@@ -50,7 +54,8 @@ def latents(heads: list[int]) -> Iterator[Case]:
             codec = LatentCodec(FORMATS[name], RANK, ROPE, device="cuda", rope_bits=bits)
             layers = Layers(codec, count, requests, context, 64)
             for launches, has_window in ((("pages",), False), (("pages", "ring"), True)):
-                yield layers.round_of(launches, has_window=has_window), [layers.output]
+                run = layers.round_of(launches, has_window=has_window)
+                yield run, partial(run, True), [layers.output]
 
         yield f"{count} heads, {requests} x {context}, {name}, RoPE at {bits} bits", make
 
@@ -63,7 +68,7 @@ def pairs() -> Iterator[Case]:
 
         def make(of=(name, requests, context, recent, spread, means, group, queries)):
             layers = Layers(*of)
-            yield layers.rounds("cuda", None, 128)["cuda"], layers.outputs
+            yield layers.rounds("cuda", None, 128)["cuda"], None, layers.outputs
 
         yield f"{requests} x {context}, {group} x {queries} columns, {name}, window {recent}, means {means}", make
 
@@ -75,20 +80,24 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40, help="of each case (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=180)
     asked = parser.parse_args()
-    end, rounds, differ, cut_off = time.monotonic() + asked.seconds, 0, 0, 0
+    end, rounds, differ, failed, cut_off = time.monotonic() + asked.seconds, 0, 0, 0, 0
     for number, (name, make) in enumerate(latents(asked.heads) if asked.kind == "latents" else pairs()):
         if time.monotonic() > end:
             print(*([] if cut_off else ["time is up; cut off:\n"]), name)
             cut_off += 1
             continue
         torch.manual_seed(number)
-        for run, outputs in make():
-            wrong = rounds_that_differ(run, outputs, asked.rounds)
-            rounds, differ = rounds + asked.rounds, differ + len(wrong)
-            if wrong:
-                print(f"DIFFERS {name}: {len(wrong)} of {asked.rounds} rounds, first {wrong[:5]}", flush=True)
-    print(f"{torch.cuda.get_device_name()}: {rounds} rounds, {differ} differ; {cut_off} cases cut off")
-    return int(bool(differ))
+        try:
+            for run, one_by_one, outputs in make():
+                wrong = rounds_that_differ(run, outputs, asked.rounds, one_by_one)
+                rounds, differ = rounds + asked.rounds, differ + len(wrong)
+                if wrong:
+                    print(f"DIFFERS {name}: {len(wrong)} of {asked.rounds} rounds, first {wrong[:5]}", flush=True)
+        except (AssertionError, RuntimeError) as error:
+            print(f"FAILED {name}: {error!r}", flush=True)
+            failed += 1
+    print(f"{torch.cuda.get_device_name()}: {rounds} rounds, {differ} differ; {failed} cases failed, {cut_off} cut off")
+    return int(differ > 0 or failed > 0 or rounds == 0)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_a_run_that_failed_is_made_again(
     release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     assert call(release, monkeypatch, "--cards", "0", "1", "--commit", "abc") == 1
-    assert "failed: steps fp8; not begun: 0" in capsys.readouterr().out
+    assert "failed or not begun: steps fp8. Call it again" in capsys.readouterr().out
     assert dtypes(tmp_path / "out" / "decode.csv") == ["auto", "tq4"]
     (tmp_path / "works").touch()
     (tmp_path / "out/runs/steps-auto/decode.csv").write_text(
@@ -59,12 +59,31 @@ def test_a_run_that_failed_is_made_again(
 
 
 def test_nothing_starts_after_its_time(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "out" / "runs").mkdir(parents=True)
     assert call(release, monkeypatch, "--seconds", "0") == 1
     assert not list((tmp_path / "out" / "runs").iterdir())
 
 
-def test_rows_of_two_commits_are_refused(release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_commit_is_refused_before_anything_is_measured(
+    release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     call(release, monkeypatch, "--dtypes", "auto", "--commit", "abc")
-    with pytest.raises(ValueError, match=r"decode.csv has rows of .*abc.*abd"):
+    with pytest.raises(SystemExit):
         call(release, monkeypatch, "--dtypes", "tq4", "--commit", "abd")
+    assert "has runs of commit abc, and this is abd" in capsys.readouterr().err
+    assert not (tmp_path / "out/runs/steps-tq4").exists()
+
+
+def test_rows_of_two_cards_are_refused(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of different files, too."""
+    call(release, monkeypatch, "--dtypes", "auto", "--commit", "abc")
+    rows = (tmp_path / "out/runs/steps-auto/decode.csv").read_text()
+    (tmp_path / "out/runs/steps-auto/prefill.csv").write_text(rows.replace("card", "other"))
+    with pytest.raises(ValueError, match=r"has rows of .*card.*other"):
+        call(release, monkeypatch, "--dtypes", "auto", "--commit", "abc")
+
+
+def test_a_shape_that_does_not_fit_is_no_end(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "fake.py"
+    script.write_text(script.read_text() + 'print("tq4: 32x8192 does not fit the KV cache")\n')
+    assert call(release, monkeypatch, "--dtypes", "tq4", "--commit", "abc") == 1
+    assert not (tmp_path / "out/runs/steps-tq4/done").exists()

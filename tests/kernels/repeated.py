@@ -40,12 +40,16 @@ def repeat_launches(launch: Callable[..., None]) -> Callable[..., None]:
     return repeated
 
 
-def rounds_that_differ(run: Callable[[], None], outputs: list[torch.Tensor], repeats: int = REPEATS) -> list[int]:
-    """Return the replays of a graph of `run` after which outputs are not, bit by bit, those of launches one by one.
+def rounds_that_differ(
+    run: Callable[[], None], outputs: list[torch.Tensor], repeats: int = REPEATS,
+    one_by_one: Callable[[], None] | None = None,
+) -> list[int]:  # fmt: skip
+    """Return the replays of a graph of `run` after which outputs are not, bit by bit, those of the same launches
+    outside of a graph: of `one_by_one`, which waits for each, if it is given.
 
     Beside every second replay a copy of 128 MB keeps memory busy. Outputs are overwritten with NaN before each.
     """
-    run()
+    (one_by_one or run)()
     torch.cuda.synchronize()
     expected = [x.clone() for x in outputs]
     assert all(x.isfinite().all() for x in expected)
