@@ -64,7 +64,7 @@ def run(name: str, dtype: str, out: Path, card: str, commit: str) -> bool:
     started = time.monotonic()
     with (folder / "log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    seconds, is_whole = time.monotonic() - started, "does not fit" not in (folder / "log").read_text()
+    seconds, is_whole = time.monotonic() - started, "not fit the KV cache" not in (folder / "log").read_text()
     said = "done" if code == 0 and is_whole else "a shape does not fit" if code == 0 else f"exit code {code}"
     print(f"{name} {dtype}: {said}, {seconds:.0f} s", flush=True)
     if code == 0 and is_whole:
