@@ -50,11 +50,11 @@ NAMES = {("drafts", "verify.csv"): "verify.csv", ("latents", "decode.csv"): "glm
 """Part and its file -> the file in results/, where that is another."""
 
 
-def run(name: str, dtype: str, out: Path, card: str, commit: str) -> bool:
-    """Measure a part of a dtype on a card. Return True if it ended well, now or earlier."""
+def run(name: str, dtype: str, out: Path, card: str, commit: str) -> None:
+    """Measure a part of a dtype on a card, if that did not end well before."""
     part, folder = PARTS[name], out / "runs" / f"{name}-{dtype}"
     if (folder / "done").exists():  # of this commit, as `main` has seen
-        return True
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.csv"):
         old.unlink()
@@ -64,12 +64,14 @@ def run(name: str, dtype: str, out: Path, card: str, commit: str) -> bool:
     started = time.monotonic()
     with (folder / "log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    seconds, is_whole = time.monotonic() - started, "not fit the KV cache" not in (folder / "log").read_text()
-    said = "done" if code == 0 and is_whole else "a shape does not fit" if code == 0 else f"exit code {code}"
-    print(f"{name} {dtype}: {said}, {seconds:.0f} s", flush=True)
-    if code == 0 and is_whole:
+    if code:
+        said = f"exit code {code}"
+    elif "not fit the KV cache" in (folder / "log").read_text():
+        said = "a shape does not fit"
+    else:
+        said = "done"
         (folder / "done").write_text(commit)
-    return code == 0 and is_whole
+    print(f"{name} {dtype}: {said}, {time.monotonic() - started:.0f} s", flush=True)
 
 
 def collect(out: Path) -> list[Path]:

@@ -74,7 +74,7 @@ def test_another_commit_is_refused_before_anything_is_measured(
 
 
 def test_rows_of_two_cards_are_refused(release: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of different files, too."""
+    """Rows of different files are compared, too."""
     call(release, monkeypatch, "--dtypes", "auto", "--commit", "abc")
     rows = (tmp_path / "out/runs/steps-auto/decode.csv").read_text()
     (tmp_path / "out/runs/steps-auto/prefill.csv").write_text(rows.replace("card", "other"))

@@ -95,9 +95,8 @@ def test_batches_and_prefixes_change_no_answer(architecture: str, start: Start) 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU vLLM keeps the states of rejected drafts, with auto as well")
 @pytest.mark.parametrize("architecture", DRAFTED)
 def test_mtp_behind_hits_at_every_offset(architecture: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First turns of every length within a unit of the prefix cache. With drafts, they differ from those without as
-    far as rounding makes them; and second turns behind hits, which read packed pages, differ from those without a hit
-    by at most 1.25 times what they do without drafts."""
+    """First turns of every length within a unit of the prefix cache, and second turns behind hits: with drafts, they
+    differ from those without as far as rounding makes them. (A turn without a hit reads its prompt raw.)"""
     for name, value in DRAFTED[architecture].items():
         monkeypatch.setitem(MODELS[architecture], name, value)
     options = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "prefix_match_unit": UNIT}
@@ -117,21 +116,15 @@ def test_mtp_behind_hits_at_every_offset(architecture: str, start: Start, monkey
         alone = ask_alone(llm, prompts)
         turns += [prompt + answer.tokens + QUESTION for prompt, answer in zip(prompts, alone, strict=True)]
         fresh, plain = ask_alone(llm, turns), behind_hits(llm)
-    with start(
-        architecture, "tq4", speculative_config={"method": "mtp", "num_speculative_tokens": 1}, **options
-    ) as llm:
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    with start(architecture, "tq4", speculative_config=speculation, **options) as llm:
         drafted, hits = ask_alone(llm, prompts), behind_hits(llm)
     cached = [answer.cached for answer in hits]
-    of_drafts, of_hits, of_both = (
-        [ours.distance(theirs) for ours, theirs in zip(*pair, strict=True)]
-        for pair in ((alone, drafted), (fresh, plain), (fresh, hits))
-    )
+    found = [ours.distance(theirs) for ours, theirs in zip(alone + plain, drafted + hits, strict=True)]
     other = [fresh[i].distance(fresh[i - 1]) for i in range(len(fresh))]
-    print(f"{architecture}: cached {cached}; drafts {of_drafts}, hits {of_hits}, both {of_both}; other {other}")
+    print(f"{architecture}: cached {cached}; drafted {found[: len(alone)]}, behind hits {found[len(alone) :]}; {other}")
     assert all(count % UNIT == 0 for count in cached) and min(cached) > 0
-    assert max(of_drafts) < 0.3 * min(other)
-    assert sum(of_both) < 1.25 * sum(of_hits)
-    assert max(of_both) < 0.5 * min(other)
+    assert max(found) < 0.3 * min(other)
 
 
 def check_pages(llm: LLM) -> None:

@@ -20,7 +20,6 @@ struct Scratch {
 
 struct Decode;
 using DecodeRun = Run<Decode>;
-constexpr int RESULT = 3 * STORED_DIM;  // its sums, then its sums of the ring
 
 static Scratch cut_scratch(const Arguments& a, Cutter& from, long columns) {
   Scratch s = {};
@@ -151,7 +150,7 @@ struct Decode {
   using Request = ::Request;
   using Scratch = ::Scratch;
   using Softmax = ::Softmax;
-  static constexpr int RESULT = ::RESULT;
+  static constexpr int RESULT = 3 * STORED_DIM;  // its sums, then its sums of the ring
   static long heads(const Arguments& a) { return a.kv_heads; }
   static long group(const Arguments& a) { return a.group; }
   static Request request_of(const Arguments& a, long r) { return ::request_of(a, r); }
@@ -165,7 +164,7 @@ static void place_results(const DecodeRun& run, Columns& columns, long r, long p
   long first = run.partial_of(r, part, head), count = run.columns_of(r);
   columns.count = (int)count;
   columns.softmax = run.partials + first;
-  columns.sums = run.results + first * RESULT;
+  columns.sums = run.results + first * Decode::RESULT;
   columns.ring_sums = run.a->ring ? columns.sums + count * 2 * STORED_DIM : nullptr;
 }
 

@@ -4,6 +4,7 @@
 // A kernel is a struct of types and static functions:
 //   Arguments, Request, Scratch   Request has `tokens` (of the query) and `parts`. Both depend on the request alone, so
 //                                 outputs have the same bits whatever else is served, by however many threads
+//   Softmax                       a part's maximum and total, a column
 //   RESULT                        floats of a part's results, a column
 //   heads(a), group(a)            KV heads; columns of a query token and KV head
 //   request_of(a, r), cut_scratch(a, cutter, columns)
