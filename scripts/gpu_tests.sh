@@ -6,8 +6,8 @@
 #   gpu_tests.sh [PART...]   where python3 finds vLLM and packed-kv (a virtual environment, or gpu_site.sh's PYTHONPATH)
 #   gpu_tests.sh collect     only load engine's tests and check that memcheck's cases exist; needs no GPU
 #
-# Where pytest-xdist is there, kernels run in 8 processes and engines in 6: most of their time is compilation. Memcheck
-# takes 4. The parts run one after the other: side by side they lack GPU memory.
+# Where pytest-xdist is there, kernels run in a process for 2 cores and engines in one for 3: most of their time is
+# compilation. Memcheck takes one for 4. The parts run one after the other: side by side they lack GPU memory.
 set -euo pipefail
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
@@ -69,19 +69,25 @@ finish() {
     return "$code"
 }
 
+# One process for so many cores, but at least one and at most so many.
+processes() {
+    local count=$(($(nproc) / $1))
+    count=$((count < $2 ? count : $2))
+    echo $((count > 1 ? count : 1))
+}
 # pytest's options for so many processes.
-in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $1"; fi; }
+in_processes() { if python3 -c 'import xdist' 2>/dev/null; then echo "-n $(processes "$@")"; fi; }
 
 kernels() {
     # CI runs what needs no GPU.
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 8) tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_copies.py,cpu}
+    run_pytest $(in_processes 2 16) tests/codecs/test_cuda.py tests/selftest/test_selftest_on_cuda.py tests/kernels --ignore=tests/kernels/{test_compile.py,test_copies.py,cpu}
 }
 
 engine() {
     local code=0
     # shellcheck disable=SC2046
-    run_pytest $(in_processes 6) "${engine_tests[@]}" || code=1
+    run_pytest $(in_processes 3 12) "${engine_tests[@]}" || code=1
     run_pytest "$sleep_tests" && return "$code"
 }
 
@@ -93,7 +99,8 @@ checked() {
 }
 
 memcheck() {
-    local sanitizer processes=4 i k cases names=()
+    local sanitizer processes i k cases names=()
+    processes=$(processes 4 13)
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1 || true)
     if [[ -z $sanitizer ]]; then
         echo "gpu_tests.sh: no memcheck: compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin" >&2
