@@ -24,6 +24,8 @@ import rows
 
 HERE = Path(__file__).resolve().parent
 OURS = ("tq4", "turboquant35", "turboquant25")
+OTHERS = ("tq3", "isoquant4", "isoquant3", "planarquant4", "planarquant3", "int4_per_token_head",
+          "turboquant_4bit_nc")
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,23 @@ class Part:
 
 GLM = HERE / "shapes" / "glm-4.7-flash"
 PARTS = {
-    "steps": Part("decode.py", "--shapes 32x8192 128x2048 8x32768 1x32768 8x1024 --steps 32 --prefill 8192 --prompts 2 "
-        "--budget 20e9"),
-    "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --first 8 --steps 16"),
-    "drafts": Part("decode.py", "--drafts 0 3 7 --shapes 32x8192 --steps 32 --prefill --budget 0", ("auto", *OURS)),
+    "steps": Part("decode.py", "--shapes 32x8192 128x2048 8x32768 1x32768 8x1024 32x1024 --steps 32 "
+        "--prefill 8192 32768 --prompts 2 --budget 20e9"),
     "latents": Part("decode.py", f"--model {GLM} --shapes 64x8192 8x32768 8x1024 --steps 32 --prefill 8192 --prompts 2 "
         "--budget 0 --max-requests 64", ("auto", *OURS)),
+    "others": Part("decode.py", "--shapes 32x8192 128x2048 8x32768 1x32768 8x1024 32x1024 --steps 32 --prefill "
+        "--budget 0", OTHERS),
+    "mixed": Part("mixed.py", "--shapes 64x2048 32x8192 8x1024 --first 8 --steps 16", ("auto", "fp8", "tq4",
+        "turboquant25")),
+    "drafts": Part("decode.py", "--drafts 0 3 7 --shapes 32x8192 8x32768 --steps 32 --prefill --budget 0", ("auto",
+        "fp8", "tq4", "turboquant25")),
 }  # fmt: skip
 """Name -> what is measured."""
 NAMES = {("drafts", "verify.csv"): "verify.csv", ("latents", "decode.csv"): "glm_flash.csv",
          ("latents", "prefill.csv"): "glm_flash_prefill.csv"}  # fmt: skip
+FILES = ("decode.csv", "prefill.csv", "throughput.csv", "mixed.csv", "verify.csv", "glm_flash.csv",
+         "glm_flash_prefill.csv")  # fmt: skip
+"""What a release writes, of one commit, card and environment."""
 """Part and its file -> the file in results/, where that is another."""
 
 
