@@ -44,14 +44,21 @@ struct Arguments {
     unsigned block_stride;
 };
 
-#if ROWS <= 32
+#if E4M3 == 1
+#include "latent_e4m3.cuh"
+#elif E4M3 == 2
+#include "latent_shared_e4m3.cuh"
+#elif ROWS <= 32
 #include "latent_narrow.cuh"
 #else
 #include "latent_attend.cuh"
 #endif
 
-BLOCK_OF(latent_decode, 384, sizeof(SharedMemory));
-extern "C" __global__ void __launch_bounds__(384, 1) latent_decode(const __grid_constant__ Arguments a) {
+#ifndef BLOCK_THREADS
+#define BLOCK_THREADS 384
+#endif
+BLOCK_OF(latent_decode, BLOCK_THREADS, sizeof(SharedMemory));
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) latent_decode(const __grid_constant__ Arguments a) {
     const u32 base = shared_address(swizzled_memory());
     init_shared(base);
     sync_block();

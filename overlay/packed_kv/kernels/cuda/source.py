@@ -36,6 +36,8 @@ LATENT = Program(
         "latent_rows.cuh",
         "latent_attend.cuh",
         "latent_narrow.cuh",
+        "e4m3.cuh",
+        "latent_e4m3.cuh",
     ),
     "sm_90a",
     ("latent_decode", "latent_merge"),
