@@ -7,8 +7,7 @@
 // PROMOTE: 0: sums of e4m3 products stay in the tensor core's accumulators (about 14 bits); 32 or 64: partial sums of so many
 // channels are added to fp32 sums a tile, times a factor of the tile and row.
 #pragma once
-#include "e4m3.cuh"
-#include "latent_rows.cuh"
+#include "e4m3_parts.cuh"
 
 #ifndef SCORERS
 #define SCORERS 2
@@ -29,9 +28,6 @@
 static_assert(ROWS == 64 && ROPE_BITS == 16 && group_layout(0).bits == 4, "a trial");
 constexpr int START_REGISTERS = SCORERS == 1 ? 168 : 128;
 static_assert(SCORERS * SCORE_REGISTERS + 2 * SUM_REGISTERS <= (SCORERS + 2) * START_REGISTERS, "registers");
-constexpr float GAIN = 16;                                            // of latents in e4m3
-constexpr float FACTOR = 1 / (LATENT_DIVISOR_F * GAIN);               // from the fp16 kernel's units of scores
-constexpr float OUTPUT_UNIT = 1 / (LATENT_DIVISOR_F * GAIN);          // to its units of partial outputs
 constexpr float HEADROOM = 3, MOST_BITS = 8;                          // weights are below 2^8
 
 typedef float Columns[16];                // 8 n + 2 c + e: 2 n + e
@@ -62,68 +58,12 @@ INLINE void init_shared(u32 base) {
         for (int w = 0; w < 8 * SCORERS; w++) barrier_init<1>(base + AT(page_full) + 8 * w);
         barrier_init_fence();
     }
-    if (threadIdx.x < 256) {
-        const u32 byte = threadIdx.x;
-        const float scale = byte < 0xF8 ? low_float(byte << 7) : 65504;
-        const float gain = scale * (group_layout(0).key_factor * GAIN / 16777216.f);
-        auto magnitude = [&](u32 bytes, int i) { return (float)(bytes >> 8 * i & 255) * gain; };
-        auto entry = [&](u32 x) { return to_e4m3(magnitude(x, 0), magnitude(x, 1), magnitude(x, 2), magnitude(x, 3)); };
-        const u32 low = entry(TABLE_4_LOW), high = entry(TABLE_4_HIGH);
-        store_shared_4(base + AT(table) + byte * 32, {low, high, low, high});
-        store_shared_4(base + AT(table) + byte * 32 + 16, {low, high, low, high});
-    }
+    init_table(base + AT(table));
     for (int i = threadIdx.x; i < (int)sizeof(SharedMemory::ones) / 4; i += BLOCK_THREADS)
         store_shared(base + AT(ones) + i * 4, 0x38383838);
     for (int i = threadIdx.x; i < (int)sizeof(SharedMemory::maxima) / 4; i += BLOCK_THREADS)
         store_shared(base + AT(maxima) + i * 4, 0);
     fence_async();
-}
-
-// ---- queries of a run
-
-INLINE void load_e4m3_queries(const Arguments& a, const Run& run, u32 base, int t) {
-    constexpr int BATCH = 4;
-    const int lane = t % 32, warp = t / 32;
-    auto quads = [&](const Quad& q) {  // 8 channels, in two words
-        auto low = [&](u32 x) { return (QUERY == 0 ? low_float(x) : __int_as_float(x << 16)) * QUERY_FACTOR_F; };
-        auto high = [&](u32 x) { return (QUERY == 0 ? high_float(x) : __int_as_float(x & 0xFFFF0000)) * QUERY_FACTOR_F; };
-        const u32 first = to_e4m3(low(q.x), high(q.x), low(q.y), high(q.y));
-        const u32 second = to_e4m3(low(q.z), high(q.z), low(q.w), high(q.w));
-        const bool odd = lane % 2;
-        const u32 other = shuffle_word(odd ? first : second, lane ^ 1);
-        const u32 even_channels = odd ? other : first, odd_channels = odd ? second : other;
-        return make_float2(__int_as_float(prmt(even_channels, odd_channels, 0x5410)),
-                           __int_as_float(prmt(even_channels, odd_channels, 0x7632)));
-    };
-#pragma unroll 1
-    for (int first = 0; first < ROWS; first += 4 * BATCH) {
-        Quad latent[BATCH][2], rope{0, 0, 0, 0};
-        for_each<BATCH>([&](auto k) {
-            const int row = first + 4 * k.value + warp;
-            const u64 at = (u64)run.token(row) * a.query_token_stride + run.head(row) * a.query_head_stride + lane * 8;
-            const u16* from = (const u16*)a.query + at;
-            latent[k.value][0] = latent[k.value][1] = {0, 0, 0, 0};
-            if (row < run.rows)
-                latent[k.value][0] = load_constant_16(from), latent[k.value][1] = load_constant_16(from + 256);
-        });
-        const int rope_row = first + 4 * (lane / 8) + warp;
-        if (rope_row < run.rows)
-            rope = load_constant_16((const u16*)a.rope_query + (u64)run.token(rope_row) * a.rope_token_stride +
-                                    run.head(rope_row) * a.rope_head_stride + lane % 8 * 8);
-        for_each<BATCH>([&](auto k) {
-            const int row = first + 4 * k.value + warp;
-            for_each<2>([&](auto half) {
-                const float2 two = quads(latent[k.value][half.value]);
-                const int piece = half.value * 16 + lane / 2;
-                store_shared_2(base + AT(queries) + piece / 8 * (ROWS * 128) + row * 128 + ((piece % 8 ^ row % 8) << 4) + lane % 2 * 8,
-                               __float_as_int(two.x), __float_as_int(two.y));
-            });
-        });
-        const u32 gain = to_halves(GAIN, GAIN);
-        store_shared_4(base + AT(rope_queries) + rope_row * 128 + ((lane % 8 ^ rope_row % 8) << 4),
-                       {multiply_halves(query_pair(rope.x), gain), multiply_halves(query_pair(rope.y), gain),
-                        multiply_halves(query_pair(rope.z), gain), multiply_halves(query_pair(rope.w), gain)});
-    }
 }
 
 // ---- scores and weights
@@ -211,7 +151,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
             if (group == 0) {
                 Run run;
                 run.rows = rows, run.query = query;
-                load_e4m3_queries(a, run, base, t);
+                load_e4m3_queries(a, run, base + AT(queries), base + AT(rope_queries), t);
             }
             fence_async();
             sync_threads<128 * SCORERS>(QUERIES_BARRIER);
@@ -259,23 +199,15 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
             if constexpr (block + 1 < BLOCKS) load_words(block + 1), load_entries(block + 1);
             if constexpr (block + 2 < BLOCKS) load_scales(block + 2);
             u32 f[8], x[8];
-            for_each<4>([&](auto k) {  // groups of 32, and of each tokens r and r + 8
-                constexpr int at = decltype(k)::value / 2 * 4 + decltype(k)::value % 2;
-                const u32 own = word[block % 2][k.value], codes = own & 0x77777777;
-                const u32 low = entry[block % 2][2 * k.value], high = entry[block % 2][2 * k.value + 1];
-                f[at] = prmt(low, high, codes) | (own & 0x80808080);
-                f[at + 2] = prmt(low, high, upper_half(codes)) | (own << 4 & 0x80808080);
-            });
+            decode_e4m3(word[block % 2], entry[block % 2], f);
+            if constexpr (block == 0) wgmma_wait<0>();  // for products of another shape
             wgmma_fence();
             for_each<2>([&](auto i) {
                 constexpr int step = 2 * block + decltype(i)::value;
                 E4m3Product<64, ROWS_OF_128>::add(s, f + 4 * i.value, queries + (step / 4 * ROWS * 128 + step % 4 * 32) / 16, 1);
             });
             wgmma_commit();
-            for_each<4>([&](auto k) {
-                x[2 * k.value] = prmt(f[2 * k.value], f[2 * k.value + 1], 0x5140);
-                x[2 * k.value + 1] = prmt(f[2 * k.value], f[2 * k.value + 1], 0x7362);
-            });
+            pair_tokens(f, x);
             store_transposed(values + 2 * block * 32 * TILE, x), store_transposed(values + (2 * block + 1) * 32 * TILE, x + 4);
             if constexpr (block + 1 < BLOCKS) wgmma_wait<1>();
         });
@@ -310,7 +242,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
 
 // ---- sums
 
-typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
+typedef float Outputs[4][32];  // of 64 channels; of rows r and r + 8; channels 8 i + 2 column + {0, 1}
 struct Pair {
     float of[2];
 };
@@ -325,12 +257,12 @@ INLINE void store_outputs(const Arguments& a, const Run& run, const Outputs& o, 
             const float* constant = hide_from_optimizer(a.constant + channel);
 #pragma unroll
             for (int j = 0; j < 32; j++)
-                store_pair(a, at + j * 8, constant + j * 8, o[4 * j + 2 * r.value], o[4 * j + 2 * r.value + 1], norm);
+                store_pair(a, at + j * 8, constant + j * 8, o[j / 8][j % 8 * 4 + 2 * r.value], o[j / 8][j % 8 * 4 + 2 * r.value + 1], norm);
         } else {
             float* target = a.partial_output + (u64)(run.slot + row) * RANK + channel;
 #pragma unroll
             for (int j = 0; j < 32; j++)
-                *(float2*)(target + j * 8) = make_float2(o[4 * j + 2 * r.value] * OUTPUT_UNIT, o[4 * j + 2 * r.value + 1] * OUTPUT_UNIT);
+                *(float2*)(target + j * 8) = make_float2(o[j / 8][j % 8 * 4 + 2 * r.value] * OUTPUT_UNIT, o[j / 8][j % 8 * 4 + 2 * r.value + 1] * OUTPUT_UNIT);
         }
     });
 }
@@ -359,7 +291,7 @@ INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
     while (run.next(a)) {
         Outputs o;
         float totals[4];  // of rows r and r + 8: 0 and 2
-        for_each<128>([&](auto j) { o[j.value] = 0; });
+        for_each<128>([&](auto j) { o[j.value / 32][j.value % 32] = 0; });
         for_each<4>([&](auto j) { totals[j.value] = 0; });
         Pair maximum{EMPTY_MAXIMUM, EMPTY_MAXIMUM};
 #pragma unroll 1
@@ -376,7 +308,7 @@ INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
             constexpr float LAZY = PROMOTE ? 10 : 0;  // the factor of a tile's weights is at most 2 to this
             if (__builtin_expect(any_lane(now.of[0] > maximum.of[0] + LAZY || now.of[1] > maximum.of[1] + LAZY), 0)) {
                 const Pair factor{exp2_fast(maximum.of[0] - now.of[0]), exp2_fast(maximum.of[1] - now.of[1])};
-                for_each<128>([&](auto j) { o[j.value] *= factor.of[j.value / 2 % 2]; });
+                for_each<128>([&](auto j) { o[j.value / 32][j.value % 32] *= factor.of[j.value / 2 % 2]; });
                 for_each<4>([&](auto j) { totals[j.value] *= factor.of[j.value / 2]; });
                 maximum = now;
             }
@@ -385,11 +317,11 @@ INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
                 for_each<2>([&](auto k) {
                     if constexpr (START_REGISTERS < 158) {  // where ptxas compiles no product of 256 columns
                         for_each<4>([&](auto n) {
-                            E4m3Product<64, ROWS_OF_64>::add((float(&)[32])o[32 * n.value], p + 4 * k.value,
+                            E4m3Product<64, ROWS_OF_64>::add(o[n.value], p + 4 * k.value,
                                                              values + (n.value * 64 * TILE + k.value * 32) / 16, 1);
                         });
                     } else {
-                        E4m3Product<256, ROWS_OF_64>::add(o, p + 4 * k.value, values + k.value * 2, 1);
+                        E4m3Product<256, ROWS_OF_64>::add((float(&)[128])o, p + 4 * k.value, values + k.value * 2, 1);
                     }
                     E4m3Product<8, ROWS_OF_64>::add(totals, p + 4 * k.value, ones, 1);
                 });
@@ -409,7 +341,7 @@ INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
                     wgmma_commit();
                     wgmma_wait<0>();
                     for_each<N / 2>([&](auto j) {
-                        float& sum = o[n.value * (N / 2) + j.value];
+                        float& sum = o[n.value * N / 64][n.value * N % 64 / 2 + j.value];
                         sum = __fmaf_rn(part[j.value], factor.of[j.value / 2 % 2], sum);
                     });
                     if constexpr (is_first) for_each<4>([&](auto j) {

@@ -37,6 +37,8 @@ LATENT = Program(
         "latent_attend.cuh",
         "latent_narrow.cuh",
         "e4m3.cuh",
+        "e4m3_parts.cuh",
+        "latent_shared_e4m3.cuh",
         "latent_e4m3.cuh",
     ),
     "sm_90a",
