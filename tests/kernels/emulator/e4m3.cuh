@@ -59,6 +59,9 @@ INLINE void add_e4m3_shared(float (&d)[32], u32 a, u32 b, int accumulate) {
         d[i] = sum;
     }
 }
+INLINE u32 maximum_of_halves(u32 a, u32 b) {
+    return to_halves(fmaxf(low_float(a), low_float(b)), fmaxf(high_float(a), high_float(b)));
+}
 INLINE void store_transposed(u32 address, const u32* x) {
     warp().in[lane()][0] = address;
     memcpy(warp().in[lane()] + 1, x, 16);

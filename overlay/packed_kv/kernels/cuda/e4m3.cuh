@@ -42,6 +42,11 @@ INLINE u32 to_e4m3(float a, float b, float c, float d) {
         " mov.b32 %0, {l, u}; }" : "=r"(result) : "f"(a), "f"(b), "f"(c), "f"(d));
     return result;
 }
+INLINE u32 maximum_of_halves(u32 a, u32 b) {
+    u32 result;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
 // As store_matrices (wgmma.cuh), transposed: lane 4 r + c of a matrix has elements of column r, rows 2 c and 2 c + 1.
 INLINE void store_transposed(u32 address, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"

@@ -6,12 +6,15 @@
 #ifndef PROMOTE
 #define PROMOTE 32
 #endif
+#ifndef COPIES
+#define COPIES 4
+#endif
 static_assert(ROWS == 64 && ROPE_BITS == 16 && group_layout(0).bits == 4, "a trial");
 constexpr float GAIN = 16;                                            // of latents in e4m3
 constexpr float FACTOR = 1 / (LATENT_DIVISOR_F * GAIN);               // from the fp16 kernel's units of scores
 constexpr float OUTPUT_UNIT = 1 / (LATENT_DIVISOR_F * GAIN);          // to its units of partial outputs
 
-// The entries of scale bytes: e4m3 of the 8 magnitudes, four times, by r % 4.
+// The entries of scale bytes: e4m3 of the 8 magnitudes, COPIES times, by r % COPIES.
 INLINE void init_table(u32 table) {
     if (threadIdx.x < 256) {
         const u32 byte = threadIdx.x;
@@ -20,12 +23,11 @@ INLINE void init_table(u32 table) {
         auto magnitude = [&](u32 bytes, int i) { return (float)(bytes >> 8 * i & 255) * gain; };
         auto entry = [&](u32 x) { return to_e4m3(magnitude(x, 0), magnitude(x, 1), magnitude(x, 2), magnitude(x, 3)); };
         const u32 low = entry(TABLE_4_LOW), high = entry(TABLE_4_HIGH);
-        store_shared_4(table + byte * 32, {low, high, low, high});
-        store_shared_4(table + byte * 32 + 16, {low, high, low, high});
+        for (int i = 0; i < COPIES; i += 2) store_shared_4(table + byte * (8 * COPIES) + 8 * i, {low, high, low, high});
     }
 }
 INLINE void load_entries_of(u32 table_of_lane, u32 scales, u32 (&entry)[8]) {
-    for_each<4>([&](auto k) { load_shared_2(table_of_lane + prmt(scales, 0, 0x4440 + k.value) * 32, entry + 2 * k.value); });
+    for_each<4>([&](auto k) { load_shared_2(table_of_lane + prmt(scales, 0, 0x4440 + k.value) * (8 * COPIES), entry + 2 * k.value); });
 }
 // 64 channels: words and entries of groups of 32, and of each of tokens r and r + 8, to two left operands.
 INLINE void decode_e4m3(const u32* word, const u32* entry, u32 (&f)[8]) {

@@ -4,6 +4,8 @@
 // are the left operand of S' = C Q' from registers, and go to shared memory with tokens contiguous, as V of O = P V. Two more
 // warpgroups have half of the channels of O each, and P in registers, which are loaded from shared memory.
 //
+// SUMS_SOFTMAX: scores go to shared memory in fp16, and both groups of sums make all weights from them, each tile and row with
+// its own maximum. Else those that score make the weights, behind lazily moved maxima.
 // PROMOTE: 0: sums of e4m3 products stay in the tensor core's accumulators (about 14 bits); 32 or 64: partial sums of so many
 // channels are added to fp32 sums a tile, times a factor of the tile and row.
 #pragma once
@@ -11,6 +13,9 @@
 
 #ifndef SCORERS
 #define SCORERS 2
+#endif
+#ifndef SUMS_SOFTMAX
+#define SUMS_SOFTMAX 0
 #endif
 #ifndef STAGES
 #define STAGES 2
@@ -35,14 +40,14 @@ typedef float ColumnsOfWarp[4][20];       // by c; apart, so that lanes load fro
 struct Info { int number, runs, unmasked, tokens, is_first, rows, query, none; };
 struct SharedMemory {
     u8 values[STAGES][RANK][TILE];        // e4m3, swizzled rows of 64 tokens: 16 w + 2 r + {0, 1} is token 16 w + r + {0, 8}
-    u8 weights[STAGES][ROWS][TILE];       // likewise
+    u8 weights[STAGES][ROWS][SUMS_SOFTMAX ? 2 * TILE : TILE];  // likewise; or scores: fp16, swizzled, tokens in order
     u8 queries[4][ROWS][128];             // e4m3, swizzled; channels of 32 in the order of the left operand's bytes
     u8 rope_queries[ROWS][128];           // fp16, swizzled
     u8 ones[8][64];                       // e4m3
     u8 pages[4 * SCORERS][2][MICRO_BLOCK_BYTES];
-    u32 table[256][4][2];                 // by scale byte: e4m3 of the 8 magnitudes, four times
-    ColumnsOfWarp maxima[STAGES];
-    ColumnsOfWarp tops[SCORERS][4];
+    u32 table[256][COPIES][2];            // by scale byte: e4m3 of the 8 magnitudes
+    ColumnsOfWarp maxima[SUMS_SOFTMAX ? 1 : STAGES];
+    ColumnsOfWarp tops[SUMS_SOFTMAX ? 1 : SCORERS][SUMS_SOFTMAX ? 1 : 4];
     Info infos[4 * SCORERS][2];           // of raw pages
     u64 tile_full[STAGES], tile_empty[STAGES];
     u64 page_full[4 * SCORERS][2];
@@ -121,7 +126,7 @@ struct FromShared {
 };
 INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4, own_warp = 4 * group + warp;
-    const u32 table_of_lane = base + AT(table) + r % 4 * 8;
+    const u32 table_of_lane = base + AT(table) + r % COPIES * 8;
     const u32 own_row = lane * 64 + ((warp ^ (lane >> 1 & 3)) << 4);  // of transposed matrices: row `lane` of 32
     u32 runs = 0, copies = 0;
     Reader reader(a, warp, group, SCORERS);
@@ -186,7 +191,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         auto load_scales = [&](int block) { scales[block % 2] = load_shared(page + SCALES_AT + r * 32 + 4 * block) & kept; };
         auto load_entries = [&](int block) {
             for_each<4>([&](auto k) {
-                load_shared_2(table_of_lane + prmt(scales[block % 2], 0, 0x4440 + k.value) * 32, entry[block % 2] + 2 * k.value);
+                load_shared_2(table_of_lane + prmt(scales[block % 2], 0, 0x4440 + k.value) * (8 * COPIES), entry[block % 2] + 2 * k.value);
             });
         };
         load_scales(0), load_words(0), load_scales(1);
@@ -213,6 +218,21 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
         });
         fetch(LastLoad(page).wait());
         wgmma_wait<0>();
+        if constexpr (SUMS_SOFTMAX) {
+            const float factor = a.factor * FACTOR;
+            const u32 scores = base + AT(weights) + stage * (ROWS * TILE * 2) + (lane / 16 * 8 + lane % 8) * 128 +
+                               ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4);
+            for_each<4>([&](auto q) {
+                u32 x[4];
+                for_each<4>([&](auto i) {
+                    constexpr int at = 4 * (2 * decltype(q)::value + decltype(i)::value / 2) + 2 * (decltype(i)::value % 2);
+                    x[i.value] = to_halves(s[at] * factor, s[at + 1] * factor);
+                });
+                store_transposed(scores + q.value * 16 * 128, x);
+            });
+            finish_stores(base + AT(tile_full) + 8 * stage, lane);
+            continue;
+        }
         if (__builtin_expect(unmasked < 16, 0)) mask(unmasked - r, tokens - r, c, s);
         const u32 before = (stage + STAGES - 1) % STAGES;
         if (number) barrier_wait(base + AT(tile_full) + 8 * before, (number - 1) / STAGES % 2);
@@ -279,6 +299,38 @@ INLINE void store_stats(const Arguments& a, const Run& run, Pair maximum, Pair t
     });
 }
 
+// Left operands of weights from a tile's scores. Returns by what exponents they are less.
+INLINE Pair make_weights(const Arguments& a, const Runs& run, u32 scores, int tile, int t, u32 (&p)[8]) {
+    const int lane = t % 32, c = lane % 4;
+    u32 y[16];  // of 16 tokens: rows r and r + 8 of 2 c and 2 c + 1, then of 8 tokens on
+    for_each<4>([&](auto m) { load_matrices(scores + ((2 * m.value + lane / 16 ^ lane % 8) << 4), y + 4 * m.value); });
+    if (__builtin_expect((tile + 1) * TILE > run.unmasked, 0)) {
+        const int token = tile * TILE + 2 * c, first = blockIdx.x * ROWS + t / 32 * 16 + lane / 4;
+        const int limits[2] = {min(run.unmasked + first / HEADS, run.tokens), min(run.unmasked + (first + 8) / HEADS, run.tokens)};
+        for_each<16>([&](auto k) {
+            const int own = token + k.value / 4 * 16 + k.value % 4 / 2 * 8, left = limits[k.value % 2] - own;
+            if (left < 1) y[k.value] = 0xFC00FC00;
+            else if (left < 2) y[k.value] = (y[k.value] & 0xFFFF) | 0xFC000000;
+        });
+    }
+    Pair now;
+    for_each<2>([&](auto r) {
+        u32 top = y[r.value];
+        for_each<7>([&](auto k) { top = maximum_of_halves(top, y[2 * (decltype(k)::value + 1) + decltype(r)::value]); });
+        float own = maximum_of(low_float(top), high_float(top));
+        own = maximum_of(own, shuffle_xor(own, 1));
+        own = maximum_of(own, shuffle_xor(own, 2));
+        now.of[r.value] = maximum_of(own, EMPTY_MAXIMUM) - 7;
+    });
+    for_each<8>([&](auto k) {
+        constexpr int at = decltype(k)::value / 2 * 4 + decltype(k)::value % 2;
+        const float less = now.of[k.value % 2];
+        p[k.value] = to_e4m3(exp2_fast(low_float(y[at]) - less), exp2_fast(low_float(y[at + 2]) - less),
+                             exp2_fast(high_float(y[at]) - less), exp2_fast(high_float(y[at + 2]) - less));
+    });
+    return now;
+}
+
 INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
     const int lane = t % 32, warp = t / 32, row = warp * 16 + lane / 4;
     const u32 own_maxima = base + AT(maxima) + row % 8 / 2 * 80 + (row / 8 * 2 + row % 2) * 4;  // of row + 8: 8 bytes on
@@ -298,12 +350,17 @@ INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
         for (int i = 0; i < run.count; i++, number++) {
             const u32 stage = number % STAGES;
             barrier_wait(base + AT(tile_full) + 8 * stage, number / STAGES % 2);
-            const u32 from = own_maxima + stage * sizeof(ColumnsOfWarp);
-            const Pair now{__int_as_float(load_shared_again(from)), __int_as_float(load_shared_again(from + 8))};
+            Pair now;
             u32 p[8];
-            for_each<2>([&](auto k) {
-                load_matrices(own_weights + stage * (ROWS * TILE) + ((2 * k.value + lane / 16 ^ swizzle) << 4), p + 4 * k.value);
-            });
+            if constexpr (SUMS_SOFTMAX) {
+                now = make_weights(a, run, base + AT(weights) + stage * (ROWS * TILE * 2) + weight_row * 128, run.first + i, t, p);
+            } else {
+                const u32 from = own_maxima + stage * sizeof(ColumnsOfWarp);
+                now = {__int_as_float(load_shared_again(from)), __int_as_float(load_shared_again(from + 8))};
+                for_each<2>([&](auto k) {
+                    load_matrices(own_weights + stage * (ROWS * TILE) + ((2 * k.value + lane / 16 ^ swizzle) << 4), p + 4 * k.value);
+                });
+            }
             const u32 values = matrix_descriptor(base + AT(values) + (stage * RANK + half * 256) * TILE, 16);
             constexpr float LAZY = PROMOTE ? 10 : 0;  // the factor of a tile's weights is at most 2 to this
             if (__builtin_expect(any_lane(now.of[0] > maximum.of[0] + LAZY || now.of[1] > maximum.of[1] + LAZY), 0)) {

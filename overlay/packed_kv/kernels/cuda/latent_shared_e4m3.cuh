@@ -25,7 +25,7 @@ struct SharedMemory {
     u8 rope_queries[ROWS][128];
     u8 weights[2][2048];
     float factors[128][4];
-    u32 table[256][4][2];
+    u32 table[256][COPIES][2];
     u8 runs[2][32];
     u32 event[4];
     u64 low_full[2];
@@ -40,7 +40,7 @@ static_assert(sizeof(SharedMemory) <= 227 * 1024, "shared memory");
 
 struct Places {
     u32 table, keys[4], values;  // of a lane
-    INLINE Places(u32 base, int lane, int warp) : table(base + AT(table) + lane / 4 % 4 * 8) {
+    INLINE Places(u32 base, int lane, int warp) : table(base + AT(table) + lane / 4 % COPIES * 8) {
         own_offsets(lane, warp, keys);
         values = transposed_row(lane, warp);
     }
