@@ -17,6 +17,9 @@
 #ifndef SUMS_SOFTMAX
 #define SUMS_SOFTMAX 0
 #endif
+#ifndef BUFFERS
+#define BUFFERS 1  // of partial sums
+#endif
 #ifndef STAGES
 #define STAGES 2
 #endif
@@ -387,21 +390,32 @@ INLINE void add_tiles(const Arguments& a, u32 base, int half, int t) {
             } else {
                 constexpr int N = PROMOTE ? PROMOTE : 32;
                 const Pair factor{exp2_fast(now.of[0] - maximum.of[0]), exp2_fast(now.of[1] - maximum.of[1])};
-                for_each<256 / N>([&](auto n) {
-                    constexpr bool is_first = decltype(n)::value == 0;
-                    float part[N / 2], own[4];
+                constexpr int PARTS_OF_HALF = 256 / N;
+                float part[BUFFERS][N / 2], own[4];
+                auto issue = [&](auto n) {
+                    constexpr int chunk = decltype(n)::value;
                     wgmma_fence();
                     for_each<2>([&](auto k) {
-                        E4m3Product<N, ROWS_OF_64>::add(part, p + 4 * k.value, values + (n.value * N * TILE + k.value * 32) / 16, k.value);
-                        if constexpr (is_first) E4m3Product<8, ROWS_OF_64>::add(own, p + 4 * k.value, ones, k.value);
+                        E4m3Product<N, ROWS_OF_64>::add(part[chunk % BUFFERS], p + 4 * k.value,
+                                                        values + (chunk * N * TILE + k.value * 32) / 16, k.value);
+                        if constexpr (chunk == 0) E4m3Product<8, ROWS_OF_64>::add(own, p + 4 * k.value, ones, k.value);
                     });
                     wgmma_commit();
-                    wgmma_wait<0>();
+                };
+                for_each<BUFFERS - 1>(issue);
+                for_each<PARTS_OF_HALF>([&](auto n) {
+                    constexpr int chunk = decltype(n)::value;
+                    if constexpr (chunk + BUFFERS - 1 < PARTS_OF_HALF) {
+                        issue(Index<chunk + BUFFERS - 1>{});
+                        wgmma_wait<BUFFERS - 1>();
+                    } else {
+                        wgmma_wait<PARTS_OF_HALF - 1 - chunk>();
+                    }
                     for_each<N / 2>([&](auto j) {
-                        float& sum = o[n.value * N / 64][n.value * N % 64 / 2 + j.value];
-                        sum = __fmaf_rn(part[j.value], factor.of[j.value / 2 % 2], sum);
+                        float& sum = o[chunk * N / 64][chunk * N % 64 / 2 + j.value];
+                        sum = __fmaf_rn(part[chunk % BUFFERS][j.value], factor.of[j.value / 2 % 2], sum);
                     });
-                    if constexpr (is_first) for_each<4>([&](auto j) {
+                    if constexpr (chunk == 0) for_each<4>([&](auto j) {
                         totals[j.value] = __fmaf_rn(own[j.value], factor.of[j.value / 2], totals[j.value]);
                     });
                 });
