@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "A3 64": {**A3, "PROMOTE": 64},
     "A3 none": {**A3, "SCORE_REGISTERS": 168, "SUM_REGISTERS": 168, "PROMOTE": 0},
     "A3s 32x2": A3S,
+    "A3s 32x2 p3": {**A3S, "STAGES": 2, "PAGES": 3},
     "A3s 64": {**A3S, "PROMOTE": 64, "BUFFERS": 1},
     "A4 32": {**A4, "PROMOTE": 32},
     "A4s 32": A4S,

@@ -20,6 +20,9 @@
 #ifndef BUFFERS
 #define BUFFERS 1  // of partial sums
 #endif
+#ifndef PAGES
+#define PAGES 2  // raw ones of a warp
+#endif
 // For what a tile waits: parts that are left out, whose results are then wrong. 1: sums' products, 2: scores' products in
 // e4m3, 4: decoding, 8: the softmax of the groups of sums.
 #ifndef LEAVE_OUT
@@ -53,13 +56,13 @@ struct SharedMemory {
     u8 queries[4][ROWS][128];             // e4m3, swizzled; channels of 32 in the order of the left operand's bytes
     u8 rope_queries[ROWS][128];           // fp16, swizzled
     u8 ones[8][64];                       // e4m3
-    u8 pages[4 * SCORERS][2][MICRO_BLOCK_BYTES];
+    u8 pages[4 * SCORERS][PAGES][MICRO_BLOCK_BYTES];
     u32 table[256][COPIES][2];            // by scale byte: e4m3 of the 8 magnitudes
     ColumnsOfWarp maxima[SUMS_SOFTMAX ? 1 : STAGES];
     ColumnsOfWarp tops[SUMS_SOFTMAX ? 1 : SCORERS][SUMS_SOFTMAX ? 1 : 4];
-    Info infos[4 * SCORERS][2];           // of raw pages
+    Info infos[4 * SCORERS][PAGES];           // of raw pages
     u64 tile_full[STAGES], tile_empty[STAGES];
-    u64 page_full[4 * SCORERS][2];
+    u64 page_full[4 * SCORERS][PAGES];
 };
 #define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "shared memory");
@@ -69,7 +72,7 @@ INLINE void init_shared(u32 base) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++)
             barrier_init<4>(base + AT(tile_full) + 8 * s), barrier_init<8>(base + AT(tile_empty) + 8 * s);
-        for (int w = 0; w < 8 * SCORERS; w++) barrier_init<1>(base + AT(page_full) + 8 * w);
+        for (int w = 0; w < 4 * PAGES * SCORERS; w++) barrier_init<1>(base + AT(page_full) + 8 * w);
         barrier_init_fence();
     }
     init_table(base + AT(table));
@@ -137,25 +140,26 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
     const int lane = t % 32, warp = t / 32, r = lane / 4, c = lane % 4, own_warp = 4 * group + warp;
     const u32 table_of_lane = base + AT(table) + r % COPIES * 8;
     const u32 own_row = lane * 64 + ((warp ^ (lane >> 1 & 3)) << 4);  // of transposed matrices: row `lane` of 32
-    u32 runs = 0, copies = 0;
+    u32 runs = 0, next_slot = 0;
     Reader reader(a, warp, group, SCORERS);
     // Begins the copy of the next tile's page, and says which tile that is.
     auto fetch = [&](LoadsDone done) {
         const bool more = reader.next();
-        const u32 slot = copies++ % 2, info = base + AT(infos) + (own_warp * 2 + slot) * sizeof(Info);
-        const u32 to = base + AT(pages) + (own_warp * 2 + slot) * MICRO_BLOCK_BYTES;
+        const u32 slot = next_slot, info = base + AT(infos) + (own_warp * PAGES + slot) * sizeof(Info);
+        const u32 to = base + AT(pages) + (own_warp * PAGES + slot) * MICRO_BLOCK_BYTES;
         if (elect_lane()) {
             const int token = (reader.run.first + reader.tile) * TILE + warp * 16;
             store_shared_4(info, {more ? reader.base + reader.tile : ~0u, reader.runs, (u32)(reader.run.unmasked - token),
                                   (u32)(reader.run.tokens - token)});
             store_shared_4(info + 16, {(u32)(reader.tile == 0), (u32)reader.run.rows, (u32)reader.run.query, 0});
             if (more) {
-                const u32 barrier = base + AT(page_full) + (own_warp * 2 + slot) * 8;
+                const u32 barrier = base + AT(page_full) + (own_warp * PAGES + slot) * 8;
                 expect_bytes(barrier, MICRO_BLOCK_BYTES);
                 copy_bulk<MICRO_BLOCK_BYTES>(done, to, barrier, reader.page);
             }
         }
         sync_warp();
+        next_slot = slot + 1 == PAGES ? 0 : slot + 1;
         return more;
     };
     auto start_runs = [&](u32 until, int rows, int query) {
@@ -171,21 +175,22 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
             sync_threads<128 * SCORERS>(QUERIES_BARRIER);
         }
     };
-    if (fetch(nothing_loaded())) fetch(nothing_loaded());
+    bool more = true;
+    for (int i = 0; i < PAGES; i++) if (more) more = fetch(nothing_loaded());
+    u32 slot = 0, parity = 0;
 #pragma unroll 1
-    for (u32 tiles = 0;; tiles++) {
-        const u32 slot = tiles % 2;
+    for (;;) {
         u32 info[8];
-        load_shared_4(base + AT(infos) + (own_warp * 2 + slot) * sizeof(Info), info);
-        load_shared_4(base + AT(infos) + (own_warp * 2 + slot) * sizeof(Info) + 16, info + 4);
+        load_shared_4(base + AT(infos) + (own_warp * PAGES + slot) * sizeof(Info), info);
+        load_shared_4(base + AT(infos) + (own_warp * PAGES + slot) * sizeof(Info) + 16, info + 4);
         const u32 number = info[0];
         if (number == ~0u) break;
         start_runs(info[1], info[5], info[6]);
         const int unmasked = info[2], tokens = info[3];
         const u32 stage = shuffle_word(number % STAGES, 0);
-        const u32 page = base + AT(pages) + (own_warp * 2 + slot) * MICRO_BLOCK_BYTES;
+        const u32 page = base + AT(pages) + (own_warp * PAGES + slot) * MICRO_BLOCK_BYTES;
         const u32 kept = (r < tokens ? 0x00FF00FF : 0) | (r + 8 < tokens ? 0xFF00FF00 : 0);
-        wait_for_copies_of(base + AT(page_full) + (own_warp * 2 + slot) * 8, tiles / 2 % 2);
+        wait_for_copies_of(base + AT(page_full) + (own_warp * PAGES + slot) * 8, parity);
         float s[32];
         {
             RawRope<16> rope;
@@ -227,6 +232,7 @@ INLINE void unpack_and_score(const Arguments& a, u32 base, int group, int t) {
             if constexpr (block + 1 < BLOCKS) wgmma_wait<1>();
         });
         fetch(LastLoad(page).wait());
+        if (++slot == PAGES) slot = 0, parity ^= 1;
         wgmma_wait<0>();
         if constexpr (SUMS_SOFTMAX) {
             const float factor = a.factor * FACTOR;
