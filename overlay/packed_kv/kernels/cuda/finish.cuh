@@ -3,6 +3,8 @@
 #include "attend.cuh"
 #include "combine.cuh"
 
+namespace narrow {
+
 // What replaces the stages of all warps.
 struct WarpResults {
     float statistics[WARPS][COLUMNS][2], outputs[WARPS][COLUMNS][ROW];
@@ -96,3 +98,5 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
     sync_block();
     rotate_back(a, request, head, warp, lane, matrix, combined);
 }
+
+}  // namespace narrow

@@ -9,6 +9,8 @@
 #pragma once
 #include "latent_rows.cuh"
 
+namespace wide {
+
 constexpr int SHARE = 2;  // by measurement
 // Of a thread of each warpgroup; 504 in all.
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
@@ -29,7 +31,6 @@ struct SharedMemory {
     u64 weights_full;           // weights, factors, event and run: group 0 fills, group 1 reads
     u64 weights_empty;
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 
 enum NamedBarrier {
     QUERIES_BARRIER = 1,  // group 0: before queries of a run replace others, and before products read them
@@ -349,3 +350,5 @@ INLINE void attend_partition(const Arguments& a, u32 base, int group, int t) {
         unpack_tiles(a, base, t);
     }
 }
+
+}  // namespace wide

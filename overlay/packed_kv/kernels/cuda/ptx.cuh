@@ -10,6 +10,8 @@ typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
 // The offset of a member of a struct, as of offsetof.
 #define OFFSET_OF(TYPE, MEMBER) (u32)__INTADDR__(&((TYPE*)0)->MEMBER)
+// That of a member of the kernel's `SharedMemory`.
+#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 // Says to the host (kernel.py) how many threads and bytes of shared memory a block of a kernel has.
 #define BLOCK_OF(KERNEL, THREADS, BYTES) extern "C" __device__ const u32 KERNEL##_block[] = {THREADS, BYTES}
 

@@ -10,6 +10,8 @@
 #pragma once
 #include "pages.cuh"
 
+namespace roles {
+
 constexpr int HALF_BYTES = 64 * 128, TEAM_TILE_BYTES = 2 * HALF_BYTES, TEAM_STAGES = 2;
 static_assert(WARPS == 4 && UNPACKERS == 4 && TILE_BLOCKS == 1 && HEAD_DIM == 128, "two warpgroups");
 constexpr int RAW_BYTES = STAGES * MICRO_BLOCK_BYTES;  // of a warp
@@ -26,7 +28,6 @@ struct SharedMemory {
     alignas(1024) u8 queries[TEAM_TILE_BYTES];
     u8 keys[TEAM_STAGES][TEAM_TILE_BYTES], values[TEAM_STAGES][TEAM_TILE_BYTES];
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 constexpr int SHARED_BYTES = sizeof(SharedMemory);
 static_assert(SHARED_BYTES >= AT(raw) + sizeof(TeamResults), "the block's results");
 
@@ -446,3 +447,5 @@ INLINE void attend(const Arguments& a) {
         unpack_tiles(a, request, pages, tiles, head, warp, lane);
     }
 }
+
+}  // namespace roles

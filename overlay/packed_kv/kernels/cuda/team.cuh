@@ -4,6 +4,8 @@
 #pragma once
 #include "pages.cuh"
 
+namespace wide {
+
 constexpr int TEAM_BLOCKS = WARPS * TILE_BLOCKS;  // micro-blocks of a team's tile
 constexpr int OPERAND = 32 * 16;  // bytes that a warp loads at once, 16 a lane
 constexpr int WEIGHT_BYTES = 2 * 16 * TEAM_BLOCKS * COLUMNS;  // of a tile
@@ -20,7 +22,6 @@ struct SharedMemory {
         TeamResults results;
     };
 };
-#define AT(MEMBER) OFFSET_OF(SharedMemory, MEMBER)
 constexpr int SHARED_BYTES = sizeof(SharedMemory);
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
 
@@ -148,3 +149,5 @@ INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float sc
     for_each<OWN>([&](auto c) { state.total[c.value] += sums[c.value]; });
     return false;
 }
+
+}  // namespace wide
