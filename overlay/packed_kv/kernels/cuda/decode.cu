@@ -93,8 +93,8 @@ INLINE WorkItem shared_work_item() {
     return WorkItem({words[0], words[1], words[2], words[3]});
 }
 
-// What serves a variant (`constants` of launch.py), in a namespace of its own. The codes and head sizes of roles.cuh are
-// those of `has_unpackers`.
+// What serves a variant (`constants` of launch.py), in a namespace of its own. The codes and head sizes of
+// roles.cuh are those of `has_unpackers`.
 #if UNPACKERS  // 64 columns of codes of 4 bits with head_dim 128: two warpgroups, wgmma
 #include "roles.cuh"
 namespace variant = roles;
@@ -106,7 +106,7 @@ namespace variant = wide;
 namespace variant = narrow;
 #endif
 
-BLOCK_OF(decode, (WARPS + UNPACKERS) * 32, variant::SHARED_BYTES);
+BLOCK_OF(decode, (WARPS + UNPACKERS) * 32, sizeof(variant::SharedMemory));
 extern "C" __global__ void __launch_bounds__((WARPS + UNPACKERS) * 32, BLOCKS)
     decode(const __grid_constant__ Arguments a) {
     variant::attend(a);

@@ -22,7 +22,7 @@ struct SharedMemory {
         TeamResults results;
     };
 };
-constexpr int SHARED_BYTES = sizeof(SharedMemory);
+static_assert(AT(team.stages) == STAGES_AT, "where `Stages` has them");
 static_assert(WARPS == GROUPS && OCTETS % 2 == 0, "a warp for each group, and pairs of octets");
 
 // The headroom of weights, see `HEADROOM`. A lane sums those of all its columns, and compares the sum with the ceiling.
