@@ -19,10 +19,9 @@ struct Combined {
     float outputs[COLUMNS][ROW];
     int is_last[4];
 };
-typedef float PartWeights[COLUMNS][32];
 // What replaces the stages of warps that share columns.
 struct TeamResults {
-    PartWeights weights;
+    float weights[COLUMNS][32];  // of parts
     Combined combined;
 };
 INLINE void add_to(Numbers& sum, float weight, const Numbers& x) {
@@ -62,12 +61,12 @@ INLINE void store_output(const Arguments& a, long long offset, float x) {
 
 // Stores matrix^T x, with x rounded to tf32, which has fp32's range, and sums in fp32.
 INLINE void rotate_back(const Arguments& a, const Request& request, int head, int warp, const Lane& lane,
-                        const Matrix& matrix, const Combined& combined) {
+                        const Matrix& matrix, const float* combined) {
     static_assert(TILES_PER_WARP == 1 || TILES_PER_WARP * WARPS == HEAD_DIM / 16, "all warps have as many tiles, or one");
     if (warp >= HEAD_DIM / 16) return;
 #pragma unroll(UNPACKERS ? 2 : OCTETS)
     for (int octet = 0; octet < OCTETS; octet++) {
-        const float* x = combined.outputs[0] + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
+        const float* x = combined + (8 * octet + lane.row) % COLUMNS * ROW + lane.column;
         float sums[TILES_PER_WARP][4] = {};
         for_each<2 * FRAGMENTS>([&](auto k) {
             const u32 low = to_tf32(x[8 * k.value]), high = to_tf32(x[8 * k.value + 4]);
@@ -97,10 +96,10 @@ INLINE long long part_row(const WorkItem& item, int part, int head, int column) 
 }
 
 // The last block of a pair to arrive combines the parts of all, 32 at most, and returns true; the others return false.
-// `weights` and `combined` are in shared memory.
-INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, const WorkItem& item,
-                           PartWeights& weights, Combined& combined) {
-    int* last = combined.is_last;
+// `weights` is [COLUMNS][32] in shared memory; `combined`, the outputs of a `Combined` there.
+INLINE bool combine_blocks(const Arguments& a, const Request& request, int head, const WorkItem& item, float* weights,
+                           float* combined) {
+    int* last = (int*)(combined + COLUMNS * ROW);
     memory_fence();
     sync_columns();
     if (threadIdx.x == 0) {
@@ -135,7 +134,7 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
         sum.total = weight * own.y;
         for_each<5>([&](auto i) { sum.total += shuffle_xor(sum.total, 1 << i.value); });
         if (column >= COLUMNS) return;
-        weights[0][column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
+        weights[column * 32 + lane] = sum.total > 0 ? weight / sum.total : 0;
         if (HAS_LSE && lane == 0 && request.has(column)) a.lse[request.row(head, column)] = sum.lse();
     });
     sync_columns();
@@ -157,25 +156,25 @@ INLINE bool combine_blocks(const Arguments& a, const Request& request, int head,
             for_each<TOGETHER>([&](auto k) {
                 const int column = (start + k.value * THREADS) / PIECES;
                 for_each<AT_ONCE>([&](auto i) {
-                    const float weight = weights[0][column * 32 + first + i.value];
+                    const float weight = weights[column * 32 + first + i.value];
                     add_to(means[k.value], weight, found[k.value][i.value]);
                 });
             });
         }
         for_each<TOGETHER>([&](auto k) {
             const int own = start + k.value * THREADS;
-            *(Numbers*)(combined.outputs[0] + own / PIECES * ROW + own % PIECES * 4) = means[k.value];
+            *(Numbers*)(combined + own / PIECES * ROW + own % PIECES * 4) = means[k.value];
         });
     }
     return true;
 }
 
-// The end of a block whose warps share columns: `results` has its outputs if it is alone.
+// The end of a block whose warps share columns: `combined` has its outputs if it is alone.
 INLINE void end_block(const Arguments& a, const Request& request, int head, const WorkItem& item, bool is_alone, int warp,
-                      const Lane& lane, TeamResults& results) {
+                      const Lane& lane, float* weights, float* combined) {
     Matrix matrix;
     matrix.load(a, head, warp, lane);
-    if (!is_alone && !combine_blocks(a, request, head, item, results.weights, results.combined)) return;
+    if (!is_alone && !combine_blocks(a, request, head, item, weights, combined)) return;
     sync_columns();
-    rotate_back(a, request, head, warp, lane, matrix, results.combined);
+    rotate_back(a, request, head, warp, lane, matrix, combined);
 }

@@ -85,9 +85,9 @@ INLINE void combine_warps(const Arguments& a, const Request& request, int head, 
             if (channel == 0) a.partial_stats[2 * row] = sum.maximum, a.partial_stats[2 * row + 1] = sum.total;
         }
     }
-    if (!is_alone && !combine_blocks(a, request, head, item, (PartWeights&)results.outputs, results.combined)) return;
+    if (!is_alone && !combine_blocks(a, request, head, item, outputs, combined)) return;
     sync_block();
-    rotate_back(a, request, head, warp, lane, matrix, results.combined);
+    rotate_back(a, request, head, warp, lane, matrix, combined);
 }
 
 }  // namespace narrow

@@ -386,7 +386,7 @@ INLINE void attend_tiles(const Arguments& a, const Request& request, const TeamT
 // `gain`: what outputs are to be multiplied by.
 INLINE void store_rows(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, const RowState& state, float gain) {
-    TeamResults& results = *(TeamResults*)(shared_memory() + AT(raw));
+    float *weights = (float*)(shared_memory() + AT(raw)), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     const bool is_alone = IS_FINAL && item.parts == 1;
     sync_columns();  // all warps have done with the tiles that were here
     for_each<2>([&](auto r) {
@@ -397,7 +397,7 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
         if constexpr (HAS_BIAS) sum.maximum += load_bias(a, request, column, state.element);
         const bool writes_statistics = lane.column == 0 && request.has(column);
         float factor = gain;
-        float* target = results.combined.outputs[column];
+        float* target = combined + column * ROW;
         if (is_alone) {
             factor = total > 0 ? factor / total : 0;
             if (HAS_LSE && writes_statistics) a.lse[request.row(head, column)] = sum.lse();
@@ -412,7 +412,7 @@ INLINE void store_rows(const Arguments& a, const Request& request, int head, con
             *(Floats*)(target + 8 * i.value + 2 * lane.column) = {own[0] * factor, own[1] * factor};
         });
     });
-    if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, results);
+    if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
 INLINE void attend(const Arguments& a) {

@@ -14,7 +14,7 @@ namespace wide {
 INLINE void store_team(const Arguments& a, const Request& request, int head, const WorkItem& item, int split,
                        int splits, int warp, const Lane& lane, TeamState& state, const float (&maxima)[OWN]) {
     const u32 totals = own_numbers(AT(results), 0, lane);
-    TeamResults& results = *(TeamResults*)(shared_memory() + AT(results));
+    float *weights = (float*)(shared_memory() + AT(results)), *combined = weights + COLUMNS * 32;  // `weights`: of parts
     for_each<OWN>([&](auto c) {
         for_each<3>([&](auto i) { state.total[c.value] += shuffle_xor(state.total[c.value], 4 << i.value); });
     });
@@ -36,7 +36,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
         const WeightedSum sum{maxima[c.value], total};
         const bool writes_statistics = warp == 0 && lane.row == 0 && request.has(column);
         const float factor = is_alone ? (total > 0 ? 1 / total : 0) : 1;
-        float* target = results.combined.outputs[column];
+        float* target = combined + column * ROW;
         if (!is_alone) {
             const long long row =
                 IS_FINAL ? part_row(item, item.part, head, column) : request.row(head, column) * splits + split;
@@ -50,7 +50,7 @@ INLINE void store_team(const Arguments& a, const Request& request, int head, con
                 state.output[i.value / 2][c.value / 2 * 4 + i.value % 2 * 2 + c.value % 2] * factor;
         });
     });
-    if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, results);
+    if constexpr (IS_FINAL) end_block(a, request, head, item, is_alone, warp, lane, weights, combined);
 }
 
 // The tiles of a block are numbered, those of the ring first. A tile of the team has one of the ring for each warp, or
