@@ -30,7 +30,7 @@ INLINE void add_to(Numbers& sum, float weight, const Numbers& x) {
 INLINE Numbers scaled(const Numbers& x, float factor) {
     return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
 }
-// Of weights 2^(score - maximum), whose sum is `total`.
+// Weights 2^(score - maximum), whose sum is `total`.
 struct WeightedSum {
     float maximum, total;
     // The natural log-sum-exp of the scores; -inf if there are none.

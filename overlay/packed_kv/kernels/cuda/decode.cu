@@ -57,7 +57,7 @@ constexpr int STAGE_OWNERS = IS_WIDE ? 1 : WARPS;
 constexpr int TILE_TOKENS = 16 * TILE_BLOCKS, TILE_BYTES = TILE_BLOCKS * MICRO_BLOCK_BYTES;
 constexpr int RING_TILE_BYTES = 16 * RING_SLOT_BYTES;
 constexpr int most_of(int a, int b) { return a > b ? a : b; }
-// Of the tiles of all warps that share it.
+// Bytes of a stage: the tiles of all warps that share it.
 constexpr int STAGE_BYTES = most_of(TILE_BYTES, RING_BLOCK ? RING_TILE_BYTES : 0) * (IS_WIDE ? WARPS : 1);
 
 // Shared memory begins with this. What the end of the kernel needs replaces what follows, but not barriers: PTX forbids

@@ -12,11 +12,12 @@
 namespace wide {
 
 constexpr int SHARE = 2;  // by measurement
-// Of a thread of each warpgroup; 504 in all.
+// Registers of a thread of each warpgroup; 504 in all.
 constexpr int ATTEND_REGISTERS = 208, SECOND_REGISTERS = 200, UNPACK_REGISTERS = 96;
 
 constexpr int TILE_BYTES = (BLOCKS + 1) * BLOCK_BYTES;  // the last block is RoPE's
-// `*_full`: barriers at which the warps that fill a stage arrive, and those wait that read it. `*_empty`: the other way.
+// `*_full`: barriers at which the warps that fill a stage arrive, once each, and those wait that read it. `*_empty`:
+// the other way.
 struct SharedMemory {
     u8 tiles[2][TILE_BYTES];
     u8 queries[TILE_BYTES];     // fp16 [9, 64 rows, 64 channels]
@@ -61,7 +62,7 @@ struct Share {
 #pragma unroll 1
         for (u32 k = 0; k < 2; k++) unpack(k);
     }
-    // Of the tile that is number `tiles` since the start.
+    // Unpacks its blocks of the tile that is number `tiles` since the start.
     INLINE void unpack(u32 tiles) {
         if (!more) return;
         const u32 stage = tiles % 2;
@@ -111,7 +112,7 @@ INLINE void unpack_tiles(const Arguments& a, u32 base, int t) {
 // What the second group has to know of a tile.
 enum { FIRST = 1, LAST = 2, END = 4 };
 typedef float Outputs[128];  // of rows r and r + 8; channels 8 i + 2 column + {0, 1}
-// Of the rows r and r + 8 of a lane.
+// Numbers of the rows r and r + 8 of a lane.
 struct Pair {
     float of[2];
 };

@@ -8,7 +8,7 @@
 
 namespace narrow {
 
-// Of a thread of each kind of warpgroup; 504 in all.
+// Registers of a thread of each kind of warpgroup; 504 in all.
 constexpr int SCORE_REGISTERS = ROWS == 16 ? 192 : ROWS == 24 ? 184 : 168, SUM_REGISTERS = 504 - 2 * SCORE_REGISTERS;
 constexpr int WEIGHT_BYTES = ROWS == 16 ? 32 : 64;  // of a token; weights of 24 rows lie as those of 32
 struct Stage {
@@ -82,7 +82,7 @@ struct RawPage {
     }
 };
 
-// Of a warp's 16 tokens: the weights of its tile, behind those of the tile before.
+// The weights of a warp's 16 tokens: those of its tile, behind those of the tile before.
 struct Weights {
     Columns maximum;  // of the run's tiles so far
     Columns total;    // of this group's

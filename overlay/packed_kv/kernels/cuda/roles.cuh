@@ -111,7 +111,7 @@ INLINE void unpack_values(u32 target, Decode&& decode, const u32 (&scales)[4], b
         store_matrices(target + 32 * group * 128, p), store_matrices(target + (32 * group + 16) * 128, p + 4);
     });
 }
-// Of a warp whose stores the products of other warps read.
+// Ends a warp's stores, which the products of other warps read.
 INLINE void finish_stores(u32 barrier, const Lane& lane) {
     fence_async();
     sync_warp();
@@ -239,9 +239,9 @@ INLINE float load_bias(const Arguments& a, const Request& request, int row, u32 
     return a.query_bias[request.row(blockIdx.y, request.has(row) ? row : 0) * a.bias_stride + element];
 }
 
-// Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the bias
-// of a token's block to that of the tile's first one. The maxima become those of scores
-// without the bias of the tile's first block.
+// Masks scores of a tile, and puts in them what `Biases` says: the correction of token 0, and the difference of the
+// bias of a token's block to that of the tile's first one. The maxima become those of scores without the bias of the
+// tile's first block.
 INLINE void prepare_scores(const Arguments& a, const Request& request, const TeamTiles& tiles, int number, int end,
                            int row, const Lane& lane, RowState& state, float (&scores)[32]) {
     const bool is_ring = RING_BLOCK && number < tiles.ring;

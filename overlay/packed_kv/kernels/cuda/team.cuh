@@ -113,7 +113,8 @@ INLINE void move_maxima(const Arguments& a, TeamState& state, int warp, const La
     sync_warp();
 }
 
-// Computes the weights of TILES micro-blocks; `put` puts those of two octets into shared memory. Returns whether the maxima must move first; then the tile is to be scored again. All warps call it.
+// Computes the weights of TILES micro-blocks; `put` puts those of two octets into shared memory. Returns whether the
+// maxima must move first; then the tile is to be scored again. All warps call it.
 template <int TILES, class Put>
 INLINE bool share_weights(TeamState& state, int warp, const Lane& lane, float score_factor, bool moved,
                           const float (&scores)[TILES][SCORES], u32 scale_bits, Put&& put) {
