@@ -309,8 +309,8 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
             self.counters.zero_()
         apart, shape = self.splits.heads_apart(output), self.shape
         decode = cuda.CudaDecode(
-            self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart, shape.mean_blocks > 0,
-            self.splits.has_lse, shape.tiles_a_block,
+            self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart,
+            shape.tiles_a_block if shape.mean_blocks else None, self.splits.has_lse,
         )  # fmt: skip
         decode.compile_variants(self.layer.limits.longest_decode)
         return decode
