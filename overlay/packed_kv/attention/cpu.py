@@ -125,7 +125,7 @@ def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
 
 
 def wait_for_libraries(fmt: Format, head_dim: int, *, attends: bool) -> None:
-    """Return once they are compiled, or cannot be: who loads them then is told why."""
+    """Wait until these libraries are compiled, or have failed: to load one then says why."""
     for name in _libraries(fmt, head_dim, attends=attends):
         wait_for(name)
 
@@ -142,7 +142,7 @@ def _libraries(fmt: Format, head_dim: int, *, attends: bool) -> dict[tuple[objec
 
 
 def without_error(load: Callable[[], object]) -> None:
-    """Call `load`; whoever loads the library then is told why it cannot be built."""
+    """Call `load`, and pass over a library that cannot be built: to load it later says why."""
     with suppress(BuildError):
         load()
 

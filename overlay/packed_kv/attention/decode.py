@@ -122,7 +122,7 @@ class Splits:
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
 
     def kind(self, *, by_cuda: bool) -> PairKind:
-        """Return that of the kernel."""
+        """Return the kind of the kernel."""
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
         return PairKind(by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.mean_blocks)
 
@@ -184,7 +184,10 @@ class Splits:
         return cache.data_ptr(), cache.stride(), of_ring, of_sinks, output.stride(), output.dtype
 
     def batches_to_compile(self, variant: Callable[[int, int], Hashable]) -> list[tuple[int, int]]:
-        """`variant`: of the kernel and the merge, by requests and their query tokens."""
+        """Return requests and their query tokens, of steps that launch all variants between them.
+
+        variant: returns that of the kernel and the merge, for requests and their query tokens.
+        """
         steps: dict[Hashable, tuple[int, int]] = {}
         of_tiles = {self.shape.tiles(query_len): query_len for query_len in range(self.longest, 0, -1)}
         for query_len in sorted({1, self.longest, *of_tiles.values()}):
@@ -256,7 +259,7 @@ class HopperPairs(DecodeKernel[HopperPairStep, None]):
         self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
 
     def reserve(self) -> None:
-        """Compiles the schedulers, too."""
+        """Size the workspace, and compile the schedulers."""
         self.splits.reserve()
         tokens, columns = self.layer.limits.max_requests * self.splits.longest, self._columns(self.splits.longest)
         for scheduler in self.schedulers.values():

@@ -231,7 +231,7 @@ class FlashPrefill(PrefillKernel):
         )
 
     def _step(self, batch: Batch, first: int, ring: Ring | None) -> PrefillStep:
-        """Made for the first layer of a kind, kept for the rest."""
+        """Return the step of a batch's prefill, made for the first layer of a kind and kept for the others."""
         metadata, shared, dtype = batch.metadata, batch.key is None, batch.query.dtype
         recent, block_size = ring.window if ring else 1, batch.cache.shape[2]
 

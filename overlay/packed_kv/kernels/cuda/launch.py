@@ -69,7 +69,7 @@ class Card(NamedTuple):
 
 
 def card_of(page: PageLayout, kv_heads: int, sm_count: int) -> Card:
-    """Return what a card of `sm_count` SMs is to layers with such pages."""
+    """Return the `Card` of `sm_count` SMs for layers with such pages."""
     return Card(kv_heads, kernel_layout(page).head_dim, sm_count, has_unpackers(page))
 
 
