@@ -40,7 +40,7 @@ SLOWER = "10 to 25 times"
 """Time of a decode step in PyTorch, in steps of these kernels, as benchmarks/cpu.py measures it."""
 
 
-class CpuPairs(DecodeKernel[None]):
+class CpuPairs(DecodeKernel[DecodeBatch, None]):
     """The C++ decode kernel of one layer of pairs. It rotates queries, and knows nothing of context parallelism.
 
     Args:
@@ -52,7 +52,7 @@ class CpuPairs(DecodeKernel[None]):
         BuildError: no compiler, or one that fails.
     """
 
-    kind = "cpu"
+    kind, bound = "cpu", None
 
     def __init__(self, codec: PagedCodec, query_heads: int, kv_heads: int, options: AttentionOptions) -> None:
         self.decode = decode.CpuDecode(codec, query_heads, kv_heads, options)
@@ -125,7 +125,7 @@ def compile_ahead(fmt: Format, head_dim: int, *, attends: bool) -> None:
 
 
 def wait_for_libraries(fmt: Format, head_dim: int, *, attends: bool) -> None:
-    """Return once they are compiled, or cannot be: who loads them then is told why."""
+    """Wait until these libraries are compiled, or have failed: to load one then says why."""
     for name in _libraries(fmt, head_dim, attends=attends):
         wait_for(name)
 
@@ -142,7 +142,7 @@ def _libraries(fmt: Format, head_dim: int, *, attends: bool) -> dict[tuple[objec
 
 
 def without_error(load: Callable[[], object]) -> None:
-    """Call `load`; whoever loads the library then is told why it cannot be built."""
+    """Call `load`, and pass over a library that cannot be built: to load it later says why."""
     with suppress(BuildError):
         load()
 

@@ -122,7 +122,7 @@ class Splits:
         self.from_rotated = rotation_matrix(layer.codec.value, layer.kv_heads, inverse=True)
 
     def kind(self, *, by_cuda: bool) -> PairKind:
-        """Return that of the kernel."""
+        """Return the kind of the kernel."""
         layer, dims = self.layer, (self.layer.codec.key.head_dim, self.layer.codec.value.head_dim)
         return PairKind(by_cuda, layer.query_heads, layer.kv_heads, dims, self.shape.mean_blocks)
 
@@ -184,7 +184,10 @@ class Splits:
         return cache.data_ptr(), cache.stride(), of_ring, of_sinks, output.stride(), output.dtype
 
     def batches_to_compile(self, variant: Callable[[int, int], Hashable]) -> list[tuple[int, int]]:
-        """`variant`: of the kernel and the merge, by requests and their query tokens."""
+        """Return requests and their query tokens, of steps that launch all variants between them.
+
+        variant: returns that of the kernel and the merge, for requests and their query tokens.
+        """
         steps: dict[Hashable, tuple[int, int]] = {}
         of_tiles = {self.shape.tiles(query_len): query_len for query_len in range(self.longest, 0, -1)}
         for query_len in sorted({1, self.longest, *of_tiles.values()}):
@@ -193,14 +196,14 @@ class Splits:
         return list(steps.values())
 
 
-class TritonPairs(DecodeKernel[None]):
+class TritonPairs(DecodeKernel[TritonPairStep, None]):
     """The Triton kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
         self.layer, self.longest = layer, longest_fused(layer.query_heads // layer.kv_heads, by_cuda=False)
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=False)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
 
     def reserve(self) -> None:
         self.splits.reserve()
@@ -240,7 +243,7 @@ class TritonPairs(DecodeKernel[None]):
         return self.shape.tiles(query_len)[0], merge_tile(self.splits.count(requests, query_len))
 
 
-class HopperPairs(DecodeKernel[None]):
+class HopperPairs(DecodeKernel[HopperPairStep, None]):
     """The CUDA kernel over the pages of one layer of pairs."""
 
     def __init__(self, layer: PairLayout, rotation: QueryRotation) -> None:
@@ -248,7 +251,7 @@ class HopperPairs(DecodeKernel[None]):
         self.layer, self.longest = layer, longest_fused(group, by_cuda=True)
         self.splits = Splits(layer, rotation, self.longest)
         self.shape, self.kind = self.splits.shape, self.splits.kind(by_cuda=True)
-        self.bound = Launches()
+        self.bound: Launches = Launches()
         self.card = cuda.card_of(layer.codec.layout, layer.kv_heads, self.splits.sm_count)
         columns, device = cuda.columns_of_steps(group, limits.longest_decode), self.splits.from_rotated.device
         self.matrix = cuda.pack_matrix(self.splits.from_rotated)
@@ -256,7 +259,7 @@ class HopperPairs(DecodeKernel[None]):
         self.schedulers = cuda.make_schedulers(limits.max_requests, self.card, columns, device)
 
     def reserve(self) -> None:
-        """Compiles the schedulers, too."""
+        """Size the workspace, and compile the schedulers."""
         self.splits.reserve()
         tokens, columns = self.layer.limits.max_requests * self.splits.longest, self._columns(self.splits.longest)
         for scheduler in self.schedulers.values():
@@ -309,8 +312,8 @@ class HopperPairs(DecodeKernel[None]):
             self.counters.zero_()
         apart, shape = self.splits.heads_apart(output), self.shape
         decode = cuda.CudaDecode(
-            self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart, shape.mean_blocks > 0,
-            self.splits.has_lse, shape.tiles_a_block,
+            self.layer.codec.layout, self.matrix, self.counters, cache, ring, apart,
+            shape.tiles_a_block if shape.mean_blocks else None, self.splits.has_lse,
         )  # fmt: skip
         decode.compile_variants(self.layer.limits.longest_decode)
         return decode
