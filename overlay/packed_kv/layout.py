@@ -51,10 +51,10 @@ order:
     micro-block:       | latent codes | latent scales | RoPE codes | RoPE scales |
 
 Layers of sparse attention read single tokens, so their pages have latent rows, each token's bytes in one run. Two
-neighbouring groups stand where a micro-block has two tokens: a row of 2 n groups is what one row g of a micro-block of n
-groups holds, lanes t = d2 d1, with bit 0 of a group's number in the place of n3 (and so bit 1 as the parity of sign
-words). At 4 bits the words of a row are those of a token in a micro-block; at 3 and 2 bits a word has two groups of one
-token instead of one group of two tokens. Chunks lie as [4 lanes][words of the chunk], scales in order:
+neighbouring groups stand where a micro-block has two tokens: a row of 2 n groups is what one row g of a micro-block
+of n groups holds, lanes t = d2 d1, with bit 0 of a group's number in the place of n3 (and so bit 1 as the parity of
+sign words). At 4 bits the words of a row are those of a token in a micro-block; at 3 and 2 bits a word has two groups
+of one token instead of one group of two tokens. Chunks lie as [4 lanes][words of the chunk], scales in order:
 
     latent row:        | latent codes | latent scales | RoPE channels [| RoPE scales] | padding to 16 bytes |
 

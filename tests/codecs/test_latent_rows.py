@@ -116,8 +116,8 @@ def test_the_drawing_at_3_bits() -> None:
         parity = group >> 1 & 1
         assert torch.equal(lanes[:, t, 8 + (group >> 2)] >> (4 * m + 3 - 2 * parity - e3) & 1, code >> 2)
     assert torch.equal(encoded[:, 192:208], scales)
-    assert torch.equal(words(encoded[:, 208:]).view(torch.float16).view(3, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).flatten(1),
-                       rope.half())  # fmt: skip
+    halves = words(encoded[:, 208:]).view(torch.float16).view(3, 2, 4, 4, 2)  # group, t, d4 d3, d0
+    assert torch.equal(halves.transpose(2, 3).flatten(1), rope.half())
 
 
 def test_the_drawing_of_rope_at_8_bits() -> None:
@@ -133,5 +133,5 @@ def test_the_drawing_of_rope_at_8_bits() -> None:
 
 @pytest.mark.parametrize(("name", "rank", "rope_dim"), [("tq3", 192, 64), ("turboquant35", 128, 64), ("tq4", 512, 32)])
 def test_groups_that_do_not_fill_words(name: str, rank: int, rope_dim: int) -> None:
-    with pytest.raises(ValueError, match="rows need whole words: groups of (latents|RoPE) in pairs"):
+    with pytest.raises(ValueError, match=r"rows need whole words: groups of (latents|RoPE) in pairs"):
         LatentRowCodec(FORMATS[name], rank, rope_dim)

@@ -1,4 +1,4 @@
-"""Reference of latent rows: pages of latent attention (MLA) with each token's bytes in one run, for sparse attention."""
+"""Reference of latent rows: pages of latents (MLA) with each token's bytes in one run, for sparse attention."""
 
 from __future__ import annotations
 
