@@ -15,6 +15,8 @@ OWN_BACKENDS = (
 """Architectures whose layers choose an attention backend themselves, or write and read their pages themselves."""
 SPARSE = ("DeepseekV32", "Glm5Next", "GlmMoeDsa")
 """Architectures whose layers read only some tokens of the cache, whatever their configs say."""
+SPARSE_LATENTS = ("DeepSeekMTP", "DeepseekV32", "GlmMoeDsa")
+"""Architectures, and drafts, whose layers of this kind are those that packed pages serve."""
 BOTH_WAYS = ("HrmText",)
 """Architectures whose prompts are read in both directions (prefix LM)."""
 LATENT_SINKS = ("HYV4",)

@@ -265,10 +265,9 @@ def row_layout(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS
 
 
 def latent_slot_bytes(fmt: Format, rank: int, rope_dim: int, rope_bits: int = ROPE_BITS[0], *, rows: bool) -> int:
-    """Bytes of a token in pages of latents: of micro-blocks, or of `rows`."""
-    if rows:
-        return row_layout(fmt, rank, rope_dim, rope_bits).row_bytes
-    return fmt.latent_bytes(rank, rope_dim, rope_bits)
+    """Bytes of a token in pages of latents: of micro-blocks, or of `rows`, which are padded."""
+    alignment = ROW_ALIGNMENT if rows else 1
+    return -(-fmt.latent_bytes(rank, rope_dim, rope_bits) // alignment) * alignment
 
 
 class RingLayout(NamedTuple):
