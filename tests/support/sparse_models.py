@@ -14,8 +14,6 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 
-BLOCK_SIZE = 64
-
 
 @dataclass
 class IndexMetadata:
