@@ -286,8 +286,10 @@ def _layers(text: Config, name: str, ranks: int, recurrent_dtype: str | None) ->
             if latents:  # one vector on every rank
                 expanded_size(text)  # a bad field is named before anything reads it
                 rank, rope_size = whole(text, "kv_lora_rank"), whole(text, "qk_rope_head_dim")
-                sparse = {"is_sparse": True, "index_bytes": index_bytes(text, index)} if picks_tokens(text) else {}
-                yield replace(layer, kv_heads=1, head_size=rank, rope_size=rope_size, **sparse)
+                layer = replace(layer, kv_heads=1, head_size=rank, rope_size=rope_size)
+                if picks_tokens(text):
+                    layer = replace(layer, is_sparse=True, index_bytes=index_bytes(text, index))
+                yield layer
                 continue
             config = layer_config(text, index)
             heads, size, value_size = _heads(config, kind)

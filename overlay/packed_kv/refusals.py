@@ -266,8 +266,8 @@ RULES: tuple[Rule, ...] = (
          is_of_model=True),
     Rule("sparse attention with this vLLM", "its version and patches",
          lambda f: f.is_sparse and f.version_without_rows
-         and f"{f.version_without_rows}, whose layers do not let packed pages be written; 0.33.0 and later can",
-         "upgrade vLLM and run packed-kv-patch apply, or use --kv-cache-dtype auto"),
+         and f"{f.version_without_rows}, whose layers write their cache themselves; 0.33.0 with this package's patches "
+         "can", "upgrade vLLM, run packed-kv-patch revert and apply, or use --kv-cache-dtype auto"),
     Rule("sparse attention on this GPU", "its compute capability",
          lambda f: f.is_sparse and f.platform == "cuda" and f.capability is not None
          and f.capability[0] not in SPARSE_CAPABILITIES

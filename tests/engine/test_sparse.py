@@ -109,7 +109,7 @@ def test_chunks_prefix_hits_and_batches_change_no_token(
 
 def test_preemption_changes_no_token(model: str, tiny_engine, monkeypatch: pytest.MonkeyPatch) -> None:
     register_null_format(monkeypatch, "null_fp32")
-    prompts = [TOKEN_IDS[:n] for n in (124, 126, 127, 125)]
+    prompts = [[i, *TOKEN_IDS[:n]] for i, n in enumerate((123, 125, 126, 124))]
     with tiny_engine(model, "null_fp32", num_gpu_blocks_override=34) as llm:
         alone = []
         for prompt in prompts:

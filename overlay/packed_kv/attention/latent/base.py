@@ -1,8 +1,9 @@
-"""What implementations of latent attention over packed pages share: their codec, folded weights, writes, and attention
-of prompts over their prefixes. `impl.py` has dense attention, `sparse_impl.py` that over picked tokens."""
+"""Base of the implementations of latent attention over packed pages: codec, folded weights, writes, and attention of
+prompts over their prefixes. `impl.py` has dense attention, `sparse_impl.py` that over picked tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +60,7 @@ class PackedLatents:
     weights: FoldedWeights | None = None
     kernels: Any = None
     """Both are None before `build`."""
+    _concat_k_nope_k_pe: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def prepare(self) -> None:
         """Take what the constructor of a layer knows of the engine. Raises CalibrationError."""

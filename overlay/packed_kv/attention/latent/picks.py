@@ -19,7 +19,7 @@ from .sparse_metadata import PromptPart, SparseLatentMetadata
 Queries = tuple[torch.Tensor, torch.Tensor]
 """[tokens, heads, rank], which meet stored latents, and [tokens, heads, rope_dim]."""
 Latents = tuple[torch.Tensor, torch.Tensor]
-"""As the model has them, [tokens, rank] and [tokens, rope_dim]."""
+"""Latents and RoPE channels as the model has them, [tokens, rank] and [tokens, rope_dim]."""
 Attended = tuple[torch.Tensor, torch.Tensor]
 """[tokens, heads or more, rank] and the natural lse [tokens, heads or more]."""
 
@@ -33,8 +33,8 @@ class PickedRows(NamedTuple):
 
 
 class PickKernels(Protocol):
-    """What a device does for `PickAttention`. Results lie in a workspace: rows until the next `gather` or `raw`, others
-    until the next slice of tokens."""
+    """Kernels of a device for `PickAttention`. Results lie in a workspace: rows until the next `gather` or `raw`,
+    others until the next slice of tokens."""
 
     def most_tokens(self, picks: int) -> int:
         """Most query tokens of a slice, whose picks of so many are gathered each for itself."""
@@ -111,8 +111,8 @@ class PickAttention:
         picked = picks[part]
         rows = self.kernels.gather(cache, metadata.block_table, metadata.req_id_per_token[part], picked.flatten())
         numbers = torch.arange(picked.numel(), dtype=torch.int32, device=picked.device).view_as(picked)
-        numbers = PickedRows(torch.where(picked >= 0, numbers, -1))
-        found, _ = self.kernels.attend(rows, numbers, (queries[0][part], queries[1][part]), is_own=False)
+        of_own = PickedRows(torch.where(picked >= 0, numbers, -1))
+        found, _ = self.kernels.attend(rows, of_own, (queries[0][part], queries[1][part]), is_own=False)
         found = found[:, : output.shape[1]]
         output[part] = found if self.constant is None else found + self.constant
 

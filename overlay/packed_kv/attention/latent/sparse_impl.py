@@ -95,7 +95,7 @@ class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata])
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
         self.prepare()
         self.new_latents: Latents | None = None
-        """Of the batch, from its store until its attention."""
+        """Latents of the batch, from its store until its attention."""
         self.is_handed_latents = False
 
     def build(self, layer_name: str, layer: Any) -> None:

@@ -149,7 +149,7 @@ class GatherRowsLaunch(Launch):
 
     @staticmethod
     def step(count: int, block_table: torch.Tensor, requests: torch.Tensor) -> StepLaunch:
-        """For `count` positions; `requests`: int32 [count / a_request], rows of `block_table` int32 [requests,
+        """`count`: of positions; `requests`: int32 [count / a_request], rows of `block_table` int32 [requests,
         blocks]."""
         check_int32(block_table, requests)
         arguments = Arguments(count, block_table, requests, block_table.stride(0), block_table.shape[1])
