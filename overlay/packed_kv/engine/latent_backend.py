@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms import current_platform
+from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..attention.latent.impl import LatentAttentionImpl
@@ -24,6 +25,8 @@ from .capacity import log_capacity, log_match_unit, log_stage
 from .names import latent_registry_name, sparse_registry_name
 from .page_backend import PackedPages
 
+PICKS_MULTIPLE = 128
+"""A query token's picks come in multiples of this, as FlashMLA reads them."""
 SLIDING_SPEC = "SlidingWindowMLASpec"
 """KV-cache spec of latent layers with a sliding window, which vLLM does not mention when it selects a backend."""
 
@@ -109,6 +112,19 @@ class PackedSparseBackend(PackedLatentBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_combination(cls, *_arguments: Any, **_options: Any) -> str | None:
+        """Say why FlashMLA, which attends on CUDA, cannot."""
+        if not current_platform.is_cuda():
+            return None
+        is_served, reason = is_flashmla_sparse_supported()
+        if not is_served:
+            return reason
+        picks = int(get_current_vllm_config().model_config.hf_text_config.index_topk)
+        if picks % PICKS_MULTIPLE:
+            return f"index_topk {picks}, and FlashMLA needs a multiple of {PICKS_MULTIPLE}"
+        return None
 
 
 @functools.cache

@@ -40,10 +40,11 @@ class PickKernels(Protocol):
         """Most query tokens of a slice, whose picks of so many are gathered each for itself."""
 
     def gather(
-        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Rows of tokens, [tokens, rank + rope_dim]: `requests` int32 [tokens / n] are those of n neighbours each in
-        `positions`, int32 [tokens]; negative: none."""
+        `positions`, int32 [tokens]; negative: none. `into`: memory for them, or None: the workspace."""
 
     def raw(self, new: Latents) -> torch.Tensor:
         """Rows of latents as the model has them, in the basis of stored ones."""
@@ -144,10 +145,12 @@ class ReferencePicks(PickKernels):
         return max(1, (1 << 16) // picks)
 
     def gather(
-        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         of_each = requests.long().repeat_interleave(len(positions) // len(requests))
-        return gather_tokens(self.codec, cache, block_table, of_each, positions)
+        rows = gather_tokens(self.codec, cache, block_table, of_each, positions)
+        return rows if into is None else into.copy_(rows)
 
     def raw(self, new: Latents) -> torch.Tensor:
         return torch.cat((self.codec.latent.prepare(new[0]), new[1].float()), dim=-1)

@@ -96,10 +96,12 @@ class CudaPicks(PickKernels):
         return max(1, min(query, rows // picks))
 
     def gather(
-        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+        self, cache: torch.Tensor, block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         count = len(positions)
-        rows, a_request = self.memory().rows[:count], count // len(requests)
+        rows, a_request = self.memory().rows[:count] if into is None else into, count // len(requests)
+        assert len(rows) == count and rows.is_contiguous(), (rows.shape, count)
         launch = self.bound.get(
             ("gather", a_request),
             (cache.data_ptr(), cache.stride()),

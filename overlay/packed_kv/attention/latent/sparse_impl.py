@@ -45,7 +45,7 @@ class PickedPrefix:
         ends = chunk.cu_seq_lens[1:]
         requests = torch.searchsorted(ends, numbers, right=True, out_int32=True)
         positions = numbers - (chunk.cu_seq_lens[:-1] - chunk.starts)[requests.long()]
-        rows.copy_(self.kernels.gather(cache, block_table, requests, positions))
+        self.kernels.gather(cache, block_table, requests, positions, rows)
 
 
 class SparseLatentImpl(PackedLatents, SparseMLACommonImpl[SparseLatentMetadata]):
